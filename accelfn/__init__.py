@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelfn: training PyTorch models with values.
+
+A training setup is a chain of immutable transforms, applied to a plain `TrainState`; an
+explicit step function takes it from one update to the next. See the documentation's
+tutorial, or start here:
+
+    setup = af.chain(af.shard_data(), af.wrap_ddp(), af.autocast("bf16"))
+    step = af.make_step(loss_fn)
+    for batch in af.batches(state, epochs=3):
+        state, metrics = step(state, batch)
+"""
+
+from importlib.metadata import version as _version
+
+from accelfn import schedules as schedules
+from accelfn.batches import Batches as Batches
+from accelfn.batches import batches as batches
+from accelfn.checkpoint import load as load
+from accelfn.checkpoint import save as save
+from accelfn.collectives import barrier as barrier
+from accelfn.collectives import mean as mean
+from accelfn.collectives import print_once as print_once
+from accelfn.cursor import Cursor as Cursor
+from accelfn.data import Batch as Batch
+from accelfn.data import Data as Data
+from accelfn.data import Plan as Plan
+from accelfn.errors import ArgumentError as ArgumentError
+from accelfn.errors import BatchError as BatchError
+from accelfn.errors import CheckpointError as CheckpointError
+from accelfn.errors import CompositionError as CompositionError
+from accelfn.errors import DataError as DataError
+from accelfn.errors import Error as Error
+from accelfn.errors import GradsError as GradsError
+from accelfn.errors import LaunchError as LaunchError
+from accelfn.errors import LossError as LossError
+from accelfn.errors import ModelError as ModelError
+from accelfn.errors import NonFiniteLossError as NonFiniteLossError
+from accelfn.errors import OptimizerError as OptimizerError
+from accelfn.errors import PeerFailedError as PeerFailedError
+from accelfn.errors import ReplicaMismatchError as ReplicaMismatchError
+from accelfn.errors import StateDonatedError as StateDonatedError
+from accelfn.errors import StateError as StateError
+from accelfn.errors import UnusedParametersError as UnusedParametersError
+from accelfn.errors import WorldError as WorldError
+from accelfn.evaluation import evaluate as evaluate
+from accelfn.evaluation import predict as predict
+from accelfn.grads import Grads as Grads
+from accelfn.loss import Loss as Loss
+from accelfn.loss import Metrics as Metrics
+from accelfn.loss import WeightedSum as WeightedSum
+from accelfn.state import TrainState as TrainState
+from accelfn.step import apply_grads as apply_grads
+from accelfn.step import build as build
+from accelfn.step import finalize as finalize
+from accelfn.step import make_step as make_step
+from accelfn.step import release as release
+from accelfn.step import sync_grads as sync_grads
+from accelfn.step import value_and_grad as value_and_grad
+from accelfn.transform import Transform as Transform
+from accelfn.transform import chain as chain
+from accelfn.transform import transform as transform
+from accelfn.transforms.accumulate import accumulate as accumulate
+from accelfn.transforms.accumulate import micro_batches as micro_batches
+from accelfn.transforms.clip import clip_grad_norm as clip_grad_norm
+from accelfn.transforms.clip import clip_grad_value as clip_grad_value
+from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
+from accelfn.transforms.ema import ema as ema
+from accelfn.transforms.identity import identity as identity
+from accelfn.transforms.local_sgd import local_sgd as local_sgd
+from accelfn.transforms.precision import autocast as autocast
+from accelfn.transforms.shard import shard_data as shard_data
+from accelfn.views import bind as bind
+from accelfn.views import eval_params as eval_params
+from accelfn.views import frozen as frozen
+from accelfn.views import rng as rng
+from accelfn.world import World as World
+
+__version__ = _version("accelfn")

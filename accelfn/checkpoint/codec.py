@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tree of tensors and plain data as JSON beside a flat table of tensors, and back."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from accelfn.errors import CheckpointError
+
+_PLAIN = (str, int, bool, type(None))
+
+
+def encode(tree: Any, tensors: dict[str, torch.Tensor], *, path: str = "state") -> Any:
+    """Return the tree as JSON data; its tensors are put into `tensors` under short keys.
+
+    Raises:
+        CheckpointError: something is neither a tensor nor plain data; its path is named.
+    """
+    if isinstance(tree, torch.Tensor):
+        return {"tensor": _stored(tree, tensors, path)}
+    if type(tree) in _PLAIN:
+        return tree
+    if isinstance(tree, float):
+        return tree if math.isfinite(tree) else {"float": repr(tree)}
+    if isinstance(tree, Mapping):
+        items = cast("Mapping[Any, Any]", tree)
+        for key in items:
+            if not isinstance(key, str):
+                msg = f"{path} has the key {key!r}; keys are saved as strings only."
+                raise CheckpointError(msg)
+        return {
+            "dict": {
+                k: encode(v, tensors, path=f"{path}.{k}") for k, v in items.items()
+            }
+        }
+    if type(tree) in (list, tuple):
+        sequence = cast("list[Any]", tree)
+        coded = [
+            encode(v, tensors, path=f"{path}[{i}]") for i, v in enumerate(sequence)
+        ]
+        return {type(tree).__name__: coded}
+    msg = (
+        f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples, strings, numbers, booleans and None are "
+        "saved. Keep its state_dict() in the slot instead."
+    )
+    raise CheckpointError(msg)
+
+
+def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the tree again, with tensors from the table."""
+    if isinstance(coded, dict):
+        ((kind, inside),) = cast("dict[str, Any]", coded).items()
+        match kind:
+            case "tensor":
+                return tensors[inside]
+            case "float":
+                return float(inside)
+            case "dict":
+                return {key: decode(value, tensors) for key, value in inside.items()}
+            case "list":
+                return [decode(value, tensors) for value in inside]
+            case "tuple":
+                return tuple(decode(value, tensors) for value in inside)
+            case _:
+                msg = f"The manifest has an entry of unknown kind {kind!r}."
+                raise CheckpointError(msg)
+    return coded
+
+
+def _stored(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> str:
+    for key, seen in tensors.items():
+        if seen is tensor:
+            return key
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        msg = f"{path} is a {tensor.layout} tensor on {tensor.device}; only dense tensors with values are saved."
+        raise CheckpointError(msg)
+    key = f"t{len(tensors):05d}"
+    tensors[key] = tensor
+    return key

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `accelfn`: its words, and what each of them calls."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from accelfn.errors import Error, LaunchError
+from accelfn.launch import launch_script
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`, by default this process's own.
+
+    Args:
+        argv: the words after `accelfn`.
+
+    Returns:
+        The exit code: 2 for a mistake in the command line, 130 after Ctrl-C.
+
+    Example:
+        >>> main(["launch", "--nproc", "0", "train.py"])
+        2
+    """
+    words = _parser().parse_args(argv)
+    try:
+        return _launch(words)
+    except Error as error:
+        sys.stderr.write(f"accelfn {words.command}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn", description="Train PyTorch models.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    launch = commands.add_parser(
+        "launch",
+        help="run a script in several processes on this machine",
+        description="Run a script in several processes on this machine, one rank each, "
+        "with the environment of torchrun. Options of accelfn come before the script.",
+        allow_abbrev=False,
+    )
+    launch.add_argument(
+        "--nproc",
+        required=True,
+        metavar="N",
+        help="how many processes; 'auto' is one for each GPU, or one without any",
+    )
+    launch.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the script is a module's name, as after python -m",
+    )
+    launch.add_argument("script", help="a Python file")
+    launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    return parser
+
+
+def _launch(words: argparse.Namespace) -> int:
+    nproc = _num_processes(words.nproc)
+    return launch_script(words.script, words.args, nproc=nproc, module=words.module)
+
+
+def _num_processes(text: str) -> int:
+    if text == "auto":
+        import torch  # noqa: PLC0415  a second that only this word needs
+
+        return max(1, torch.cuda.device_count())
+    try:
+        return int(text)
+    except ValueError:
+        msg = f"--nproc is {text!r}; give a whole number, 1 or more, or 'auto'."
+        raise LaunchError(msg) from None
+
+
+def _version() -> str:
+    try:
+        return f"accelfn {metadata.version('accelfn')}"
+    except metadata.PackageNotFoundError:
+        return "accelfn, from a source tree that is not installed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives: the few calls in which ranks talk, each with a label and a named failure.
+
+Tensors travel packed in one contiguous buffer: one call for any number of them, and
+non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from accelfn.errors import PeerFailedError, ReplicaMismatchError
+from accelfn.loss import Metrics
+from accelfn.world import World
+
+_PEER_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+    "remote process",
+    "NCCL",
+)
+
+
+@contextmanager
+def naming(label: str, world: World) -> Iterator[None]:
+    """Turn a backend's failure inside the block into `PeerFailedError`.
+
+    Raises:
+        PeerFailedError: another rank closed the connection or did not arrive in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _PEER_SIGNS):
+            raise
+        first = str(error).splitlines()[0]
+        msg = (
+            f"Rank {world.rank} of {world.size} waited in {label!r}, but another rank failed, left or did not "
+            f"arrive. Look at the other ranks' output for the cause. ({first})"
+        )
+        raise PeerFailedError(msg) from error
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of tensors of one dtype as one vector."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write a vector's elements back into the tensors that it was packed from."""
+    sizes = [tensor.numel() for tensor in tensors]
+    for part, tensor in zip(flat.split(sizes), tensors, strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
+
+
+def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
+    """Sum one contiguous tensor over all ranks, in place."""
+    if world.size > 1:
+        with naming(label, world):
+            dist.all_reduce(flat, group=world.group)
+
+
+def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) -> None:
+    """Sum tensors over all ranks, in place, in one call a dtype."""
+    if world.size == 1:
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = pack(same)
+        sum_(flat, world, label=label)
+        unpack_(flat, same)
+
+
+def broadcast_(tensors: Sequence[torch.Tensor], world: World, *, label: str) -> None:
+    """Give every rank the values of rank 0, in place, in one call a dtype."""
+    if world.size == 1:
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = pack(same)
+        with naming(label, world):
+            dist.broadcast(flat, group=world.group, group_src=0)
+        unpack_(flat, same)
+
+
+def all_gather(tensor: torch.Tensor, world: World, *, label: str) -> list[torch.Tensor]:
+    """Return every rank's tensor, in rank order; shape and dtype are equal on all."""
+    if world.size == 1:
+        return [tensor.clone()]
+    packed = tensor.contiguous()
+    gathered = [torch.empty_like(packed) for _ in range(world.size)]
+    with naming(label, world):
+        dist.all_gather(gathered, packed, group=world.group)
+    return gathered
+
+
+def all_gather_rows(
+    tensor: torch.Tensor, counts: Sequence[int], world: World, *, label: str
+) -> torch.Tensor:
+    """Return the first `counts[r]` rows of every rank r, concatenated in rank order."""
+    if world.size == 1:
+        return tensor[: counts[0]]
+    longest = max(counts)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    mine = counts[world.rank]
+    padded[:mine] = tensor[:mine]
+    parts = all_gather(padded, world, label=label)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank is here."""
+    all_reduce_([torch.zeros(1, device=world.device)], world, label="barrier")
+
+
+def print_once(world: World, *values: object) -> None:
+    """Print on rank 0 only."""
+    if world.is_main:
+        print(*values, flush=True)  # noqa: T201 - printing is what it is for
+
+
+def mean(metrics: Metrics, world: World) -> dict[str, float]:
+    """Return the exact mean of each metric over all ranks: the visible collective.
+
+    Totals and weights are added over ranks and divided once, so the result is the mean
+    over all that was seen, however uneven the shares. It reads the device, as a log line
+    must; a step does not.
+
+    Cost: one all-reduce of two float64 numbers a name.
+
+    Law: on any number of ranks it is the metric of the union of what they saw.
+
+    Raises:
+        PeerFailedError: another rank failed.
+    """
+    names = sorted(metrics)
+    if not names:
+        return {}
+    # float64 where the device has it; MPS, which has not, is no device of a world
+    pairs = [(metrics.sums[name].total, metrics.sums[name].weight) for name in names]
+    flat = torch.stack(
+        [
+            torch.as_tensor(x, dtype=torch.float64, device=world.device)
+            .detach()
+            .reshape(())
+            for pair in pairs
+            for x in pair
+        ]
+    )
+    sum_(flat, world, label="mean of metrics")
+    sums: list[float] = flat.tolist()
+    return {
+        name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else 0.0
+        for i, name in enumerate(names)
+    }
+
+
+def check_replicas(
+    tensors: Mapping[str, torch.Tensor], world: World, *, label: str, values: bool
+) -> None:
+    """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
+
+    Cost: a sum over every tensor, and two small all-gathers.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    if world.size == 1:
+        return
+    shown = [f"{name}: {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    tables = gather_text("\n".join(shown), world, label=label)
+    _refuse_difference([table.split("\n") for table in tables], "structure")
+    if values:
+        sums = torch.stack([_checksum(tensor) for tensor in tensors.values()])
+        rows = [row.tolist() for row in all_gather(sums, world, label=label)]
+        named = [
+            [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
+            for row in rows
+        ]
+        _refuse_difference(named, "values")
+
+
+def gather_text(text: str, world: World, *, label: str) -> list[str]:
+    """Return every rank's text, in rank order."""
+    raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=world.device)
+    size = torch.tensor([raw.numel()], device=world.device)
+    counts = [int(count) for count in all_gather(size, world, label=label)]
+    joined = bytes(all_gather_rows(raw, counts, world, label=label).tolist())
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [
+        joined[end - count : end].decode()
+        for end, count in zip(ends, counts, strict=True)
+    ]
+
+
+def _refuse_difference(tables: list[list[str]], what: str) -> None:
+
+    longest = max(len(table) for table in tables)
+    for i in range(longest):
+        rows = [table[i] if i < len(table) else "nothing" for table in tables]
+        if len(set(rows)) > 1:
+            listed = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+            msg = (
+                f"The ranks hold models that differ in {what}; tensor {i} is the first that differs:\n{listed}\n"
+                "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or load the same "
+                "weights on every rank."
+            )
+            raise ReplicaMismatchError(msg)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the tensor's bit patterns, without a copy of it."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = plain.detach().contiguous().view(_INTEGERS[plain.element_size()])
+    return bits.sum(dtype=torch.int64)

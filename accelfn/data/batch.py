@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Batch`: what one step consumes, with the place it has in the data."""
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from accelfn.cursor import Cursor
+from accelfn.data.order import Indices
+from accelfn.errors import BatchError
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Batch:
+    """This rank's share of one update's samples.
+
+    Attributes:
+        micro_batches: collated values on the world's device; one, unless the setup
+            accumulates.
+        weights: how many samples count in each. An empty share holds one sample that
+            does not count, so that its rank takes part in every collective.
+        start: where the data stood before it.
+        cursor: where it stands after it.
+        num_samples: of the whole batch, over all ranks and micro-batches.
+        parts_indices: dataset indices of this rank's samples, one array a micro-batch.
+        parts_filler: which of them are filler: repeats that fill a padded batch, or the
+            stand-in of an empty share.
+    """
+
+    micro_batches: tuple[Any, ...]
+    weights: tuple[int, ...]
+    start: Cursor
+    cursor: Cursor
+    num_samples: int
+    parts_indices: tuple[Indices, ...]
+    parts_filler: tuple[bool | Indices, ...]
+
+    @property
+    def value(self) -> Any:
+        """The one collated value.
+
+        Raises:
+            BatchError: the setup accumulates, so there are several.
+        """
+        if len(self.micro_batches) != 1:
+            msg = f"This batch has {len(self.micro_batches)} micro-batches: read batch.micro_batches."
+            raise BatchError(msg)
+        return self.micro_batches[0]
+
+    @property
+    def epoch(self) -> int:
+        """Which pass over the data it belongs to, from 0."""
+        return self.start.epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether it is the last of its epoch."""
+        return self.cursor.epoch > self.start.epoch
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """Dataset indices of this rank's samples, in the order of the values."""
+        return torch.from_numpy(np.concatenate(self.parts_indices))
+
+    @property
+    def filler(self) -> torch.Tensor:
+        """Which of those samples are filler, as booleans."""
+        masks = [
+            np.broadcast_to(np.asarray(filler, bool), indices.shape)
+            for indices, filler in zip(
+                self.parts_indices, self.parts_filler, strict=True
+            )
+        ]
+        return torch.from_numpy(np.concatenate(masks))
+
+    def parts(self) -> list["Batch"]:
+        """Return one batch a micro-batch."""
+        return [
+            attrs.evolve(
+                self,
+                micro_batches=(self.micro_batches[i],),
+                weights=(self.weights[i],),
+                parts_indices=(self.parts_indices[i],),
+                parts_filler=(self.parts_filler[i],),
+            )
+            for i in range(len(self.micro_batches))
+        ]
+
+    def __repr__(self) -> str:
+        """Show its place, not its tensors."""
+        return (
+            f"<Batch of {self.num_samples} samples, {sum(self.weights)} here in "
+            f"{len(self.micro_batches)} micro-batches, epoch {self.epoch} from sample {self.start.samples}>"
+        )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallel over torch's own DistributedDataParallel, around the loss."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelfn.collectives import naming
+from accelfn.engine.read_loss import ReadLoss, read_loss
+from accelfn.engine.runner import CountSamples, LossFunction, like, run_backward
+from accelfn.loss import Number
+from accelfn.world import World
+
+
+class LossModule(nn.Module):
+    """A module whose forward is the loss, so that the loss sees the plain model.
+
+    `weight` is a parameter that no optimizer knows. Its gradient is the weight of the loss:
+    it travels in DDP's own buckets, so dividing by the weight seen on all ranks costs no
+    collective. It is a root of the backward pass of its own, and adds no work to the loss.
+    """
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
+        self.read: ReadLoss | None = None
+
+    def forward(
+        self,
+        loss_fn: LossFunction,
+        value: Any,
+        extras: tuple[Any, ...],
+        num_samples: CountSamples,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss, and the root through which its weight travels."""
+        self.read = read_loss(
+            loss_fn(self.module, value, *extras), loss_fn, num_samples
+        )
+        return self.read.scalar, self.weight.view(())
+
+
+class DDPRunner:
+    """Runs the loss inside DistributedDataParallel; the last micro-batch communicates."""
+
+    reduces = True
+
+    def __init__(
+        self, module: nn.Module, world: World, options: Mapping[str, Any]
+    ) -> None:
+        """Wrap the module for the world's process group, given explicitly.
+
+        DDP's own broadcast of rank 0's values is left out: ranks were checked to agree.
+        """
+        self._world = world
+        self.expects_unused = any(
+            options.get(name) for name in ("find_unused_parameters", "static_graph")
+        )
+        dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
+        # the parameters' own dtype shares their bucket; below float32 it could not count
+        dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
+        self._inner = LossModule(module, dtype, world.device)
+        self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sync = True
+        with naming("build DistributedDataParallel", world):
+            self._ddp = DistributedDataParallel(
+                self._inner, process_group=world.group, init_sync=False, **options
+            )
+
+    def forward(
+        self,
+        loss_fn: LossFunction,
+        value: Any,
+        extras: tuple[Any, ...],
+        num_samples: CountSamples,
+        *,
+        sync: bool,
+    ) -> ReadLoss:
+        """Return the loss; without `sync`, DDP does not prepare to reduce."""
+        self._sync = sync
+        with naming("DistributedDataParallel forward", self._world):
+            if sync:
+                self._roots = self._ddp(loss_fn, value, extras, num_samples)
+            else:
+                with self._ddp.no_sync():
+                    self._roots = self._ddp(loss_fn, value, extras, num_samples)
+        read, self._inner.read = self._inner.read, None
+        assert read is not None  # noqa: S101 - forward set it
+        return read
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
+        del scalar  # DDP may have put a node of its own behind it
+        assert self._roots is not None  # noqa: S101 - forward set it
+        (scalar, root), self._roots = self._roots, None
+        seeds = (like(scalar, 1 if scale is None else scale), like(root, weight))
+        carrier = self._inner.weight
+        with naming("DistributedDataParallel backward", self._world):
+            if self._sync:
+                run_backward((scalar, root), seeds)
+            else:
+                with self._ddp.no_sync():
+                    run_backward((scalar, root), seeds)
+        averaged, carrier.grad = carrier.grad, None
+        # with gradient_as_bucket_view it lies in a bucket that the next pass writes
+        return averaged.clone() if self._sync and averaged is not None else None

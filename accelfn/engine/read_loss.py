@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loss function returned, checked and in one form."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from accelfn.errors import LossError, NonFiniteLossError
+from accelfn.loss import Loss, Number, WeightedSum
+
+
+@attrs.frozen
+class ReadLoss:
+    """A scalar to differentiate, its weight, and what to report.
+
+    Attributes:
+        scalar: the total, or the mean that a loss function returned.
+        weight: what the total is divided by.
+        is_mean: whether `scalar` is the mean, so that the total is `scalar * weight`.
+        sums: what the step reports.
+    """
+
+    scalar: torch.Tensor
+    weight: Number
+    is_mean: bool
+    sums: dict[str, WeightedSum]
+
+
+def read_loss(
+    returned: Any, loss_fn: Callable[..., Any], num_samples: Callable[[], int]
+) -> ReadLoss:
+    """Return a loss in one form.
+
+    Raises:
+        LossError: it is not a scalar tensor or an `af.Loss`, or has no gradient.
+        NonFiniteLossError: it is infinite or not a number. On a GPU this is not looked at,
+            because that would wait for the device.
+    """
+    if isinstance(returned, torch.Tensor):
+        seen = _checked(returned, loss_fn)
+        weight = num_samples()
+        sums = {"loss": WeightedSum(seen, weight, weight)}
+        return ReadLoss(returned, weight, is_mean=True, sums=sums)
+    if isinstance(returned, Loss):
+        total = returned.total
+        seen = _checked(total, loss_fn)
+        weight = returned.weight
+        weight = (
+            weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else weight
+        )
+        sums = {"loss": WeightedSum(seen, weight)}
+        for name, entry in returned.aux.items():
+            amount, over = entry if isinstance(entry, tuple) else (entry, weight)
+            sums[name] = WeightedSum(_detached(amount), _detached(over))
+        return ReadLoss(total, weight, is_mean=False, sums=sums)
+    msg = (
+        f"{_name(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor (the mean over the samples), "
+        "or af.Loss(total, weight, name=total)."
+    )
+    raise LossError(msg)
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    """Return False for a CPU scalar that is not finite; a device is not waited for."""
+    if not value.is_cpu:
+        return True
+    if value.dtype is torch.bfloat16:
+        value = value.float()
+    # through numpy, which reads the memory: no operator, no synchronisation
+    return math.isfinite(value.numpy())
+
+
+def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
+    """Return the scalar's value, detached."""
+    if scalar.ndim != 0:
+        msg = (
+            f"{_name(loss_fn)} returned a tensor of shape {tuple(scalar.shape)}; expected a scalar. Take its mean(), or "
+            "return af.Loss(total.sum(), weight)."
+        )
+        raise LossError(msg)
+    if not scalar.requires_grad:
+        msg = (
+            f"The loss that {_name(loss_fn)} returned has no gradient: it does not depend on a trainable parameter. "
+            "Was it detached, computed under no_grad, or rebuilt from numbers?"
+        )
+        raise LossError(msg)
+    value = scalar.detach()
+    if not _is_finite(value):
+        msg = (
+            f"{_name(loss_fn)} returned {float(value)}. The state is as it was before this step. Look at the batch, the "
+            "learning rate and the precision."
+        )
+        raise NonFiniteLossError(msg)
+    return value
+
+
+def _detached(value: Number) -> Number:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _name(loss_fn: Callable[..., Any]) -> str:
+    return getattr(loss_fn, "__qualname__", None) or repr(loss_fn)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that accelfn raises, as one tree.
+
+Each is also the built-in that a caller would expect, so `except ValueError` still works,
+and its text says what was given, where, and what to do.
+"""
+
+
+class Error(Exception):
+    """The root: `except af.Error` catches what accelfn refuses, and nothing else."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument has a value that can have no meaning, such as a count of 0."""
+
+
+class CompositionError(Error, ValueError):
+    """Transforms that cannot stand in one chain: a name twice, two engines."""
+
+
+class WorldError(Error, RuntimeError):
+    """The environment asks for a world that is missing, contradictory or not to be had."""
+
+
+class ModelError(Error, ValueError):
+    """The model cannot be trained as it is: no trainable parameter, a meta tensor."""
+
+
+class OptimizerError(Error, ValueError):
+    """The optimizer does not belong to the model, or needs what a step cannot give."""
+
+
+class DataError(Error, ValueError):
+    """A dataset, or a way to draw from it, that cannot be used: no samples, no length."""
+
+
+class BatchError(Error, ValueError):
+    """A batch that does not follow its state, or cannot be split or counted."""
+
+
+class LossError(Error, ValueError):
+    """A loss function returned something that is not a scalar with a gradient."""
+
+
+class NonFiniteLossError(LossError, ArithmeticError):
+    """The loss is infinite or not a number; the state is as it was before the step."""
+
+
+class GradsError(Error, ValueError):
+    """Gradients that do not fit their state, or are not reduced where they must be."""
+
+
+class UnusedParametersError(GradsError):
+    """Parameters took no part in a loss whose gradients DistributedDataParallel awaits."""
+
+
+class StateError(Error, ValueError):
+    """A state lacks what is asked of it: a slot, a parameter, data."""
+
+
+class StateDonatedError(Error, RuntimeError):
+    """The state was given to a step, which updated its tensors in place."""
+
+
+class ReplicaMismatchError(Error, RuntimeError):
+    """Ranks that should hold one model hold different ones."""
+
+
+class PeerFailedError(Error, RuntimeError):
+    """Another rank failed, left or did not arrive while this one waited for it."""
+
+
+class CheckpointError(Error, RuntimeError):
+    """A checkpoint cannot be written, or does not fit the state it is loaded into."""
+
+
+class LaunchError(Error, RuntimeError):
+    """Processes cannot be started as asked."""

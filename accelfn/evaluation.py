@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluating and predicting: each held-out sample exactly once, on any number of ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+from accelfn import streams, tree
+from accelfn.batches import plan_of
+from accelfn.collectives import all_gather_rows, broadcast_, mean
+from accelfn.cursor import Cursor
+from accelfn.data import Batch, Data
+from accelfn.data.plan import even_part
+from accelfn.errors import BatchError, LossError, StateError
+from accelfn.loss import Loss, Metrics, WeightedSum
+from accelfn.state import TrainState
+from accelfn.step import wrap_loss
+from accelfn.transform import chain
+from accelfn.transforms.shard import shard_data
+from accelfn.views import eval_params
+
+EvaluateFunction: TypeAlias = Callable[..., Any]
+
+
+def evaluate(
+    state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
+) -> dict[str, float]:
+    """Return exact means of what `fn` measures over a dataset, on all ranks.
+
+    The samples are split over the ranks of the state's world whatever the setup says,
+    each is seen once, and totals and weights are reduced in one collective at the end.
+
+    Args:
+        state: evaluated at its `eval_params`; not changed in any way.
+        data: its order is that of the dataset; `shuffle` and `remainder` are ignored,
+            for they have no effect on a mean over all samples.
+        fn: `(model, batch, *extras)` gives a scalar mean over the batch, a dict of such means
+            by name, or `af.Loss(total, weight, name=total)`. It runs in evaluation mode,
+            without gradients, under the setup's precision.
+        extras: handed to `fn`.
+
+    Law:
+        The result is that of one process, up to rounding, for any number of ranks and any
+        batch size. The state is bitwise as before, and so is every generator.
+
+    Cost:
+        One pass; one all-reduce, and a broadcast of rank 0's buffers.
+
+    Raises:
+        LossError: `fn` returned something else, or no scalar.
+    """
+    total = Metrics({})
+    with _borrowed(state) as model:
+        measure = wrap_loss(fn, state.setup)
+        for batch in _held_out(state, data):
+            returned = measure(model, batch.value, *extras)
+            total = total + _measured(returned, batch.weights[0], fn)
+    return mean(total, state.world)
+
+
+def predict(
+    state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
+) -> Iterator[Any]:
+    """Yield `fn`'s result for every sample, in dataset order, on all ranks.
+
+    Args:
+        state: predicted at its `eval_params`; not changed in any way.
+        data: its order is that of the dataset.
+        fn: `(model, batch, *extras)` gives a tree of tensors whose dim 0 is the batch.
+        extras: handed to `fn`.
+
+    Yields:
+        One tree a sample, its tensors without dim 0; `torch.stack(list(...))` for tensors.
+
+    Law:
+        As many results as samples, each the one of its sample, for any number of ranks.
+
+    Cost:
+        One gather a batch and tensor. Results are streamed: one batch is held at a time.
+
+    Raises:
+        BatchError: dim 0 of a result is not the batch's.
+    """
+    world = state.world
+    with _borrowed(state) as model:
+        call = wrap_loss(fn, state.setup)
+        for batch in _held_out(state, data):
+            returned = call(model, batch.value, *extras)
+            shares = [
+                even_part((0, batch.num_samples), rank, world.size)
+                for rank in range(world.size)
+            ]
+            counts = [stop - start for start, stop in shares]
+            _check_rows(returned, max(batch.weights[0], 1), fn)
+            gathered = tree.tree_map(
+                lambda leaf, counts=counts: all_gather_rows(
+                    leaf, counts, world, label="predict"
+                ),
+                returned,
+            )
+            for i in range(batch.num_samples):
+                yield tree.tree_map(lambda leaf, i=i: leaf[i], gathered)
+
+
+class _borrowed:
+    """A module at the evaluation parameters, in evaluation mode, without gradients."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._no_grad = torch.no_grad()
+        key = streams.key(state.seed, state.name, "evaluate", state.world.rank)
+        self._stream = streams.stream(key, state.world.device)
+
+    def __enter__(self) -> nn.Module:
+        state = self._state
+        buffers: Mapping[str, torch.Tensor] = state.buffers
+        if (
+            buffers and state.world.size > 1
+        ):  # statistics differ by rank; rank 0's count
+            buffers = tree.clone(dict(buffers))
+            broadcast_(list(buffers.values()), state.world, label="buffers of rank 0")
+        module = state.definition.skeleton.build(eval_params(state), buffers)
+        self._no_grad.__enter__()
+        self._stream.__enter__()
+        return module.eval()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(*error)
+        self._no_grad.__exit__(*cast("Any", error))
+
+
+def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
+    """Yield this rank's shares of a dataset in its own order."""
+    if not isinstance(data, Data):
+        msg = f"Expected af.Data(dataset, batch_size=...) to evaluate on, got {type(data).__name__}."
+        raise StateError(msg)
+    plain = Data(
+        data.dataset,
+        batch_size=data.batch_size,
+        collate=data.collate,
+        num_workers=data.num_workers,
+    )
+    plan = plan_of(plain, chain(shard_data()), state.world)
+    return plain.read(plan, start=Cursor(), seed=state.seed, device=state.world.device)
+
+
+def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
+    """Return what `fn` returned as weighted sums; of an empty share, with weight 0."""
+    if isinstance(returned, Loss):
+        factor = 1 if weight else 0
+        sums = {"loss": (returned.total * factor, returned.weight * factor)}
+        for name, entry in returned.aux.items():
+            amount, over = (
+                entry if isinstance(entry, tuple) else (entry, returned.weight)
+            )
+            sums[name] = (amount * factor, over * factor)
+        return Metrics(sums)
+    means = cast(
+        "Mapping[str, Any]",
+        returned if isinstance(returned, Mapping) else {"loss": returned},
+    )
+    for name, value in means.items():
+        scalar = (
+            value.ndim == 0
+            if isinstance(value, torch.Tensor)
+            else isinstance(value, (int, float))
+        )
+        if not scalar:
+            shape = (
+                tuple(value.shape)
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
+            label = getattr(fn, "__qualname__", repr(fn))
+            msg = f"{label} returned {shape} for {name!r}; expected a scalar mean over the batch, a dict of them, or af.Loss."
+            raise LossError(msg)
+    return Metrics(
+        {name: WeightedSum(value * weight, weight) for name, value in means.items()}
+    )
+
+
+def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
+    for leaf in tree.tree_leaves(returned):
+        if (
+            not isinstance(leaf, torch.Tensor)
+            or leaf.ndim == 0
+            or leaf.shape[0] != rows
+        ):
+            found = (
+                tuple(leaf.shape)
+                if isinstance(leaf, torch.Tensor)
+                else type(leaf).__name__
+            )
+            label = getattr(fn, "__qualname__", repr(fn))
+            msg = f"{label} returned {found}; expected tensors whose dim 0 is the batch's {rows} samples."
+            raise BatchError(msg)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients as a value: what one backward pass, or several, found."""
+
+from collections.abc import Callable, Mapping
+from typing import Self
+
+import attrs
+import torch
+
+from accelfn.cursor import Cursor
+from accelfn.loss import Number
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Grads:
+    """Gradients of loss totals by parameter name, and the weight to divide them by.
+
+    The true gradient of a total is `tensors[name] * unit`; the gradient of the mean over
+    all that was seen is that over `weight`. `apply_grads` divides once, so gradients add
+    exactly over micro-batches and ranks. A parameter that took no part is left out.
+
+    Attributes:
+        tensors: one tensor a parameter, of its shape and dtype.
+        weight: of the losses seen: on all ranks when reduced, else on this rank.
+        unit: what was left out of `tensors`: the weight for a lone mean, else 1.
+        buffers: the buffers (running statistics) that the forward passes wrote.
+        reduced: whether they are summed over all ranks.
+        cursor: where the data stands after the batches seen; None for plain values.
+        num_micro_batches: how many backward passes they are the sum of.
+        update: the number of updates of the state they were taken at.
+        metrics: values that transforms of `grads` report, by name.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    weight: Number
+    unit: float = 1
+    buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    reduced: bool = True
+    cursor: Cursor | None = None
+    num_micro_batches: int = 1
+    update: int = 0
+    metrics: Mapping[str, Number] = attrs.field(factory=dict)
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return the record with `fn` of each gradient."""
+        tensors = {name: fn(grad) for name, grad in self.tensors.items()}
+        return attrs.evolve(self, tensors=tensors)
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Return the record with other gradients in it."""
+        return attrs.evolve(self, tensors=tensors)
+
+    def with_metrics(self, **values: Number) -> Self:
+        """Return the record with values to report among the step's metrics."""
+        return attrs.evolve(self, metrics={**self.metrics, **values})
+
+    def __repr__(self) -> str:
+        """Show what is known without reading a device."""
+        kind = "reduced" if self.reduced else "of this rank"
+        return (
+            f"<Grads of {len(self.tensors)} parameters, {kind}, "
+            f"{self.num_micro_batches} micro-batches, at update {self.update}>"
+        )

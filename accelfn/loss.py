@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loss function returns, and what a step reports: sums with their weights.
+
+A mean cannot be combined with another mean; a total and its weight can. So everything that
+crosses micro-batches or ranks is kept as a `WeightedSum`, and divided once, at the end.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Self, TypeAlias
+
+import attrs
+import torch
+
+from accelfn.errors import LossError
+
+Number: TypeAlias = float | torch.Tensor
+
+
+@attrs.frozen(init=False)
+class Loss:
+    """A loss as a total and its weight, for losses that are no plain mean over samples.
+
+    Gradients of totals are added over micro-batches and ranks and divided once by the
+    global weight: `Loss(token_losses.sum(), num_tokens)` gives the mean over all tokens
+    of an update, however they were split.
+
+    Attributes:
+        total: the sum that is differentiated; a scalar tensor with a gradient.
+        weight: what it is to be divided by, 0 or more: a number, or a scalar tensor.
+        aux: further totals by name, reported as means over the same weight; give
+            `(total, weight)` for one that has a weight of its own.
+
+    Example:
+        >>> Loss(torch.tensor(6.0), 3, num_right=torch.tensor(2.0))
+        Loss(total=tensor(6.), weight=3, aux={'num_right': tensor(2.)})
+    """
+
+    total: torch.Tensor
+    weight: Number
+    aux: Mapping[str, Number | tuple[Number, Number]]
+
+    def __init__(
+        self,
+        total: torch.Tensor,
+        weight: Number,
+        **aux: Number | tuple[Number, Number],
+    ) -> None:
+        """Take a total, its weight, and further totals by name."""
+        if not isinstance(weight, torch.Tensor) and not weight >= 0:
+            msg = f"af.Loss(weight={weight!r}): a weight is a count or a sum of them, 0 or more."
+            raise LossError(msg)
+        if isinstance(weight, torch.Tensor) and weight.numel() != 1:
+            msg = f"af.Loss(weight=<tensor of shape {tuple(weight.shape)}>): expected one number."
+            raise LossError(msg)
+        self.__attrs_init__(total=total, weight=weight, aux=aux)  # type: ignore[attr-defined]
+
+
+@attrs.frozen
+class WeightedSum:
+    """`amount * unit` summed over `weight`; the unit spares a multiplication per step.
+
+    A lone mean over n samples is `WeightedSum(mean, weight=n, unit=n)`.
+    """
+
+    amount: Number
+    weight: Number
+    unit: float = 1
+
+    @property
+    def total(self) -> Number:
+        """The sum itself."""
+        return self.amount if self.unit == 1 else self.amount * self.unit
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The sum over its weight; 0 where the weight is 0."""
+        if self.unit is self.weight or self.unit == self.weight:
+            mean = self.amount if self.weight else 0.0
+        elif isinstance(self.weight, torch.Tensor):
+            nothing = self.weight == 0
+            mean = torch.where(
+                nothing, 0, self.total / torch.where(nothing, 1, self.weight)
+            )
+        else:
+            mean = self.total / self.weight if self.weight else 0.0
+        return torch.as_tensor(mean)
+
+    def __add__(self, other: Self) -> "WeightedSum":
+        """Add totals and weights."""
+        return WeightedSum(self.total + other.total, self.weight + other.weight)
+
+
+class Metrics(Mapping[str, torch.Tensor]):
+    """What a step saw on this rank, as weighted sums by name; nothing was communicated.
+
+    Reading a name gives its mean as a scalar tensor. Metrics add, over steps say, and
+    `af.mean(metrics, world)` reduces them exactly over all ranks. On a device nothing is
+    copied to the host before it is read.
+
+    Example:
+        >>> a, b = Metrics({"loss": (6.0, 2)}), Metrics({"loss": (3.0, 1)})
+        >>> (a + b)["loss"]
+        tensor(3.)
+    """
+
+    __slots__ = ("_sums",)
+
+    def __init__(self, sums: Mapping[str, tuple[Number, Number] | WeightedSum]) -> None:
+        """Take `(total, weight)` by name."""
+        self._sums: dict[str, WeightedSum] = {
+            name: entry if isinstance(entry, WeightedSum) else WeightedSum(*entry)
+            for name, entry in sums.items()
+        }
+
+    @property
+    def sums(self) -> Mapping[str, WeightedSum]:
+        """The weighted sums by name."""
+        return MappingProxyType(self._sums)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return the mean of what this rank saw."""
+        return self._sums[name].mean
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        """Return how many names there are."""
+        return len(self._sums)
+
+    def __add__(self, other: "Metrics") -> "Metrics":
+        """Add the sums and weights of equal names; other names are kept."""
+        sums = dict(self._sums)
+        for name, entry in other.sums.items():
+            sums[name] = sums[name] + entry if name in sums else entry
+        return Metrics(sums)
+
+    def with_values(self, values: Mapping[str, Number]) -> "Metrics":
+        """Return the metrics with plain values beside them, each with weight 1."""
+        added = {name: WeightedSum(value, 1) for name, value in values.items()}
+        return Metrics({**self._sums, **added})
+
+    def __repr__(self) -> str:
+        """Show the means."""
+        inside = ", ".join(f"{name}={float(self[name]):.6g}" for name in self)
+        return f"Metrics({inside})"

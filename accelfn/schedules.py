@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning-rate schedules: pure functions from the update number to a factor.
+
+A schedule is called with `state.step`, the number of updates taken so far, and its value
+multiplies the learning rate of every parameter group. Nothing counts calls, so a
+resumed run needs no scheduler state, and ranks or micro-batches change nothing.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelfn.errors import ArgumentError
+
+
+class Schedule(Protocol):
+    """A pure function of the update number."""
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor for update `step`, the first being 0."""
+        ...
+
+
+def _at_least(minimum: int) -> Callable[[object, Any, object], None]:
+    def check(owner: object, field: Any, value: object) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            msg = (
+                f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a number of "
+                f"updates, an integer of at least {minimum}."
+            )
+            raise ArgumentError(msg)
+
+    return check
+
+
+def _is_factor(owner: object, field: Any, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        msg = f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a finite factor, 0 or more."
+        raise ArgumentError(msg)
+
+
+def _factor(default: float | None = None) -> Any:
+    if default is None:
+        return attrs.field(validator=_is_factor)
+    return attrs.field(default=default, validator=_is_factor)
+
+
+@attrs.frozen
+class constant:
+    """Keep the learning rate at `factor` times the optimizer's own."""
+
+    factor: float = _factor(1.0)
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor, whatever the update."""
+        return self.factor
+
+
+@attrs.frozen
+class linear:
+    """Go from `start` to `end` over `num_updates`, then stay at `end`.
+
+    `linear(n)` is Transformers' `get_scheduler("linear", ...)` without a warm-up.
+    """
+
+    num_updates: int = attrs.field(validator=_at_least(1))
+    start: float = attrs.field(default=1.0, validator=_is_factor, kw_only=True)
+    end: float = attrs.field(default=0.0, validator=_is_factor, kw_only=True)
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor of update `step`."""
+        done = min(step / self.num_updates, 1.0)
+        return self.start + (self.end - self.start) * done
+
+
+@attrs.frozen
+class warmup_cosine:
+    """Rise linearly over `num_warmup` updates, then fall as a half cosine to `end`.
+
+    Update 0 has factor `1 / num_warmup`, update `num_warmup` factor 1; from update
+    `num_updates` on it is `end`.
+
+    References:
+        Loshchilov and Hutter 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts".
+    """
+
+    num_warmup: int = attrs.field(validator=_at_least(0))
+    num_updates: int = attrs.field(validator=_at_least(1))
+    end: float = attrs.field(default=0.0, validator=_is_factor, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a warm-up that leaves no update to fall in."""
+        if self.num_warmup >= self.num_updates:
+            msg = (
+                f"schedules.warmup_cosine(num_warmup={self.num_warmup}, num_updates={self.num_updates}): "
+                "the warm-up must be shorter than the whole."
+            )
+            raise ArgumentError(msg)
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor of update `step`."""
+        if step < self.num_warmup:
+            return (step + 1) / (self.num_warmup + 1)
+        done = min((step - self.num_warmup) / (self.num_updates - self.num_warmup), 1.0)
+        return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+@attrs.frozen
+class one_cycle:
+    """Rise from `start` to 1 over a fraction of the updates, then fall to `end`, by cosines.
+
+    The optimizer's learning rate is the peak. Past `num_updates` it stays at `end`.
+
+    References:
+        Smith and Topin 2018, "Super-Convergence".
+    """
+
+    num_updates: int = attrs.field(validator=_at_least(2))
+    peak_at: float = attrs.field(default=0.3, kw_only=True)
+    start: float = attrs.field(default=1 / 25, validator=_is_factor, kw_only=True)
+    end: float = attrs.field(default=1 / 250_000, validator=_is_factor, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a peak outside the cycle."""
+        if not 0 < self.peak_at < 1:
+            msg = f"schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction between 0 and 1."
+            raise ArgumentError(msg)
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor of update `step`."""
+        last = self.num_updates - 1
+        peak = self.peak_at * last
+        if step <= peak:
+            return _cosine(self.start, 1.0, step / peak)
+        return _cosine(1.0, self.end, min((step - peak) / (last - peak), 1.0))
+
+
+def _cosine(start: float, end: float, done: float) -> float:
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+@attrs.frozen(init=False)
+class join:
+    """Run schedules one after the other; each starts again from update 0.
+
+    Example:
+        >>> warm_then_fall = join((100, linear(100, start=0.0, end=1.0)), linear(900))
+        >>> warm_then_fall(50), warm_then_fall(100), warm_then_fall(1000)
+        (0.5, 1.0, 0.0)
+    """
+
+    parts: tuple[tuple[int, Schedule], ...]
+    last: Schedule
+
+    def __init__(self, *parts: "tuple[int, Schedule] | Schedule") -> None:
+        """Take `(num_updates, schedule)` pairs, and a schedule for all the rest."""
+        *pairs, last = parts if parts else (None,)
+        for pair in pairs:
+            if (
+                not isinstance(pair, tuple)
+                or not isinstance(pair[0], int)
+                or pair[0] < 1
+            ):
+                msg = f"schedules.join: expected (num_updates, schedule) before the last, got {pair!r}."
+                raise ArgumentError(msg)
+        if not callable(last):
+            msg = f"schedules.join: the last argument is the schedule of all the rest, got {last!r}."
+            raise ArgumentError(msg)
+        self.__attrs_init__(parts=tuple(pairs), last=last)  # type: ignore[attr-defined]
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor of update `step`."""
+        for num_updates, schedule in self.parts:
+            if step < num_updates:
+                return schedule(step)
+            step -= num_updates
+        return self.last(step)
+
+
+class from_torch:
+    """Use a torch LRScheduler as a pure function of the update number.
+
+    The scheduler is run once, ahead, on an optimizer of its own, and its factors are kept.
+
+    Args:
+        factory: takes a torch optimizer and returns a scheduler on it.
+        lr: the learning rate that the scheduler sees. A scheduler that sets absolute
+            rates (OneCycleLR, CyclicLR) needs the one your optimizer has.
+
+    Cost:
+        One Python float per update, made at the first call for it.
+
+    Raises:
+        ArgumentError: the factory gives no LRScheduler, or one that reads a metric
+            (ReduceLROnPlateau), which is no function of the update number.
+
+    Example:
+        >>> halve = from_torch(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10, 0.5))
+        >>> halve(0), halve(10), halve(25)
+        (1.0, 0.5, 0.25)
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[torch.optim.Optimizer], LRScheduler],
+        *,
+        lr: float = 1.0,
+    ) -> None:
+        """Take a factory of the scheduler."""
+        if not lr > 0:
+            msg = f"schedules.from_torch(lr={lr!r}): expected a learning rate above 0."
+            raise ArgumentError(msg)
+        self._lr = lr
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=lr)
+        self._scheduler = factory(self._optimizer)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        if not isinstance(self._scheduler, LRScheduler) or isinstance(
+            self._scheduler, plateau
+        ):
+            msg = (
+                f"schedules.from_torch: the factory gave {type(self._scheduler).__name__}; expected an "
+                "LRScheduler that is a function of the update number. For one that reads a metric, write a "
+                "transform with `hyper` and keep its numbers in the slot."
+            )
+            raise ArgumentError(msg)
+        self._factors = [self._factor()]
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor of update `step`."""
+        while len(self._factors) <= step:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._factors.append(self._factor())
+        return self._factors[step]
+
+    def _factor(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"]) / self._lr

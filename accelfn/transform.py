@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transforms: values that say what a step does, and `chain`, which composes them.
+
+A transform is a frozen record of options with a method for each thing it has a say in.
+It is made of a class by `@transform`; accelfn's own are made the same way:
+
+| method | type | what it changes |
+| --- | --- | --- |
+| `init` | `state -> slot` | the transform's own entry in `state.slots` |
+| `data` | `Plan -> Plan` | who takes which samples |
+| `loss` | `loss_fn -> loss_fn` | wraps `(model, batch, *extras) -> loss` |
+| `value_and_grad` | `fn -> fn` | wraps `(state, batch, *extras) -> (metrics, grads)` |
+| `reduce` | `(grads, slot, world) -> (grads, slot)`, or None | how gradients cross ranks |
+| `grads` | `(grads, slot, state) -> (grads, slot)` | the true, reduced gradients |
+| `hyper` | `(state, slot) -> {"lr": ...}` | hyperparameters of the next update |
+| `after_update` | `(state, slot) -> (state, slot)` | the state after the optimizer |
+| `eval_params` | `(state, slot) -> params` | what is evaluated and exported |
+| `finalize` | `(state, slot) -> (state, slot)` | what is owed at the end |
+| `engine` | `-> engine` | how the model lies over the ranks |
+
+Leftmost is outermost; values flow left to right.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Protocol,
+    cast,
+    TypeVar,
+    dataclass_transform,
+    runtime_checkable,
+)
+
+import attrs
+
+from accelfn.errors import ArgumentError, CompositionError
+
+if TYPE_CHECKING:
+    from accelfn.state import TrainState
+
+T = TypeVar("T")
+
+FIELDS = (
+    "init",
+    "data",
+    "loss",
+    "value_and_grad",
+    "reduce",
+    "grads",
+    "hyper",
+    "after_update",
+    "eval_params",
+    "finalize",
+    "engine",
+)
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """A frozen record that maps a state to a state; see `transform` for how to make one."""
+
+    @property
+    def name(self) -> str:
+        """What the transform's slot is called; unique in a chain."""
+        ...
+
+    def __call__(self, state: "TrainState") -> "TrainState":
+        """Return the state with this transform added to its setup."""
+        ...
+
+
+def snake_case(name: str) -> str:
+    """Return a class name as the words of a function name: `GradNoise` is grad_noise."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
+def transform(cls: type[T]) -> type[T]:
+    """Make a transform of a class whose annotations are its options.
+
+    The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
+    options, the first of which may be given by position, the others by keyword. It gets a
+    `name` (default: the class's own, in snake_case), which is the key of its slot. Its
+    public methods are the fields of the table in `accelfn.transform`; others start with
+    an underscore. `gives_up`, a class attribute, names laws that it breaks on purpose.
+
+    Acts on: what its methods say.
+
+    Raises:
+        ArgumentError: a public method is none of a transform's fields.
+
+    Example:
+        >>> @transform
+        ... class CentralizeGrads:
+        ...     def grads(self, grads, slot, state):
+        ...         return grads.map(lambda g: g - g.mean() if g.ndim > 1 else g), slot
+        >>> CentralizeGrads()
+        CentralizeGrads()
+    """
+    _check_methods(cls)
+    annotations = dict(inspect.get_annotations(cls))
+    cls.__annotations__ = {**annotations, "name": str}
+    default = snake_case(cls.__name__)
+    named = cast("Any", cls)
+    named.name = attrs.field(default=default, kw_only=True, validator=_is_name)
+    named.__call__ = _apply
+    named.__repr__ = _repr
+    named.__accelfn_transform__ = True
+    return attrs.frozen(cls, repr=False, field_transformer=_keyword_only)
+
+
+def is_transform(value: object) -> bool:
+    """Return whether `value` was made by `transform`, or is a chain."""
+    return getattr(type(value), "__accelfn_transform__", False)
+
+
+def has_field(value: object, field: str) -> bool:
+    """Return whether a transform has a say in `field`."""
+    return hasattr(type(value), field)
+
+
+def _check_methods(cls: type) -> None:
+    for name, value in vars(cls).items():
+        public = not name.startswith("_") and inspect.isfunction(value)
+        if public and name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            msg = (
+                f"{cls.__name__}.{name} is no field of a transform ({', '.join(FIELDS)}).{hint} "
+                "Start the names of helper methods with an underscore."
+            )
+            raise ArgumentError(msg)
+
+
+def _is_name(owner: object, _field: object, value: object) -> None:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", value):
+        msg = (
+            f"{type(owner).__name__}(name={value!r}): expected letters, digits, "
+            "'.', '_' and '-', for it names the slot in checkpoints."
+        )
+        raise ArgumentError(msg)
+
+
+def _keyword_only(
+    _cls: type, fields: "list[attrs.Attribute[Any]]"
+) -> "list[attrs.Attribute[Any]]":
+    """Let only the first option be given by position."""
+    first = [field.name for field in fields][:1]
+    return [
+        field.evolve(kw_only=field.kw_only or field.name not in first)
+        for field in fields
+    ]
+
+
+def _apply(self: Transform, state: "TrainState") -> "TrainState":
+    """Return the state with this transform added to its setup; `state` is unchanged."""
+    return state.with_setup(chain(state.setup, self))
+
+
+def _repr(self: Any) -> str:
+    """Return the call that makes this record; options at their defaults are left out."""
+    shown: list[str] = []
+    for field in attrs.fields(type(self)):
+        value = getattr(self, field.name)
+        if field.default is not attrs.NOTHING and value == field.default:
+            continue
+        shown.append(repr(value) if not field.kw_only else f"{field.name}={value!r}")
+    owner = type(self)
+    prefix = "af." if owner.__module__.startswith("accelfn.") else ""
+    return f"{prefix}{owner.__name__}({', '.join(shown)})"
+
+
+@attrs.frozen(init=False, repr=False)
+class chain:
+    """Compose transforms; a chain is a transform.
+
+    Leftmost is outermost, and values flow left to right. Chains inside chains are
+    flattened and None is dropped, so `chain` is associative and `chain()` its unit.
+    Building one has no effect on anything.
+
+    Law:
+        `chain(f, chain(g, h)) == chain(chain(f, g), h) == chain(f, g, h)`, and
+        `chain()` leaves a state as it is. Transforms about different fields commute.
+
+    Raises:
+        CompositionError: two transforms of one name, two engines, two ways to reduce
+            gradients, or a pair that one of them refuses.
+
+    Example:
+        >>> import accelfn as af
+        >>> af.chain(af.shard_data(), None, af.clip_grad_norm(1.0))
+        af.chain(
+            af.shard_data(),
+            af.clip_grad_norm(1.0),
+        )
+    """
+
+    __accelfn_transform__ = True
+
+    transforms: tuple[Transform, ...]
+    _owners: dict[str, tuple[Any, ...]] = attrs.field(eq=False)
+
+    def __init__(self, *transforms: Transform | None) -> None:
+        """Take transforms, leftmost outermost."""
+        flat = tuple(_flatten(transforms))
+        _check_chain(flat)
+        owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
+        self.__attrs_init__(transforms=flat, owners=owners)  # type: ignore[attr-defined]
+
+    @property
+    def name(self) -> str:
+        """The name of a chain, which has no slot of its own."""
+        return "chain"
+
+    def __call__(self, state: "TrainState") -> "TrainState":
+        """Return the state with these transforms added to its setup, in order."""
+        if not self.transforms:
+            return state
+        return state.with_setup(chain(state.setup, self))
+
+    def __iter__(self) -> Iterator[Transform]:
+        """Iterate over the transforms, leftmost first."""
+        return iter(self.transforms)
+
+    def __len__(self) -> int:
+        """Return how many transforms there are."""
+        return len(self.transforms)
+
+    def having(self, field: str) -> tuple[Any, ...]:
+        """Return the transforms that have a say in `field`, leftmost first."""
+        return self._owners[field]
+
+    def gives_up(self) -> dict[str, str]:
+        """Return the laws that the transforms break on purpose, with their reasons."""
+        given: dict[str, str] = {}
+        for each in self.transforms:
+            given.update(cast("Any", getattr(type(each), "gives_up", {})))
+        return given
+
+    def explain(self) -> None:
+        """Print the nested calls of one step, as this chain composes them."""
+        print(explanation(self))  # noqa: T201 - printing is what it is for
+
+    def __repr__(self) -> str:
+        """Return the code that makes the chain, one transform a line."""
+        if not self.transforms:
+            return "af.chain()"
+        inside = "".join(f"    {each!r},\n" for each in self.transforms)
+        return f"af.chain(\n{inside})"
+
+
+def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
+    for position, each in enumerate(transforms):
+        if each is None:
+            continue
+        if isinstance(each, chain):
+            yield from each.transforms
+        elif is_transform(each) and not isinstance(each, type):
+            yield cast("Transform", each)
+        else:
+            hint = " Call it: transforms are values." if isinstance(each, type) else ""
+            msg = f"chain: argument {position} is {each!r}, not a transform.{hint}"
+            raise CompositionError(msg)
+
+
+def _check_chain(transforms: tuple[Transform, ...]) -> None:
+    seen: dict[str, Transform] = {}
+    for each in transforms:
+        if each.name in seen:
+            msg = (
+                f"chain: {seen[each.name]!r} and {each!r} are both named {each.name!r}. "
+                "Drop one, or give one another name=."
+            )
+            raise CompositionError(msg)
+        seen[each.name] = each
+    for field, what in (("engine", "engines"), ("reduce", "ways to reduce gradients")):
+        owners = [each for each in transforms if has_field(each, field)]
+        if len(owners) > 1:
+            msg = (
+                f"chain: two {what}, {owners[0]!r} and {owners[1]!r}. Keep one of them."
+            )
+            raise CompositionError(msg)
+    for each in transforms:
+        refuse = getattr(each, "_refuse", None)
+        reason = refuse(transforms) if refuse else None
+        if reason:
+            msg = f"chain: {each!r} {reason}"
+            raise CompositionError(msg)
+
+
+def explanation(setup: chain) -> str:
+    """Return the nested calls of one step as text."""
+    owners: Callable[[str], list[str]] = lambda field: [  # noqa: E731
+        f"{each.name}.{field}" for each in setup.having(field)
+    ]
+
+    def nest(calls: list[str], inner: str) -> str:
+        return "".join(f"{call}(" for call in calls) + inner + ")" * len(calls)
+
+    def pipe(calls: list[str], value: str) -> str:
+        for call in calls:
+            value = f"{call}({value})"
+        return value
+
+    reduce = setup.having("reduce")
+    how = "mean over ranks" if setup.having("engine") else "not reduced over ranks"
+    if reduce:
+        kept = reduce[0].reduce is None
+        how = f"{'not reduced' if kept else 'reduced'} by {reduce[0].name}"
+    engine = setup.having("engine")
+    lines = [
+        "step(state, batch):",
+        f"    batch          = {pipe(owners('data'), 'plan')}  (index arithmetic, before collation)",
+        f"    loss           = {nest(owners('loss'), 'loss_fn')}",
+        f"    metrics, grads = {nest(owners('value_and_grad'), 'value_and_grad(loss)')}(state, batch)",
+        f"    engine         = {engine[0].name if engine else 'local'}; grads are {how}",
+        f"    grads          = {pipe(owners('grads'), 'grads / weight')}",
+        f"    state          = optimizer(state, grads, {pipe(owners('hyper'), 'schedule')})",
+        f"    state          = {pipe(owners('after_update'), 'state')}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute one step's gradients from several micro-batches."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import attrs
+import torch
+
+from accelfn import tree
+from accelfn.data import Batch, Plan
+from accelfn.errors import ArgumentError, BatchError
+from accelfn.grads import Grads
+from accelfn.loss import Metrics
+from accelfn.state import TrainState
+from accelfn.step import ValueAndGrad
+from accelfn.transform import transform
+
+
+def _is_count(_owner: object, field: Any, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        msg = (
+            f"af.accumulate({field.name}={value!r}): expected an integer of at least 1."
+        )
+        raise ArgumentError(msg)
+
+
+def _count() -> Any:
+    return attrs.field(default=None, validator=_is_count, kw_only=True)
+
+
+@transform
+class accumulate:
+    """Compute one step's gradients from several micro-batches, one after the other.
+
+    A rank's share is cut into parts that differ by at most one sample, before collation.
+    Gradients of loss totals are added and divided once by the weight of all, so parts
+    need not be equal. Only the last one communicates. A plain value is a list of
+    micro-batches; `af.micro_batches(value, k)` makes one of a value with rows.
+
+    Acts on: data, value_and_grad.
+
+    Args:
+        num_micro_batches: how many parts, or
+        micro_batch_size: how many samples a part has at most.
+
+    Law:
+        The step's result is that of the whole batch, up to rounding, for any number of
+        parts. Batch normalisation sees micro-batches and is excepted.
+
+    Cost:
+        Activations of one micro-batch instead of the share. No communication.
+
+    Raises:
+        ArgumentError: neither or both are given, or a count is not positive.
+        BatchError: a plain value is not a list of micro-batches of the right number.
+
+    Example:
+        >>> accumulate(num_micro_batches=4)
+        af.accumulate(num_micro_batches=4)
+    """
+
+    num_micro_batches: int | None = _count()
+    micro_batch_size: int | None = _count()
+
+    def __attrs_post_init__(self) -> None:
+        """Take one of the two."""
+        if (self.num_micro_batches is None) == (self.micro_batch_size is None):
+            msg = f"{self!r}: give either num_micro_batches= (how many) or micro_batch_size= (how large)."
+            raise ArgumentError(msg)
+
+    def data(self, plan: Plan) -> Plan:
+        """Cut a share into micro-batches."""
+        if self.num_micro_batches is None:
+            return attrs.evolve(plan, micro_batch_size=self.micro_batch_size)
+        return attrs.evolve(plan, num_micro_batches=self.num_micro_batches)
+
+    def value_and_grad(self, inner: ValueAndGrad) -> ValueAndGrad:
+        """Run the inner function once a micro-batch, adding up."""
+
+        def accumulate_step(
+            state: TrainState,
+            batch: Any,
+            /,
+            *extras: Any,
+            into: Grads | None = None,
+            sync: bool = True,
+        ) -> tuple[Metrics, Grads]:
+            parts = batch.parts() if isinstance(batch, Batch) else self._listed(batch)
+            *others, last = parts
+            total = Metrics({})
+            for part in others:
+                metrics, into = inner(state, part, *extras, into=into, sync=False)
+                total = total + metrics
+            metrics, grads = inner(state, last, *extras, into=into, sync=sync)
+            return total + metrics, grads
+
+        return accumulate_step
+
+    def _listed(self, value: Any) -> Sequence[Any]:
+        wanted = self.num_micro_batches
+        if isinstance(value, list) and value:
+            parts = cast("list[Any]", value)
+            if wanted is None or len(parts) == wanted:
+                return parts
+        found = (
+            f"a list of {len(cast('list[Any]', value))}"
+            if isinstance(value, list)
+            else type(value).__name__
+        )
+        msg = (
+            f"Under {self!r} a plain value is a list of {wanted or 'one or more'} micro-batches; this one is {found}. "
+            "af.micro_batches(value, k) splits a value along the rows of all its tensors."
+        )
+        raise BatchError(msg)
+
+
+def micro_batches(value: Any, num: int) -> list[Any]:
+    """Split the rows of every tensor in a value into `num` micro-batches.
+
+    Sizes differ by at most one; there are fewer parts than `num` only by raising. All
+    tensors must have the same number of rows, for a tensor that has another meaning
+    (class weights, a table) must not be cut.
+
+    Args:
+        value: a tree whose tensor leaves have shape `(rows, ...)`; other leaves are
+            handed to every part.
+        num: how many parts.
+
+    Raises:
+        BatchError: tensors differ in their number of rows, or there are fewer than `num`.
+
+    Example:
+        >>> micro_batches(torch.arange(5), 2)
+        [tensor([0, 1, 2]), tensor([3, 4])]
+    """
+    rows = tree.num_rows(value)
+    if not 1 <= num <= rows:
+        msg = f"micro_batches(num={num}): the value has {rows} rows, so 1 to {rows} parts can be made."
+        raise BatchError(msg)
+    size, longer = divmod(rows, num)
+    parts: list[Any] = []
+    start = 0
+    for i in range(num):
+        stop = start + size + (i < longer)
+        parts.append(
+            tree.tree_map(
+                lambda leaf, a=start, b=stop: (
+                    leaf[a:b] if isinstance(leaf, torch.Tensor) else leaf
+                ),
+                value,
+            )
+        )
+        start = stop
+    return parts

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train replicas on every rank with torch's DistributedDataParallel."""
+
+from typing import Any
+
+import attrs
+
+from accelfn.engine.ddp import DDPRunner
+from accelfn.engine.engine import Engine
+from accelfn.errors import ArgumentError
+from accelfn.state import TrainState
+from accelfn.transform import Transform, has_field, transform
+
+
+def _is_positive(_owner: object, field: Any, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not value > 0:
+        msg = f"af.wrap_ddp({field.name}={value!r}): expected a positive number of MiB."
+        raise ArgumentError(msg)
+
+
+def _option(default: Any, validator: Any = None) -> Any:
+    return attrs.field(default=default, validator=validator, kw_only=True)
+
+
+@transform
+class wrap_ddp:
+    """Hold one replica a rank, and average gradients in torch's DistributedDataParallel.
+
+    DDP wraps a module whose forward is the loss, in the world's own process group.
+    The weights of the ranks' losses travel in its buckets, so the result is the mean
+    over all samples (or tokens) of the update, however uneven the shares. In a world of
+    1 it changes nothing.
+
+    Acts on: engine.
+
+    Args:
+        bucket_cap_mb: size of DDP's buckets in MiB.
+        gradient_as_bucket_view: gradients are views into the buckets: less memory.
+        find_unused_parameters: allow parameters that take no part in the loss.
+        static_graph: the same graph at every step, which DDP then learns once.
+        broadcast_buffers: give all ranks rank 0's buffers before each forward.
+
+    Law:
+        All ranks hold the same parameters, bitwise, after every update; and they are
+        those of one process on the whole batch, up to rounding.
+
+    Cost:
+        One all-reduce of the gradients an update, overlapped with the backward pass.
+
+    Raises:
+        CompositionError: `static_graph` with a transform that runs several backward passes.
+        ReplicaMismatchError: when built, the ranks hold different models.
+        UnusedParametersError: at a step, as its name says.
+
+    References:
+        Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
+        Training".
+
+    Example:
+        >>> wrap_ddp(gradient_as_bucket_view=True)
+        af.wrap_ddp(gradient_as_bucket_view=True)
+    """
+
+    bucket_cap_mb: float = _option(25, _is_positive)
+    gradient_as_bucket_view: bool = _option(default=False)
+    find_unused_parameters: bool = _option(default=False)
+    static_graph: bool = _option(default=False)
+    broadcast_buffers: bool = _option(default=True)
+
+    def engine(self, state: TrainState) -> Engine:
+        """Build DistributedDataParallel around the state's tensors."""
+        world = state.world
+        options = attrs.asdict(self, filter=lambda field, _: field.name != "name")
+        return Engine(state, lambda module: DDPRunner(module, world, options))
+
+    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
+        """Refuse what torch's DDP breaks on."""
+        if not self.static_graph:
+            return None
+        for other in others:
+            if has_field(other, "value_and_grad"):
+                return f"expects one backward pass an update, but {other!r} runs several. Leave out static_graph=True."
+        return None

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep an exponential moving average of the parameters, and evaluate at it."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from accelfn.errors import ArgumentError
+from accelfn.state import TrainState
+from accelfn.transform import transform
+
+Params: TypeAlias = dict[str, torch.Tensor]
+
+
+def _is_decay(_owner: object, _field: object, value: Any) -> None:
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        or not 0 <= value <= 1
+    ):
+        msg = f"af.ema({value!r}): expected a decay between 0 and 1, such as 0.999."
+        raise ArgumentError(msg)
+
+
+@transform
+class ema:
+    """Average the parameters over updates, and evaluate and export the average.
+
+    After update t: `average = decay * average + (1 - decay) * params`, from the
+    parameters at the start. Training itself is unchanged.
+
+    Acts on: init, after_update, eval_params.
+
+    Args:
+        decay: the weight of the past, 0 (no memory) to 1 (never moves).
+
+    Law:
+        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`; equal on
+        all ranks where the parameters are.
+
+    Cost:
+        One copy of the parameters; one pass over them an update.
+
+    References:
+        Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+
+    Example:
+        >>> ema(0.999)
+        af.ema(0.999)
+    """
+
+    decay: float = attrs.field(validator=_is_decay)
+
+    def init(self, state: TrainState) -> Params:
+        """Start at the parameters."""
+        return {name: param.clone() for name, param in state.params.items()}
+
+    def after_update(
+        self, state: TrainState, slot: Params
+    ) -> tuple[TrainState, Params]:
+        """Move the average towards the parameters, in place."""
+        averages = [slot[name] for name in state.params]
+        moving = [t for t in averages if t.is_floating_point() or t.is_complex()]
+        params = [
+            p for p in state.params.values() if p.is_floating_point() or p.is_complex()
+        ]
+        if moving:
+            torch._foreach_mul_(moving, self.decay)  # pyright: ignore[reportPrivateUsage]
+            torch._foreach_add_(moving, params, alpha=1 - self.decay)  # pyright: ignore[reportPrivateUsage]
+        return state, slot
+
+    def eval_params(
+        self, state: TrainState, slot: Params
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the average."""
+        del state
+        return slot

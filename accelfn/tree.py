@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers of tensors: what a batch, a slot or a prediction may be.
+
+A tree is a tensor, or a dict, list, tuple, namedtuple of trees; any other object is a leaf
+that is passed through untouched.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from accelfn.errors import BatchError
+
+
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the same containers with `fn(leaf)` in place of every leaf."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, Mapping):
+        items = cast("Mapping[Any, Any]", tree)
+        mapped = {key: tree_map(fn, value) for key, value in items.items()}
+        return mapped if type(tree) is dict else cast("Any", type(tree))(mapped)
+    if isinstance(tree, tuple):
+        parts = [tree_map(fn, value) for value in cast("tuple[Any, ...]", tree)]
+        if hasattr(tree, "_fields"):  # the one mark by which namedtuples are known
+            return cast("Any", type(tree))(*parts)
+        return tuple(parts)
+    if isinstance(tree, list):
+        return [tree_map(fn, value) for value in cast("list[Any]", tree)]
+    return fn(tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves in order: dicts by insertion, sequences by position."""
+    leaves: list[Any] = []
+    _gather(tree, leaves)
+    return leaves
+
+
+def _gather(tree: Any, leaves: list[Any]) -> None:
+    # tensors first, and no generators: a step walks its batch
+    if isinstance(tree, torch.Tensor):
+        leaves.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        for value in cast("list[Any]", tree):
+            _gather(value, leaves)
+    elif isinstance(tree, Mapping):
+        for value in cast("Mapping[Any, Any]", tree).values():
+            _gather(value, leaves)
+    else:
+        leaves.append(tree)
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def clone(tree: Any) -> Any:
+    """Return the same tree with every tensor copied; shared tensors stay shared."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy_once(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone()
+        return copies[id(leaf)]
+
+    return tree_map(copy_once, tree)
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """Return the tree with its tensors on `device`; on it already, it is returned as is."""
+    tensors = tensor_leaves(tree)
+    if all(tensor.device == device for tensor in tensors):
+        return tree
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=leaf.is_pinned())
+        return leaf
+
+    return tree_map(move, tree)
+
+
+def num_rows(tree: Any) -> int:
+    """Return how many samples a plain batch holds: the common size of dim 0.
+
+    Raises:
+        BatchError: there is no tensor with a dim 0, or they differ in it.
+    """
+    sizes = {leaf.shape[0] for leaf in tensor_leaves(tree) if leaf.ndim > 0}
+    if len(sizes) == 1:
+        return sizes.pop()
+    found = f"dim 0 of its tensors is {sorted(sizes)}" if sizes else "it has no tensor"
+    msg = (
+        f"Cannot tell how many samples this batch holds: {found}. "
+        "Return af.Loss(total, weight) from the loss function, or step over af.batches."
+    )
+    raise BatchError(msg)

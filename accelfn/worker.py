@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a script as `python` would, and leave a record of how it failed.
+
+`accelfn launch` starts every rank as `python worker.py script.py args…`.
+The file is run by its path and imports the standard library only, so that the script
+is the first to import torch: what it sets in the environment before that still counts.
+
+The record goes where torch's launcher asks for it (`TORCHELASTIC_ERROR_FILE`) and has
+the format of its `ErrorHandler`, with a finer time: of ranks that fail within one
+second, the launcher must know the first.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+# A rank that has raised ends by then, whatever threads it left: its peers wait.
+GRACE_SECONDS = 5
+
+
+def main() -> int:
+    """Run what the command line names; see the module's docstring."""
+    # Whole lines: those of several ranks share one terminal.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()  # a crash in C code shows its Python stack
+    try:
+        if sys.argv[1] == "-m":
+            run_module(sys.argv[2], sys.argv[3:])
+        else:
+            run_script(sys.argv[1], sys.argv[2:])
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            record(error, error.code if isinstance(error.code, int) else 1)
+        raise
+    except KeyboardInterrupt as error:
+        record(error, -signal.SIGINT)
+        raise
+    except BaseException as error:  # noqa: BLE001  it is shown as Python shows it
+        record(error, 1)
+        sys.excepthook(type(error), error, error.__traceback__)
+        faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)
+        return 1
+    return 0
+
+
+def run_script(path: str, args: Sequence[str]) -> None:
+    """Run a file as `python path args…` does."""
+    # Not by `runpy.run_path`, which gives `sys.argv[0]` and `__file__` one spelling and
+    # takes `__main__` away before the script's threads and exit handlers have ended.
+    file = os.path.abspath(path)  # noqa: PTH100  `Path.resolve` would follow links
+    loader = SourceFileLoader("__main__", file)
+    start(os.path.dirname(os.path.realpath(path)), [path, *args])  # noqa: PTH120
+    module = ModuleType("__main__")
+    module.__file__ = file
+    module.__loader__ = loader
+    module.__dict__["__cached__"] = None
+    # Processes that the script spawns import its functions from here, by `__file__`.
+    sys.modules["__main__"] = module
+    code = loader.source_to_code(loader.get_data(file), file)
+    exec(code, module.__dict__)  # noqa: S102  running the script is the task
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """Run a module as `python -m name args…` does."""
+    start(os.getcwd(), [name, *args])  # noqa: PTH109  `sys.path` holds strings
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def start(folder: str, argv: list[str]) -> None:
+    """Put `folder` and `argv` where Python would have put them."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder  # in place of the folder of this file
+    sys.argv = argv
+
+
+def record(error: BaseException, status: int) -> None:
+    """Write down an error for the launcher: what, where and when.
+
+    And the status with which Python will end for it: Gloo's threads, for one, may abort
+    a process that is ending already, which would then seem killed.
+    """
+    error.__traceback__ = without_this_file(error.__traceback__)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    now = time.time()
+    details = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(now)),  # torch reads this one,
+        "time": now,  # accelfn.launch these two
+        "status": status,
+    }
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    # Replaced in one go: this process may be ended at any moment, and half a record
+    # would be an error in the launcher.
+    with open(f"{file}.part", "w", encoding="utf-8") as part:  # noqa: PTH123
+        json.dump({"message": message}, part)
+    os.replace(part.name, file)  # noqa: PTH105
+
+
+def without_this_file(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the frames that lead to the script: a reader looks for his own."""
+    while frames is not None:
+        file = frames.tb_frame.f_code.co_filename
+        if file != __file__ and not file.startswith("<frozen "):
+            break
+        frames = frames.tb_next
+    return frames
+
+
+if __name__ == "__main__":
+    sys.exit(main())

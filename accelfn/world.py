@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world: which rank this is, of how many, on which device, talking through what.
+
+A `World` is passed, never looked up. This is the one file that reads the environment.
+"""
+
+import atexit
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from accelfn.errors import ArgumentError, WorldError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _is_process_group(
+    _world: "World", _field: object, value: dist.ProcessGroup | None
+) -> None:
+    if value is not None and not isinstance(value, dist.ProcessGroup):
+        msg = f"World(group={value!r}): expected a torch ProcessGroup or None."
+        raise ArgumentError(msg)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class World:
+    """One rank's place among all ranks of a job.
+
+    Attributes:
+        rank: this process, 0 to `size - 1`.
+        size: how many processes train together.
+        local_rank: this process among those of its machine.
+        local_size: how many processes its machine runs.
+        node_rank: its machine.
+        device: where its tensors live.
+        group: the torch process group that joins the ranks; None in a world of 1.
+
+    Use it as a context manager: leaving the block closes what `from_env` opened.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    device: torch.device = attrs.field(
+        factory=lambda: torch.device("cpu"), converter=torch.device
+    )
+    group: dist.ProcessGroup | None = attrs.field(
+        default=None, repr=False, validator=_is_process_group
+    )
+    _owns_group: bool = attrs.field(default=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a rank outside its world and a world of many without a group."""
+        if not 0 <= self.rank < self.size:
+            msg = f"World(rank={self.rank}, size={self.size}): the rank must be 0 to {self.size - 1}."
+            raise WorldError(msg)
+        if self.size > 1 and self.group is None:
+            msg = (
+                f"World(size={self.size}) needs a process group: use World.from_env()."
+            )
+            raise WorldError(msg)
+
+    @classmethod
+    def single(cls, *, device: str | torch.device | None = None) -> Self:
+        """Return the world of one process, without a process group.
+
+        Args:
+            device: default the first GPU where torch sees one, else the CPU.
+
+        Raises:
+            WorldError: the environment asks for more than one process, or the device
+                is not there.
+        """
+        size = _integer(os.environ, "WORLD_SIZE")
+        if size is not None and size > 1:
+            msg = (
+                f"WORLD_SIZE is {size}, but a world of 1 was asked for; {size} ranks would "
+                "each train alone. Use af.World.from_env() and pass the world on."
+            )
+            raise WorldError(msg)
+        return cls(device=_device(device, local_rank=0))
+
+    @classmethod
+    def from_env(
+        cls,
+        *,
+        timeout: float = 300.0,
+        backend: str | None = None,
+        device: str | torch.device | None = None,
+    ) -> Self:
+        """Join the world that torchrun or `accelfn launch` describes in the environment.
+
+        Without `RANK` and `WORLD_SIZE` this is the world of a single process. With them,
+        the process group is opened (and set as torch's default, which SyncBatchNorm and
+        others read) and closed when the `with` block ends. A group that is open already
+        is used and left open.
+
+        Args:
+            timeout: seconds after which a collective that some rank does not join fails.
+            backend: of torch.distributed; default "gloo" on CPU, "cpu:gloo,cuda:nccl" on GPU.
+            device: default the GPU of the local rank where torch sees GPUs, else the CPU.
+
+        Raises:
+            WorldError: a variable is missing, malformed or contradicts another, or the
+                backend or the device cannot be had. Nothing falls back in silence.
+        """
+        if not timeout > 0:
+            msg = f"World.from_env(timeout={timeout}): expected a positive number of seconds."
+            raise ArgumentError(msg)
+        place = _read_place(os.environ)
+        if place is None:
+            return cls(device=_device(device, local_rank=0))
+        chosen = _device(device, local_rank=place["local_rank"])
+        group, owned = _join(place, backend=backend, device=chosen, timeout=timeout)
+        return cls(**place, device=chosen, group=group, owns_group=owned)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes for all."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Close the process group, if `from_env` opened it; twice is once."""
+        if (
+            self._owns_group
+            and dist.is_initialized()
+            and dist.group.WORLD is self.group
+        ):
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        """Return the world itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close what was opened.
+
+        After an exception this waits for the interpreter's end: closing is what the
+        other ranks notice, and this rank's traceback must be printed before theirs.
+        """
+        if error is None or not self._owns_group:
+            self.close()
+            return
+        atexit.register(self.close)
+
+
+def _integer(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        msg = f"The environment variable {name} is {text!r}; expected an integer."
+        raise WorldError(msg) from None
+
+
+def _read_place(env: Mapping[str, str]) -> dict[str, int] | None:
+    """Return rank, size and their local kin as torchrun sets them; None where unset."""
+    present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
+    if not present:
+        return None
+    missing = [name for name in _VARIABLES if name not in env]
+    if missing:
+        msg = (
+            f"The environment has {' and '.join(present)} but lacks {', '.join(missing)}. "
+            "Start the ranks with torchrun or `accelfn launch`, which set them all, "
+            "or unset them to train in one process."
+        )
+        raise WorldError(msg)
+    rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    assert rank is not None  # noqa: S101 - it was found present above
+    assert size is not None  # noqa: S101
+    if size < 1 or not 0 <= rank < size:
+        msg = f"RANK={rank} and WORLD_SIZE={size} contradict each other: expected 0 <= RANK < WORLD_SIZE."
+        raise WorldError(msg)
+    local_rank = _integer(env, "LOCAL_RANK")
+    local_size = _integer(env, "LOCAL_WORLD_SIZE")
+    node_rank = _integer(env, "GROUP_RANK")
+    place = {
+        "rank": rank,
+        "size": size,
+        "local_rank": rank if local_rank is None else local_rank,
+        "local_size": size if local_size is None else local_size,
+        "node_rank": 0 if node_rank is None else node_rank,
+    }
+    if not 0 <= place["local_rank"] < place["local_size"] <= size:
+        msg = (
+            f"LOCAL_RANK={place['local_rank']}, LOCAL_WORLD_SIZE={place['local_size']} and "
+            f"WORLD_SIZE={size} contradict each other: expected "
+            "0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE."
+        )
+        raise WorldError(msg)
+    return place
+
+
+def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.device:
+    """Return the device asked for, or the local rank's GPU, or the CPU."""
+    count = torch.cuda.device_count()
+    if asked is None:
+        if count == 0:
+            return torch.device("cpu")
+        asked = torch.device("cuda", local_rank)
+    chosen = torch.device(asked)
+    if chosen.type == "cuda":
+        index = local_rank if chosen.index is None else chosen.index
+        if index >= count:
+            msg = (
+                f"Device cuda:{index} was asked for (local rank {local_rank}), but torch sees {count} GPUs. "
+                'Start fewer ranks per machine, or pass device="cpu".'
+            )
+            raise WorldError(msg)
+        chosen = torch.device("cuda", index)
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _join(
+    place: Mapping[str, int],
+    *,
+    backend: str | None,
+    device: torch.device,
+    timeout: float,
+) -> tuple[dist.ProcessGroup, bool]:
+    """Return the process group of all ranks, and whether it was opened here."""
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        if group is not None and (group.rank(), group.size()) == (
+            place["rank"],
+            place["size"],
+        ):
+            return group, False
+        msg = (
+            f"A process group is open in which this is rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}, but the environment says RANK={place['rank']} of "
+            f"WORLD_SIZE={place['size']}. Close it with torch.distributed.destroy_process_group()."
+        )
+        raise WorldError(msg)
+    if backend is None:
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(
+            backend,
+            rank=place["rank"],
+            world_size=place["size"],
+            timeout=timedelta(seconds=timeout),
+        )
+    except (ValueError, RuntimeError) as error:
+        msg = f"Rank {place['rank']} of {place['size']} cannot open a {backend!r} process group: {error}"
+        raise WorldError(msg) from error
+    group = dist.group.WORLD
+    if group is None:
+        msg = f"torch opened no default group for backend {backend!r}."
+        raise WorldError(msg)
+    return group, True

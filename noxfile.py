@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every promise of the project is one session here; `nox -l` lists them.
+
+Sessions run on the Python that runs nox, and install by pip what `constraints.txt`
+pins, so a session does the same thing on every machine.
+"""
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+WITH_TESTS = ("-e", ".[testing,examples]", "sybil")
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install the versions that accelfn is tested with, and no others."""
+    session.install("-c", "constraints.txt", *requirements)
+
+
+def run(session: nox.Session, *command: str) -> None:
+    """Run with one thread per process: ranks on one machine share its cores."""
+    session.run(*command, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting, the layers of imports, and spelling."""
+    install(session, "ruff", "import-linter", "codespell")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("lint-imports")
+    session.run("codespell")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of the package with pyright, strictly."""
+    install(session, "-e", ".[testing]", "pyright[nodejs]")
+    session.run("pyright")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run all tests: units, laws, ranks, docs and examples."""
+    install(session, *WITH_TESTS)
+    run(session, "pytest", "--hypothesis-profile=ci", *session.posargs)
+
+
+@nox.session
+def laws(session: nox.Session) -> None:
+    """Search long for an example that breaks a law."""
+    install(session, *WITH_TESTS)
+    profile = "--hypothesis-profile=deep"
+    run(session, "pytest", "tests/laws", profile, *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the first example on two processes of this machine."""
+    install(session, "-e", ".[examples]")
+    script = "examples/01_digits.py"
+    run(session, "accelfn", "launch", "--nproc", "2", script, *session.posargs)
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run every example and see that it learns."""
+    install(session, *WITH_TESTS)
+    run(session, "pytest", "tests/test_examples.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Run every code block of the documentation and follow its links."""
+    install(session, *WITH_TESTS)
+    run(session, "pytest", "tests/test_docs.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure a step against other loops, and write docs/benchmarks.md."""
+    install(session, "-e", ".[bench]")
+    run(session, "python", "tests/bench/run.py", *session.posargs)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let rank 1 fail in the way that the command line names, while rank 0 waits for it."""
+
+import os
+import signal
+import sys
+import time
+
+
+def fail(way):
+    match way:
+        case "raise":
+            message = "rank 1 is out of luck"
+            raise ValueError(message)
+        case "exit":
+            sys.exit(7)
+        case "_exit":
+            os._exit(5)
+        case "kill" | "kill alone":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_in_a_collective():
+    import torch  # noqa: PLC0415  a second, and only two tests need it
+    from torch import distributed  # noqa: PLC0415
+
+    distributed.init_process_group("gloo")
+    distributed.all_reduce(torch.ones(1))
+    if os.environ["RANK"] == "1":
+        fail(sys.argv[1])
+    distributed.all_reduce(torch.ones(1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in ("raise", "kill"):
+        wait_in_a_collective()
+    if os.environ["RANK"] == "1":
+        fail(sys.argv[1])
+    time.sleep(60)

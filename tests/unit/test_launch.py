@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelfn launch`: the script as Python would run it, on each rank; then its end."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accelfn.cli import main
+from accelfn.errors import LaunchError
+from accelfn.launch import launch_script
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ARGS = ["--lr", "$local_rank ${x} $$", "", "--", "-h", "--nproc"]
+
+pytestmark = [
+    pytest.mark.ranks(2),
+    # torch's launcher leaves the files open that it follows.
+    pytest.mark.filterwarnings(
+        r"ignore:.*/(stdout|stderr)\.log:pytest.PytestUnraisableExceptionWarning"
+    ),
+]
+
+
+def launch(*words):
+    return main(["launch", "--nproc", *map(str, words)])
+
+
+def report(capfd):
+    """Return the lines from the launcher's report on."""
+    _, _, text = capfd.readouterr().err.rpartition("accelfn launch: ")
+    return text.splitlines()
+
+
+def test_script_finds_what_python_gives_it(capfd, monkeypatch):
+    """`__main__`, `__file__`, `sys.argv`, `sys.path` are those of `python script`."""
+    monkeypatch.chdir(SCRIPTS.parent)
+    words = ["scripts/tells.py", *ARGS]
+    plain = subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    assert launch(1, *words) == 0
+    expected, found = json.loads(plain.stdout), json.loads(capfd.readouterr().out)
+    del expected["env"], found["env"]
+    assert found == expected
+
+
+def test_module_finds_what_python_gives_it(capfd, monkeypatch):
+    """After -m, all is as `python -m` has it."""
+    monkeypatch.chdir(SCRIPTS)
+    words = ["-m", "tells", *ARGS]
+    plain = subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    assert launch(1, *words) == 0
+    expected, found = json.loads(plain.stdout), json.loads(capfd.readouterr().out)
+    for details in (expected, found):
+        del details["env"]
+        details["main"][2] = re.sub("object at 0x.*?>", "", details["main"][2])
+    assert found == expected
+
+
+def test_ranks_have_torchruns_environment_and_a_prefix(capfd):
+    """Rank 0's lines come as written, rank 1's say whose they are."""
+    assert launch(2, SCRIPTS / "tells.py") == 0
+    lines = capfd.readouterr().out.splitlines()
+    (first,) = (json.loads(line) for line in lines if line.startswith("{"))
+    (second,) = (json.loads(line[9:]) for line in lines if line.startswith("[rank 1] "))
+    assert len(lines) == 2
+    for rank, found in enumerate([first["env"], second["env"]]):
+        assert int(found.pop("MASTER_PORT")) > 0
+        assert found == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+
+
+def test_processes_of_the_script_find_its_functions(capfd):
+    """Workers, spawned or forked from a server, import the script's functions."""
+    assert launch(1, SCRIPTS / "spawns.py") == 0
+    assert capfd.readouterr().out == "spawn [2, 4]\nforkserver [2, 4]\n"
+
+
+def test_raising_rank_ends_the_run_and_is_named_first(capfd):
+    """The cause comes first, with its traceback, then who lost it in a collective."""
+    started = time.monotonic()
+    assert launch(2, SCRIPTS / "fails.py", "raise") == 1
+    assert time.monotonic() - started < 15
+    lines = report(capfd)
+    assert re.fullmatch(
+        r"rank 1 failed first \(exit code 1, pid \d+\) after \d+\.\d s", lines[0]
+    )
+    assert lines[1] == "Traceback (most recent call last):"
+    assert f'File "{SCRIPTS / "fails.py"}"' in lines[2]
+    assert lines[-2] == "ValueError: rank 1 is out of luck"
+    assert re.match("rank 0 (followed: .*|was ended by SIGTERM)", lines[-1])
+
+
+def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
+    """A dropped connection is no cause, though it alone left a traceback."""
+    assert launch(2, SCRIPTS / "fails.py", "kill") == 128 + signal.SIGKILL
+    lines = report(capfd)
+    assert lines[0].startswith("rank 1 failed first (killed by SIGKILL, pid ")
+    assert lines[1].startswith("It left no traceback: ")
+    assert len(lines) == 3
+    assert re.match("rank 0 (followed: .*|was ended by SIGTERM)", lines[2])
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "ending", "detail"),
+    [
+        ("exit", 7, "exit code 7", "SystemExit: 7"),
+        ("_exit", 5, "exit code 5", "It left no traceback"),
+        ("kill alone", 137, "killed by SIGKILL", "It left no traceback"),
+    ],
+)
+def test_exit_code_is_that_of_the_first_to_fail(capfd, way, code, ending, detail):
+    """However a rank ends, the command ends so, and the other rank is ended."""
+    assert launch(2, SCRIPTS / "fails.py", way) == code
+    lines = report(capfd)
+    assert lines[0].startswith(f"rank 1 failed first ({ending}, pid ")
+    assert lines[-2].startswith(detail)
+    assert lines[-1] == "rank 0 was ended by SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["0", __file__], "1 or more"),
+        (["-1", __file__], "1 or more"),
+        (["two", __file__], "'two'; give a whole number, 1 or more, or 'auto'"),
+        (["2", "nowhere/train.py"], "no file 'nowhere/train.py'"),
+        (["2", SCRIPTS], "is a directory; name a script in it"),
+    ],
+)
+def test_mistake_is_one_line_and_starts_nothing(capfd, words, advice):
+    """A command that cannot be is refused at once, with what to write instead."""
+    assert launch(*words) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("accelfn launch: ")
+    assert err.count("\n") == 1
+    assert advice in err
+
+
+def test_mistake_has_a_name():
+    """From Python, the refusal is a `LaunchError`."""
+    with pytest.raises(LaunchError, match="--nproc is 0"):
+        launch_script(__file__, [], nproc=0)
+
+
+def test_process_is_left_as_it_was(monkeypatch):
+    """Launching changes neither the signal handlers nor the number of threads."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    handlers = [signal.getsignal(number) for number in signals]
+    assert launch_script(str(SCRIPTS / "tells.py"), [], nproc=2) == 0
+    assert [signal.getsignal(number) for number in signals] == handlers
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_all_and_rank_0_has_the_terminal(number):
+    """Ctrl-C and SIGTERM end every rank, without a traceback of the launcher."""
+    here, there = pty.openpty()
+    words = ["-m", "accelfn.cli", "launch", "--nproc", "2", SCRIPTS / "waits.py"]
+    command = subprocess.Popen(
+        [sys.executable, *words], stdout=there, stderr=there, start_new_session=True
+    )
+    os.close(there)
+    text = ""
+    while text.count("waits") < 2:
+        text += os.read(here, 4096).decode()
+    command.send_signal(number)
+    text += "".join(iter(lambda: read_or_end(here), ""))
+    os.close(here)
+    assert command.wait(20) == 128 + number
+    assert text.count("terminal True") == 1
+    assert "[rank 1] terminal False" in text
+    assert "cli.py" not in text
+    for pid in re.findall(r"process (\d+)", text):
+        assert not Path("/proc", pid).exists()
+
+
+def read_or_end(terminal):
+    """Read from a terminal; it raises at its end where a file gives nothing."""
+    try:
+        return os.read(terminal, 4096).decode()
+    except OSError:
+        return ""
