@@ -70,10 +70,16 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
         ArgumentError: `epochs` is not a positive number.
     """
     if state.data is None:
-        msg = "af.batches(state): the state was created with data=None. Give TrainState.create(data=af.Data(...))."
+        msg = (
+            "af.batches(state): the state was created with data=None. Give"
+            " TrainState.create(data=af.Data(...))."
+        )
         raise StateError(msg)
     if epochs is not None and (not isinstance(epochs, int) or epochs < 1):
-        msg = f"af.batches(epochs={epochs!r}): expected an integer of at least 1, or None."
+        msg = (
+            f"af.batches(epochs={epochs!r}): expected an integer of at least 1, or"
+            " None."
+        )
         raise ArgumentError(msg)
     return Batches(
         data=state.data,

@@ -47,8 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     launch = commands.add_parser(
         "launch",
         help="run a script in several processes on this machine",
-        description="Run a script in several processes on this machine, one rank each, "
-        "with the environment of torchrun. Options of accelfn come before the script.",
+        description=(
+            "Run a script in several processes on this machine, one rank each, with the"
+            " environment of torchrun. Options of accelfn come before the script."
+        ),
         allow_abbrev=False,
     )
     launch.add_argument(

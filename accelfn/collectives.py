@@ -5,7 +5,7 @@ Tensors travel packed in one contiguous buffer: one call for any number of them,
 non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,7 @@ _PEER_SIGNS = (
 
 
 @contextmanager
-def naming(label: str, world: World) -> Iterator[None]:
+def naming(label: str, world: World) -> Generator[None]:
     """Turn a backend's failure inside the block into `PeerFailedError`.
 
     Raises:
@@ -39,8 +39,9 @@ def naming(label: str, world: World) -> Iterator[None]:
             raise
         first = str(error).splitlines()[0]
         msg = (
-            f"Rank {world.rank} of {world.size} waited in {label!r}, but another rank failed, left or did not "
-            f"arrive. Look at the other ranks' output for the cause. ({first})"
+            f"Rank {world.rank} of {world.size} waited in {label!r}, but another rank"
+            " failed, left or did not arrive. Look at the other ranks' output for the"
+            f" cause. ({first})"
         )
         raise PeerFailedError(msg) from error
 
@@ -205,9 +206,10 @@ def _refuse_difference(tables: list[list[str]], what: str) -> None:
         if len(set(rows)) > 1:
             listed = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
             msg = (
-                f"The ranks hold models that differ in {what}; tensor {i} is the first that differs:\n{listed}\n"
-                "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or load the same "
-                "weights on every rank."
+                f"The ranks hold models that differ in {what}; tensor {i} is the first"
+                f" that differs:\n{listed}\nGive TrainState.create a factory, which is"
+                " drawn from the seed on every rank alike, or load the same weights on"
+                " every rank."
             )
             raise ReplicaMismatchError(msg)
 

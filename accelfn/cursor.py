@@ -8,7 +8,10 @@ from accelfn.errors import ArgumentError
 
 def _is_count(owner: object, field: "attrs.Attribute[int]", value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        msg = f"{type(owner).__name__}({field.name}={value!r}): expected an integer, 0 or more."
+        msg = (
+            f"{type(owner).__name__}({field.name}={value!r}): expected an integer, 0 or"
+            " more."
+        )
         raise ArgumentError(msg)
 
 

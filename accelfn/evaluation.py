@@ -8,17 +8,14 @@ import torch
 from torch import nn
 
 from accelfn import streams, tree
-from accelfn.batches import plan_of
 from accelfn.collectives import all_gather_rows, broadcast_, mean
 from accelfn.cursor import Cursor
 from accelfn.data import Batch, Data
 from accelfn.data.plan import even_part
 from accelfn.errors import BatchError, LossError, StateError
-from accelfn.loss import Loss, Metrics, WeightedSum
+from accelfn.loss import Loss, Metrics, Number, WeightedSum
 from accelfn.state import TrainState
 from accelfn.step import wrap_loss
-from accelfn.transform import chain
-from accelfn.transforms.shard import shard_data
 from accelfn.views import eval_params
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
@@ -134,7 +131,10 @@ class _borrowed:
 def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
     """Yield this rank's shares of a dataset in its own order."""
     if not isinstance(data, Data):
-        msg = f"Expected af.Data(dataset, batch_size=...) to evaluate on, got {type(data).__name__}."
+        msg = (
+            "Expected af.Data(dataset, batch_size=...) to evaluate on, got"
+            f" {type(data).__name__}."
+        )
         raise StateError(msg)
     plain = Data(
         data.dataset,
@@ -142,15 +142,17 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
         collate=data.collate,
         num_workers=data.num_workers,
     )
-    plan = plan_of(plain, chain(shard_data()), state.world)
-    return plain.read(plan, start=Cursor(), seed=state.seed, device=state.world.device)
+    world = state.world
+    plan = plain.plan(rank=world.rank, world_size=world.size).sharded()
+    return plain.read(plan, start=Cursor(), seed=state.seed, device=world.device)
 
 
 def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     """Return what `fn` returned as weighted sums; of an empty share, with weight 0."""
     if isinstance(returned, Loss):
         factor = 1 if weight else 0
-        sums = {"loss": (returned.total * factor, returned.weight * factor)}
+        sums: dict[str, tuple[Number, Number]] = {}
+        sums["loss"] = (returned.total * factor, returned.weight * factor)
         for name, entry in returned.aux.items():
             amount, over = (
                 entry if isinstance(entry, tuple) else (entry, returned.weight)
@@ -174,7 +176,10 @@ def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
                 else type(value).__name__
             )
             label = getattr(fn, "__qualname__", repr(fn))
-            msg = f"{label} returned {shape} for {name!r}; expected a scalar mean over the batch, a dict of them, or af.Loss."
+            msg = (
+                f"{label} returned {shape} for {name!r}; expected a scalar mean over"
+                " the batch, a dict of them, or af.Loss."
+            )
             raise LossError(msg)
     return Metrics(
         {name: WeightedSum(value * weight, weight) for name, value in means.items()}
@@ -194,5 +199,8 @@ def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
                 else type(leaf).__name__
             )
             label = getattr(fn, "__qualname__", repr(fn))
-            msg = f"{label} returned {found}; expected tensors whose dim 0 is the batch's {rows} samples."
+            msg = (
+                f"{label} returned {found}; expected tensors whose dim 0 is the batch's"
+                f" {rows} samples."
+            )
             raise BatchError(msg)

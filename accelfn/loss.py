@@ -48,10 +48,16 @@ class Loss:
     ) -> None:
         """Take a total, its weight, and further totals by name."""
         if not isinstance(weight, torch.Tensor) and not weight >= 0:
-            msg = f"af.Loss(weight={weight!r}): a weight is a count or a sum of them, 0 or more."
+            msg = (
+                f"af.Loss(weight={weight!r}): a weight is a count or a sum of them, 0"
+                " or more."
+            )
             raise LossError(msg)
         if isinstance(weight, torch.Tensor) and weight.numel() != 1:
-            msg = f"af.Loss(weight=<tensor of shape {tuple(weight.shape)}>): expected one number."
+            msg = (
+                f"af.Loss(weight=<tensor of shape {tuple(weight.shape)}>): expected one"
+                " number."
+            )
             raise LossError(msg)
         self.__attrs_init__(total=total, weight=weight, aux=aux)  # type: ignore[attr-defined]
 

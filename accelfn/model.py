@@ -63,8 +63,8 @@ def materialize(
             module = source()
     if not isinstance(module, nn.Module):
         msg = (
-            f"model={source!r} gave {type(module).__name__}; expected a torch.nn.Module, "
-            "or a factory that takes no argument and returns one."
+            f"model={source!r} gave {type(module).__name__}; expected a"
+            " torch.nn.Module, or a factory that takes no argument and returns one."
         )
         raise ModelError(msg)
     _check(module)
@@ -86,8 +86,9 @@ def skeleton_of(module: nn.Module) -> Skeleton:
         bare = copy.deepcopy(module, memo)
     except RuntimeError as error:
         msg = (
-            f"{type(module).__name__} cannot be copied: {error}. A module keeps its tensors as "
-            "parameters or buffers, not as computed tensors in plain attributes."
+            f"{type(module).__name__} cannot be copied: {error}. A module keeps its"
+            " tensors as parameters or buffers, not as computed tensors in plain"
+            " attributes."
         )
         raise ModelError(msg) from error
     names = {id(param): name for name, param in module.named_parameters()}
@@ -103,7 +104,7 @@ def skeleton_of(module: nn.Module) -> Skeleton:
 
 def _parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     made = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
-    made.__dict__.update(param.__dict__)
+    vars(made).update(vars(param))
     return made
 
 
@@ -113,15 +114,15 @@ def _check(module: nn.Module) -> None:
     meta = [name for name, tensor in named if tensor.is_meta]
     if meta:
         msg = (
-            f"{len(meta)} tensors of {type(module).__name__} are on the meta device and hold no "
-            f"values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}. "
-            "Load them first (module.to_empty, then load_state_dict)."
+            f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"
+            f" hold no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}."
+            " Load them first (module.to_empty, then load_state_dict)."
         )
         raise ModelError(msg)
     if not any(param.requires_grad for param in module.parameters()):
         count = sum(1 for _ in module.parameters())
         msg = (
-            f"{type(module).__name__} has no trainable parameter ({count} parameters in all). "
-            "Set requires_grad_(True) on what is to be trained."
+            f"{type(module).__name__} has no trainable parameter ({count} parameters in"
+            " all). Set requires_grad_(True) on what is to be trained."
         )
         raise ModelError(msg)

@@ -42,8 +42,9 @@ def prototype_of(
     optimizer = source if isinstance(source, Optimizer) else source(trainable)
     if not isinstance(optimizer, Optimizer):
         msg = (
-            f"optimizer={source!r} gave {type(optimizer).__name__}; expected a torch optimizer, or "
-            "a factory such as functools.partial(torch.optim.AdamW, lr=3e-4)."
+            f"optimizer={source!r} gave {type(optimizer).__name__}; expected a torch"
+            " optimizer, or a factory such as functools.partial(torch.optim.AdamW,"
+            " lr=3e-4)."
         )
         raise OptimizerError(msg)
     _refuse_closure(optimizer)
@@ -128,7 +129,7 @@ class LiveOptimizer:
 
     def _named(self, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         named = {
-            self._names[param]: cast("dict[str, Any]", entry)
+            self._names[cast("nn.Parameter", param)]: cast("dict[str, Any]", entry)
             for param, entry in self.torch.state.items()
         }
         for i in range(len(self._base)):
@@ -201,8 +202,9 @@ def _refuse_closure(optimizer: Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         msg = (
-            f"{type(optimizer).__name__} calls the loss from inside its step (a required closure), "
-            "but gradients are taken before it. Use an optimizer that takes gradients."
+            f"{type(optimizer).__name__} calls the loss from inside its step (a"
+            " required closure), but gradients are taken before it. Use an optimizer"
+            " that takes gradients."
         )
         raise OptimizerError(msg)
 
@@ -218,21 +220,22 @@ def _check_owned(
     strangers = [tuple(param.shape) for param in owned if id(param) not in names]
     if strangers:
         why = (
-            " A ready optimizer goes with the very model instance whose parameters it was given; "
-            "with a model factory, give an optimizer factory."
+            " A ready optimizer goes with the very model instance whose parameters it"
+            " was given; with a model factory, give an optimizer factory."
             if given_ready
             else ""
         )
         msg = (
-            f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not the model's "
-            f"(shapes {strangers[:5]}).{why}"
+            f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not"
+            f" the model's (shapes {strangers[:5]}).{why}"
         )
         raise OptimizerError(msg)
     have = {id(param) for param in owned}
     missing = [name for name, param in trainable if id(param) not in have]
     if missing:
         msg = (
-            f"{type(optimizer).__name__} lacks {len(missing)} trainable parameters: "
-            f"{', '.join(missing[:5])}. Give it all of them, or freeze these with requires_grad_(False)."
+            f"{type(optimizer).__name__} lacks {len(missing)} trainable parameters:"
+            f" {', '.join(missing[:5])}. Give it all of them, or freeze these with"
+            " requires_grad_(False)."
         )
         raise OptimizerError(msg)

@@ -29,8 +29,8 @@ def _at_least(minimum: int) -> Callable[[object, Any, object], None]:
     def check(owner: object, field: Any, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             msg = (
-                f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a number of "
-                f"updates, an integer of at least {minimum}."
+                f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a"
+                f" number of updates, an integer of at least {minimum}."
             )
             raise ArgumentError(msg)
 
@@ -39,7 +39,10 @@ def _at_least(minimum: int) -> Callable[[object, Any, object], None]:
 
 def _is_factor(owner: object, field: Any, value: Any) -> None:
     if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        msg = f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a finite factor, 0 or more."
+        msg = (
+            f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a"
+            " finite factor, 0 or more."
+        )
         raise ArgumentError(msg)
 
 
@@ -96,8 +99,9 @@ class warmup_cosine:
         """Refuse a warm-up that leaves no update to fall in."""
         if self.num_warmup >= self.num_updates:
             msg = (
-                f"schedules.warmup_cosine(num_warmup={self.num_warmup}, num_updates={self.num_updates}): "
-                "the warm-up must be shorter than the whole."
+                f"schedules.warmup_cosine(num_warmup={self.num_warmup},"
+                f" num_updates={self.num_updates}): the warm-up must be shorter than"
+                " the whole."
             )
             raise ArgumentError(msg)
 
@@ -127,7 +131,10 @@ class one_cycle:
     def __attrs_post_init__(self) -> None:
         """Refuse a peak outside the cycle."""
         if not 0 < self.peak_at < 1:
-            msg = f"schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction between 0 and 1."
+            msg = (
+                f"schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction"
+                " between 0 and 1."
+            )
             raise ArgumentError(msg)
 
     def __call__(self, step: int, /) -> float:
@@ -158,17 +165,23 @@ class join:
 
     def __init__(self, *parts: "tuple[int, Schedule] | Schedule") -> None:
         """Take `(num_updates, schedule)` pairs, and a schedule for all the rest."""
-        *pairs, last = parts if parts else (None,)
+        *pairs, last = parts or (None,)
         for pair in pairs:
             if (
                 not isinstance(pair, tuple)
                 or not isinstance(pair[0], int)
                 or pair[0] < 1
             ):
-                msg = f"schedules.join: expected (num_updates, schedule) before the last, got {pair!r}."
+                msg = (
+                    "schedules.join: expected (num_updates, schedule) before the last,"
+                    f" got {pair!r}."
+                )
                 raise ArgumentError(msg)
         if not callable(last):
-            msg = f"schedules.join: the last argument is the schedule of all the rest, got {last!r}."
+            msg = (
+                "schedules.join: the last argument is the schedule of all the rest,"
+                f" got {last!r}."
+            )
             raise ArgumentError(msg)
         self.__attrs_init__(parts=tuple(pairs), last=last)  # type: ignore[attr-defined]
 
@@ -222,9 +235,10 @@ class from_torch:
             self._scheduler, plateau
         ):
             msg = (
-                f"schedules.from_torch: the factory gave {type(self._scheduler).__name__}; expected an "
-                "LRScheduler that is a function of the update number. For one that reads a metric, write a "
-                "transform with `hyper` and keep its numbers in the slot."
+                "schedules.from_torch: the factory gave"
+                f" {type(self._scheduler).__name__}; expected an LRScheduler that is a"
+                " function of the update number. For one that reads a metric, write a"
+                " transform with `hyper` and keep its numbers in the slot."
             )
             raise ArgumentError(msg)
         self._factors = [self._factor()]

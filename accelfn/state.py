@@ -7,7 +7,7 @@ The lease belongs to the tensors, so all records that share them go together.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
@@ -21,7 +21,7 @@ from accelfn.errors import ArgumentError, StateDonatedError, StateError
 from accelfn.model import ModelSource, Skeleton, materialize, skeleton_of
 from accelfn.optimizer import OptimizerSource, prototype_of
 from accelfn.schedules import Schedule
-from accelfn.transform import Transform, chain, has_field
+from accelfn.transform import chain
 from accelfn.world import World
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
@@ -48,16 +48,17 @@ class Lease:
     def donate(self, step: int) -> None:
         """End the lease because a step took the tensors."""
         self.ended = (
-            f"This state was given to the step of update {step}, which updated its tensors in "
-            "place. Go on with the state that the step returned; to keep one, take "
-            "state.copy() before the step, or call step(state, batch, donate=False)."
+            f"This state was given to the step of update {step}, which updated its"
+            " tensors in place. Go on with the state that the step returned; to keep"
+            " one, take state.copy() before the step, or call step(state, batch,"
+            " donate=False)."
         )
 
     def interrupt(self, step: int) -> None:
         """End the lease because an update began; `donate` follows when it is whole."""
         self.ended = (
-            f"Update {step} was interrupted before it was whole, so the tensors of this state "
-            "are partly updated. Load a checkpoint, or go on from a copy."
+            f"Update {step} was interrupted before it was whole, so the tensors of this"
+            " state are partly updated. Load a checkpoint, or go on from a copy."
         )
 
 
@@ -93,13 +94,13 @@ class TrainState:
         seed: what every random draw is derived from.
     """
 
-    _params: dict[str, torch.Tensor]
-    _buffers: dict[str, torch.Tensor]
-    _opt_state: OptState
+    _params: dict[str, torch.Tensor] = attrs.field(alias="params")
+    _buffers: dict[str, torch.Tensor] = attrs.field(alias="buffers")
+    _opt_state: OptState = attrs.field(alias="opt_state")
     step: int
     cursor: Cursor
     seed: int
-    _slots: dict[str, Any]
+    _slots: dict[str, Any] = attrs.field(alias="slots")
     definition: Definition
     lease: Lease = attrs.field(factory=Lease)
 
@@ -111,7 +112,7 @@ class TrainState:
         optimizer: OptimizerSource,
         schedule: Schedule | None = None,
         data: "Data | torch.utils.data.DataLoader[Any] | None" = None,
-        setup: Transform | None = None,
+        setup: Any = None,
         world: World | None = None,
         seed: int = 0,
         name: str = "state",
@@ -139,7 +140,10 @@ class TrainState:
             msg = f"TrainState.create(seed={seed!r}): expected an integer."
             raise ArgumentError(msg)
         if schedule is not None and not callable(schedule):
-            msg = f"TrainState.create(schedule={schedule!r}): expected a function of the update number; see af.schedules."
+            msg = (
+                f"TrainState.create(schedule={schedule!r}): expected a function of the"
+                " update number; see af.schedules."
+            )
             raise ArgumentError(msg)
         world = World.single() if world is None else world
         module = materialize(model, seed=seed, name=name, device=world.device)
@@ -262,11 +266,14 @@ class TrainState:
         """
         self.lease.check()
         if any(each.name == name for each in self.setup):
-            msg = f"with_slot({name!r}): the transform of that name in the setup owns this slot."
+            msg = (
+                f"with_slot({name!r}): the transform of that name in the setup owns"
+                " this slot."
+            )
             raise StateError(msg)
         return attrs.evolve(self, slots={**self._slots, name: value})
 
-    def with_setup(self, setup: Transform) -> Self:
+    def with_setup(self, setup: Any) -> Self:
         """Return the state with another setup; it shares this one's tensors.
 
         Slots of transforms with the same name are kept, new ones begin, those of
@@ -291,8 +298,9 @@ class TrainState:
         count = sum(param.numel() for param in self._params.values())
         donated = " donated" if self.lease.ended else ""
         return (
-            f"<TrainState {self.name!r}{donated}: step {self.step}, epoch {self.cursor.epoch} "
-            f"sample {self.cursor.samples}, {count:,} parameters, rank {self.world.rank} of {self.world.size}>"
+            f"<TrainState {self.name!r}{donated}: step {self.step}, epoch"
+            f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
+            f" rank {self.world.rank} of {self.world.size}>"
         )
 
 
@@ -302,8 +310,8 @@ def _as_data(data: Any) -> Data | None:
     if isinstance(data, torch.utils.data.DataLoader):
         return Data.from_loader(data)
     msg = (
-        f"TrainState.create(data={type(data).__name__}): expected af.Data(dataset, batch_size=...), "
-        "a torch DataLoader or None."
+        f"TrainState.create(data={type(data).__name__}): expected af.Data(dataset,"
+        " batch_size=...), a torch DataLoader or None."
     )
     raise ArgumentError(msg)
 

@@ -104,7 +104,10 @@ def value_and_grad(loss_fn: LossFunction) -> ValueAndGrad:
         LossError, NonFiniteLossError, BatchError, StateDonatedError: as `make_step`.
     """
     if not callable(loss_fn):
-        msg = f"value_and_grad({loss_fn!r}): expected a function (model, batch, *extras) -> loss."
+        msg = (
+            f"value_and_grad({loss_fn!r}): expected a function (model, batch, *extras)"
+            " -> loss."
+        )
         raise TypeError(msg)
 
     def compute(
@@ -153,8 +156,9 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     ) -> tuple[Metrics, Grads]:
         if into is not None and into.reduced and state.definition.world.size > 1:
             msg = (
-                "value_and_grad(into=grads): these gradients are reduced over the ranks already, so what is added now would "
-                "not be. Take them with sync=False."
+                "value_and_grad(into=grads): these gradients are reduced over the ranks"
+                " already, so what is added now would not be. Take them with"
+                " sync=False."
             )
             raise GradsError(msg)
         if isinstance(batch, Batch):
@@ -197,8 +201,9 @@ def _check_follows(state: TrainState, batch: Batch, into: Grads | None) -> None:
     if start == state.cursor or (into is not None and start == into.cursor):
         return
     msg = (
-        f"This batch begins at epoch {start.epoch} sample {start.samples}, but the state stands at epoch "
-        f"{state.cursor.epoch} sample {state.cursor.samples}. Start af.batches(state) again from this state."
+        f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
+        f" state stands at epoch {state.cursor.epoch} sample {state.cursor.samples}."
+        " Start af.batches(state) again from this state."
     )
     raise BatchError(msg)
 
@@ -226,9 +231,11 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         raise GradsError(msg)
     params = state.params
     totals = {
-        name: grads.tensors[name] * grads.unit
-        if name in grads.tensors
-        else torch.zeros_like(params[name])
+        name: (
+            grads.tensors[name] * grads.unit
+            if name in grads.tensors
+            else torch.zeros_like(params[name])
+        )
         for name in state.definition.skeleton.trainable
     }
     weight = torch.as_tensor(
@@ -286,7 +293,10 @@ def _update(state: TrainState, grads: Grads) -> tuple[TrainState, Mapping[str, N
 
 def _check_update(state: TrainState, grads: Grads) -> None:
     if grads.update != state.step:
-        msg = f"These gradients were taken at update {grads.update}, but the state is at update {state.step}."
+        msg = (
+            f"These gradients were taken at update {grads.update}, but the state is at"
+            f" update {state.step}."
+        )
         raise GradsError(msg)
 
 
@@ -311,8 +321,9 @@ def _reduced(
     owners = setup.having("reduce")
     if not owners:
         msg = (
-            f"The gradients are not reduced over the {world.size} ranks. Add af.wrap_ddp() or af.local_sgd(sync_every=...) to "
-            "the setup, or call af.sync_grads(state, grads) before apply_grads."
+            f"The gradients are not reduced over the {world.size} ranks. Add"
+            " af.wrap_ddp() or af.local_sgd(sync_every=...) to the setup, or call"
+            " af.sync_grads(state, grads) before apply_grads."
         )
         raise GradsError(msg)
     owner = owners[0]

@@ -29,10 +29,9 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Protocol,
-    cast,
     TypeVar,
+    cast,
     dataclass_transform,
-    runtime_checkable,
 )
 
 import attrs
@@ -59,9 +58,12 @@ FIELDS = (
 )
 
 
-@runtime_checkable
 class Transform(Protocol):
-    """A frozen record that maps a state to a state; see `transform` for how to make one."""
+    """A frozen record that maps a state to a state; see `transform` for how to make one.
+
+    Arguments that take one are annotated `Any`, because a type checker cannot see what
+    the decorator adds to a class; they are checked when they are given.
+    """
 
     @property
     def name(self) -> str:
@@ -130,8 +132,9 @@ def _check_methods(cls: type) -> None:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             msg = (
-                f"{cls.__name__}.{name} is no field of a transform ({', '.join(FIELDS)}).{hint} "
-                "Start the names of helper methods with an underscore."
+                f"{cls.__name__}.{name} is no field of a transform"
+                f" ({', '.join(FIELDS)}).{hint} Start the names of helper methods with"
+                " an underscore."
             )
             raise ArgumentError(msg)
 
@@ -202,9 +205,9 @@ class chain:
     __accelfn_transform__ = True
 
     transforms: tuple[Transform, ...]
-    _owners: dict[str, tuple[Any, ...]] = attrs.field(eq=False)
+    _owners: dict[str, tuple[Any, ...]] = attrs.field(eq=False, alias="owners")
 
-    def __init__(self, *transforms: Transform | None) -> None:
+    def __init__(self, *transforms: Any) -> None:
         """Take transforms, leftmost outermost."""
         flat = tuple(_flatten(transforms))
         _check_chain(flat)
@@ -272,8 +275,8 @@ def _check_chain(transforms: tuple[Transform, ...]) -> None:
     for each in transforms:
         if each.name in seen:
             msg = (
-                f"chain: {seen[each.name]!r} and {each!r} are both named {each.name!r}. "
-                "Drop one, or give one another name=."
+                f"chain: {seen[each.name]!r} and {each!r} are both named {each.name!r}."
+                " Drop one, or give one another name=."
             )
             raise CompositionError(msg)
         seen[each.name] = each
@@ -314,12 +317,24 @@ def explanation(setup: chain) -> str:
     engine = setup.having("engine")
     lines = [
         "step(state, batch):",
-        f"    batch          = {pipe(owners('data'), 'plan')}  (index arithmetic, before collation)",
+        (
+            f"    batch          = {pipe(owners('data'), 'plan')}  (index arithmetic,"
+            " before collation)"
+        ),
         f"    loss           = {nest(owners('loss'), 'loss_fn')}",
-        f"    metrics, grads = {nest(owners('value_and_grad'), 'value_and_grad(loss)')}(state, batch)",
-        f"    engine         = {engine[0].name if engine else 'local'}; grads are {how}",
+        (
+            "    metrics, grads ="
+            f" {nest(owners('value_and_grad'), 'value_and_grad(loss)')}(state, batch)"
+        ),
+        (
+            f"    engine         = {engine[0].name if engine else 'local'}; grads are"
+            f" {how}"
+        ),
         f"    grads          = {pipe(owners('grads'), 'grads / weight')}",
-        f"    state          = optimizer(state, grads, {pipe(owners('hyper'), 'schedule')})",
+        (
+            "    state          = optimizer(state, grads,"
+            f" {pipe(owners('hyper'), 'schedule')})"
+        ),
         f"    state          = {pipe(owners('after_update'), 'state')}",
     ]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules lent from a state: to look at, evaluate or teach with, never the engine's own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,7 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
 
 
 @contextmanager
-def bind(state: TrainState, *, raw: bool = True) -> Iterator[nn.Module]:
+def bind(state: TrainState, *, raw: bool = True) -> Generator[nn.Module]:
     """Lend a module that holds the state's parameters and buffers, for a `with` block.
 
     It is a structural copy around the state's own tensors, in training mode: call

@@ -55,12 +55,15 @@ class World:
     group: dist.ProcessGroup | None = attrs.field(
         default=None, repr=False, validator=_is_process_group
     )
-    _owns_group: bool = attrs.field(default=False, repr=False)
+    _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rank outside its world and a world of many without a group."""
         if not 0 <= self.rank < self.size:
-            msg = f"World(rank={self.rank}, size={self.size}): the rank must be 0 to {self.size - 1}."
+            msg = (
+                f"World(rank={self.rank}, size={self.size}): the rank must be 0 to"
+                f" {self.size - 1}."
+            )
             raise WorldError(msg)
         if self.size > 1 and self.group is None:
             msg = (
@@ -82,8 +85,9 @@ class World:
         size = _integer(os.environ, "WORLD_SIZE")
         if size is not None and size > 1:
             msg = (
-                f"WORLD_SIZE is {size}, but a world of 1 was asked for; {size} ranks would "
-                "each train alone. Use af.World.from_env() and pass the world on."
+                f"WORLD_SIZE is {size}, but a world of 1 was asked for; {size} ranks"
+                " would each train alone. Use af.World.from_env() and pass the"
+                " world on."
             )
             raise WorldError(msg)
         return cls(device=_device(device, local_rank=0))
@@ -113,7 +117,10 @@ class World:
                 backend or the device cannot be had. Nothing falls back in silence.
         """
         if not timeout > 0:
-            msg = f"World.from_env(timeout={timeout}): expected a positive number of seconds."
+            msg = (
+                f"World.from_env(timeout={timeout}): expected a positive number of"
+                " seconds."
+            )
             raise ArgumentError(msg)
         place = _read_place(os.environ)
         if place is None:
@@ -176,16 +183,19 @@ def _read_place(env: Mapping[str, str]) -> dict[str, int] | None:
     missing = [name for name in _VARIABLES if name not in env]
     if missing:
         msg = (
-            f"The environment has {' and '.join(present)} but lacks {', '.join(missing)}. "
-            "Start the ranks with torchrun or `accelfn launch`, which set them all, "
-            "or unset them to train in one process."
+            f"The environment has {' and '.join(present)} but lacks"
+            f" {', '.join(missing)}. Start the ranks with torchrun or `accelfn launch`,"
+            " which set them all, or unset them to train in one process."
         )
         raise WorldError(msg)
     rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     assert rank is not None  # noqa: S101 - it was found present above
     assert size is not None  # noqa: S101
     if size < 1 or not 0 <= rank < size:
-        msg = f"RANK={rank} and WORLD_SIZE={size} contradict each other: expected 0 <= RANK < WORLD_SIZE."
+        msg = (
+            f"RANK={rank} and WORLD_SIZE={size} contradict each other: expected 0 <="
+            " RANK < WORLD_SIZE."
+        )
         raise WorldError(msg)
     local_rank = _integer(env, "LOCAL_RANK")
     local_size = _integer(env, "LOCAL_WORLD_SIZE")
@@ -199,9 +209,9 @@ def _read_place(env: Mapping[str, str]) -> dict[str, int] | None:
     }
     if not 0 <= place["local_rank"] < place["local_size"] <= size:
         msg = (
-            f"LOCAL_RANK={place['local_rank']}, LOCAL_WORLD_SIZE={place['local_size']} and "
-            f"WORLD_SIZE={size} contradict each other: expected "
-            "0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE."
+            f"LOCAL_RANK={place['local_rank']}, LOCAL_WORLD_SIZE={place['local_size']}"
+            f" and WORLD_SIZE={size} contradict each other: expected 0 <= LOCAL_RANK <"
+            " LOCAL_WORLD_SIZE <= WORLD_SIZE."
         )
         raise WorldError(msg)
     return place
@@ -219,8 +229,9 @@ def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.devic
         index = local_rank if chosen.index is None else chosen.index
         if index >= count:
             msg = (
-                f"Device cuda:{index} was asked for (local rank {local_rank}), but torch sees {count} GPUs. "
-                'Start fewer ranks per machine, or pass device="cpu".'
+                f"Device cuda:{index} was asked for (local rank {local_rank}), but"
+                f" torch sees {count} GPUs. Start fewer ranks per machine, or pass"
+                ' device="cpu".'
             )
             raise WorldError(msg)
         chosen = torch.device("cuda", index)
@@ -244,9 +255,10 @@ def _join(
         ):
             return group, False
         msg = (
-            f"A process group is open in which this is rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}, but the environment says RANK={place['rank']} of "
-            f"WORLD_SIZE={place['size']}. Close it with torch.distributed.destroy_process_group()."
+            f"A process group is open in which this is rank {dist.get_rank()} of"
+            f" {dist.get_world_size()}, but the environment says RANK={place['rank']}"
+            f" of WORLD_SIZE={place['size']}. Close it with"
+            " torch.distributed.destroy_process_group()."
         )
         raise WorldError(msg)
     if backend is None:
@@ -259,7 +271,10 @@ def _join(
             timeout=timedelta(seconds=timeout),
         )
     except (ValueError, RuntimeError) as error:
-        msg = f"Rank {place['rank']} of {place['size']} cannot open a {backend!r} process group: {error}"
+        msg = (
+            f"Rank {place['rank']} of {place['size']} cannot open a {backend!r} process"
+            f" group: {error}"
+        )
         raise WorldError(msg) from error
     group = dist.group.WORLD
     if group is None:

@@ -42,8 +42,9 @@ def encode(tree: Any, tensors: dict[str, torch.Tensor], *, path: str = "state") 
         ]
         return {type(tree).__name__: coded}
     msg = (
-        f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples, strings, numbers, booleans and None are "
-        "saved. Keep its state_dict() in the slot instead."
+        f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
+        " strings, numbers, booleans and None are saved. Keep its state_dict() in the"
+        " slot instead."
     )
     raise CheckpointError(msg)
 
@@ -74,7 +75,10 @@ def _stored(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -
         if seen is tensor:
             return key
     if tensor.is_meta or tensor.layout is not torch.strided:
-        msg = f"{path} is a {tensor.layout} tensor on {tensor.device}; only dense tensors with values are saved."
+        msg = (
+            f"{path} is a {tensor.layout} tensor on {tensor.device}; only dense tensors"
+            " with values are saved."
+        )
         raise CheckpointError(msg)
     key = f"t{len(tensors):05d}"
     tensors[key] = tensor

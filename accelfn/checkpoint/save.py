@@ -97,8 +97,9 @@ def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
     world = state.world
     if manifest["per_rank"] and manifest["world_size"] != world.size:
         msg = (
-            f"{folder} holds tensors that differ by rank, saved on {manifest['world_size']} ranks; this world has {world.size}. "
-            "Save after af.finalize(state) to load it on another number."
+            f"{folder} holds tensors that differ by rank, saved on"
+            f" {manifest['world_size']} ranks; this world has {world.size}. Save after"
+            " af.finalize(state) to load it on another number."
         )
         raise CheckpointError(msg)
     rank = world.rank if manifest["per_rank"] else 0
@@ -153,7 +154,10 @@ def _agreed(state: TrainState, what: str, act: Callable[[], str | None]) -> list
     )
     for rank, text in enumerate(outcomes):
         if text.startswith("failed "):
-            msg = f"The state of step {state.step} was not saved: rank {rank} could not {what}: {text[7:]}"
+            msg = (
+                f"The state of step {state.step} was not saved: rank {rank} could not"
+                f" {what}: {text[7:]}"
+            )
             raise CheckpointError(msg) from failure
     return [text[3:] for text in outcomes]
 
@@ -220,7 +224,10 @@ def _read_tensors(
         msg = f"{path} cannot be read: {error}"
         raise CheckpointError(msg) from error
     if rank >= len(hashes) or hashlib.sha256(data).hexdigest() != hashes[rank]:
-        msg = f"{path} is not what was saved: its SHA-256 differs from the manifest's. Load another checkpoint."
+        msg = (
+            f"{path} is not what was saved: its SHA-256 differs from the manifest's."
+            " Load another checkpoint."
+        )
         raise CheckpointError(msg)
     return {
         key: tensor.to(device) for key, tensor in safetensors.torch.load(data).items()
@@ -243,8 +250,9 @@ def _check_transforms(
     ]
     if gone or new:
         msg = (
-            f"{folder}: the setup differs from the saved one: slots of transforms that are gone {gone}, transforms without "
-            f"a saved slot {new}. Load into a state of the saved setup, then use state.with_setup."
+            f"{folder}: the setup differs from the saved one: slots of transforms that"
+            f" are gone {gone}, transforms without a saved slot {new}. Load into a"
+            " state of the saved setup, then use state.with_setup."
         )
         raise CheckpointError(msg)
 
@@ -255,11 +263,15 @@ def _check_tensors(
     missing = sorted(current.keys() - saved.keys())
     extra = sorted(saved.keys() - current.keys())
     changed = [
-        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
+        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, expected"
+        f" {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in current.items()
         if name in saved
         and (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype)
     ]
     if missing or extra or changed:
-        msg = f"{where} differ from the model: missing {missing[:10]}, unexpected {extra[:10]}, changed {changed[:10]}."
+        msg = (
+            f"{where} differ from the model: missing {missing[:10]}, unexpected"
+            f" {extra[:10]}, changed {changed[:10]}."
+        )
         raise CheckpointError(msg)

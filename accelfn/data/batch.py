@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Batch`: what one step consumes, with the place it has in the data."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from accelfn.cursor import Cursor
 from accelfn.data.order import Indices
 from accelfn.errors import BatchError
+
+Filler: TypeAlias = bool | npt.NDArray[np.bool_]
+"""Whether samples are filler: all of a micro-batch, none, or one by one."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -35,7 +39,7 @@ class Batch:
     cursor: Cursor
     num_samples: int
     parts_indices: tuple[Indices, ...]
-    parts_filler: tuple[bool | Indices, ...]
+    parts_filler: tuple[Filler, ...]
 
     @property
     def value(self) -> Any:
@@ -45,7 +49,10 @@ class Batch:
             BatchError: the setup accumulates, so there are several.
         """
         if len(self.micro_batches) != 1:
-            msg = f"This batch has {len(self.micro_batches)} micro-batches: read batch.micro_batches."
+            msg = (
+                f"This batch has {len(self.micro_batches)} micro-batches: read"
+                " batch.micro_batches."
+            )
             raise BatchError(msg)
         return self.micro_batches[0]
 
@@ -91,6 +98,7 @@ class Batch:
     def __repr__(self) -> str:
         """Show its place, not its tensors."""
         return (
-            f"<Batch of {self.num_samples} samples, {sum(self.weights)} here in "
-            f"{len(self.micro_batches)} micro-batches, epoch {self.epoch} from sample {self.start.samples}>"
+            f"<Batch of {self.num_samples} samples, {sum(self.weights)} here in"
+            f" {len(self.micro_batches)} micro-batches, epoch {self.epoch} from sample"
+            f" {self.start.samples}>"
         )

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from accelfn import streams, tree
 from accelfn.cursor import Cursor
-from accelfn.data.batch import Batch
+from accelfn.data.batch import Batch, Filler
 from accelfn.data.fetch import Collate, Fetch, Rows, rows_of
 from accelfn.data.order import Indices, OrderFunction, epoch_order
 from accelfn.data.plan import Plan, Span
@@ -31,19 +31,28 @@ _REMAINDERS = ("short", "pad", "drop")
 
 def _is_positive(owner: object, field: Any, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = f"af.{type(owner).__name__}({field.name}={value!r}): expected an integer of at least 1."
+        msg = (
+            f"af.{type(owner).__name__}({field.name}={value!r}): expected an integer of"
+            " at least 1."
+        )
         raise ArgumentError(msg)
 
 
 def _is_remainder(_owner: object, _field: object, value: object) -> None:
     if value not in _REMAINDERS:
-        msg = f"af.Data(remainder={value!r}): expected one of {', '.join(map(repr, _REMAINDERS))}."
+        msg = (
+            f"af.Data(remainder={value!r}): expected one of"
+            f" {', '.join(map(repr, _REMAINDERS))}."
+        )
         raise ArgumentError(msg)
 
 
 def _is_num_workers(_owner: object, _field: object, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        msg = f"af.Data(num_workers={value!r}): expected a number of processes, 0 or more."
+        msg = (
+            f"af.Data(num_workers={value!r}): expected a number of processes, 0 or"
+            " more."
+        )
         raise ArgumentError(msg)
 
 
@@ -89,15 +98,19 @@ class Data:
         """Look at the dataset once."""
         object.__setattr__(self, "_rows", rows_of(self.dataset))
         if self.order is not None and self.shuffle:
-            msg = "af.Data(shuffle=True, order=...): an order of your own is not shuffled again. Give one of the two."
+            msg = (
+                "af.Data(shuffle=True, order=...): an order of your own is not shuffled"
+                " again. Give one of the two."
+            )
             raise ArgumentError(msg)
         if len(self) == 0:
             msg = f"af.Data: the dataset ({type(self.dataset).__name__}) is empty."
             raise DataError(msg)
         if self.updates_per_epoch == 0:
             msg = (
-                f'af.Data(batch_size={self.batch_size}, remainder="drop"): the dataset has {len(self)} samples, '
-                "so every batch would be dropped. Take a smaller batch_size."
+                f'af.Data(batch_size={self.batch_size}, remainder="drop"): the dataset'
+                f" has {len(self)} samples, so every batch would be dropped. Take a"
+                " smaller batch_size."
             )
             raise DataError(msg)
 
@@ -121,9 +134,10 @@ class Data:
         )
         if not batched or not (plain or random):
             msg = (
-                f"from_loader: sampler {type(sampler).__name__} with batch sampler "
-                f"{type(loader.batch_sampler).__name__} is not kept. Give af.Data(dataset, batch_size=..., "
-                "order=lambda seed, epoch, n: ...) the order that you want."
+                f"from_loader: sampler {type(sampler).__name__} with batch sampler"
+                f" {type(loader.batch_sampler).__name__} is not kept. Give"
+                " af.Data(dataset, batch_size=..., order=lambda seed, epoch, n: ...)"
+                " the order that you want."
             )
             raise DataError(msg)
         collate = loader.collate_fn
@@ -148,14 +162,17 @@ class Data:
             self.dataset, "__getitem__"
         ):
             msg = (
-                f"af.Data: {type(self.dataset).__name__} cannot be read by index; expected a dataset with "
-                "__len__ and __getitem__."
+                f"af.Data: {type(self.dataset).__name__} cannot be read by index;"
+                " expected a dataset with __len__ and __getitem__."
             )
             raise DataError(msg)
         try:
             return len(self.dataset)
         except (TypeError, NotImplementedError) as error:
-            msg = f"af.Data: {type(self.dataset).__name__} has no length; expected a dataset with __len__."
+            msg = (
+                f"af.Data: {type(self.dataset).__name__} has no length; expected a"
+                " dataset with __len__."
+            )
             raise DataError(msg) from error
 
     @property
@@ -238,7 +255,7 @@ def _through_workers(
             yield piece[1]
 
     loader: DataLoader[Any] = DataLoader(
-        _Fetched(fetch),
+        cast("Any", _Fetched(fetch)),
         batch_size=None,
         sampler=cast("Any", to_workers()),
         num_workers=num_workers,
@@ -252,7 +269,10 @@ def _through_workers(
             yield sent.pop(0), value
     except RuntimeError as error:
         reading = sent[0][1].tolist()[:8] if sent else []
-        msg = f"A data worker failed while the samples at dataset indices {reading} ... were due: {error}"
+        msg = (
+            f"A data worker failed while the samples at dataset indices {reading} ..."
+            f" were due: {error}"
+        )
         raise DataError(msg) from error
 
 
@@ -295,7 +315,7 @@ def _assembled(
         start = after
 
 
-def _filler(span: Span, num_samples: int) -> bool | Indices:
+def _filler(span: Span, num_samples: int) -> Filler:
     low, high = span
     if high == low:
         return True

@@ -73,7 +73,10 @@ def rows_of(dataset: Any) -> Rows | None:
     lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) > 1 or -1 in lengths:
         shapes = [tuple(leaf.shape) for leaf in leaves]
-        msg = f"The dataset's tensors have shapes {shapes}; expected one number of rows in all."
+        msg = (
+            f"The dataset's tensors have shapes {shapes}; expected one number of rows"
+            " in all."
+        )
         raise DataError(msg)
     return Rows(tensors)
 

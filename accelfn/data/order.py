@@ -68,7 +68,10 @@ def epoch_order(
     if own is not None:
         indices = own(seed, epoch, n)
         if len(indices) != n:
-            msg = f"order(seed={seed}, epoch={epoch}, n={n}) gave {len(indices)} indices; expected {n}."
+            msg = (
+                f"order(seed={seed}, epoch={epoch}, n={n}) gave {len(indices)} indices;"
+                f" expected {n}."
+            )
             raise DataError(msg)
         return lambda positions: np.array(
             [indices[int(p)] for p in positions], np.int64

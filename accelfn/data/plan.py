@@ -54,6 +54,10 @@ class Plan:
         """How many of the epoch's own samples are used; fewer than all only with "drop"."""
         return min(self.num_samples, self.updates_per_epoch * self.batch_size)
 
+    def sharded(self) -> "Plan":
+        """Return the plan with batches cut into one share a rank of the world."""
+        return attrs.evolve(self, rank=self.world_rank, num_shares=self.world_size)
+
     def spans(self, start: int) -> Iterator[Span]:
         """Yield the global batches from sample `start` of an epoch on."""
         used = self.samples_per_epoch
@@ -89,8 +93,9 @@ class Plan:
         """
         if cursor.samples and cursor.samples >= self.samples_per_epoch:
             msg = (
-                f"The cursor stands at sample {cursor.samples} of epoch {cursor.epoch}, but an epoch of "
-                f"this data has {self.samples_per_epoch}. Was the dataset or its batch size changed?"
+                f"The cursor stands at sample {cursor.samples} of epoch {cursor.epoch},"
+                f" but an epoch of this data has {self.samples_per_epoch}. Was the"
+                " dataset or its batch size changed?"
             )
             raise BatchError(msg)
 

@@ -214,8 +214,10 @@ class Engine:
             return
         unused = [name for name in self._trained if name not in tensors]
         msg = (
-            f"{len(unused)} parameters took no part in the loss: {', '.join(unused[:5])}. DistributedDataParallel waits for "
-            "all: use af.wrap_ddp(find_unused_parameters=True), or freeze them with requires_grad_(False)."
+            f"{len(unused)} parameters took no part in the loss:"
+            f" {', '.join(unused[:5])}. DistributedDataParallel waits for all: use"
+            " af.wrap_ddp(find_unused_parameters=True), or freeze them with"
+            " requires_grad_(False)."
         )
         raise UnusedParametersError(msg)
 

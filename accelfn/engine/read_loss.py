@@ -57,8 +57,8 @@ def read_loss(
             sums[name] = WeightedSum(_detached(amount), _detached(over))
         return ReadLoss(total, weight, is_mean=False, sums=sums)
     msg = (
-        f"{_name(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor (the mean over the samples), "
-        "or af.Loss(total, weight, name=total)."
+        f"{_name(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor"
+        " (the mean over the samples), or af.Loss(total, weight, name=total)."
     )
     raise LossError(msg)
 
@@ -77,21 +77,23 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
     """Return the scalar's value, detached."""
     if scalar.ndim != 0:
         msg = (
-            f"{_name(loss_fn)} returned a tensor of shape {tuple(scalar.shape)}; expected a scalar. Take its mean(), or "
-            "return af.Loss(total.sum(), weight)."
+            f"{_name(loss_fn)} returned a tensor of shape {tuple(scalar.shape)};"
+            " expected a scalar. Take its mean(), or return af.Loss(total.sum(),"
+            " weight)."
         )
         raise LossError(msg)
     if not scalar.requires_grad:
         msg = (
-            f"The loss that {_name(loss_fn)} returned has no gradient: it does not depend on a trainable parameter. "
-            "Was it detached, computed under no_grad, or rebuilt from numbers?"
+            f"The loss that {_name(loss_fn)} returned has no gradient: it does not"
+            " depend on a trainable parameter. Was it detached, computed under"
+            " no_grad, or rebuilt from numbers?"
         )
         raise LossError(msg)
     value = scalar.detach()
     if not _is_finite(value):
         msg = (
-            f"{_name(loss_fn)} returned {float(value)}. The state is as it was before this step. Look at the batch, the "
-            "learning rate and the precision."
+            f"{_name(loss_fn)} returned {float(value)}. The state is as it was before"
+            " this step. Look at the batch, the learning rate and the precision."
         )
         raise NonFiniteLossError(msg)
     return value

@@ -68,7 +68,10 @@ class accumulate:
     def __attrs_post_init__(self) -> None:
         """Take one of the two."""
         if (self.num_micro_batches is None) == (self.micro_batch_size is None):
-            msg = f"{self!r}: give either num_micro_batches= (how many) or micro_batch_size= (how large)."
+            msg = (
+                f"{self!r}: give either num_micro_batches= (how many) or"
+                " micro_batch_size= (how large)."
+            )
             raise ArgumentError(msg)
 
     def data(self, plan: Plan) -> Plan:
@@ -111,8 +114,9 @@ class accumulate:
             else type(value).__name__
         )
         msg = (
-            f"Under {self!r} a plain value is a list of {wanted or 'one or more'} micro-batches; this one is {found}. "
-            "af.micro_batches(value, k) splits a value along the rows of all its tensors."
+            f"Under {self!r} a plain value is a list of {wanted or 'one or more'}"
+            f" micro-batches; this one is {found}. af.micro_batches(value, k) splits a"
+            " value along the rows of all its tensors."
         )
         raise BatchError(msg)
 
@@ -138,7 +142,10 @@ def micro_batches(value: Any, num: int) -> list[Any]:
     """
     rows = tree.num_rows(value)
     if not 1 <= num <= rows:
-        msg = f"micro_batches(num={num}): the value has {rows} rows, so 1 to {rows} parts can be made."
+        msg = (
+            f"micro_batches(num={num}): the value has {rows} rows, so 1 to {rows} parts"
+            " can be made."
+        )
         raise BatchError(msg)
     size, longer = divmod(rows, num)
     parts: list[Any] = []

@@ -15,7 +15,10 @@ from accelfn.transform import transform
 
 def _is_positive(owner: object, field: Any, value: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        msg = f"af.{type(owner).__name__}({field.name}={value!r}): expected a number above 0."
+        msg = (
+            f"af.{type(owner).__name__}({field.name}={value!r}): expected a number"
+            " above 0."
+        )
         raise ArgumentError(msg)
 
 

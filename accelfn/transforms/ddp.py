@@ -38,7 +38,8 @@ class wrap_ddp:
         gradient_as_bucket_view: gradients are views into the buckets: less memory.
         find_unused_parameters: allow parameters that take no part in the loss.
         static_graph: the same graph at every step, which DDP then learns once.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward.
+        forward_sync_buffers: give all ranks rank 0's buffers before each forward (what
+            torch called `broadcast_buffers`).
 
     Law:
         All ranks hold the same parameters, bitwise, after every update; and they are
@@ -65,7 +66,7 @@ class wrap_ddp:
     gradient_as_bucket_view: bool = _option(default=False)
     find_unused_parameters: bool = _option(default=False)
     static_graph: bool = _option(default=False)
-    broadcast_buffers: bool = _option(default=True)
+    forward_sync_buffers: bool = _option(default=True)
 
     def engine(self, state: TrainState) -> Engine:
         """Build DistributedDataParallel around the state's tensors."""
@@ -79,5 +80,8 @@ class wrap_ddp:
             return None
         for other in others:
             if has_field(other, "value_and_grad"):
-                return f"expects one backward pass an update, but {other!r} runs several. Leave out static_graph=True."
+                return (
+                    f"expects one backward pass an update, but {other!r} runs several."
+                    " Leave out static_graph=True."
+                )
         return None

@@ -20,7 +20,10 @@ Slot: TypeAlias = dict[str, Any]
 
 def _is_period(_owner: object, _field: object, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = f"af.local_sgd(sync_every={value!r}): expected a number of updates, at least 1."
+        msg = (
+            f"af.local_sgd(sync_every={value!r}): expected a number of updates, at"
+            " least 1."
+        )
         raise ArgumentError(msg)
 
 
@@ -117,7 +120,7 @@ def average_(tensors: list[torch.Tensor], weight: Number, world: World) -> None:
     for dtype in dict.fromkeys(tensor.dtype for tensor in moving):
         same = [tensor for tensor in moving if tensor.dtype == dtype]
         # below float32 a weight could not be counted: average in float32
-        wide = dtype if dtype.itemsize >= 4 else torch.float32  # noqa: PLR2004
+        wide = dtype if dtype.itemsize >= 4 else torch.float32
         # a weight of 0 on all ranks gives the plain mean; beside a count this is nothing
         seen = torch.full((1,), 1e-30, dtype=wide, device=world.device) + weight
         flat = pack([*same, seen.to(dtype)]).to(wide)

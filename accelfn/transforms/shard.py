@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split every batch over the ranks."""
 
-import attrs
-
 from accelfn.data import Plan
 from accelfn.transform import transform
 
@@ -31,4 +29,4 @@ class shard_data:
 
     def data(self, plan: Plan) -> Plan:
         """Cut a batch into one share a rank."""
-        return attrs.evolve(plan, rank=plan.world_rank, num_shares=plan.world_size)
+        return plan.sharded()
