@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-from accelfn import streams
+from accelfn import foreach, streams
 from accelfn.collectives import all_reduce_
 from accelfn.data import Batch
 from accelfn.engine.engine import engine_of
@@ -336,18 +336,17 @@ def _reduced(
 def _divided(grads: Grads) -> Grads:
     """Return the gradients of the mean; of a weight of 0, zeros."""
     weight, unit = grads.weight, grads.unit
-    if weight is unit or not grads.tensors:
+    if weight is unit:
         return grads
-    tensors = list(grads.tensors.values())
     if isinstance(weight, torch.Tensor):
-        divisor = (
-            (weight / unit).clamp(min=torch.finfo(weight.dtype).tiny)
-            if weight.is_floating_point()
-            else (weight / unit).clamp(min=1)
-        )
-        torch._foreach_div_(tensors, divisor.to(tensors[0]))  # pyright: ignore[reportPrivateUsage]
+        divisor = weight.to(torch.float64) / unit
+        # gradients of a weight of 0 are 0, and stay so
+        divisor = divisor.masked_fill(divisor == 0, 1)
+        for grad in list(grads.tensors.values())[:1]:
+            divisor = divisor.to(grad.dtype)
+        foreach.div_(grads.tensors.values(), divisor)
     elif weight not in (0, unit):
-        torch._foreach_div_(tensors, weight / unit)  # pyright: ignore[reportPrivateUsage]
+        foreach.div_(grads.tensors.values(), weight / unit)
     return attrs.evolve(grads, unit=weight)
 
 

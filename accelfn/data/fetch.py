@@ -6,7 +6,7 @@ the speed of fetching and stacking sample by sample. Any other map-style dataset
 `__getitems__` where it has one, else item by item, and collated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -34,6 +34,13 @@ class Rows:
             return len(self.picked)
         return len(tree.tensor_leaves(self.tensors)[0])
 
+    def subset(self, indices: Sequence[int]) -> "Rows":
+        """Return the rows at these indices as a dataset; nothing is copied."""
+        picked = torch.as_tensor(indices, dtype=torch.int64)
+        return Rows(
+            self.tensors, picked if self.picked is None else self.picked[picked]
+        )
+
     def gather(self, indices: Indices) -> Any:
         """Return the rows at these indices, as tensors of their own."""
         where = torch.from_numpy(indices)  # pyright: ignore[reportUnknownMemberType]
@@ -49,25 +56,19 @@ class Rows:
 def rows_of(dataset: Any) -> Rows | None:
     """Return the dataset as rows of tensors; None where it is not made of tensors.
 
+    A subclass of TensorDataset or Subset may change what an item is, and is asked for them.
+
     Raises:
         DataError: its tensors differ in how many rows they have.
     """
-    if isinstance(dataset, TensorDataset):
-        return Rows(tuple(dataset.tensors))
-    if isinstance(dataset, Subset):
-        inner = rows_of(cast("Any", dataset).dataset)
-        if inner is None:
-            return None
-        picked = torch.as_tensor(cast("Any", dataset).indices, dtype=torch.int64)
-        return Rows(
-            inner.tensors, picked if inner.picked is None else inner.picked[picked]
-        )
-    if isinstance(dataset, np.ndarray):
-        return Rows(torch.from_numpy(dataset))  # pyright: ignore[reportUnknownMemberType]
-    if not isinstance(dataset, (torch.Tensor, tuple, Mapping)):
+    if type(dataset) is Subset:
+        inner = rows_of(dataset.dataset)
+        return None if inner is None else inner.subset(dataset.indices)
+    columns = tuple(dataset.tensors) if type(dataset) is TensorDataset else dataset
+    if not isinstance(columns, (torch.Tensor, np.ndarray, tuple, Mapping)):
         return None
-    tensors = tree.tree_map(_as_tensor, cast("Any", dataset))
-    leaves = list(tree.tree_leaves(tensors))
+    tensors = tree.tree_map(_as_tensor, cast("Any", columns))
+    leaves = tree.tree_leaves(tensors)
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return None
     lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}

@@ -8,8 +8,21 @@ tensors, so large constant ones (masks, tables) are never copied.
 
 from collections.abc import Mapping
 
+import attrs
 import torch
 from torch import nn
+
+from accelfn import foreach
+
+
+@attrs.frozen(eq=False)
+class _Buffer:
+    """Where a buffer stands in the module, and the tensor object that stays there."""
+
+    name: str
+    table: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor
 
 
 class Buffers:
@@ -17,16 +30,18 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         """Find them; a shared buffer counts once."""
-        self._found: list[tuple[str, nn.Module, str, torch.Tensor]] = []
-        seen: set[int] = set()
+        found: dict[int, _Buffer] = {}
         for path, owner in module.named_modules():
-            for key, buffer in owner.named_buffers(recurse=False):
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
+            table = owner._buffers  # pyright: ignore[reportPrivateUsage]
+            for key, tensor in table.items():
+                if tensor is not None:
                     name = f"{path}.{key}" if path else key
-                    self._found.append((name, owner, key, buffer))
+                    found.setdefault(id(tensor), _Buffer(name, table, key, tensor))
+        self._found = list(found.values())
         self._home: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] | None = None
+        self._versions: list[int] = []
+        self._learning = True
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -35,64 +50,57 @@ class Buffers:
     def bind(self, home: Mapping[str, torch.Tensor]) -> None:
         """Take over a state's buffers."""
         self._home = dict(home)
-        if self._scratch is not None:  # what a pass writes may differ for this state
+        if self._scratch is not None:
             self._scratch = {n: torch.empty_like(home[n]) for n in self._scratch}
         self._point()
 
     def begin(self, written: Mapping[str, torch.Tensor]) -> None:
-        """Put values in place before a forward pass: the state's, or those `written` since."""
-        if self._scratch is None:  # the first pass shows which are written; guard all
+        """Put values in place for a forward pass: the state's, or what was `written` since."""
+        if self._scratch is None:  # the first pass shows which are written: guard all
             self._scratch = {n: torch.empty_like(t) for n, t in self._home.items()}
             self._point()
-        scratch = self._scratch
-        sources = [written.get(name, self._home[name]) for name in scratch]
-        pairs = [
-            (target, source)
-            for target, source in zip(scratch.values(), sources, strict=True)
-            if target is not source
-        ]
-        if pairs:
-            torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])  # pyright: ignore[reportPrivateUsage]
-        self._versions = [buffer._version for *_, buffer in self._found]  # pyright: ignore[reportPrivateUsage]
+        sources = {n: written.get(n, self._home[n]) for n in self._scratch}
+        stale = [n for n, source in sources.items() if source is not self._scratch[n]]
+        foreach.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
+        self._versions = [each.tensor._version for each in self._found]
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Return what the forward pass wrote, by name; the tensors are reused by the next."""
-        assert self._scratch is not None  # noqa: S101 - begin() made it
-        for (name, owner, key, buffer), version in zip(
-            self._found, self._versions, strict=True
-        ):
-            current = owner._buffers[key]  # pyright: ignore[reportPrivateUsage]
-            if (
-                current is not buffer and current is not None
-            ):  # assigned, not written in place
-                owner._buffers[key] = buffer  # pyright: ignore[reportPrivateUsage]
-                self._scratch[name] = current.detach().clone()
-                buffer.data = self._scratch[name]
-            elif buffer._version == version and name in self._scratch:  # pyright: ignore[reportPrivateUsage]
-                del self._scratch[name]
-                buffer.data = self._home[name]
-            elif buffer._version != version and name not in self._scratch:  # pyright: ignore[reportPrivateUsage]
-                # first written now, in the state's own tensor: keep the value, and guard from here on
-                self._scratch[name] = torch.empty_like(self._home[name])
-                self._scratch[name].copy_(self._home[name])
-                buffer.data = self._scratch[name]
-        return dict(self._scratch)
+        """Return what forward passes write, by name; the tensors are reused by the next."""
+        scratch = {} if self._scratch is None else self._scratch
+        for each, version in zip(self._found, self._versions, strict=True):
+            current = each.table[each.key]
+            assigned = current is not None and current is not each.tensor
+            if assigned and current is not None:
+                each.table[each.key] = each.tensor
+                self._keep(each, current)
+            elif self._learning and each.tensor._version == version:
+                del scratch[each.name]  # not written: bound to the state's own again
+                each.tensor.data = self._home[each.name]
+            elif each.tensor._version != version and each.name not in scratch:
+                # written for the first time, in the state's own tensor: guarded from now on
+                self._keep(each, self._home[each.name])
+        self._learning = False
+        return dict(scratch)
 
     def abandon(self) -> None:
         """Forget a forward pass that raised."""
-        for _, owner, key, buffer in self._found:
-            owner._buffers[key] = buffer  # pyright: ignore[reportPrivateUsage]
+        for each in self._found:
+            each.table[each.key] = each.tensor
 
     def commit(self, written: Mapping[str, torch.Tensor]) -> None:
         """Write the values into the state's own buffers."""
         for name, value in written.items():
-            home = self._home[name]
-            if home.shape != value.shape:
-                home.data = value.clone()
-            else:
-                home.copy_(value)
+            if self._home[name].shape != value.shape:
+                self._home[name].data = value.clone()
+        names = list(written)
+        foreach.copy_([self._home[n] for n in names], [written[n] for n in names])
+
+    def _keep(self, each: _Buffer, value: torch.Tensor) -> None:
+        """Guard a buffer with a scratch tensor that has this value."""
+        if self._scratch is not None:
+            self._scratch[each.name] = each.tensor.data = value.detach().clone()
 
     def _point(self) -> None:
         scratch = self._scratch or {}
-        for name, _, _, buffer in self._found:
-            buffer.data = scratch.get(name, self._home[name])
+        for each in self._found:
+            each.tensor.data = scratch.get(each.name, self._home[each.name])

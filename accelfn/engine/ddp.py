@@ -26,6 +26,7 @@ class LossModule(nn.Module):
     def __init__(
         self, module: nn.Module, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Take the model, and dtype and device of the weight."""
         super().__init__()
         self.module = module
         self.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device))

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn import streams
+from accelfn import foreach, streams
 from accelfn.collectives import check_replicas
 from accelfn.cursor import Cursor
 from accelfn.engine.buffers import Buffers
@@ -175,7 +175,7 @@ class Engine:
         if into is None:
             return
         if into.unit != 1:
-            torch._foreach_mul_(list(into.tensors.values()), into.unit)  # pyright: ignore[reportPrivateUsage]
+            foreach.mul_(into.tensors.values(), into.unit)
         for name, grad in into.tensors.items():
             self._trained[name].grad = grad
 

@@ -2,7 +2,7 @@
 """How the loss runs and its gradients cross the ranks: the part in which engines differ."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -98,8 +98,12 @@ def run_backward(
     call. Elsewhere it is called as usual.
     """
     if all(type(root) is torch.Tensor and root.is_cpu for root in roots):
-        Variable._execution_engine.run_backward(  # pyright: ignore
-            roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True
+        engine = cast("Any", Variable)._execution_engine
+        keep_graph = create_graph = False
+        engine.run_backward(
+            *(roots, seeds, keep_graph, create_graph, ()),
+            allow_unreachable=True,
+            accumulate_grad=True,
         )
     else:
         torch.autograd.backward(roots, seeds)

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn import foreach
 from accelfn.errors import ArgumentError
 from accelfn.grads import Grads
 from accelfn.state import TrainState
@@ -66,7 +67,7 @@ class clip_grad_norm:
             scale = self.max_norm / norm
             # 1 within the bound, and for a norm of 0, inf or NaN
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
-            torch._foreach_mul_(tensors, scale)  # pyright: ignore[reportPrivateUsage]
+            foreach.mul_(tensors, scale)
         return grads.with_metrics(grad_norm=norm), None
 
 
@@ -97,8 +98,5 @@ class clip_grad_value:
     def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
         """Clamp, in place."""
         del slot, state
-        tensors = list(grads.tensors.values())
-        if tensors:
-            torch._foreach_clamp_min_(tensors, -self.max_value)  # pyright: ignore[reportPrivateUsage]
-            torch._foreach_clamp_max_(tensors, self.max_value)  # pyright: ignore[reportPrivateUsage]
+        foreach.clamp_(grads.tensors.values(), -self.max_value, self.max_value)
         return grads, None

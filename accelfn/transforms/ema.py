@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from accelfn import foreach
 from accelfn.errors import ArgumentError
 from accelfn.state import TrainState
 from accelfn.transform import transform
@@ -61,14 +62,11 @@ class ema:
         self, state: TrainState, slot: Params
     ) -> tuple[TrainState, Params]:
         """Move the average towards the parameters, in place."""
-        averages = [slot[name] for name in state.params]
-        moving = [t for t in averages if t.is_floating_point() or t.is_complex()]
-        params = [
-            p for p in state.params.values() if p.is_floating_point() or p.is_complex()
-        ]
-        if moving:
-            torch._foreach_mul_(moving, self.decay)  # pyright: ignore[reportPrivateUsage]
-            torch._foreach_add_(moving, params, alpha=1 - self.decay)  # pyright: ignore[reportPrivateUsage]
+        moving = [name for name, param in state.params.items() if _averages(param)]
+        averages = [slot[name] for name in moving]
+        foreach.mul_(averages, self.decay)
+        params = [state.params[name] for name in moving]
+        foreach.add_(averages, params, alpha=1 - self.decay)
         return state, slot
 
     def eval_params(
@@ -77,3 +75,7 @@ class ema:
         """Return the average."""
         del state
         return slot
+
+
+def _averages(param: torch.Tensor) -> bool:
+    return param.is_floating_point() or param.is_complex()

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One benchmark in a process of its own: `child.py MODULE ROUNDS FILE`.
+
+Accelerate and Fabric keep state for the whole process, so no two benchmarks share one.
+"""
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import attrs
+import torch
+
+if __name__ == "__main__":
+    module, rounds, file = sys.argv[1:]
+    torch.set_num_threads(1)
+    figures = import_module(module).measure(int(rounds))
+    if os.environ.get("RANK", "0") == "0":
+        Path(file).write_text(json.dumps([attrs.asdict(f) for f in figures]))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD against DistributedDataParallel, on two processes."""
+
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from counting import with_all_reduces
+from figures import Figure
+from loops import by_accelfn, by_hand
+from models import Source, adamw, in_turn, mlp
+from rounds import Loop, compared, timed
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import accelfn as af
+
+WIDTH = 256
+SYNC_EVERY = 8
+
+
+def measure(rounds: int) -> list[Figure]:
+    """Return what a step costs; every rank runs the same blocks in the same order."""
+    with af.World.from_env() as world, ExitStack() as stack:
+        batches = in_turn(width=WIDTH, seed=world.rank)
+        model = partial(mlp, WIDTH)
+        create = partial(
+            af.TrainState.create, model=model, optimizer=adamw, world=world
+        )
+        apart = create(setup=af.local_sgd(sync_every=SYNC_EVERY))
+        loops = {
+            "by hand, DDP": by_hand(DistributedDataParallel(model()), batches),
+            "accelfn wrap_ddp()": by_accelfn(create(setup=af.wrap_ddp()), batches),
+            "by hand, local SGD": local_by_hand(batches),
+            f"accelfn local_sgd(sync_every={SYNC_EVERY})": by_accelfn(apart, batches),
+            "Accelerate LocalSGD": local_by_accelerate(batches, stack),
+        }
+        taken = timed(loops, rounds=rounds, steps=12 * SYNC_EVERY, fence=dist.barrier)
+        return with_all_reduces(compared(taken), loops, steps=2 * SYNC_EVERY)
+
+
+def local_by_hand(batches: Source) -> Loop:
+    """Average all parameters as one vector, every few updates."""
+    model = mlp(WIDTH)
+    optimizer = adamw(model.parameters())
+
+    def loop(steps: int) -> None:
+        for number, (inputs, targets) in enumerate(batches(steps), start=1):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            if number % SYNC_EVERY == 0:
+                average(model)
+
+    return loop
+
+
+@torch.no_grad()
+def average(model: torch.nn.Module) -> None:
+    """Set the parameters to their mean over the ranks."""
+    flat = parameters_to_vector(model.parameters())
+    dist.all_reduce(flat)
+    vector_to_parameters(flat.div_(dist.get_world_size()), model.parameters())
+
+
+def local_by_accelerate(batches: Source, stack: ExitStack) -> Loop:
+    """Train with Accelerate's LocalSGD, which is entered once for all blocks."""
+    accelerator = Accelerator(cpu=True)
+    model = mlp(WIDTH)
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    local_sgd = stack.enter_context(
+        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=SYNC_EVERY)
+    )
+
+    def loop(steps: int) -> None:
+        for inputs, targets in batches(steps):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            local_sgd.step()
+
+    return loop

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop as each contestant's own documentation writes it."""
+
+from accelerate import Accelerator
+from lightning_fabric import Fabric
+from models import Source, adamw, loss_fn, mlp
+from rounds import Loop
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import accelfn as af
+
+
+def by_hand(model: nn.Module, batches: Source) -> Loop:
+    """Train a module, plain or in DistributedDataParallel, with torch alone."""
+    optimizer = adamw(model.parameters())
+
+    def loop(steps: int) -> None:
+        for inputs, targets in batches(steps):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+
+    return loop
+
+
+def by_accelfn(state: af.TrainState, batches: Source) -> Loop:
+    """Train a state."""
+    step = af.make_step(loss_fn)
+
+    def loop(steps: int) -> None:
+        nonlocal state
+        for batch in batches(steps):
+            state, _ = step(state, batch)
+
+    return loop
+
+
+def by_accelerate(accelerator: Accelerator, batches: Source) -> Loop:
+    """Train with Hugging Face Accelerate."""
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+
+    def loop(steps: int) -> None:
+        for inputs, targets in batches(steps):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+
+    return loop
+
+
+def by_fabric(fabric: Fabric, batches: Source) -> Loop:
+    """Train with Lightning Fabric."""
+    model = mlp()
+    model, optimizer = fabric.setup(model, adamw(model.parameters()))
+
+    def loop(steps: int) -> None:
+        for inputs, targets in batches(steps):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            fabric.backward(loss)
+            optimizer.step()
+
+    return loop

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures as a table in the terminal, and as the page docs/benchmarks.md."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+from figures import Figure
+from rich.table import Table
+from suite import Benchmark
+
+_DISTRIBUTIONS = ("accelfn", "torch", "accelerate", "lightning-fabric")
+
+_HEAD = """\
+# Benchmarks
+
+This page is written by `python -m nox -s bench`; run it to have the figures of your machine.
+
+Contestants run in turn in one process: each round runs a block of every one,
+in an order that turns round every other time.
+A ratio is the median, over the rounds, of a contestant's time
+over that of the hand-written loop in the same round;
+the middle half of the rounds lies between the two figures beside it.
+Each process has one torch thread, the garbage collector is off while time is taken,
+and the learning rate is 0, so that no weight drifts to where numbers are slow.
+"""
+
+
+def table(benchmark: Benchmark, figures: Sequence[Figure]) -> Table:
+    """Return one benchmark's figures for the terminal."""
+    made = Table(title=benchmark.title, title_justify="left")
+    header, *rows = cells(benchmark, figures)
+    made.add_column(header[0], no_wrap=True)
+    for name in header[1:]:
+        made.add_column(name, justify="right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def page(
+    found: Mapping[Benchmark, Sequence[Figure]], rounds: Mapping[Benchmark, int]
+) -> str:
+    """Return the page."""
+    overview = [("benchmark", "figure", "target", "")]
+    for benchmark, figures in found.items():
+        mine = next(f for f in figures if f.contestant == benchmark.contestant)
+        unit = benchmark.unit
+        link = f"[{benchmark.title}](#{_anchor(benchmark.title)})"
+        target = f"≤ {_number(benchmark.target, unit)}"
+        overview.append(
+            (link, _number(mine.value, unit), target, _verdict(benchmark, mine))
+        )
+    parts = [_HEAD, f"{machine()}\n", _markdown(overview)]
+    for benchmark, figures in found.items():
+        parts += [
+            f"## {benchmark.title}\n",
+            f"{benchmark.how} {rounds[benchmark]} rounds.\n",
+            _markdown(cells(benchmark, figures)),
+        ]
+    return "\n".join(parts)
+
+
+def machine() -> str:
+    """Return when and on what the figures were taken."""
+    versions = ", ".join(f"{name} {version(name)}" for name in _DISTRIBUTIONS)
+    cores = len(os.sched_getaffinity(0))
+    return (
+        f"Taken on {datetime.now(tz=UTC):%Y-%m-%d}, on {platform.system()} "
+        f"{platform.machine()} with {cores} cores: "
+        f"Python {platform.python_version()}, {versions}."
+    )
+
+
+def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ...]]:
+    """Return a header and a row for each figure."""
+    unit = benchmark.unit
+    counted = any(figure.all_reduces is not None for figure in figures)
+    what = ("ms a step", "ratio") if unit == "×" else ("ms", "added")
+    header = ("", *what, "middle half", "target", "")
+    rows = [header + (("all-reduces an update",) if counted else ())]
+    for figure in figures:
+        judged = figure.contestant == benchmark.contestant
+        row = (
+            figure.contestant,
+            f"{figure.milliseconds:.3f}"
+            if unit == "×"
+            else f"{figure.milliseconds:.0f}",
+            _number(figure.value, unit),
+            f"{_number(figure.low, unit)} to {_number(figure.high, unit)}",
+            f"≤ {_number(benchmark.target, unit)}" if judged else "",
+            _verdict(benchmark, figure) if judged else "",
+        )
+        rows.append(row + ((f"{figure.all_reduces:g}",) if counted else ()))
+    return rows
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:.3f}" if unit == "×" else f"{value:.0f} {unit}"
+
+
+def _verdict(benchmark: Benchmark, figure: Figure) -> str:
+    return "met" if figure.value <= benchmark.target else "not met"
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    header, *body = rows
+    rule = ("---", *["---:"] * (len(header) - 1))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *body))

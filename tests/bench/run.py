@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare accelfn's cost with that of other loops: `run.py [--quick] [NAME ...]`.
+
+Prints a table for each benchmark. A run of all of them writes docs/benchmarks.md.
+Nothing here passes or fails: times are those of one machine on one day.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from figures import Figure
+from page import page, table
+from rich.console import Console
+from suite import SUITE, Benchmark
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+
+
+def main() -> None:
+    """Run the benchmarks that the command line names, by default all."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    known = {benchmark.name: benchmark for benchmark in SUITE}
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
+    parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
+    words = parser.parse_args()
+    unknown = [name for name in words.names if name not in known]
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(known)}")
+    chosen = [known[name] for name in words.names or known]
+    rounds = {b: b.quick_rounds if words.quick else b.rounds for b in chosen}
+    console = Console()
+    found = {}
+    for benchmark in chosen:
+        found[benchmark] = measured(benchmark, rounds[benchmark])
+        console.print(table(benchmark, found[benchmark]))
+    if not words.names:
+        PAGE.write_text(page(found, rounds), encoding="utf-8")
+        console.print(f"Written to {PAGE.relative_to(HERE.parents[1])}.")
+
+
+def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:
+    """Run a benchmark in processes of its own, and return what it found."""
+    start = [sys.executable]
+    if benchmark.nproc > 1:
+        start += ["-m", "accelfn.cli", "launch", "--nproc", str(benchmark.nproc)]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "figures.json")
+        words = [str(HERE / "child.py"), benchmark.module, str(rounds), str(file)]
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([*start, *words], check=True, env=one_thread)
+        return [Figure(**found) for found in json.loads(file.read_text())]
+
+
+if __name__ == "__main__":
+    main()
