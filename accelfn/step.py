@@ -5,7 +5,7 @@
 so SAM, a GAN or distillation are a few lines of a user's own code.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -15,6 +15,7 @@ from accelfn import foreach, streams
 from accelfn.collectives import all_reduce_
 from accelfn.data import Batch
 from accelfn.engine.engine import engine_of
+from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, GradsError
 from accelfn.grads import Grads
@@ -22,7 +23,6 @@ from accelfn.loss import Metrics, Number
 from accelfn.optimizer import Hyper
 from accelfn.state import Lease, TrainState
 from accelfn.transform import chain
-from accelfn.tree import num_rows
 
 
 class ValueAndGrad(Protocol):
@@ -144,7 +144,9 @@ def wrap_loss(loss_fn: LossFunction, setup: chain) -> LossFunction:
 
 
 def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
-    reduces_by_mean = not setup.having("reduce")
+    reducers = setup.having("reduce")
+    reduces_by_mean = not reducers
+    stays_local = bool(reducers) and reducers[0].reduce is None
 
     def compute(
         state: TrainState,
@@ -161,39 +163,26 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
                 " sync=False."
             )
             raise GradsError(msg)
+        alone = stays_local or state.definition.world.size == 1
+        lone = into is None and sync and alone
         if isinstance(batch, Batch):
             _check_follows(state, batch, into)
-            value, weight, cursor = batch.value, batch.weights[0], batch.cursor
-            count = lambda: weight  # noqa: E731
+            samples = Samples(batch.value, batch.weights[0], lone)
+            cursor = batch.cursor
         else:
-            value, cursor = batch, None if into is None else into.cursor
-            count = _row_counter(state, batch, lone=into is None and sync)
+            samples = Samples(batch, None, lone)
+            cursor = None if into is None else into.cursor
         return engine_of(state).value_and_grad(
             state,
             loss_fn,
-            value,
             extras,
-            num_samples=count,
+            samples=samples,
             into=into,
             sync=sync and reduces_by_mean,
             cursor=cursor,
         )
 
     return compute
-
-
-def _row_counter(state: TrainState, value: Any, *, lone: bool) -> Callable[[], int]:
-    """Return a count of a plain value's samples, made only where it matters."""
-    if lone and state.definition.world.size == 1:
-        return lambda: _rows_or_one(value)
-    return lambda: num_rows(value)
-
-
-def _rows_or_one(value: Any) -> int:
-    try:
-        return num_rows(value) or 1
-    except BatchError:  # a mean over one whole value, whatever it holds
-        return 1
 
 
 def _check_follows(state: TrainState, batch: Batch, into: Grads | None) -> None:

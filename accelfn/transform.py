@@ -205,7 +205,9 @@ class chain:
     __accelfn_transform__ = True
 
     transforms: tuple[Transform, ...]
-    _owners: dict[str, tuple[Any, ...]] = attrs.field(eq=False, alias="owners")
+    _owners: dict[str, tuple[Any, ...]] = attrs.field(
+        eq=False, repr=False, alias="owners"
+    )
 
     def __init__(self, *transforms: Any) -> None:
         """Take transforms, leftmost outermost."""

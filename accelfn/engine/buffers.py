@@ -73,8 +73,8 @@ class Buffers:
             if assigned and current is not None:
                 each.table[each.key] = each.tensor
                 self._keep(each, current)
-            elif self._learning and each.tensor._version == version:
-                del scratch[each.name]  # not written: bound to the state's own again
+            elif self._learning and self._is_untouched(each, version):
+                del scratch[each.name]
                 each.tensor.data = self._home[each.name]
             elif each.tensor._version != version and each.name not in scratch:
                 # written for the first time, in the state's own tensor: guarded from now on
@@ -94,6 +94,11 @@ class Buffers:
                 self._home[name].data = value.clone()
         names = list(written)
         foreach.copy_([self._home[n] for n in names], [written[n] for n in names])
+
+    def _is_untouched(self, each: _Buffer, version: int) -> bool:
+        """Return whether a pass left a buffer alone; batch norm writes unseen by versions."""
+        same = torch.equal(each.tensor, self._home[each.name])
+        return same and each.tensor._version == version
 
     def _keep(self, each: _Buffer, value: torch.Tensor) -> None:
         """Guard a buffer with a scratch tensor that has this value."""

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.collectives import naming
-from accelfn.engine.read_loss import ReadLoss, read_loss
-from accelfn.engine.runner import CountSamples, LossFunction, like, run_backward
+from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
+from accelfn.engine.runner import LossFunction, like, run_backward
 from accelfn.loss import Number
 from accelfn.world import World
 
@@ -37,12 +37,10 @@ class LossModule(nn.Module):
         loss_fn: LossFunction,
         value: Any,
         extras: tuple[Any, ...],
-        num_samples: CountSamples,
+        samples: Samples,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, and the root through which its weight travels."""
-        self.read = read_loss(
-            loss_fn(self.module, value, *extras), loss_fn, num_samples
-        )
+        self.read = read_loss(loss_fn(self.module, value, *extras), loss_fn, samples)
         return self.read.scalar, self.weight.view(())
 
 
@@ -78,7 +76,7 @@ class DDPRunner:
         loss_fn: LossFunction,
         value: Any,
         extras: tuple[Any, ...],
-        num_samples: CountSamples,
+        samples: Samples,
         *,
         sync: bool,
     ) -> ReadLoss:
@@ -86,10 +84,10 @@ class DDPRunner:
         self._sync = sync
         with naming("DistributedDataParallel forward", self._world):
             if sync:
-                self._roots = self._ddp(loss_fn, value, extras, num_samples)
+                self._roots = self._ddp(loss_fn, value, extras, samples)
             else:
                 with self._ddp.no_sync():
-                    self._roots = self._ddp(loss_fn, value, extras, num_samples)
+                    self._roots = self._ddp(loss_fn, value, extras, samples)
         read, self._inner.read = self._inner.read, None
         assert read is not None  # noqa: S101 - forward set it
         return read

@@ -21,7 +21,7 @@ from accelfn import foreach, streams
 from accelfn.collectives import check_replicas
 from accelfn.cursor import Cursor
 from accelfn.engine.buffers import Buffers
-from accelfn.engine.read_loss import ReadLoss
+from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.errors import GradsError, UnusedParametersError
 from accelfn.grads import Grads
@@ -80,10 +80,9 @@ class Engine:
         self,
         state: TrainState,
         loss_fn: LossFunction,
-        value: Any,
         extras: tuple[Any, ...],
         *,
-        num_samples: Callable[[], int],
+        samples: Samples,
         into: Grads | None,
         sync: bool,
         cursor: Cursor | None,
@@ -98,9 +97,9 @@ class Engine:
         try:
             with _own_modes(self._device), streams.stream(seed, self._device):
                 read = self._runner.forward(
-                    loss_fn, value, extras, num_samples, sync=sync
+                    loss_fn, samples.value, extras, samples, sync=sync
                 )
-                averaged = self._backward(read, into, sync=sync)
+                averaged = self._backward(read, into, lone=samples.lone)
         except BaseException:
             self._abandon(state)
             raise
@@ -114,7 +113,7 @@ class Engine:
         if averaged is not None and len(tensors) < len(self._trained):
             self._refuse_unused(tensors)
         self._live, self._live_buffers = tensors, written
-        lone = into is None and sync and averaged is None and read.is_mean
+        lone = samples.lone and read.is_mean
         grads = Grads(
             tensors=tensors,
             weight=read.weight if into is None else into.weight + read.weight,
@@ -150,12 +149,12 @@ class Engine:
         return opt_state
 
     def _backward(
-        self, read: ReadLoss, into: Grads | None, *, sync: bool
+        self, read: ReadLoss, into: Grads | None, *, lone: bool
     ) -> torch.Tensor | None:
         """Run the backward pass; gradients of totals, or of a lone mean."""
         weight = read.weight if into is None else into.weight + read.weight
         scale = read.weight if read.is_mean else None
-        if into is None and sync and not self._runner.reduces and scale:
+        if lone and scale:
             scale = None
         return self._runner.backward(read.scalar, scale, weight)
 

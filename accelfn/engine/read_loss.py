@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 import torch
 
-from accelfn.errors import LossError, NonFiniteLossError
+from accelfn import tree
+from accelfn.errors import BatchError, LossError, NonFiniteLossError
 from accelfn.loss import Loss, Number, WeightedSum
 
 
@@ -29,10 +30,38 @@ class ReadLoss:
     sums: dict[str, WeightedSum]
 
 
-def read_loss(
-    returned: Any, loss_fn: Callable[..., Any], num_samples: Callable[[], int]
-) -> ReadLoss:
-    """Return a loss in one form.
+@attrs.frozen
+class Samples:
+    """How many samples a loss is over.
+
+    Attributes:
+        value: what the loss function was given.
+        known: their number, where the data say it; 0 for an empty share's stand-in.
+        lone: whether nothing else is combined with this loss, so that it need not be known.
+    """
+
+    value: Any
+    known: int | None
+    lone: bool
+
+    def count(self) -> int:
+        """Return their number.
+
+        Raises:
+            BatchError: it cannot be told, and it matters.
+        """
+        if self.known is not None:
+            return self.known
+        try:
+            return tree.num_rows(self.value) or 1
+        except BatchError:
+            if self.lone:
+                return 1
+            raise
+
+
+def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:
+    """Return a loss in one form; that of an empty share's stand-in counts for nothing.
 
     Raises:
         LossError: it is not a scalar tensor or an `af.Loss`, or has no gradient.
@@ -41,21 +70,23 @@ def read_loss(
     """
     if isinstance(returned, torch.Tensor):
         seen = _checked(returned, loss_fn)
-        weight = num_samples()
+        weight = samples.count()
         sums = {"loss": WeightedSum(seen, weight, weight)}
         return ReadLoss(returned, weight, is_mean=True, sums=sums)
     if isinstance(returned, Loss):
-        total = returned.total
-        seen = _checked(total, loss_fn)
-        weight = returned.weight
-        weight = (
-            weight.detach().reshape(()) if isinstance(weight, torch.Tensor) else weight
-        )
-        sums = {"loss": WeightedSum(seen, weight)}
-        for name, entry in returned.aux.items():
-            amount, over = entry if isinstance(entry, tuple) else (entry, weight)
-            sums[name] = WeightedSum(_detached(amount), _detached(over))
-        return ReadLoss(total, weight, is_mean=False, sums=sums)
+        seen = _checked(returned.total, loss_fn)
+        totals = {"loss": (seen, returned.weight), **returned.aux}
+        if samples.known == 0:
+            nothing = dict.fromkeys(totals, WeightedSum(0.0, 0))
+            return ReadLoss(returned.total, 0, is_mean=True, sums=nothing)
+        weight = _detached(returned.weight)
+        sums = {
+            name: WeightedSum(*entry)
+            if isinstance(entry, tuple)
+            else WeightedSum(_detached(entry), weight)
+            for name, entry in totals.items()
+        }
+        return ReadLoss(returned.total, weight, is_mean=False, sums=sums)
     msg = (
         f"{_name(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor"
         " (the mean over the samples), or af.Loss(total, weight, name=total)."
@@ -100,7 +131,7 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
 
 
 def _detached(value: Number) -> Number:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
 
 
 def _name(loss_fn: Callable[..., Any]) -> str:

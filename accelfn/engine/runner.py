@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from accelfn.engine.read_loss import ReadLoss, read_loss
+from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
 from accelfn.loss import Number
 
 LossFunction: TypeAlias = Callable[..., Any]
-CountSamples: TypeAlias = Callable[[], int]
 
 
 class Runner(Protocol):
@@ -33,7 +32,7 @@ class Runner(Protocol):
         loss_fn: LossFunction,
         value: Any,
         extras: tuple[Any, ...],
-        num_samples: CountSamples,
+        samples: Samples,
         *,
         sync: bool,
     ) -> ReadLoss:
@@ -66,13 +65,13 @@ class LocalRunner:
         loss_fn: LossFunction,
         value: Any,
         extras: tuple[Any, ...],
-        num_samples: CountSamples,
+        samples: Samples,
         *,
         sync: bool,
     ) -> ReadLoss:
         """Return the loss."""
         del sync
-        return read_loss(loss_fn(self._module, value, *extras), loss_fn, num_samples)
+        return read_loss(loss_fn(self._module, value, *extras), loss_fn, samples)
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
@@ -112,5 +111,6 @@ def run_backward(
 def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
     """Return `value` as a tensor of the scalar's dtype, on its device, without a wait."""
     if isinstance(value, torch.Tensor):
-        return value.to(scalar)
+        # a copy: a gradient that is given to a leaf becomes the leaf's own
+        return value.to(scalar, copy=True)
     return torch.full((), value, dtype=scalar.dtype, device=scalar.device)

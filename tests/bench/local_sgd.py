@@ -13,8 +13,8 @@ from figures import Figure
 from loops import by_accelfn, by_hand
 from models import Source, adamw, in_turn, mlp
 from rounds import Loop, compared, timed
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import accelfn as af
@@ -34,9 +34,9 @@ def measure(rounds: int) -> list[Figure]:
         apart = create(setup=af.local_sgd(sync_every=SYNC_EVERY))
         loops = {
             "by hand, DDP": by_hand(DistributedDataParallel(model()), batches),
-            "accelfn wrap_ddp()": by_accelfn(create(setup=af.wrap_ddp()), batches),
+            "accelfn wrap_ddp": by_accelfn(create(setup=af.wrap_ddp()), batches),
             "by hand, local SGD": local_by_hand(batches),
-            f"accelfn local_sgd(sync_every={SYNC_EVERY})": by_accelfn(apart, batches),
+            "accelfn local_sgd": by_accelfn(apart, batches),
             "Accelerate LocalSGD": local_by_accelerate(batches, stack),
         }
         taken = timed(loops, rounds=rounds, steps=12 * SYNC_EVERY, fence=dist.barrier)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from figures import Figure
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from suite import Benchmark
 
@@ -30,11 +31,13 @@ and the learning rate is 0, so that no weight drifts to where numbers are slow.
 
 def table(benchmark: Benchmark, figures: Sequence[Figure]) -> Table:
     """Return one benchmark's figures for the terminal."""
-    made = Table(title=benchmark.title, title_justify="left")
+    made = Table(
+        title=benchmark.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
     header, *rows = cells(benchmark, figures)
     made.add_column(header[0], no_wrap=True)
     for name in header[1:]:
-        made.add_column(name, justify="right")
+        made.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         made.add_row(*row)
     return made
@@ -44,15 +47,12 @@ def page(
     found: Mapping[Benchmark, Sequence[Figure]], rounds: Mapping[Benchmark, int]
 ) -> str:
     """Return the page."""
-    overview = [("benchmark", "figure", "target", "")]
+    overview = [("benchmark", "accelfn", "target")]
     for benchmark, figures in found.items():
         mine = next(f for f in figures if f.contestant == benchmark.contestant)
-        unit = benchmark.unit
         link = f"[{benchmark.title}](#{_anchor(benchmark.title)})"
-        target = f"≤ {_number(benchmark.target, unit)}"
-        overview.append(
-            (link, _number(mine.value, unit), target, _verdict(benchmark, mine))
-        )
+        value = _number(mine.value, benchmark.unit)
+        overview.append((link, value, _verdict(benchmark, mine)))
     parts = [_HEAD, f"{machine()}\n", _markdown(overview)]
     for benchmark, figures in found.items():
         parts += [
@@ -78,19 +78,16 @@ def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ..
     """Return a header and a row for each figure."""
     unit = benchmark.unit
     counted = any(figure.all_reduces is not None for figure in figures)
-    what = ("ms a step", "ratio") if unit == "×" else ("ms", "added")
-    header = ("", *what, "middle half", "target", "")
-    rows = [header + (("all-reduces an update",) if counted else ())]
+    what = ("ms", "added") if unit else ("ms a step", "ratio")
+    header = ("", *what, "middle half", "target")
+    rows = [header + (("all-reduces",) if counted else ())]
     for figure in figures:
         judged = figure.contestant == benchmark.contestant
         row = (
             figure.contestant,
-            f"{figure.milliseconds:.3f}"
-            if unit == "×"
-            else f"{figure.milliseconds:.0f}",
+            f"{figure.milliseconds:.{0 if unit else 3}f}",
             _number(figure.value, unit),
-            f"{_number(figure.low, unit)} to {_number(figure.high, unit)}",
-            f"≤ {_number(benchmark.target, unit)}" if judged else "",
+            _middle_half(figure, unit),
             _verdict(benchmark, figure) if judged else "",
         )
         rows.append(row + ((f"{figure.all_reduces:g}",) if counted else ()))
@@ -98,11 +95,19 @@ def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ..
 
 
 def _number(value: float, unit: str) -> str:
-    return f"{value:.3f}" if unit == "×" else f"{value:.0f} {unit}"
+    return f"{value:.0f} {unit}" if unit else f"{value:.3f}"
+
+
+def _middle_half(figure: Figure, unit: str) -> str:
+    if unit:
+        return f"{figure.low:.0f} to {figure.high:.0f} {unit}"
+    return f"{figure.low:.2f} to {figure.high:.2f}"
 
 
 def _verdict(benchmark: Benchmark, figure: Figure) -> str:
-    return "met" if figure.value <= benchmark.target else "not met"
+    met = "met" if figure.value <= benchmark.target else "not met"
+    target = f"{benchmark.target:g} {benchmark.unit}".strip()
+    return f"≤ {target}, {met}"
 
 
 def _anchor(title: str) -> str:

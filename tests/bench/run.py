@@ -19,6 +19,10 @@ from rich.console import Console
 from suite import SUITE, Benchmark
 
 HERE = Path(__file__).parent
+ALONE = {
+    "OMP_NUM_THREADS": "1",  # ranks share the cores
+    "KINETO_LOG_LEVEL": "6",  # the profiler that counts all-reduces says nothing
+}
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 
 
@@ -52,8 +56,7 @@ def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "figures.json")
         words = [str(HERE / "child.py"), benchmark.module, str(rounds), str(file)]
-        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*start, *words], check=True, env=one_thread)
+        subprocess.run([*start, *words], check=True, env={**os.environ, **ALONE})
         return [Figure(**found) for found in json.loads(file.read_text())]
 
 

@@ -67,8 +67,8 @@ SUITE = (
             "The same network and optimizer on two processes joined by Gloo, 64 rows an "
             "update, 32 a rank. All contestants wrap it in torch's DistributedDataParallel "
             "and live side by side in these two processes. One block is 100 steps, from one "
-            "barrier to the next. All-reduces are those that torch's profiler sees in "
-            "a run of its own."
+            "barrier to the next. All-reduces are those of an update, as torch's profiler sees "
+            "them in a run of its own."
         ),
         target=1.03,
         rounds=60,
@@ -83,10 +83,10 @@ SUITE = (
             "A network of five layers 256 to 256 with ReLU and one 256 to 10, AdamW(fused=True), "
             "two processes joined by Gloo, 32 rows a rank. Local SGD averages every 8 updates; "
             "by hand, that is one all-reduce of all parameters as one vector. One block is 96 "
-            "steps, from one barrier to the next. All-reduces are those that torch's profiler sees "
-            "in a run of its own."
+            "steps, from one barrier to the next. All-reduces are those of an update, as torch's "
+            "profiler sees them in a run of its own."
         ),
-        contestant="accelfn local_sgd(sync_every=8)",
+        contestant="accelfn local_sgd",
         target=0.4,
         rounds=40,
         quick_rounds=6,

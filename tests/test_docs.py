@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation is true: its code runs, prints what it says, and its links lead on."""
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+import accelfn as af
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+MODULES = sorted(ROOT.glob("accelfn/**/*.py"))
+WRITTEN_BY_A_SESSION = {ROOT / "docs/benchmarks.md"}  # `nox -s bench` makes it
+
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<`])/[A-Za-z]\w*/[\w./-]+")
+
+OPTIONS = doctest.ELLIPSIS
+BLOCKS = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS)])
+
+
+def page_name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a Markdown renderer gives a page's headings."""
+    headings = HEADING.findall(FENCED.sub("", page.read_text()))
+    bare = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.strip().replace(" ", "-") for heading in bare}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_code_block_of_a_page_runs(page):
+    """The Python blocks of a page run in order and print what the page shows."""
+    for example in BLOCKS.parse(page):
+        example.evaluate()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_every_docstring_example_runs(path):
+    """The examples in a module's docstrings print what they show."""
+    module = importlib.import_module(module_name(path))
+    runner = doctest.DocTestRunner(verbose=False, optionflags=OPTIONS)
+    names = {"af": af, "torch": torch, **vars(module), "__name__": "__main__"}
+    shown: list[str] = []
+    for found in doctest.DocTestFinder().find(module, globs=names):
+        runner.run(found, out=shown.append)
+    assert not shown, "".join(shown)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    """Relative links name a file that exists, and a heading that it has."""
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists() or target in WRITTEN_BY_A_SESSION, link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_page_names_no_absolute_path(page):
+    """What a page shows does not depend on the machine it was written on."""
+    assert ABSOLUTE_PATH.findall(page.read_text()) == []
+
+
+@pytest.fixture(scope="module")
+def front_page(tmp_path_factory):
+    """README's first block as a script, and the losses that it prints on one process."""
+    script = tmp_path_factory.mktemp("front_page") / "train.py"
+    script.write_text(next(iter(BLOCKS.parse(ROOT / "README.md"))).parsed)
+    return script, printed_losses([], script)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(["-m", "accelfn.cli", "launch", "--nproc", "2"], id="accelfn"),
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            id="torchrun",
+        ),
+    ],
+)
+def test_the_front_page_runs_on_two_processes(front_page, launcher):
+    """The script trains on two ranks as on one, up to bfloat16's rounding."""
+    script, losses = front_page
+    assert len(losses) == 3
+    assert printed_losses(launcher, script) == pytest.approx(losses, rel=1e-2)
+
+
+def printed_losses(launcher: list[str], script: Path) -> list[float]:
+    """Run a script, and return the losses that it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"'loss': ([\d.e+-]+)", done.stdout)]

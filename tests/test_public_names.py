@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public names are complete, sorted and documented, each at one address."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import accelfn as af
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs/reference"
+HEADING = re.compile(r"^## `af\.(\w+)`$", re.MULTILINE)
+
+TREE = ast.parse((ROOT / "accelfn/__init__.py").read_text())
+EXPORTS = [
+    (node.module, alias.name, alias.asname)
+    for node in TREE.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+    if not (alias.asname or alias.name).startswith("_")
+]
+NAMES = [exported for _, _, exported in EXPORTS]
+
+
+def cards(page: str) -> list[str]:
+    """Return the names that have a section of their own on a page of the reference."""
+    return HEADING.findall((REFERENCE / page).read_text())
+
+
+def is_transform(name: str) -> bool:
+    value = getattr(af, name)
+    return inspect.isclass(value) and value.__module__.startswith("accelfn.transforms.")
+
+
+def is_error(name: str) -> bool:
+    value = getattr(af, name)
+    return inspect.isclass(value) and issubclass(value, Exception)
+
+
+def test_every_public_name_is_exported_on_purpose():
+    """`accelfn` shows the names that it exports by alias, and its modules, no others."""
+    shown = {name for name in vars(af) if not name.startswith("_")}
+    modules = {name for name in shown if inspect.ismodule(getattr(af, name))}
+    assert set(NAMES) == (shown - modules) | {"schedules"}
+
+
+def test_exports_use_the_alias_that_type_checkers_read_as_public():
+    """Each export is written `name as name`."""
+    assert [original for _, original, _ in EXPORTS] == NAMES
+
+
+def test_exports_are_sorted():
+    """Exports stand in the order of their modules and names, each once."""
+    assert sorted(set(EXPORTS), key=order) == EXPORTS
+
+
+def order(export: tuple[str, str, str]) -> tuple[str, bool, str]:
+    """Order by module, then classes before functions, as ruff does."""
+    module, name, _ = export
+    return module, name[0].islower(), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_one_address(name):
+    """The name means one object, whose own module is a part of accelfn."""
+    value = getattr(af, name)
+    if inspect.ismodule(value):
+        assert f"accelfn.{name}" == value.__name__
+        return
+    home = importlib.import_module(value.__module__)
+    assert value is getattr(home, name)
+    assert home.__name__.startswith("accelfn.")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_documented_once(name):
+    """One section of the reference is the name's own, on one page."""
+    pages = [p.name for p in REFERENCE.glob("*.md") if name in cards(p.name)]
+    assert len(pages) == 1, pages
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_has_a_docstring(name):
+    """The name says what it is, where it is defined."""
+    assert inspect.getdoc(getattr(af, name))
+
+
+def test_the_reference_documents_nothing_else():
+    """Each section that is named for something public is one that exists."""
+    documented = {name for page in REFERENCE.glob("*.md") for name in cards(page.name)}
+    assert set() == documented - set(NAMES)
+
+
+def test_every_transform_has_its_card():
+    """A transform is documented among the transforms, in the table too."""
+    transforms = {name for name in NAMES if is_transform(name) and name[0].islower()}
+    page = (REFERENCE / "transforms.md").read_text()
+    assert transforms <= set(cards("transforms.md"))
+    assert set() == {name for name in transforms if f"[`{name}`]" not in page}
+
+
+@pytest.mark.parametrize("part", ["Does", "Acts on", "Law", "Cost", "When not"])
+def test_a_card_is_whole(part):
+    """The card of a transform has every part that a card has."""
+    page = (REFERENCE / "transforms.md").read_text()
+    sections = dict(
+        re.findall(r"^## `af\.(\w+)`$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    )
+    transforms = [name for name in NAMES if is_transform(name) and name[0].islower()]
+    assert [name for name in transforms if f"- **{part}**" not in sections[name]] == []
+
+
+def test_every_error_is_among_the_errors():
+    """Each error class has its section, and each but the root its row."""
+    errors = {name for name in NAMES if is_error(name)}
+    page = (REFERENCE / "errors.md").read_text()
+    assert errors == set(cards("errors.md"))
+    assert set() == {name for name in errors - {"Error"} if f"[`{name}`]" not in page}
+
+
+def test_the_fields_of_a_transform_are_in_the_table():
+    """The table of the reference lists the fields that the decorator accepts."""
+    section = (REFERENCE / "transforms.md").read_text().split("## `af.transform`")[1]
+    listed = re.findall(r"^\| `(\w+)` \|", section.split("\n## ")[0], re.MULTILINE)
+    with pytest.raises(af.ArgumentError) as refused:
+
+        @af.transform
+        class Misspelt:
+            def no_such_field(self): ...
+
+    named = re.search(r"\((.*?)\)", str(refused.value))
+    assert named is not None
+    assert named.group(1).split(", ") == listed

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`batches`: from any cursor, the very batches that were left."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.arange(22.0).reshape(11, 2)
+
+
+def make(setup=None, **options):
+    """Return a small state over eleven samples."""
+    options = {"batch_size": 4, "shuffle": True, **options}
+    return af.TrainState.create(
+        model=partial(nn.Linear, 2, 1),
+        optimizer=partial(torch.optim.SGD, lr=1e-4),
+        data=af.Data(X, **options),
+        setup=setup,
+    )
+
+
+def shown(batch):
+    """Return all that a batch is, to be compared."""
+    return (
+        batch.start,
+        batch.cursor,
+        batch.num_samples,
+        batch.weights,
+        batch.indices.tolist(),
+        batch.filler.tolist(),
+        [value.tolist() for value in batch.micro_batches],
+    )
+
+
+STEP = af.make_step(lambda model, batch: model(batch).square().mean())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("remainder", ["short", "pad", "drop"])
+def test_resume_at_every_cursor(remainder, workers):
+    """From the cursor of any batch on, the rest is bitwise the rest."""
+    state = make(remainder=remainder, num_workers=workers)
+    whole = [shown(batch) for batch in af.batches(state, epochs=2)]
+    for i, (_, cursor, *_) in enumerate(whole if workers == 0 else whole[:2]):
+        left = af.batches(attrs.evolve(state, cursor=cursor), epochs=2)
+        assert whole[i + 1 :] == [shown(batch) for batch in left]
+        assert len(whole) - i - 1 == len(left)
+
+
+def test_state_follows_the_batches():
+    """A step takes the batch's cursor; a new loop goes on from there."""
+    state = make()
+    for i, batch in enumerate(af.batches(state, epochs=2)):
+        state, _ = STEP(state, batch)
+        assert batch.cursor == state.cursor
+        if i == 3:
+            break
+    rest = [b.start for b in af.batches(state, epochs=2)]
+    assert [af.Cursor(1, 4), af.Cursor(1, 8)] == rest
+
+
+def test_batches_outlive_their_state():
+    """They read the state once, so it may be donated while they are used."""
+    state = make()
+    loop = af.batches(state, epochs=1)
+    assert len(loop) == 3
+    for batch in loop:
+        state, _ = STEP(state, batch)
+    assert len(list(loop)) == 3
+
+
+def test_plain_values_leave_the_cursor():
+    """A step over a plain value does not move the data's cursor."""
+    state, _ = STEP(make(), X)
+    assert (1, af.Cursor(0, 0)) == (state.step, state.cursor)
+
+
+@pytest.mark.parametrize(
+    ("setup", "sizes"),
+    [
+        (af.accumulate(num_micro_batches=3), [(2, 1, 1), (2, 1, 1), (1, 1, 1)]),
+        (af.accumulate(num_micro_batches=4), [(1,) * 4, (1,) * 4, (1, 1, 1, 0)]),
+        (af.accumulate(micro_batch_size=3), [(2, 2), (2, 2), (3,)]),
+        (af.accumulate(micro_batch_size=9), [(4,), (4,), (3,)]),
+        (af.shard_data(), [(4,), (4,), (3,)]),
+    ],
+)
+def test_micro_batches_differ_by_one(setup, sizes):
+    """Micro-batches differ by at most one sample and are the batch in order."""
+    plain, cut = af.batches(make(), epochs=1), af.batches(make(setup), epochs=1)
+    for whole, parts, expected in zip(plain, cut, sizes, strict=True):
+        assert expected == parts.weights
+        kept = parts.indices[~parts.filler]
+        assert whole.indices.tolist() == kept.tolist()
+
+
+def test_empty_micro_batch_has_a_stand_in():
+    """An empty part holds one sample that does not count."""
+    *_, last = af.batches(make(af.accumulate(num_micro_batches=4)), epochs=1)
+    assert last.weights == (1, 1, 1, 0)
+    assert last.filler.tolist() == [False, False, False, True]
+    assert len(last.micro_batches[3]) == 1
+
+
+def test_value_of_several_is_refused():
+    """`value` of a batch of micro-batches says what to read."""
+    batch = next(iter(af.batches(make(af.accumulate(num_micro_batches=2)))))
+    with pytest.raises(af.BatchError, match=r"2 micro-batches.*batch\.micro_batches"):
+        _ = batch.value
+
+
+def test_epochs_count_from_the_start_of_the_run():
+    """A state past its last epoch has no batches left."""
+    state = attrs.evolve(make(), cursor=af.Cursor(2, 0))
+    assert list(af.batches(state, epochs=2)) == []
+    assert len(af.batches(state, epochs=2)) == 0
+    assert len(list(af.batches(state, epochs=3))) == 3
+
+
+def test_without_epochs_there_is_no_end():
+    """Without epochs= they go on for ever, and have no length."""
+    loop = af.batches(make())
+    with pytest.raises(af.ArgumentError, match=r"epochs=.*no length") as caught:
+        len(loop)
+    assert isinstance(caught.value, (ValueError, TypeError))
+    reader = iter(loop)
+    assert [batch.epoch for batch, _ in zip(reader, range(15), strict=False)][
+        9:13:3
+    ] == [3, 4]
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, "3", True])
+def test_epochs_are_a_positive_number(epochs):
+    """A number of epochs that is none is refused with its value."""
+    with pytest.raises(af.ArgumentError, match=r"af\.batches\(epochs=") as caught:
+        af.batches(make(), epochs=epochs)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_state_without_data():
+    """A state without data has no batches; the refusal says where to give it."""
+    state = af.TrainState.create(
+        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    with pytest.raises(af.StateError, match=r"data=None.*data=af\.Data") as caught:
+        af.batches(state)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_cursor_beyond_the_data():
+    """A cursor that the data has no sample at is refused with both numbers."""
+    state = attrs.evolve(make(), cursor=af.Cursor(0, 11))
+    with pytest.raises(af.BatchError, match=r"sample 11 of epoch 0.*11.*changed"):
+        list(af.batches(state, epochs=1))
+
+
+@pytest.mark.parametrize("place", [(-1, 0), (0, -1), (0.5, 0), (0, True), ("0", 0)])
+def test_cursor_counts(place):
+    """A cursor holds two counts."""
+    with pytest.raises(af.ArgumentError, match=r"Cursor\((epoch|samples)="):
+        af.Cursor(*place)
+
+
+def test_abandoned_loop_starts_no_trouble():
+    """Breaking out and iterating again begins at the state's cursor again."""
+    loop = af.batches(make(num_workers=1), epochs=1)
+    first = [shown(next(iter(loop))) for _ in range(2)]
+    assert first[0] == first[1]
+
+
+def test_shown_as_its_place():
+    """A batch shows where it stands, not its tensors."""
+    *_, last = af.batches(make(), epochs=1)
+    assert "<Batch of 3 samples, 3 here in 1 micro-batches, epoch 0 from" in repr(last)

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save` and `load`: bitwise, or refused with what differs."""
+
+import json
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+
+
+def net(width=4):
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.5))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+STEP = af.make_step(loss)
+ADAM = partial(torch.optim.Adam, lr=0.1)
+
+
+def fresh(**options):
+    """Return a state before its first update."""
+    options = {
+        "model": net,
+        "optimizer": ADAM,
+        "setup": af.ema(0.9),
+        "data": af.Data(X, batch_size=3),
+        **options,
+    }
+    return af.TrainState.create(**options)
+
+
+def make(**options):
+    """Return a state two updates old."""
+    state = fresh(**options)
+    for _, batch in zip(range(2), af.batches(state), strict=False):
+        state, _ = STEP(state, batch)
+    return state
+
+
+def plain(tree):
+    """Return a tree with the bytes of its tensors, which == compares bitwise."""
+    if isinstance(tree, torch.Tensor):
+        raw = tree.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+        return str(tree.dtype), tuple(tree.shape), raw.numpy().tobytes()
+    if hasattr(tree, "items"):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(plain(value) for value in tree)
+    return repr(tree)
+
+
+def values(state):
+    """Return all that is saved of a state, to be compared bitwise."""
+    fields = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+    return {name: plain(getattr(state, name)) for name in fields}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return the directory of a saved state."""
+    af.save(make(), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("updates", [0, 1, 2, 5])
+def test_loaded_is_saved(updates, tmp_path):
+    """`load(save(s))` is s, bitwise, and steps from either agree to the end."""
+    state = fresh(seed=7)
+    for _, batch in zip(range(updates), af.batches(state), strict=False):
+        state, _ = STEP(state, batch)
+    before, random = values(state), torch.get_rng_state()
+    af.save(state, tmp_path / "saved")
+    loaded = af.load(fresh(), tmp_path / "saved")
+    assert before == values(state) == values(loaded)
+    assert torch.equal(random, torch.get_rng_state())
+    for batch in af.batches(loaded, epochs=3):
+        state, _ = STEP(state, batch)
+        loaded, _ = STEP(loaded, batch)
+        assert values(state) == values(loaded)
+
+
+def test_loading_leaves_the_given_state(saved):
+    """The state that says what to load into is not changed, and still usable."""
+    state = fresh()
+    before = values(state)
+    loaded = af.load(state, saved)
+    STEP(loaded, X)
+    assert before == values(state)
+    STEP(state, X)
+
+
+def test_two_loads_are_apart(saved):
+    """States loaded twice share nothing."""
+    state = fresh()
+    first, second = (af.load(state, saved) for _ in range(2))
+    before = values(second)
+    STEP(first, X)
+    assert before == values(second)
+
+
+def slots():
+    whole = torch.arange(12.0).reshape(3, 4)
+    return {
+        "plain": {"a": 1, "b": "text", "c": None, "d": True, "e": [1, (2.5, "x")]},
+        "floats": [math.inf, -math.inf, math.nan, -0.0, 5e-324, 1e308],
+        "large": [2**31, 2**53 + 1, 2**63, -(2**100)],
+        "odd keys": {"": 1, "a/b": 2, "..": 3, "tensor": {"float": "inf"}, "é": 4},
+        "like codes": {"dict": {"tensor": "t00000"}},
+        "empty": {"dict": {}, "list": [], "tuple": (), "tensor": torch.empty(0, 3)},
+        "0-d": torch.tensor(3.0),
+        "transposed": whole.t(),
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "strided": whole[:, ::2],
+        "views": [whole[0], whole[1], whole],
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "requires grad": torch.ones(2, requires_grad=True),
+        "nan payload": torch.tensor([0x7FC00123, -1], dtype=torch.int32).view(
+            torch.float32
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", slots())
+def test_slots_of_any_kind(case, tmp_path):
+    """What a user keeps in a slot comes back as it was, containers and bits."""
+    value = slots()[case]
+    af.save(make().with_slot("mine", value), tmp_path / "saved")
+    loaded = af.load(fresh(), tmp_path / "saved")
+    assert plain(value) == plain(loaded.slots["mine"])
+
+
+DTYPES = [
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_any_dtype(dtype, tmp_path):
+    """A tensor of any dtype comes back bitwise, or is refused by its name."""
+    state = make().with_slot("mine", torch.tensor([0, 1, 1]).to(dtype))
+    try:
+        af.save(state, tmp_path / "saved")
+    except af.CheckpointError as error:
+        assert str(dtype) in str(error)  # noqa: PT017 - either of two ways is right
+        return
+    loaded = af.load(fresh(), tmp_path / "saved")
+    assert plain(state.slots) == plain(loaded.slots)
+
+
+UNSAVEABLE = {
+    "object": (object(), r"slots\.mine.*object"),
+    "set": ({1, 2}, r"slots\.mine.*set"),
+    "array": (np.zeros(3), r"slots\.mine.*ndarray"),
+    "function": (len, r"slots\.mine.*builtin"),
+    "deep": ({"a": [1, {"b": object()}]}, r"slots\.mine\.a\[1\]\.b.*object"),
+    "integer key": ({1: 2}, r"slots\.mine.*key 1"),
+    "sparse": (torch.eye(3).to_sparse(), r"slots\.mine.*sparse"),
+    "meta": (torch.empty(3, device="meta"), r"slots\.mine.*meta"),
+    "optimizer": (torch.optim.SGD([torch.ones(1)], lr=1.0), r"slots\.mine.*SGD"),
+}
+
+
+@pytest.mark.parametrize("case", UNSAVEABLE)
+def test_unsaveable_slot(case, tmp_path):
+    """What cannot be saved is named by its path; nothing is left, the state usable."""
+    value, words = UNSAVEABLE[case]
+    state = make().with_slot("mine", value)
+    with pytest.raises(af.CheckpointError, match=words) as caught:
+        af.save(state, tmp_path / "saved")
+    assert isinstance(caught.value, RuntimeError)
+    assert not (tmp_path / "saved").exists()
+    af.save(state.with_slot("mine", 1), tmp_path / "saved")
+    STEP(state, X)
+
+
+def test_existing_directory(saved):
+    """A directory that exists is not written into; the refusal names it."""
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    with pytest.raises(
+        af.CheckpointError, match=r"step 2.*saved exists.*new directory"
+    ):
+        af.save(make(), saved)
+    assert before == {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert [saved] == list(saved.parent.iterdir())
+
+
+@pytest.mark.parametrize("directory", [".", "..", "/"])
+def test_directory_without_a_name(directory, tmp_path, monkeypatch):
+    """A path that names no new directory is refused."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(af.CheckpointError, match="directory"):
+        af.save(make(), directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_relative_directory(tmp_path, monkeypatch):
+    """A relative path, with parents to be made, is taken."""
+    monkeypatch.chdir(tmp_path)
+    af.save(make(), "runs/one")
+    assert values(make()) == values(af.load(fresh(), "runs/one"))
+
+
+def test_directory_below_a_file(tmp_path):
+    """A path below a file is refused with the system's reason."""
+    (tmp_path / "file").touch()
+    with pytest.raises(af.CheckpointError, match=r"step 2 was not saved.*begin"):
+        af.save(make(), tmp_path / "file" / "saved")
+
+
+def test_leftover_of_an_interrupted_save(tmp_path):
+    """What an interrupted save left does not stand in the way."""
+    (tmp_path / ".partial-saved").mkdir()
+    (tmp_path / ".partial-saved" / "manifest.json").write_text("{")
+    af.save(make(), tmp_path / "saved")
+    assert values(make()) == values(af.load(fresh(), tmp_path / "saved"))
+
+
+# Loading what does not fit.
+
+
+def test_missing_directory(tmp_path):
+    """A directory that is not there is named."""
+    with pytest.raises(af.CheckpointError, match=r"nowhere.*manifest"):
+        af.load(fresh(), tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+def test_missing_file(saved, name):
+    """A file that is missing is named."""
+    (saved / name).unlink()
+    with pytest.raises(af.CheckpointError, match=name):
+        af.load(fresh(), saved)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("keep", [0, 1, 100])
+def test_truncated_file(saved, name, keep):
+    """A truncated file is named."""
+    (saved / name).write_bytes((saved / name).read_bytes()[:keep])
+    with pytest.raises(af.CheckpointError, match=name):
+        af.load(fresh(), saved)
+
+
+def test_any_changed_byte_of_the_tensors(saved):
+    """Any byte changed in the tensors is noticed, and the file named."""
+    path, state = saved / "rank-00000.safetensors", fresh()
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 61):
+        changed = bytearray(whole)
+        changed[at] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(af.CheckpointError, match=r"safetensors.*SHA-256"):
+            af.load(state, saved)
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x10, 0x80])
+def test_any_changed_byte_of_the_manifest(saved, flip):
+    """Any byte changed in the manifest is refused, or changes nothing that is loaded."""
+    path, state = saved / "manifest.json", fresh()
+    expected, whole = values(make()), path.read_bytes()
+    wrong = []
+    for at in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[at] ^= flip
+        path.write_bytes(changed)
+        try:
+            found = values(af.load(state, saved))
+        except af.CheckpointError:
+            continue
+        except Exception as error:  # noqa: BLE001 - any other is a finding
+            wrong.append((whole[at - 20 : at + 20], repr(error)))
+            continue
+        if found != expected:
+            wrong.append((whole[at - 20 : at + 20], "other values"))
+    assert wrong[:3] == []
+
+
+MANIFESTS = {
+    "no object": "[]",
+    "empty": "{}",
+    "text": "no json",
+    "only a format": '{"format": 1}',
+    "nested": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_manifest_of_something_else(saved, case):
+    """Another file in place of the manifest is refused by its name."""
+    (saved / "manifest.json").write_text(MANIFESTS[case])
+    with pytest.raises(af.CheckpointError, match=r"manifest\.json"):
+        af.load(fresh(), saved)
+
+
+def test_newer_format(saved):
+    """A newer format is refused with both numbers."""
+    path = saved / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(af.CheckpointError, match=r"format 99.*reads 1"):
+        af.load(fresh(), saved)
+
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 4)
+
+    def forward(self, batch):
+        return self.other(batch)
+
+
+OTHERS = {
+    "width": ({"model": partial(net, 5)}, r"0\.weight is \(4, 3\).*\(5, 3\)"),
+    "names": ({"model": Renamed}, r"missing.*other\.weight.*unexpected.*0\.weight"),
+    "dtype": ({"model": lambda: net().double()}, r"0\.weight.*float32.*float64"),
+    "no ema": ({"setup": None}, r"gone \['ema'\].*with_setup"),
+    "another": ({"setup": af.chain(af.ema(0.9), af.ema(0.5, name="b"))}, r"\['b'\]"),
+    "SGD": ({"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "SGD"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_loading_into_another_state(saved, case):
+    """Another model, setup or optimizer is refused with what differs."""
+    options, words = OTHERS[case]
+    with pytest.raises(af.CheckpointError, match=words):
+        af.load(fresh(**options), saved)
+
+
+def test_loading_across_buffers(tmp_path):
+    """Missing buffers are named as such."""
+    plain_net = lambda: nn.Sequential(nn.Linear(3, 4))  # noqa: E731
+    af.save(make(model=plain_net), tmp_path / "saved")
+    with_norm = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)
+    )
+    with pytest.raises(af.CheckpointError, match=r"buffers.*missing.*running_mean"):
+        af.load(fresh(model=with_norm), tmp_path / "saved")
+
+
+def test_no_code_is_run(saved):
+    """A pickle in place of the tensors is refused, not read."""
+    torch.save({"a": torch.ones(1)}, saved / "rank-00000.safetensors")
+    with pytest.raises(af.CheckpointError, match="safetensors"):
+        af.load(fresh(), saved)

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Data`: any map-style dataset, in an order that is a function."""
+
+import itertools
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.arange(20.0).reshape(10, 2)
+Y = torch.arange(10)
+
+
+def make(data, **options):
+    """Return a small state over data."""
+    return af.TrainState.create(
+        model=partial(nn.Linear, 2, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=data,
+        **options,
+    )
+
+
+def read(data, epochs=1, **options):
+    """Return the batches of some epochs."""
+    return list(af.batches(make(data, **options), epochs=epochs))
+
+
+def indices(data, **options):
+    """Return the dataset indices of an epoch, a list a batch."""
+    return [batch.indices.tolist() for batch in read(data, **options)]
+
+
+class Items(Dataset):
+    """Samples one by one."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return X[index], int(Y[index])
+
+
+class Many(Items):
+    """Samples many at a time."""
+
+    def __getitems__(self, wanted):
+        return [(X[i], int(Y[i])) for i in wanted]
+
+    def __getitem__(self, index):
+        raise AssertionError
+
+
+class Noisy(Items):
+    """Samples with noise drawn from torch's generator."""
+
+    def __getitem__(self, index):
+        return X[index] + torch.rand(2), int(Y[index])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class StreamWithLength(Stream):
+    def __len__(self):
+        return 10
+
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+class OnlyLength:
+    def __len__(self):
+        return 10
+
+
+def read_only(tensor):
+    """Return an array that cannot be written, as a memory-mapped file is."""
+    array = tensor.numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
+# What a dataset may be.
+
+DATASETS = {
+    "list of tuples": [(X[i], int(Y[i])) for i in range(10)],
+    "tuple of tensors": (X, Y),
+    "TensorDataset": TensorDataset(X, Y),
+    "numpy": (X.numpy(), Y.numpy()),
+    "Subset": Subset(TensorDataset(X, Y), range(10)),
+    "Subset of Subset": Subset(Subset(TensorDataset(X, Y), range(10)), range(10)),
+    "Subset of items": Subset(Items(), range(10)),
+    "items": Items(),
+    "__getitems__": Many(),
+    "read-only numpy": (read_only(X), Y.numpy()),
+    "backward numpy": (X.flip(0).numpy()[::-1], Y.numpy()),
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_kind_of_dataset(name, shuffle):
+    """Samples of any kind of dataset arrive as the same tensors, at their indices."""
+    for batch in read(af.Data(DATASETS[name], batch_size=4, shuffle=shuffle)):
+        inputs, targets = batch.value
+        assert torch.equal(X[batch.indices], inputs)
+        assert torch.equal(Y[batch.indices], targets)
+        assert (X.dtype, Y.dtype) == (inputs.dtype, targets.dtype)
+
+
+def test_lone_tensor_array_and_dict():
+    """A tensor, an array or a dict of either is gathered in its own form."""
+    (alone,) = read(af.Data(X, batch_size=10))
+    (array,) = read(af.Data(X.numpy(), batch_size=10))
+    (both,) = read(af.Data({"x": X, "y": Y.numpy()}, batch_size=10))
+    assert torch.equal(X, alone.value)
+    assert torch.equal(X, array.value)
+    assert torch.equal(X, both.value["x"])
+    assert torch.equal(Y, both.value["y"])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.bool, torch.bfloat16])
+def test_gathering_other_dtypes(dtype):
+    """Tensors of any dtype are gathered."""
+    (batch,) = read(af.Data(X.to(dtype), batch_size=10))
+    assert torch.equal(X.to(dtype), batch.value)
+
+
+def test_subset_picks():
+    """A Subset's own indices are applied below the order."""
+    data = af.Data(Subset(TensorDataset(X, Y), [7, 1, 4]), batch_size=2)
+    assert [batch.value[1].tolist() for batch in read(data)] == [[7, 1], [4]]
+    assert indices(data) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("name", ["tuple of tensors", "TensorDataset", "items"])
+def test_collate_gets_samples(name):
+    """A collate function of one's own gets a list of samples, of any dataset."""
+    collate = lambda samples: [int(y) for _, y in samples]  # noqa: E731
+    data = af.Data(DATASETS[name], batch_size=4, collate=collate)
+    assert [b.value for b in read(data)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_batches_are_tensors_of_their_own():
+    """Writing into a batch does not write into the dataset."""
+    rows = torch.zeros(4, 2)
+    for shuffle in (False, True):
+        for batch in read(af.Data(rows, batch_size=4, shuffle=shuffle)):
+            batch.value.add_(1)
+    assert torch.equal(torch.zeros(4, 2), rows)
+
+
+# What it may not be.
+
+REFUSED = {
+    "empty list": ([], "empty"),
+    "empty tensor": (torch.empty(0, 2), "empty"),
+    "empty tuple": ((), "empty"),
+    "empty dict": ({}, "empty"),
+    "empty Subset": (Subset(TensorDataset(X), []), "empty"),
+    "iterable": (Stream(), "Stream.*index"),
+    "iterable with length": (StreamWithLength(), "StreamWithLength.*index"),
+    "generator": ((i for i in range(3)), "generator.*index"),
+    "no length": (Endless(), "Endless.*no length.*__len__"),
+    "no index": (OnlyLength(), "OnlyLength.*index"),
+    "number": (3, "int.*index"),
+    "none": (None, "NoneType.*index"),
+    "uneven tensors": ((X, Y[:3]), r"\(10, 2\), \(3,\).*rows"),
+    "uneven dict": ({"x": X, "y": Y[:3]}, "rows"),
+    "scalar": (torch.tensor(1.0), "rows"),
+    "dict of lists": ({"x": [1, 2, 3]}, "dict"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_datasets(case):
+    """A dataset that cannot be used is refused when `Data` is made, with its kind."""
+    dataset, words = REFUSED[case]
+    with pytest.raises(af.DataError, match=words) as caught:
+        af.Data(dataset, batch_size=1)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_array_of_text():
+    """An array that no tensor can hold is read item by item, or refused by its kind."""
+    try:
+        data = af.Data(np.array(["a", "b", "c"]), batch_size=2, collate=list)
+    except af.DataError as error:
+        assert "str" in str(error)  # noqa: PT017 - either of two ways is right
+        return
+    assert [batch.value for batch in read(data)] == [["a", "b"], ["c"]]
+
+
+ARGUMENTS = {
+    "batch_size 0": {"batch_size": 0},
+    "batch_size -4": {"batch_size": -4},
+    "batch_size 4.0": {"batch_size": 4.0},
+    "batch_size '4'": {"batch_size": "4"},
+    "batch_size True": {"batch_size": True},
+    "batch_size nan": {"batch_size": math.nan},
+    "num_workers -1": {"num_workers": -1},
+    "num_workers 1.5": {"num_workers": 1.5},
+    "remainder wrap": {"remainder": "wrap"},
+    "remainder None": {"remainder": None},
+    "collate 42": {"collate": 42},
+    "order 42": {"order": 42},
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_bad_arguments(case):
+    """A count that is none, or an option that is unknown, is refused with its value."""
+    name = case.split(maxsplit=1)[0]
+    with pytest.raises(af.ArgumentError, match=rf"af\.Data\({name}=") as caught:
+        af.Data(X, **{"batch_size": 4, **ARGUMENTS[case]})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_drop_that_leaves_nothing():
+    """remainder="drop" with more samples a batch than there are is refused."""
+    with pytest.raises(af.DataError, match=r"batch_size=11.*drop.*10 samples.*smaller"):
+        af.Data(X, batch_size=11, remainder="drop")
+
+
+def test_own_order_is_not_shuffled():
+    """shuffle and order= contradict each other."""
+    with pytest.raises(af.ArgumentError, match=r"shuffle=True, order="):
+        af.Data(X, batch_size=1, shuffle=True, order=lambda *_: range(10))
+
+
+# Order.
+
+
+@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4096, 4097, 65_537])
+def test_shuffle_is_a_bijection(n):
+    """A shuffled epoch has each sample exactly once."""
+    data = af.Data(range(n), batch_size=n, shuffle=True, collate=len)
+    ((drawn),) = indices(data)
+    assert list(range(n)) == sorted(drawn)
+
+
+def test_shuffle_depends_on_seed_and_epoch():
+    """Another seed or epoch has another order; the same have the same."""
+    data = af.Data(X, batch_size=10, shuffle=True)
+    first = [batch.indices.tolist() for batch in read(data, epochs=3)]
+    assert first == [batch.indices.tolist() for batch in read(data, epochs=3)]
+    other = [batch.indices.tolist() for batch in read(data, epochs=3, seed=1)]
+    orders = first + other
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+
+
+def test_shuffle_does_not_depend_on_the_batch_size():
+    """The order of samples is that of the epoch, however it is cut."""
+    orders = [
+        list(itertools.chain(*indices(af.Data(X, batch_size=size, shuffle=True))))
+        for size in (1, 3, 10)
+    ]
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_shuffle_moves_samples_far():
+    """A shuffled order keeps next to no neighbours together."""
+    data = af.Data(range(1000), batch_size=1000, shuffle=True, collate=len)
+    (drawn,) = indices(data)
+    kept = sum(b - a == 1 for a, b in itertools.pairwise(drawn))
+    assert kept < 10
+
+
+def test_order_of_ones_own():
+    """An order function is asked once an epoch with seed, epoch and n."""
+    asked = []
+
+    def order(seed, epoch, n):
+        asked.append((seed, epoch, n))
+        return range(n - 1, -1, -1) if epoch == 0 else [epoch] * n
+
+    data = af.Data(X, batch_size=4, order=order)
+    drawn = [batch.indices.tolist() for batch in read(data, epochs=2, seed=5)]
+    assert drawn[:3] == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
+    assert drawn[3:] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1]]
+    assert asked == [(5, 0, 10), (5, 1, 10)]
+
+
+ORDERS = {
+    "short": lambda *_: range(9),
+    "long": lambda *_: range(11),
+    "beyond": lambda *_: range(1, 11),
+    "negative": lambda *_: range(-1, 9),
+    "fractions": lambda *_: [0.5] * 10,
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
+@pytest.mark.parametrize("name", ["tuple of tensors", "list of tuples"])
+def test_order_that_is_none(case, name):
+    """An order of another length, or with indices that are none, is refused."""
+    data = af.Data(DATASETS[name], batch_size=4, order=ORDERS[case])
+    with pytest.raises(af.DataError, match="order"):
+        read(data)
+
+
+# Lengths and remainders.
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("size", [1, 3, 8, 20])
+@pytest.mark.parametrize("remainder", ["short", "pad", "drop"])
+def test_lengths_are_honest(n, size, remainder):
+    """`len`, `updates_per_epoch` and what is read agree, with each kind of remainder."""
+    if remainder == "drop" and size > n:
+        return
+    data = af.Data(torch.arange(n), batch_size=size, remainder=remainder)
+    state = make(data)
+    read_batches = list(af.batches(state, epochs=2))
+    assert len(data) == n
+    assert len(af.batches(state, epochs=2)) == len(read_batches)
+    assert 2 * data.updates_per_epoch == len(read_batches)
+    assert [b.ends_epoch for b in read_batches].count(True) == 2
+    seen = [i for b in read_batches for i in b.indices[~b.filler].tolist()]
+    whole = n - n % size if remainder == "drop" else n
+    assert list(range(whole)) * 2 == seen
+
+
+def test_padded_batch_repeats_the_start():
+    """remainder="pad" fills up from the start of the order, marked as filler."""
+    *_, last = read(af.Data(X, batch_size=4, remainder="pad"))
+    assert last.indices.tolist() == [8, 9, 0, 1]
+    assert last.filler.tolist() == [False, False, True, True]
+    assert (last.num_samples, len(last.value)) == (4, 4)
+
+
+def test_padding_goes_round():
+    """A batch larger than the dataset goes round it."""
+    (batch,) = read(af.Data(X[:3], batch_size=8, remainder="pad"))
+    assert batch.indices.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+# Workers.
+
+
+@pytest.mark.parametrize("name", ["items", "tuple of tensors", "__getitems__"])
+def test_workers_give_the_same_batches(name):
+    """Two workers give bitwise the batches of none, and touch no generator."""
+    random = torch.get_rng_state()
+    none, two = (
+        read(
+            af.Data(DATASETS[name], batch_size=4, shuffle=True, num_workers=workers),
+            setup=af.accumulate(num_micro_batches=2),
+        )
+        for workers in (0, 2)
+    )
+    for expected, actual in zip(none, two, strict=True):
+        assert expected.indices.tolist() == actual.indices.tolist()
+        for mine, theirs in zip(
+            expected.micro_batches, actual.micro_batches, strict=True
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+NOISY = {
+    "items": Noisy(),
+    "Subset": Subset(Noisy(), range(10)),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_augmentation_depends_on_the_sample_alone(name):
+    """Noise that a dataset draws does not depend on batch size, parts or workers."""
+    seen = []
+    for size, parts, workers in ((10, 1, 0), (10, 3, 0), (4, 1, 0), (10, 1, 1)):
+        data = af.Data(NOISY[name], batch_size=size, num_workers=workers)
+        drawn = read(data, setup=af.accumulate(num_micro_batches=parts))
+        rows = [inputs for batch in drawn for inputs, _ in batch.micro_batches]
+        seen.append(torch.cat(rows)[:10])
+    assert all(torch.equal(seen[0], other) for other in seen[1:])
+
+
+def test_augmentation_differs_by_epoch():
+    """The same sample has other noise in another epoch, and under another seed."""
+    data = af.Data(Noisy(), batch_size=10)
+    first, second = (batch.value[0] for batch in read(data, epochs=2))
+    (other,) = (batch.value[0] for batch in read(data, seed=1))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_augmentation_leaves_the_generator():
+    """Reading draws nothing from the process's own generator."""
+    random = torch.get_rng_state()
+    read(af.Data(Noisy(), batch_size=4, shuffle=True))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+# From a DataLoader.
+
+
+def test_from_loader():
+    """What a DataLoader says is kept."""
+    collate = lambda samples: samples  # noqa: E731
+    loader = DataLoader(Items(), batch_size=3, shuffle=True, collate_fn=collate)
+    data = af.Data.from_loader(loader)
+    assert (3, True, "short", collate) == (
+        data.batch_size,
+        data.shuffle,
+        data.remainder,
+        data.collate,
+    )
+    assert af.Data.from_loader(DataLoader(Items(), drop_last=True)).remainder == "drop"
+
+
+class Backwards(Sampler):
+    def __iter__(self):
+        return iter(range(9, -1, -1))
+
+    def __len__(self):
+        return 10
+
+
+LOADERS = {
+    "weighted": lambda: DataLoader(
+        Items(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)
+    ),
+    "replacement": lambda: DataLoader(
+        Items(), sampler=RandomSampler(Items(), replacement=True)
+    ),
+    "fewer": lambda: DataLoader(Items(), sampler=RandomSampler(Items(), num_samples=5)),
+    "own": lambda: DataLoader(Items(), sampler=Backwards()),
+    "own batches": lambda: DataLoader(
+        Items(), batch_sampler=BatchSampler(Backwards(), 2, drop_last=False)
+    ),
+    "no batches": lambda: DataLoader(Items(), batch_size=None),
+    "iterable": lambda: DataLoader(StreamWithLength(), batch_size=2),
+}
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_loader_that_is_not_kept(case):
+    """A sampler or dataset that could not be kept is refused, never ignored."""
+    with pytest.raises(af.DataError, match=r"af\.Data"):
+        af.Data.from_loader(LOADERS[case]())
+
+
+def test_loader_that_is_none():
+    """Something else in its place is refused."""
+    with pytest.raises(af.Error, match="from_loader"):
+        af.Data.from_loader([1, 2, 3])

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`evaluate` and `predict`: each sample once, exactly, and nothing is changed."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.linspace(-1, 1, 33).reshape(11, 3)
+Y = torch.arange(11) % 2
+
+
+def net():
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)
+    )
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+STEP = af.make_step(loss)
+
+
+def make(model=net, **options):
+    """Return a state with buffers, optimizer state and a slot, one update old."""
+    options = {"setup": af.ema(0.9), **options}
+    state = af.TrainState.create(
+        model=model, optimizer=partial(torch.optim.Adam, lr=0.1), **options
+    )
+    return STEP(state, (X, Y))[0]
+
+
+def data(size=4, **options):
+    return af.Data((X, Y), batch_size=size, **options)
+
+
+def outputs(model, batch):
+    return model(batch[0])
+
+
+def right(model, batch):
+    return {"right": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
+
+
+def plain(tree):
+    """Return a tree with the bytes of its tensors, which == compares bitwise."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
+    if hasattr(tree, "items"):
+        return {key: plain(value) for key, value in tree.items()}
+    return tree
+
+
+def values(state):
+    """Return all that is saved of a state, to be compared bitwise."""
+    fields = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+    return {name: plain(getattr(state, name)) for name in fields}
+
+
+SIZES = [1, 2, 3, 4, 10, 11, 50]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("remainder", ["short", "pad", "drop"])
+def test_mean_over_every_sample(size, remainder):
+    """The mean is that over all samples, whatever the batch size and the remainder."""
+    if remainder == "drop" and size > 11:
+        return
+    state = make()
+    with torch.no_grad():
+        model = af.frozen(state)
+        expected = float((model(X).argmax(1) == Y).float().mean())
+    found = af.evaluate(state, data(size, remainder=remainder, shuffle=True), right)
+    assert pytest.approx(expected, abs=1e-6) == found["right"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_counts_are_exact(size):
+    """Weights given by the function are added exactly."""
+    count = lambda _, batch: af.Loss(batch[1].sum(), len(batch[1]), n=(11, 11))  # noqa: E731
+    found = af.evaluate(make(), data(size), count)
+    assert found == {"loss": 5 / 11, "n": 1.0}
+
+
+def test_forms_of_a_measure():
+    """A scalar is called loss; numbers and tensors are both taken."""
+    state = make()
+    assert af.evaluate(state, data(), lambda *_: 3) == {"loss": 3.0}
+    measures = lambda *_: {"a": 1.5, "b": torch.tensor(2)}  # noqa: E731
+    assert af.evaluate(state, data(), measures) == {"a": 1.5, "b": 2.0}
+    extra = lambda _model, _batch, number: number  # noqa: E731
+    assert af.evaluate(state, data(), extra, 7) == {"loss": 7.0}
+
+
+MEASURES = {
+    "vector": lambda model, batch: model(batch[0])[:, 0],
+    "vector by name": lambda model, batch: {"a": model(batch[0])},
+    "text": lambda *_: "fine",
+    "nothing": lambda *_: None,
+    "tuple": lambda *_: (1.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("case", MEASURES)
+def test_measure_that_is_no_scalar(case):
+    """A function that returns no scalar is refused by its name; nothing changed."""
+    state = make()
+    before = values(state)
+    with pytest.raises(af.LossError, match=r"lambda.*scalar mean"):
+        af.evaluate(state, data(), MEASURES[case])
+    assert before == values(state)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_prediction_once_in_order(size):
+    """There are as many predictions as samples, in the order of the dataset."""
+    state = make()
+    with torch.no_grad():
+        expected = af.frozen(state)(X)
+    found = torch.stack(
+        list(af.predict(state, data(size, shuffle=True, remainder="pad"), outputs))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_trees_of_predictions():
+    """A prediction is a tree, as the function's."""
+    found = list(
+        af.predict(make(), data(), lambda _, batch: {"x": batch[0], "y": [batch[1]]})
+    )
+    assert len(found) == 11
+    assert torch.equal(X[10], found[10]["x"])
+    assert Y.tolist() == [int(each["y"][0]) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda model, batch: model(batch[0]).mean(), r"lambda.*\(\).*4 samples"),
+        (lambda model, batch: model(batch[0])[:1], r"lambda.*\(1, 2\).*4 samples"),
+        (lambda *_: "text", "lambda.*str.*4 samples"),
+        (lambda *_: None, "lambda.*NoneType.*4 samples"),
+    ],
+)
+def test_prediction_without_rows(fn, words):
+    """A result that has not the batch's rows is refused by the function's name."""
+    with pytest.raises(af.BatchError, match=words):
+        list(af.predict(make(), data(), fn))
+    assert torch.is_grad_enabled()
+
+
+class Counts(nn.Module):
+    """A model that writes a buffer at each call, in evaluation mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, batch):
+        self.calls += 1
+        return self.layer(batch)
+
+
+def in_training_mode(model, batch):
+    return model.train()(batch[0])
+
+
+def draws(model, batch):
+    return model(batch[0]) + torch.rand(())
+
+
+@pytest.mark.parametrize("model", [net, Counts])
+@pytest.mark.parametrize("fn", [outputs, in_training_mode, draws])
+def test_nothing_is_changed(model, fn):
+    """State, generator and modes are bitwise as before, whatever the function does."""
+    state, witness = make(model), make(model)
+    before, random = values(state), torch.get_rng_state()
+    af.evaluate(state, data(), lambda *both: fn(*both).mean())
+    list(af.predict(state, data(), fn))
+    assert before == values(state)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    expected, _ = STEP(witness, (X, Y))
+    assert values(expected) == values(STEP(state, (X, Y))[0])
+
+
+def test_evaluating_is_a_function():
+    """The same state gives the same, dropout and draws of one's own included."""
+    state = make()
+    torch.rand(3)
+    first = af.evaluate(state, data(), lambda *both: in_training_mode(*both).mean())
+    torch.rand(3)
+    second = af.evaluate(state, data(), lambda *both: in_training_mode(*both).mean())
+    assert first == second
+
+
+def test_error_changes_nothing():
+    """A function that raises leaves state, generator and modes as they were."""
+
+    def broken(model, batch):
+        model.train()(batch[0])
+        raise ZeroDivisionError
+
+    state = make()
+    before, random = values(state), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        af.evaluate(state, data(), broken)
+    with pytest.raises(ZeroDivisionError):
+        list(af.predict(state, data(), broken))
+    assert before == values(state)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+
+
+def test_between_predictions_the_caller_is_himself():
+    """Between two predictions, modes and draws are the caller's own."""
+    torch.manual_seed(3)
+    expected = torch.rand(12).tolist()
+    torch.manual_seed(3)
+    drawn = [float(torch.rand(1))]
+    for _ in af.predict(make(), data(), outputs):
+        assert torch.is_grad_enabled()
+        drawn.append(float(torch.rand(1)))
+    assert expected == drawn
+
+
+def test_predictions_left_early():
+    """Predictions that are not read to the end leave no mode behind."""
+    predictions = af.predict(make(), data(), outputs)
+    next(predictions)
+    assert torch.is_grad_enabled()
+    predictions.close()
+    assert torch.is_grad_enabled()
+
+
+def test_predictions_of_a_state_donated_meanwhile():
+    """Where a step takes the state between two predictions, the next is refused."""
+    state = make()
+    predictions = af.predict(state, data(), outputs)
+    next(predictions)
+    STEP(state, (X, Y))
+    with pytest.raises(af.StateDonatedError):
+        list(predictions)
+
+
+def test_evaluates_the_average():
+    """Under `ema` the average is evaluated, not the parameters."""
+    state = make()
+    with af.bind(state, raw=False) as model, torch.no_grad():
+        expected = float(model.eval()(X).mean())
+    found = af.evaluate(state, data(11), lambda model, batch: model(batch[0]).mean())
+    assert pytest.approx(expected, rel=1e-6) == found["loss"]
+
+
+def test_runs_under_the_setups_precision():
+    """Evaluation runs under the setup's autocast."""
+    state = make(setup=af.autocast("bf16"))
+    found = list(af.predict(state, data(), outputs))
+    assert found[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("given", [(X, Y), [1], None])
+def test_data_to_evaluate_on(given):
+    """Something else than af.Data is refused with what to give."""
+    with pytest.raises(af.StateError, match=r"af\.Data\("):
+        af.evaluate(make(), given, outputs)
+
+
+def test_function_that_is_none():
+    """A function that cannot be called is refused."""
+    for use in (af.evaluate, lambda *all_: list(af.predict(*all_))):
+        with pytest.raises(af.Error, match="3"):
+            use(make(), data(), 3)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Loss` and `Metrics`, and what a loss function may not return."""
+
+import math
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+
+
+def make(lr=0.1, **options):
+    """Return a small state."""
+    return af.TrainState.create(
+        model=partial(nn.Linear, 3, 1),
+        optimizer=partial(torch.optim.SGD, lr=lr),
+        **options,
+    )
+
+
+def bits(state):
+    """Return the parameters' bytes by name."""
+    return {name: p.numpy().tobytes() for name, p in state.params.items()}
+
+
+def vector_loss(model, batch):
+    return model(batch)[:, 0]
+
+
+def one_element_loss(model, batch):
+    return model(batch).mean().reshape(1)
+
+
+def detached_loss(model, batch):
+    return model(batch).mean().detach()
+
+
+def no_grad_loss(model, batch):
+    with torch.no_grad():
+        return model(batch).mean()
+
+
+def integer_loss(model, batch):
+    return (model(batch) > 0).sum()
+
+
+def forgotten_return(model, batch):
+    model(batch).mean()
+
+
+def number_loss(model, batch):
+    return model(batch).mean().item()
+
+
+def dict_loss(model, batch):
+    return {"loss": model(batch).mean()}
+
+
+def tuple_loss(model, batch):
+    return model(batch).mean(), model(batch)
+
+
+def complex_loss(model, batch):
+    return (model(batch) * 1j).sum()
+
+
+def number_in_loss(model, batch):
+    return af.Loss(model(batch).sum().item(), 8)
+
+
+def vector_in_loss(model, batch):
+    return af.Loss(model(batch)[:, 0], 8)
+
+
+def detached_in_loss(model, batch):
+    return af.Loss(model(batch).sum().detach(), 8)
+
+
+def vector_beside(model, batch):
+    return af.Loss(model(batch).sum(), 8, errors=model(batch)[:, 0])
+
+
+def text_beside(model, batch):
+    return af.Loss(model(batch).sum(), 8, note="fine")
+
+
+BAD = {
+    vector_loss: r"shape \(8,\).*scalar.*mean\(\)",
+    one_element_loss: r"shape \(1,\).*scalar",
+    detached_loss: "no gradient.*detached",
+    no_grad_loss: "no gradient.*no_grad",
+    integer_loss: "no gradient",
+    forgotten_return: r"NoneType.*scalar tensor",
+    number_loss: r"float.*scalar tensor",
+    dict_loss: r"dict.*af\.Loss",
+    tuple_loss: r"tuple.*af\.Loss",
+    complex_loss: "complex",
+    number_in_loss: "float",
+    vector_in_loss: r"shape \(8,\).*scalar",
+    detached_in_loss: "no gradient",
+    vector_beside: r"errors.*shape \(8,\)",
+    text_beside: "note",
+}
+
+
+@pytest.mark.parametrize("loss_fn", BAD, ids=lambda fn: fn.__name__)
+def test_bad_returns(loss_fn):
+    """What is no scalar with a gradient is refused by the function's name; nothing moves."""
+    state = make()
+    before = bits(state)
+    with pytest.raises(af.LossError, match=rf"(?s){BAD[loss_fn]}") as caught:
+        af.make_step(loss_fn)(state, X)
+    assert loss_fn.__name__ in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert before == bits(state)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("form", ["mean", "total"])
+def test_loss_that_is_not_finite(bad, form):
+    """NaN and infinity are refused by value; the state is as it was, and usable."""
+
+    def spoilt(model, batch):
+        loss = model(batch).mean() + bad
+        return loss if form == "mean" else af.Loss(loss, 8)
+
+    state = make()
+    before = bits(state)
+    words = rf"spoilt returned {bad}.*state is as it was"
+    with pytest.raises(af.NonFiniteLossError, match=words) as caught:
+        af.make_step(spoilt)(state, X)
+    assert isinstance(caught.value, (ValueError, ArithmeticError))
+    assert isinstance(caught.value, af.LossError)
+    assert before == bits(state)
+    state, _ = af.make_step(lambda model, batch: model(batch).mean())(state, X)
+    assert state.step == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_loss_of_another_precision(dtype):
+    """A finite loss of any float dtype is taken, and one that is not finite refused."""
+    state, _ = af.make_step(lambda model, batch: model(batch).mean().to(dtype))(
+        make(), X
+    )
+    with pytest.raises(af.NonFiniteLossError):
+        af.make_step(lambda model, batch: model(batch).mean().to(dtype) / 0)(state, X)
+
+
+def test_loss_of_no_parameter():
+    """A loss whose gradient reaches no parameter of the model is refused."""
+    other = torch.ones(3, requires_grad=True)
+    state = make()
+    with pytest.raises(af.LossError, match="trainable parameter"):
+        af.make_step(lambda _, batch: (batch * other).sum())(state, X)
+    assert state.copy().step == 0
+
+
+def test_loss_function_that_is_none():
+    """What cannot be called is refused when the step is made."""
+    for maker in (af.make_step, af.value_and_grad):
+        with pytest.raises(TypeError, match=r"loss_fn|model, batch") as caught:
+            maker(3)
+        assert isinstance(caught.value, af.Error)
+
+
+@pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf])
+def test_weight_is_a_count(weight):
+    """A weight that is negative or not finite is refused with its value."""
+    with pytest.raises(af.LossError, match=r"weight="):
+        af.Loss(torch.tensor(1.0), weight)
+
+
+@pytest.mark.parametrize("weight", ["3", None, [3]])
+def test_weight_is_a_number(weight):
+    """A weight that is no number is refused."""
+    with pytest.raises(af.LossError, match=r"weight="):
+        af.Loss(torch.tensor(1.0), weight)
+
+
+def test_weight_is_one_number():
+    """A weight of several numbers is refused with its shape."""
+    with pytest.raises(af.LossError, match=r"weight=.*\(2,\).*one number"):
+        af.Loss(torch.tensor(1.0), torch.ones(2))
+
+
+def test_loss_is_not_reported_twice():
+    """A further total named `loss` would hide the loss itself, and is refused."""
+    state = make()
+    with pytest.raises(af.LossError, match="loss"):
+        af.make_step(
+            lambda model, batch: af.Loss(model(batch).sum(), 8, loss=torch.tensor(99.0))
+        )(state, X)
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_weight_of_nothing_moves_nothing(weight):
+    """A masked sum of weight 0 gives zero gradients, neither NaN nor an update."""
+    state = make()
+    before = bits(state)
+    state, metrics = af.make_step(
+        lambda model, batch: af.Loss((model(batch) * 0).sum(), weight)
+    )(state, X)
+    assert before == bits(state)
+    assert float(metrics["loss"]) == 0.0
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_total_without_weight(weight):
+    """A total that weighs nothing does not count: it moves nothing, or is refused."""
+    state = make()
+    before = bits(state)
+    with suppress(af.LossError):
+        state, _ = af.make_step(
+            lambda model, batch: af.Loss(model(batch).sum(), weight)
+        )(state, X)
+    assert before == bits(state)
+
+
+@pytest.mark.parametrize("weight", [8, 8.0, torch.tensor(8), torch.tensor([8.0])])
+def test_total_over_weight_is_the_mean(weight):
+    """`Loss(sum, n)` trains as the mean does, up to rounding."""
+    total, _ = af.make_step(lambda model, batch: af.Loss(model(batch).sum(), weight))(
+        make(), X
+    )
+    mean, _ = af.make_step(lambda model, batch: model(batch).mean())(make(), X)
+    for name, expected in mean.params.items():
+        torch.testing.assert_close(total.params[name], expected)
+
+
+def test_aux_has_the_weight_of_the_loss_or_its_own():
+    """Further totals are means over the loss's weight, or over the one they come with."""
+    _, metrics = af.make_step(
+        lambda model, batch: af.Loss(
+            model(batch).sum(), 8, right=torch.tensor(4.0), rare=(torch.tensor(3.0), 2)
+        )
+    )(make(), X)
+    assert {name: float(metrics[name]) for name in ("right", "rare")} == {
+        "right": 0.5,
+        "rare": 1.5,
+    }
+
+
+def test_metrics_add_by_weight():
+    """Means of uneven parts add to the mean of all; names of one side are kept."""
+    a = af.Metrics({"loss": (torch.tensor(6.0), 2), "only": (1.0, 1)})
+    b = af.Metrics({"loss": (torch.tensor(3.0), 1)})
+    assert {n: float((a + b)[n]) for n in a + b} == {"loss": 3.0, "only": 1.0}
+    assert af.mean(a + b, af.World()) == {"loss": 3.0, "only": 1.0}
+    assert float(a["loss"]) == 3.0
+
+
+def test_metrics_of_steps_add_to_the_mean_of_samples():
+    """Adding the metrics of uneven steps gives the mean over all samples."""
+    step = af.make_step(lambda model, batch: (model(batch) * 0).sum() + batch.mean())
+    state, total = make(lr=0.0), af.Metrics({})
+    for part in X.split(3):
+        state, metrics = step(state, part)
+        total = total + metrics
+    expected = float(X.mean())
+    assert expected == pytest.approx(
+        af.mean(total, state.world)["loss"], rel=1e-6, abs=1e-7
+    )
+
+
+def test_metrics_of_nothing():
+    """No names have no mean; a weight of 0 has the mean 0."""
+    assert af.mean(af.Metrics({}), af.World()) == {}
+    assert af.mean(af.Metrics({"a": (0.0, 0)}), af.World()) == {"a": 0.0}
+    assert float(af.Metrics({"a": (1.0, 0)})["a"]) == 0.0
+    assert float(af.Metrics({"a": (0.0, torch.tensor(0))})["a"]) == 0.0
+
+
+def test_metrics_are_a_mapping():
+    """They have length, names and a KeyError for others."""
+    metrics = af.Metrics({"a": (1.0, 1), "b": (1.0, 1)})
+    assert list(metrics) == ["a", "b"]
+    assert len(metrics) == 2
+    with pytest.raises(KeyError):
+        metrics["c"]
+
+
+def test_metrics_hold_no_graph():
+    """Reported values require no gradient."""
+    _, metrics = af.make_step(
+        lambda model, batch: af.Loss(model(batch).sum(), 8, out=model(batch).sum())
+    )(make(), X)
+    assert not any(metrics[name].requires_grad for name in metrics)

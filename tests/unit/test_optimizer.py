@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers are torch's own, bitwise, whatever is done to the states between updates."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+PARTS = [X + i for i in range(5)]
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+STEP = af.make_step(loss)
+
+
+class Counting(optim.Optimizer):
+    """Keeps a number in its groups, and an integer and a list in each state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "num_updates": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["num_updates"] += 1
+            for param in group["params"]:
+                state = self.state[param]
+                state["age"] = state.get("age", 0) + 1
+                state.setdefault("ages", []).append(state["age"])
+                scale = group["lr"] / (group["num_updates"] + len(state["ages"]))
+                param.sub_(scale * state["age"] * param.grad)
+
+
+class GroupStep(optim.Optimizer):
+    """Adds a number to its groups at the first update, as Apex's fused ones do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                param.sub_(group["lr"] / group["step"] * param.grad)
+
+
+class GroupTensor(optim.Optimizer):
+    """Keeps a tensor in its groups, which it changes in place."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "t": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["t"] += 1
+            for param in group["params"]:
+                param.sub_(group["lr"] / group["t"] * param.grad)
+
+
+OPTIMIZERS = {
+    "SGD": partial(optim.SGD, lr=0.1),
+    "SGD momentum": partial(
+        optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "Adam": partial(optim.Adam, lr=0.1, amsgrad=True),
+    "AdamW": partial(optim.AdamW, lr=0.1),
+    "AdamW fused": partial(optim.AdamW, lr=0.1, fused=True),
+    "AdamW foreach": partial(optim.AdamW, lr=0.1, foreach=True),
+    "Adagrad": partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "RMSprop": partial(optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
+    "Adafactor": partial(optim.Adafactor, lr=0.1),
+    "Rprop": partial(optim.Rprop, lr=0.01),
+    "NAdam": partial(optim.NAdam, lr=0.1),
+    "ASGD": partial(optim.ASGD, lr=0.1, t0=2),
+    "tensor lr": partial(optim.Adam, lr=torch.tensor(0.1), foreach=False),
+    "counting": Counting,
+    "group step": GroupStep,
+    "group tensor": GroupTensor,
+}
+
+
+def plain(tree):
+    """Return a tree with the bytes of its tensors, which == compares bitwise."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
+    if hasattr(tree, "items"):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [plain(value) for value in tree]
+    return tree
+
+
+def values(state):
+    """Return parameters and optimizer state, to be compared bitwise."""
+    return plain(state.params), plain(state.opt_state)
+
+
+def seeded():
+    """Return a model, leaving torch's generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return net()
+
+
+def by_hand(make, parts, scheduler=None):
+    """Return the parameters of a hand-written loop after each update."""
+    model = seeded()
+    optimizer = make(list(model.named_parameters()))
+    schedule = scheduler(optimizer) if scheduler else None
+    history = []
+    for part in parts:
+        optimizer.zero_grad()
+        loss(model, part).backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        history.append(plain(dict(model.named_parameters())))
+    return history
+
+
+def create(make, **options):
+    return af.TrainState.create(model=seeded(), optimizer=make, **options)
+
+
+optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+@optimizers
+def test_bitwise_the_hand_written_loop(name):
+    """Five updates are bitwise those of the loop by hand."""
+    state, history = create(OPTIMIZERS[name]), []
+    for part in PARTS:
+        state, _ = STEP(state, part)
+        history.append(plain(state.params))
+    assert by_hand(OPTIMIZERS[name], PARTS) == history
+
+
+@optimizers
+def test_copies_go_on_alike(name):
+    """A copy taken before each update goes on as the loop by hand."""
+    state = create(OPTIMIZERS[name])
+    for part in PARTS:
+        state, _ = STEP(state.copy(), part)
+    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == plain(state.params)
+
+
+@optimizers
+def test_loaded_states_go_on_alike(name, tmp_path):
+    """A state saved and loaded at each update goes on as the loop by hand."""
+    state = create(OPTIMIZERS[name])
+    for i, part in enumerate(PARTS):
+        state, _ = STEP(state, part)
+        af.save(state, tmp_path / str(i))
+        loaded = af.load(create(OPTIMIZERS[name]), tmp_path / str(i))
+        assert values(state) == values(loaded)
+        state = loaded
+    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == plain(state.params)
+
+
+@optimizers
+@pytest.mark.parametrize("at", [0, 2])
+def test_forks_stepped_in_turn_are_apart(name, at):
+    """Stepping a fork between a state's updates changes nothing in either."""
+    state = create(OPTIMIZERS[name])
+    for part in PARTS[:at]:
+        state, _ = STEP(state, part)
+    fork = state.copy()
+    for part in PARTS[at:]:
+        state, _ = STEP(state, part)
+        fork, _ = STEP(fork, -part)
+    forked = PARTS[:at] + [-part for part in PARTS[at:]]
+    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == plain(state.params)
+    assert by_hand(OPTIMIZERS[name], forked)[-1] == plain(fork.params)
+
+
+@optimizers
+def test_donate_false_keeps_the_optimizer_state(name):
+    """A step with donate=False changes no entry of its input."""
+    state = create(OPTIMIZERS[name])
+    for part in PARTS[:3]:
+        before = values(state)
+        STEP(state, -part, donate=False)
+        assert before == values(state)
+        state, _ = STEP(state, part)
+    assert by_hand(OPTIMIZERS[name], PARTS)[2] == plain(state.params)
+
+
+def test_numbers_of_groups_are_in_the_state():
+    """Numbers that a step changes are read in `opt_state`, by parameter and by group."""
+    state = create(Counting)
+    for part in PARTS[:2]:
+        state, _ = STEP(state, part)
+    assert state.opt_state["0.bias"] == {"age": 2, "ages": [1, 2]}
+    assert state.opt_state["<group 0>"] == {"num_updates": 2}
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "tensor lr"])
+def test_schedules_multiply_the_rate(name):
+    """A schedule is bitwise torch's LambdaLR, with a tensor as the rate too."""
+    factor = lambda step: 1 / (1 + step)  # noqa: E731
+    state = create(OPTIMIZERS[name], schedule=factor)
+    for part in PARTS:
+        state, _ = STEP(state, part)
+    scheduler = partial(optim.lr_scheduler.LambdaLR, lr_lambda=factor)
+    expected = by_hand(OPTIMIZERS[name], PARTS, scheduler)[-1]
+    assert expected == plain(state.params)
+
+
+# Ready optimizers.
+
+
+def grouped(model, make=optim.AdamW):
+    """Return an optimizer with two groups of different rates and decays."""
+    return make(
+        [
+            {"params": model[0].parameters(), "lr": 0.01, "weight_decay": 0.5},
+            {"params": model[2].parameters(), "lr": 0.1, "name": "head"},
+        ]
+    )
+
+
+def test_ready_optimizer_with_groups():
+    """Groups keep their rates and decays, and a schedule multiplies each rate."""
+    model = seeded()
+    state = af.TrainState.create(
+        model=model, optimizer=grouped(model), schedule=af.schedules.linear(10)
+    )
+    assert state.lrs == (0.01, 0.1)
+    twin = seeded()
+    optimizer = grouped(twin)
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, af.schedules.linear(10))
+    for part in PARTS:
+        state, _ = STEP(state, part)
+        optimizer.zero_grad()
+        loss(twin, part).backward()
+        optimizer.step()
+        scheduler.step()
+    assert plain(dict(twin.named_parameters())) == plain(state.params)
+
+
+def test_ready_optimizer_hands_over_its_state():
+    """What a ready optimizer has gathered is gone on with, bitwise."""
+    model, twin = seeded(), seeded()
+    optimizer, other = grouped(model), grouped(twin)
+    for each, its in ((model, optimizer), (twin, other)):
+        loss(each, X).backward()
+        its.step()
+        its.zero_grad()
+    state = af.TrainState.create(model=model, optimizer=optimizer)
+    assert sorted(state.params) == sorted(state.opt_state)
+    for part in PARTS:
+        state, _ = STEP(state, part)
+        other.zero_grad()
+        loss(twin, part).backward()
+        other.step()
+    assert plain(dict(twin.named_parameters())) == plain(state.params)
+
+
+def test_ready_optimizer_with_a_scheduler_on_it():
+    """A torch scheduler attached to a ready optimizer neither breaks nor steps it."""
+    model = seeded()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    state = af.TrainState.create(model=model, optimizer=optimizer)
+    for part in PARTS:
+        state, _ = STEP(state, part)
+    assert by_hand(OPTIMIZERS["SGD"], PARTS)[-1] == plain(state.params)
+
+
+def test_step_hooks_run():
+    """Hooks that a ready optimizer has are run at each update."""
+    model, seen = seeded(), []
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    state = af.TrainState.create(model=model, optimizer=optimizer)
+    for part in PARTS[:2]:
+        state, _ = STEP(state, part)
+    assert seen == [1, 1]
+
+
+def test_hyper_of_a_group():
+    """A transform sets a hyperparameter of one group, by index or by name."""
+
+    @af.transform
+    class Sets:
+        where: object
+
+        def hyper(self, state, slot):
+            return {(self.where, "lr"): 0.0}
+
+    for where, moved in (("head", "0."), (1, "0."), (0, "2.")):
+        model = seeded()
+        state = af.TrainState.create(
+            model=model, optimizer=grouped(model), setup=Sets(where)
+        )
+        before = plain(state.params)
+        after = plain(STEP(state, X)[0].params)
+        assert {f"{moved}weight", f"{moved}bias"} == {
+            name for name in before if before[name] != after[name]
+        }
+
+
+# What is refused.
+
+
+def test_optimizer_of_another_model():
+    """A ready optimizer over other parameters is refused, with what goes together."""
+    optimizer = optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(
+        af.OptimizerError, match=r"SGD holds 4 .*not.*the model's.*instance"
+    ) as caught:
+        af.TrainState.create(model=net(), optimizer=optimizer)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_ready_optimizer_with_a_model_factory():
+    """A ready optimizer cannot belong to what a factory makes."""
+    optimizer = optim.SGD(net().parameters(), lr=0.1)
+    with pytest.raises(af.OptimizerError, match=r"factory.*optimizer factory"):
+        af.TrainState.create(model=net, optimizer=optimizer)
+
+
+def test_factory_over_other_parameters():
+    """A factory that ignores what it is given is refused."""
+    other = net()
+    with pytest.raises(af.OptimizerError, match=r"SGD holds 4 .*not.*the model's"):
+        af.TrainState.create(
+            model=net, optimizer=lambda _: optim.SGD(other.parameters(), lr=0.1)
+        )
+
+
+def test_optimizer_that_lacks_parameters():
+    """A trainable parameter that no group has is named, with what to do."""
+    model = net()
+    optimizer = optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(
+        af.OptimizerError, match=r"lacks 2 .*2\.weight, 2\.bias.*requires_grad_"
+    ):
+        af.TrainState.create(model=model, optimizer=optimizer)
+
+
+def test_optimizer_that_calls_the_loss():
+    """LBFGS needs a closure, which a step cannot give."""
+    with pytest.raises(af.OptimizerError, match=r"LBFGS .*closure.*gradients"):
+        af.TrainState.create(
+            model=net,
+            optimizer=lambda named: optim.LBFGS([param for _, param in named]),
+        )
+
+
+@pytest.mark.parametrize("optimizer", [42, None, "adam", lambda _: None])
+def test_no_optimizer(optimizer):
+    """What is no optimizer, nor a factory of one, is refused with an example."""
+    with pytest.raises(af.OptimizerError, match=r"optimizer.*partial"):
+        af.TrainState.create(model=net, optimizer=optimizer)
+
+
+class Global(optim.SGD):
+    """Keeps an entry that belongs to no parameter, as MADGRAD does."""
+
+    def step(self, closure=None):
+        self.state["k"] = self.state.get("k", 0) + 1
+        super().step(closure)
+
+
+def test_state_of_no_parameter():
+    """An entry of no parameter is kept like the others, or refused by its name."""
+    state = create(partial(Global, lr=0.1))
+    try:
+        for part in PARTS:
+            state, _ = STEP(state.copy(), part)
+    except af.OptimizerError as error:
+        assert "'k'" in str(error)  # noqa: PT017 - either of two ways is right
+        return
+    assert any(5 in (entry, *entry.values()) for entry in state.opt_state.values())
+
+
+def test_optimizer_given_away_is_not_used_again():
+    """A state shares nothing with a ready optimizer but the tensors it was given."""
+    model = seeded()
+    optimizer = optim.Adam(model.parameters(), lr=0.1)
+    loss(model, X).backward()
+    optimizer.step()
+    groups = copy.deepcopy(optimizer.param_groups[0]["lr"])
+    state = af.TrainState.create(
+        model=model, optimizer=optimizer, schedule=af.schedules.constant(0.5)
+    )
+    STEP(state, X)
+    assert groups == optimizer.param_groups[0]["lr"]

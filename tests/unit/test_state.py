@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainState`: a record that is given away, and says so wherever it is used after."""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+STEP = af.make_step(loss)
+
+
+def make(**options):
+    """Return a state with buffers, optimizer state and a slot, one update old."""
+    options = {
+        "model": net,
+        "optimizer": partial(torch.optim.Adam, lr=0.1),
+        "data": af.Data(X, batch_size=4),
+        "setup": af.ema(0.9),
+        **options,
+    }
+    return STEP(af.TrainState.create(**options), X)[0]
+
+
+def plain(tree):
+    """Return a tree with the bytes of its tensors, which == compares bitwise."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
+    if hasattr(tree, "items"):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [plain(value) for value in tree]
+    return tree
+
+
+def values(state):
+    """Return all that is saved of a state, to be compared bitwise."""
+    fields = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+    return {name: plain(getattr(state, name)) for name in fields}
+
+
+def bound(state, _):
+    """Return a name of a module bound to the state."""
+    with af.bind(state) as model:
+        return type(model).__name__
+
+
+# What a donated state refuses.
+
+USES = {
+    "step": lambda state, _: STEP(state, X),
+    "step with donate=False": lambda state, _: STEP(state, X, donate=False),
+    "value_and_grad": lambda state, _: af.value_and_grad(loss)(state, X),
+    "save": lambda state, path: af.save(state, path / "saved"),
+    "load": lambda state, path: af.load(state, path / "saved"),
+    "evaluate": lambda state, _: af.evaluate(state, state.data, loss),
+    "predict": lambda state, _: list(af.predict(state, state.data, lambda m, b: m(b))),
+    "params": lambda state, _: state.params,
+    "buffers": lambda state, _: state.buffers,
+    "opt_state": lambda state, _: state.opt_state,
+    "slots": lambda state, _: state.slots,
+    "copy": lambda state, _: state.copy(),
+    "with_params": lambda state, _: state.with_params({}),
+    "with_slot": lambda state, _: state.with_slot("mine", 1),
+    "with_setup": lambda state, _: state.with_setup(af.identity()),
+    "setup(state)": lambda state, _: af.identity()(state),
+    "bind": bound,
+    "frozen": lambda state, _: af.frozen(state),
+    "eval_params": lambda state, _: af.eval_params(state),
+    "finalize": lambda state, _: af.finalize(state),
+    "build": lambda state, _: af.build(state),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_donated_state(use, tmp_path):
+    """Each use of a donated state says at which update, and to copy it before."""
+    state = make()
+    STEP(state, X)
+    with pytest.raises(af.StateDonatedError, match=r"update 1\b.*copy\(\)") as caught:
+        USES[use](state, tmp_path)
+    assert isinstance(caught.value, RuntimeError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_donated_state_and_its_gradients():
+    """Gradients cannot be applied to, nor synchronised for, a donated state."""
+    state = make()
+    _, grads = af.value_and_grad(loss)(state, X)
+    STEP(state, X)
+    with pytest.raises(af.StateDonatedError):
+        af.apply_grads(state, grads)
+    with pytest.raises(af.StateDonatedError):
+        af.sync_grads(state, grads)
+
+
+KIN = {
+    "with_slot": lambda state: state.with_slot("mine", 1),
+    "with_params": lambda state: state.with_params(dict(state.params)),
+    "with_setup": lambda state: state.with_setup(af.identity()),
+    "setup(state)": af.clip_grad_norm(1.0),
+    "build": af.build,
+    "evolve": lambda state: attrs.evolve(state, seed=3),
+}
+
+
+@pytest.mark.parametrize("kin", KIN)
+@pytest.mark.parametrize("first", [0, 1])
+def test_records_that_share_tensors_go_together(kin, first):
+    """A step on one record donates all that share its tensors, whichever it is."""
+    state = make()
+    records = [state, KIN[kin](state)]
+    STEP(records[first], X)
+    for record in records:
+        with pytest.raises(af.StateDonatedError, match="update 1"):
+            _ = record.params
+
+
+def test_tensors_of_another_state():
+    """A state that takes another's parameters never changes them behind its back."""
+    first, second = make(seed=0), make(seed=1)
+    before = values(first)["params"]
+    second = second.with_params(first.params)
+    STEP(second, X)
+    try:
+        after = values(first)["params"]
+    except af.StateDonatedError:
+        return
+    assert before == after
+
+
+def test_seen_though_donated():
+    """What a donated state was is still shown, and what is no tensor still read."""
+    state = make()
+    STEP(state, X)
+    assert "donated" in repr(state)
+    assert (state.step, state.name, state.seed) == (1, "state", 0)
+
+
+def test_fork_is_not_donated():
+    """A step on a state leaves its copy bitwise as it was."""
+    state = make()
+    fork = state.copy()
+    before = values(fork)
+    STEP(state, X)
+    assert before == values(fork)
+
+
+def test_donate_false_leaves_the_input():
+    """With donate=False the input stays bitwise as it was, and can be used again."""
+    state = make()
+    before = values(state)
+    first, _ = STEP(state, X, donate=False)
+    assert before == values(state)
+    second, _ = STEP(state, X, donate=False)
+    assert values(first) == values(second)
+    third, _ = STEP(state, X)
+    assert values(first) == values(third)
+
+
+# An update that was interrupted.
+
+
+class Fuse(torch.optim.SGD):
+    """An optimizer that raises in the middle of its second update."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["left"] -= 1
+        if self.param_groups[0]["left"] == 0:
+            raise KeyboardInterrupt
+
+
+def fuse(named):
+    return Fuse([{"params": named, "left": 2}], lr=0.1)
+
+
+def test_interrupted_update():
+    """An update that raises inside the optimizer marks its state, with what to do."""
+    state = make(optimizer=fuse)
+    fork = state.copy()
+    with pytest.raises(KeyboardInterrupt):
+        STEP(state, X)
+    for use in (lambda: state.params, state.copy, lambda: STEP(state, X)):
+        with pytest.raises(
+            af.StateDonatedError, match=r"Update 1 was interrupted.*checkpoint.*copy"
+        ):
+            use()
+    with pytest.raises(KeyboardInterrupt):
+        STEP(fork, X)
+
+
+def test_interrupted_update_leaves_forks():
+    """A fork taken before an interrupted update goes on as if it had not been."""
+    state = make(optimizer=fuse)
+    fork, witness = state.copy(), make(optimizer=fuse)
+    before = values(fork)
+    with pytest.raises(KeyboardInterrupt):
+        STEP(state, X)
+    assert before == values(fork)
+    _, grads = af.value_and_grad(loss)(fork, X + 1)
+    _, expected = af.value_and_grad(loss)(witness, X + 1)
+    assert plain(expected.tensors) == plain(grads.tensors)
+
+
+def test_transform_that_raises_after_the_update():
+    """An error in `after_update` comes when tensors have changed, and marks the state."""
+
+    @af.transform
+    class Breaks:
+        def after_update(self, state, slot):
+            raise ZeroDivisionError
+
+    state = make().with_setup(Breaks())
+    with pytest.raises(ZeroDivisionError):
+        STEP(state, X)
+    with pytest.raises(af.StateDonatedError, match="Update 1 was interrupted"):
+        _ = state.params
+
+
+# Creating.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seed": "0"}, "seed='0'.*integer"),
+        ({"seed": 1.0}, r"seed=1\.0.*integer"),
+        ({"seed": True}, "seed=True.*integer"),
+        ({"seed": None}, "seed=None.*integer"),
+        ({"schedule": "cosine"}, r"schedule='cosine'.*af\.schedules"),
+        ({"data": [X]}, r"data=list.*af\.Data"),
+        ({"data": X}, r"data=Tensor.*af\.Data"),
+        ({"world": 2}, "world=2"),
+    ],
+)
+def test_bad_arguments(options, words):
+    """An argument that can have no meaning is refused by name and value."""
+    with pytest.raises(af.ArgumentError, match=words) as caught:
+        make(**options)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_seeds_of_any_size():
+    """A seed is any integer; others draw other parameters."""
+    drawn = [values(make(seed=seed))["params"] for seed in (-1, 0, 2**40, 2**100)]
+    assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_loader_becomes_data():
+    """A torch DataLoader is taken for what it says."""
+    loader = DataLoader([1, 2, 3], batch_size=2, shuffle=True, drop_last=True)
+    data = make(data=loader).data
+    assert (data.batch_size, data.shuffle, data.remainder) == (2, True, "drop")
+
+
+def test_setup_given_or_applied_is_the_same():
+    """`create(setup=)` is `setup(create())`, bitwise after an update."""
+    setup = af.chain(af.ema(0.9), af.clip_grad_norm(0.1))
+    given = make(setup=setup)
+    bare = af.TrainState.create(
+        model=net,
+        optimizer=partial(torch.optim.Adam, lr=0.1),
+        data=given.data,
+    )
+    assert values(given) == values(STEP(setup(bare), X)[0])
+
+
+# Changing a record.
+
+
+def test_with_slot_is_kept_by_a_step():
+    """The user's own entry goes with the state."""
+    state, _ = STEP(make().with_slot("mine", {"best": 0.5}), X)
+    assert state.slots["mine"] == {"best": 0.5}
+
+
+def test_with_slot_of_a_transform():
+    """A transform's own slot cannot be set; the name is said."""
+    with pytest.raises(af.StateError, match=r"with_slot\('ema'\).*owns") as caught:
+        make().with_slot("ema", 3)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("name", [3, None])
+def test_with_slot_of_no_name(name):
+    """A slot's name is a word."""
+    with pytest.raises(af.Error, match="with_slot"):
+        make().with_slot(name, 1)
+
+
+def test_transform_does_not_take_over_a_users_slot():
+    """A transform named like an entry of the user's is refused, not handed that entry."""
+    state = make(setup=None).with_slot("ema", 3)
+    with pytest.raises(af.Error, match="ema"):
+        af.ema(0.9)(state)
+
+
+def test_with_setup_keeps_slots_of_one_name():
+    """Slots of transforms that stay are kept, of others dropped; the user's stay."""
+    state = make().with_slot("mine", 1)
+    kept = state.with_setup(af.chain(af.clip_grad_norm(1.0), af.ema(0.5)))
+    assert plain(state.slots) == plain(kept.slots)
+    assert list(state.with_setup(af.chain()).slots) == ["mine"]
+    assert list(state.slots) == ["ema", "mine"]
+
+
+PARAMS = {
+    "missing": lambda p: {n: t for n, t in p.items() if n != "0.bias"},
+    "unknown": lambda p: {**p, "extra": X},
+    "shape": lambda p: {**p, "0.bias": torch.zeros(7)},
+    "dtype": lambda p: {**p, "0.bias": p["0.bias"].double()},
+    "meta": lambda p: {**p, "0.bias": p["0.bias"].to("meta")},
+    "number": lambda p: {**p, "0.bias": 3.0},
+}
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_with_params_of_another_model(case):
+    """Parameters that are not the model's are refused, the first that differs named."""
+    state = make()
+    wrong = PARAMS[case](dict(state.params))
+    with pytest.raises(af.StateError, match=r"with_params.*(0\.bias|extra)"):
+        state.with_params(wrong)
+
+
+def test_with_params_trains_from_there():
+    """A step goes on from the parameters given, in any order."""
+    state, other = make(), make(seed=1)
+    params = {name: p.clone() for name, p in reversed(other.params.items())}
+    changed = state.with_params(params)
+    assert values(other)["params"] == values(changed)["params"]
+    after, _ = STEP(changed, X)
+    assert values(other)["params"] != values(after)["params"]
+
+
+def test_fields_cannot_be_set():
+    """Neither fields nor the mappings of a state can be written."""
+    state = make()
+    with pytest.raises(AttributeError):
+        state.step = 3
+    with pytest.raises(TypeError):
+        state.params["0.bias"] = X

@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step: what raises before the update leaves no trace, whatever it is."""
+
+import warnings
+from functools import partial
+
+import attrs
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+
+
+def net():
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
+    )
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+STEP = af.make_step(loss)
+SETUPS = {
+    "plain": af.chain,
+    "rich": lambda: af.chain(
+        af.accumulate(num_micro_batches=2), af.clip_grad_norm(0.1), af.ema(0.9)
+    ),
+}
+
+
+def make(setup="plain", **options):
+    """Return a state with buffers, optimizer state and slots, two updates old."""
+    options = {
+        "model": net,
+        "optimizer": partial(torch.optim.Adam, lr=0.1),
+        "data": af.Data(X, batch_size=4),
+        "setup": SETUPS[setup](),
+        **options,
+    }
+    state = af.TrainState.create(**options)
+    for batch in af.batches(state, epochs=1):
+        state, _ = STEP(state, batch)
+    return state
+
+
+def plain(tree):
+    """Return a tree with the bytes of its tensors, which == compares bitwise."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
+    if hasattr(tree, "items"):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [plain(value) for value in tree]
+    return tree
+
+
+def values(state):
+    """Return all that is saved of a state, to be compared bitwise."""
+    fields = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+    return {name: plain(getattr(state, name)) for name in fields}
+
+
+# Steps that raise.
+
+
+class Refuses(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(_ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        raise ZeroDivisionError
+
+
+def late_error(model, batch):
+    loss(model, batch)
+    raise ZeroDivisionError
+
+
+def interrupted(model, batch):
+    torch.randn(3)
+    loss(model, batch)
+    raise KeyboardInterrupt
+
+
+def no_scalar(model, batch):
+    return model(batch)
+
+
+def not_a_number(model, batch):
+    return loss(model, batch) * float("nan")
+
+
+def backward_error(model, batch):
+    # the last layer has its gradient before the pass raises
+    hidden = Refuses.apply(model[0](batch))
+    return model[3](model[2](model[1](hidden))).square().mean()
+
+
+def grad_mode(model, batch):
+    torch.set_grad_enabled(False)
+    try:
+        raise ZeroDivisionError
+    finally:
+        torch.set_grad_enabled(True)
+        loss(model, batch)
+
+
+RAISES = {
+    late_error: ZeroDivisionError,
+    interrupted: KeyboardInterrupt,
+    no_scalar: af.LossError,
+    not_a_number: af.NonFiniteLossError,
+    backward_error: ZeroDivisionError,
+    grad_mode: ZeroDivisionError,
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("broken", RAISES, ids=lambda fn: fn.__name__)
+def test_step_that_raises_leaves_the_state(broken, setup):
+    """State, generators and modes are bitwise as before; the next step is the same."""
+    state, witness = make(setup), make(setup)
+    before, random = values(state), torch.get_rng_state()
+    first = next(iter(af.batches(state, epochs=2)))
+    for _ in range(2):
+        with pytest.raises(RAISES[broken]):
+            af.make_step(broken)(state, first)
+    assert before == values(state)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    for batch in af.batches(witness, epochs=2):
+        state, mine = STEP(state, batch)
+        witness, theirs = STEP(witness, batch)
+        assert values(witness) == values(state)
+        assert {n: float(theirs[n]) for n in theirs} == {
+            n: float(mine[n]) for n in mine
+        }
+
+
+def test_error_in_the_second_micro_batch():
+    """An error after a micro-batch was added leaves nothing of that one either."""
+    calls = []
+
+    def second_raises(model, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return loss(model, batch)
+
+    state, witness = make("rich"), make("rich")
+    before = values(state)
+    batch = next(iter(af.batches(state)))
+    with pytest.raises(ZeroDivisionError):
+        af.make_step(second_raises)(state, batch)
+    assert before == values(state)
+    assert values(STEP(witness, batch)[0]) == values(STEP(state, batch)[0])
+
+
+@af.transform
+class Breaks:
+    """A transform of gradients that raises where told."""
+
+    def grads(self, grads, slot, state):
+        torch.randn(3)
+        grads = grads.map(lambda grad: grad.mul_(0))
+        if state.step >= 2:
+            raise ZeroDivisionError
+        return grads, slot
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_error_in_a_grads_transform(position):
+    """It comes before the update: state, slots and generators are as before."""
+    parts = [af.ema(0.9), af.clip_grad_norm(0.1)]
+    parts.insert(position, Breaks())
+    state = make(setup="plain").with_setup(af.chain(*parts))
+    before, random = values(state), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        STEP(state, X)
+    assert before == values(state)
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.is_grad_enabled()
+    rest, _ = STEP(state.with_setup(af.chain()), X)
+    expected, _ = STEP(make(), X)
+    assert values(expected)["params"] == values(rest)["params"]
+
+
+@af.transform
+class Sets:
+    """A transform that sets a hyperparameter at some updates."""
+
+    where: object
+    value: object = 0.5
+    until: int = 99
+
+    def hyper(self, state, slot):
+        return {self.where: self.value} if state.step < self.until else {}
+
+
+@pytest.mark.parametrize("where", ["lrr", ("body", "lr"), (3, "lr"), 7])
+def test_hyper_of_nothing(where):
+    """A hyperparameter or group that is not there is named; the state is as it was."""
+    state = make().with_setup(Sets(where))
+    before = values(state)
+    with pytest.raises(af.OptimizerError, match=r"hyper .*(lrr|body|3|7)"):
+        STEP(state, X)
+    assert before == values(state)
+
+
+def test_hyper_holds_for_its_update_only():
+    """A hyperparameter that is set no more is the optimizer's own again."""
+    setup = Sets("lr", until=3)
+    steady, afresh = make().with_setup(setup), make().with_setup(setup)
+    for _ in range(3):
+        steady, _ = STEP(steady, X)
+        afresh, _ = STEP(afresh.copy(), X)
+    assert values(afresh) == values(steady)
+
+
+# What a caller's modes, and torch's global state, do to a step: nothing.
+
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("donate", [True, False])
+def test_caller_modes_do_not_touch_a_step(mode, donate):
+    """Steps inside a caller's mode are bitwise those outside, and can be gone on from."""
+    inside, outside = make("rich"), make("rich")
+    parts = [X[:4], X[4:]]
+    with MODES[mode]():
+        for _ in range(2):
+            inside, _ = STEP(inside, parts, donate=donate)
+    for _ in range(2):
+        outside, _ = STEP(outside, parts, donate=donate)
+    assert values(outside) == values(inside)
+    assert values(STEP(outside, parts)[0]) == values(STEP(inside, parts)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_first_step_in_a_callers_mode(mode):
+    """Optimizer state that begins inside a caller's mode is that of outside."""
+    states = [
+        af.TrainState.create(model=net, optimizer=partial(torch.optim.Adam, lr=0.1))
+        for _ in range(2)
+    ]
+    with MODES[mode]():
+        inside, _ = STEP(states[0], X)
+    outside, _ = STEP(states[1], X)
+    assert values(outside) == values(inside)
+    assert values(STEP(outside, X)[0]) == values(STEP(inside, X)[0])
+
+
+def test_step_leaves_every_generator():
+    """A step draws from streams of its own: torch's, numpy's and the rest are as before."""
+    state = make("rich")
+    random, other = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    STEP(state, [X[:4], X[4:]])
+    assert torch.equal(random, torch.get_rng_state())
+    assert other == np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+def test_step_depends_on_state_and_batch_alone():
+    """The global generator and other steps in the process change no result."""
+    state, witness = make(), make()
+    torch.randn(7)
+    other, _ = STEP(make(seed=4), X + 1)
+    state, _ = STEP(state, X)
+    STEP(other, X)
+    assert values(STEP(witness, X)[0]) == values(state)
+
+
+def test_dropout_differs_by_update_and_name():
+    """Each update, and each state's name, has draws of its own."""
+    seen = []
+
+    def keep(model, batch):
+        out = model[2](torch.ones(1, 64))
+        seen.append(out.tolist())
+        return loss(model, batch)
+
+    state = make()
+    for _ in range(2):
+        state, _ = af.make_step(keep)(state, X)
+    af.make_step(keep)(make(name="other"), X)
+    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_extras_reach_the_loss():
+    """Extras are handed to the loss as they are."""
+    extra, seen = object(), []
+
+    def with_extra(model, batch, *extras):
+        seen.extend(extras)
+        return loss(model, batch)
+
+    af.make_step(with_extra)(make(), X, extra, 3)
+    assert [extra, 3] == seen
+
+
+# Batches and gradients that do not fit.
+
+
+def test_batch_that_does_not_follow():
+    """A batch from elsewhere in the data is refused with both places."""
+    state = make()
+    first, second = list(af.batches(state, epochs=2))
+    with pytest.raises(
+        af.BatchError, match=r"epoch 1 sample 4.*epoch 1 sample 0.*af\.batches"
+    ) as caught:
+        STEP(state, second)
+    assert isinstance(caught.value, ValueError)
+    after, _ = STEP(state, first)
+    with pytest.raises(af.BatchError, match=r"sample 0.*sample 4"):
+        STEP(after, first)
+    STEP(after, second)
+
+
+def test_batch_of_micro_batches_without_accumulation():
+    """A batch cut into several cannot be stepped over whole; it says what to read."""
+    state = make("rich")
+    batch = next(iter(af.batches(state)))
+    with pytest.raises(af.BatchError, match=r"2 micro-batches.*micro_batches"):
+        STEP(state.with_setup(af.chain()), batch)
+
+
+@pytest.mark.parametrize(
+    "value", [X, (X[:4], X[4:]), [X], [], [X] * 3, None, iter([X])]
+)
+def test_plain_value_under_accumulation(value):
+    """Anything but a list of the right number is refused with what it is."""
+    state = make("rich")
+    with pytest.raises(af.BatchError, match=r"num_micro_batches=2.*list of 2"):
+        STEP(state, value)
+    assert state.copy().step == 2
+
+
+def test_gradients_of_another_update():
+    """Gradients taken before another update are stale, and refused with both numbers."""
+    state = make()
+    _, grads = af.value_and_grad(loss)(state, X)
+    after, _ = STEP(state, X)
+    for use in (af.apply_grads, af.sync_grads):
+        with pytest.raises(af.GradsError, match=r"update 2.*update 3") as caught:
+            use(after, grads)
+        assert isinstance(caught.value, ValueError)
+    STEP(after, X)
+
+
+def test_stale_gradients_are_not_added_to():
+    """Nor may new gradients be added to stale ones."""
+    compute = af.value_and_grad(loss)
+    state = make()
+    _, grads = compute(state, X)
+    after, _ = STEP(state, X)
+    with pytest.raises(af.GradsError, match=r"update 2.*update 3"):
+        compute(after, X, into=grads)
+
+
+WRONG = {
+    "unknown": (lambda g: {**g, "extra": X}, "extra"),
+    "shape": (lambda g: {**g, "0.bias": torch.zeros(7)}, r"0\.bias"),
+    "dtype": (lambda g: {**g, "0.bias": g["0.bias"].double()}, r"0\.bias"),
+    "number": (lambda g: {**g, "0.bias": 3.0}, r"0\.bias"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_gradients_that_do_not_fit(case):
+    """Gradients of unknown names or wrong shapes are named; the state is as it was."""
+    change, words = WRONG[case]
+    state = make()
+    before = values(state)
+    _, grads = af.value_and_grad(loss)(state, X)
+    with pytest.raises(af.GradsError, match=words):
+        af.apply_grads(state, grads.with_tensors(change(dict(grads.tensors))))
+    assert before == values(state)
+    assert values(STEP(make(), X)[0]) == values(STEP(state, X)[0])
+
+
+def test_adding_to_gradients_of_unknown_names():
+    """Gradients to add to are checked as those to apply."""
+    state = make()
+    compute = af.value_and_grad(loss)
+    _, grads = compute(state, X)
+    with pytest.raises(af.GradsError, match="extra"):
+        compute(state, X, into=grads.with_tensors({**grads.tensors, "extra": X}))
+
+
+def test_gradients_are_given_away_once():
+    """Gradients applied to one fork are not applied to another as something else."""
+    compute = af.value_and_grad(loss)
+    state = make()
+    fork, witness = state.copy(), state.copy()
+    _, grads = compute(state, X)
+    _, grads = compute(state, X[:4], into=grads)
+    _, again = compute(witness, X)
+    _, again = compute(witness, X[:4], into=again)
+    expected = values(af.apply_grads(witness, again))["params"]
+    assert expected == values(af.apply_grads(state, grads))["params"]
+    try:
+        after = af.apply_grads(fork, grads)
+    except af.Error:
+        return
+    assert expected == values(after)["params"]
+
+
+def test_gradients_that_were_added_to_are_given_away():
+    """Gradients that others were added to are not theirs any more."""
+    compute = af.value_and_grad(loss)
+    state, witness = make(), make()
+    _, first = compute(state, X)
+    compute(state, X[:4], into=first)
+    expected = values(STEP(witness, X)[0])["params"]
+    try:
+        after = af.apply_grads(state, first)
+    except af.Error:
+        return
+    assert expected == values(after)["params"]
+
+
+def pair():
+    """Return rank 0 of a world of two whose group refuses any collective."""
+    return af.World(rank=0, size=2, group=dist.ProcessGroup(0, 2))
+
+
+def test_unreduced_gradients():
+    """Among ranks, gradients that nothing reduces are refused; the state is as it was."""
+    state = af.TrainState.create(
+        model=net, optimizer=partial(torch.optim.Adam, lr=0.1), world=pair()
+    )
+    before = values(state)
+    _, grads = af.value_and_grad(loss)(state, X)
+    assert not grads.reduced
+    words = r"not reduced over the 2 ranks.*wrap_ddp.*sync_grads"
+    with pytest.raises(af.GradsError, match=words) as caught:
+        af.apply_grads(state, grads)
+    with pytest.raises(af.GradsError, match=words):
+        STEP(state, X)
+    assert isinstance(caught.value, ValueError)
+    assert before == values(state)
+
+
+def test_reduced_gradients_are_not_added_to_nor_reduced_again():
+    """Gradients that are reduced already are refused where others are expected."""
+    state = af.TrainState.create(
+        model=net, optimizer=partial(torch.optim.Adam, lr=0.1), world=pair()
+    )
+    compute = af.value_and_grad(loss)
+    _, grads = compute(state, X)
+    reduced = attrs.evolve(grads, reduced=True)
+    with pytest.raises(af.GradsError, match=r"reduced over the ranks.*sync=False"):
+        compute(state, X, into=reduced)
+    with pytest.raises(af.GradsError, match="reduced over the ranks already"):
+        af.sync_grads(state, reduced)
+    assert state.copy().step == 0
+
+
+def test_gradients_survive_others():
+    """Gradients kept while others are taken and applied are bitwise what they were."""
+    compute = af.value_and_grad(loss)
+    state = make()
+    fork = state.copy()
+    _, kept = compute(state, X)
+    before = plain(kept.tensors), plain(kept.buffers)
+    STEP(fork, X + 1)
+    compute(state, X + 2)
+    assert before == (plain(kept.tensors), plain(kept.buffers))
+    assert values(STEP(make(), X)[0]) == values(af.apply_grads(state, kept))
+
+
+def test_step_is_its_two_parts():
+    """`make_step` is `value_and_grad` followed by `apply_grads`, bitwise."""
+    one, two = make("rich"), make("rich")
+    parts = [X[:4], X[4:]]
+    one, _ = STEP(one, parts)
+    _, grads = af.value_and_grad(loss)(two, parts)
+    assert values(one) == values(af.apply_grads(two, grads))
+
+
+def test_adding_is_the_mean_of_all():
+    """Uneven parts added by `into` give the gradient of all rows, up to rounding."""
+    flat = lambda model, batch: model[0](batch).square().mean()  # noqa: E731
+    compute = af.value_and_grad(flat)
+    whole, parts = make(), make()
+    grads = None
+    for part in X.split([1, 5, 2]):
+        _, grads = compute(parts, part, into=grads)
+    expected, _ = af.make_step(flat)(whole, X)
+    actual = af.apply_grads(parts, grads)
+    for name, param in expected.params.items():
+        torch.testing.assert_close(actual.params[name], param)
+
+
+def test_released_engine_is_made_anew():
+    """`release` between steps changes no result."""
+    state, witness = make("rich"), make("rich")
+    parts = [X[:4], X[4:]]
+    for _ in range(2):
+        af.release(state)
+        state, _ = STEP(state, parts)
+        witness, _ = STEP(witness, parts)
+    assert values(witness) == values(state)
+
+
+def test_finalize_without_debts_gives_the_state():
+    """A setup that owes nothing leaves the state usable."""
+    state = make("rich")
+    assert values(state) == values(af.finalize(state))
+
+
+def test_steps_warn_of_nothing():
+    """A step raises no warning."""
+    state = make("rich")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        STEP(state, [X[:4], X[4:]])

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys differ where their parts do, in the bits that torch's generator keeps.
+
+`key` and `fold` are not public: the public `af.rng` cannot draw from so many keys in a
+test's time, and a collision would show nowhere else.
+"""
+
+from accelfn import streams
+
+LOW = (1 << 32) - 1
+
+
+def test_keys_of_different_parts_differ():
+    """Parts of another value, kind or division have other keys."""
+    parts = [(1,), ("1",), (1, 1), (11,), ("a", "b"), ("ab",), ("a;", "b"), (2**70,)]
+    assert len({streams.key(*each) for each in parts}) == len(parts)
+
+
+def test_folded_keys_differ_in_the_low_bits():
+    """A run's updates and micro-batches have keys that differ in 32 bits, nearly all."""
+    parent = streams.key(0, "state", "loss", 0)
+    found = {
+        streams.fold(streams.fold(parent, step), part) & LOW
+        for step in range(5000)
+        for part in range(4)
+    }
+    assert len(found) >= 20_000 - 2
+
+
+def test_fold_takes_any_number():
+    """Negative and large numbers give 64-bit keys."""
+    for number in (-1, 0, 2**63, 2**100):
+        assert 0 <= streams.fold(streams.key(0), number) < 2**64

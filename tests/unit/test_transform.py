@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`transform` and `chain`: values that are compared, printed, composed and refused."""
+
+import pickle
+
+import pytest
+import torch
+
+import accelfn as af
+
+ALL = (
+    af.shard_data(),
+    af.wrap_ddp(),
+    af.autocast("bf16"),
+    af.accumulate(num_micro_batches=4),
+    af.clip_grad_norm(1.0, norm_type=1.0),
+    af.clip_grad_value(0.5),
+    af.ema(0.9),
+    af.identity(),
+)
+
+
+@pytest.mark.parametrize("each", [*ALL, af.local_sgd(sync_every=8), af.chain(*ALL)])
+def test_printed_is_the_code_that_makes_it(each):
+    """Evaluating what a transform prints gives it again."""
+    assert each == eval(repr(each), {"af": af})  # noqa: S307 - our own text
+
+
+@pytest.mark.parametrize("each", [*ALL, af.chain(*ALL)])
+def test_equal_hash_and_pickle(each):
+    """A transform is compared by its options, hashed, and pickled."""
+    again = pickle.loads(pickle.dumps(each))  # noqa: S301 - our own bytes
+    assert each == again
+    assert hash(each) == hash(again)
+
+
+def test_chain_flattens_and_drops_none():
+    """`chain` is associative, and `chain()` and None are its unit."""
+    f, g, h = ALL[:3]
+    flat = af.chain(f, g, h)
+    assert flat == af.chain(f, af.chain(g, h)) == af.chain(af.chain(f, g), None, h)
+    assert flat == af.chain(af.chain(), flat, None)
+    assert len(flat) == 3
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        lambda: af.chain(af.identity(), af.identity()),
+        lambda: af.chain(af.clip_grad_norm(1.0), af.chain(af.clip_grad_norm(2.0))),
+        lambda: af.chain(af.ema(0.5, name="x"), af.identity(name="x")),
+    ],
+)
+def test_same_name_twice(setup):
+    """Two transforms of one name are refused, both shown, with what to do."""
+    with pytest.raises(af.CompositionError, match=r"both named '\w+'.*name=") as caught:
+        setup()
+    assert isinstance(caught.value, ValueError)
+
+
+def test_two_of_one_kind_under_two_names():
+    """Under names of their own two transforms of one kind are fine."""
+    assert len(af.chain(af.ema(0.9), af.ema(0.99, name="slow"))) == 2
+
+
+def test_two_engines():
+    """Two engines are refused, both shown."""
+    with pytest.raises(af.CompositionError, match=r"two engines.*wrap_ddp.*Keep one"):
+        af.chain(af.wrap_ddp(), af.wrap_ddp(name="other"))
+
+
+def test_two_ways_to_reduce():
+    """Two ways to reduce gradients are refused."""
+    with pytest.raises(af.CompositionError, match="two ways to reduce"):
+        af.chain(af.local_sgd(sync_every=2), af.local_sgd(sync_every=3, name="b"))
+
+
+@pytest.mark.parametrize("given", [af.shard_data, af.ema, af.chain])
+def test_class_instead_of_a_value(given):
+    """A class in place of a value is refused with its position, and told to be called."""
+    with pytest.raises(af.CompositionError, match=r"argument 1 .*Call it"):
+        af.chain(af.identity(), given)
+
+
+@pytest.mark.parametrize("given", ["autocast", 3, [af.identity()], lambda state: state])
+def test_no_transform(given):
+    """Anything else is refused with its position."""
+    with pytest.raises(af.CompositionError, match=r"argument 0 .*not a transform"):
+        af.chain(given)
+
+
+@pytest.mark.parametrize("given", [af.shard_data, [af.identity()], "autocast"])
+def test_setup_that_is_no_transform(given):
+    """`create(setup=)` refuses the same."""
+    with pytest.raises(af.CompositionError, match="not a transform"):
+        af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            setup=given,
+        )
+
+
+def test_static_graph_with_accumulation():
+    """DDP's static_graph with several backward passes is refused when composed."""
+    with pytest.raises(af.CompositionError, match=r"static_graph.*accumulate|runs sev"):
+        af.chain(af.wrap_ddp(static_graph=True), af.accumulate(num_micro_batches=2))
+
+
+def test_misspelt_field():
+    """A method that is no field is refused with the nearest that is."""
+    with pytest.raises(af.ArgumentError, match=r"Noise\.grad .*Did you mean 'grads'"):
+
+        @af.transform
+        class Noise:
+            def grad(self, grads, slot, state):
+                return grads, slot
+
+
+def test_helper_methods_start_with_an_underscore():
+    """A helper with an underscore is allowed."""
+
+    @af.transform
+    class Noise:
+        scale: float = 1.0
+
+        def _draw(self):
+            return self.scale
+
+    assert repr(Noise(2.0)).endswith("Noise(2.0)")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", 3, None])
+def test_name_of_a_transform(name):
+    """A name that cannot name a slot in a checkpoint is refused."""
+    with pytest.raises(af.ArgumentError, match=r"name=.*letters"):
+        af.identity(name=name)
+
+
+def test_transforms_are_frozen():
+    """No option of a transform can be set."""
+    with pytest.raises(AttributeError):
+        af.ema(0.5).decay = 0.1
+
+
+def test_explain_prints_the_nested_calls(capsys):
+    """`explain` shows the calls of a step with the transforms in them."""
+    af.chain(*ALL).explain()
+    shown = capsys.readouterr().out
+    assert "accumulate.value_and_grad(" in shown
+    assert "autocast.loss(loss_fn)" in shown
+
+
+def test_composing_changes_nothing():
+    """Building and applying a setup leaves torch's generator and the state as they were."""
+    random = torch.get_rng_state()
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+    applied = af.chain(af.ema(0.5), af.clip_grad_norm(1.0))(state)
+    assert len(state.setup) == 0
+    assert dict(state.slots) == {}
+    assert list(applied.slots) == ["ema"]
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_unit_chain_is_the_identity():
+    """`chain()` gives the very state back."""
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+    )
+    assert af.chain()(state) is state

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the options of the transforms may be: every count positive, every name known."""
+
+import math
+
+import pytest
+import torch
+
+import accelfn as af
+
+BAD = {
+    "accumulate num_micro_batches 0": lambda: af.accumulate(num_micro_batches=0),
+    "accumulate num_micro_batches -1": lambda: af.accumulate(num_micro_batches=-1),
+    "accumulate num_micro_batches 2.": lambda: af.accumulate(num_micro_batches=2.0),
+    "accumulate num_micro_batches True": lambda: af.accumulate(num_micro_batches=True),
+    "accumulate micro_batch_size 0": lambda: af.accumulate(micro_batch_size=0),
+    "accumulate micro_batch_size '4'": lambda: af.accumulate(micro_batch_size="4"),
+    "accumulate neither": af.accumulate,
+    "accumulate both": lambda: af.accumulate(num_micro_batches=2, micro_batch_size=2),
+    "clip_grad_norm 0": lambda: af.clip_grad_norm(0),
+    "clip_grad_norm -1": lambda: af.clip_grad_norm(-1.0),
+    "clip_grad_norm nan": lambda: af.clip_grad_norm(math.nan),
+    "clip_grad_norm text": lambda: af.clip_grad_norm("1.0"),
+    "clip_grad_norm type": lambda: af.clip_grad_norm(1.0, norm_type=0),
+    "clip_grad_value 0": lambda: af.clip_grad_value(0.0),
+    "clip_grad_value nan": lambda: af.clip_grad_value(math.nan),
+    "local_sgd 0": lambda: af.local_sgd(sync_every=0),
+    "local_sgd -3": lambda: af.local_sgd(sync_every=-3),
+    "local_sgd 1.5": lambda: af.local_sgd(sync_every=1.5),
+    "ema 1.5": lambda: af.ema(1.5),
+    "ema -0.1": lambda: af.ema(-0.1),
+    "ema nan": lambda: af.ema(math.nan),
+    "ema text": lambda: af.ema("0.9"),
+    "wrap_ddp 0": lambda: af.wrap_ddp(bucket_cap_mb=0),
+    "wrap_ddp -1": lambda: af.wrap_ddp(bucket_cap_mb=-1),
+    "autocast fp7": lambda: af.autocast("fp7"),
+    "autocast None": lambda: af.autocast(None),
+    "autocast dtype": lambda: af.autocast(torch.bfloat16),
+    "autocast list": lambda: af.autocast(["bf16"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options(case):
+    """An option that can have no meaning is refused with the transform and the value."""
+    with pytest.raises(af.ArgumentError, match=rf"af\.{case.split()[0]}\(") as caught:
+        BAD[case]()
+    assert isinstance(caught.value, ValueError)
+    assert "expected" in str(caught.value) or "give either" in str(caught.value)
+
+
+def test_unknown_precision_lists_the_known():
+    """An unknown precision is answered with those there are."""
+    with pytest.raises(af.ArgumentError, match=r"'fp7'.*unknown precision.*'bf16'"):
+        af.autocast("fp7")
+
+
+@pytest.mark.parametrize("num", [0, -1, 6, "2", 2.0])
+def test_micro_batches_refuses_a_number_of_parts(num):
+    """A number of parts that cannot be made is refused with the number of rows."""
+    with pytest.raises(af.Error, match=r"micro_batches\(num="):
+        af.micro_batches(torch.arange(5), num)
+
+
+def test_micro_batches_differ_by_one():
+    """Parts differ by at most one row, in order, larger ones first."""
+    parts = af.micro_batches({"x": torch.arange(7), "tag": "t"}, 3)
+    assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert [part["tag"] for part in parts] == ["t"] * 3
+
+
+def test_micro_batches_hands_scalars_to_every_part():
+    """A 0-dim tensor has no rows to cut: each part gets it."""
+    parts = af.micro_batches((torch.arange(4), torch.tensor(0.5)), 2)
+    assert [float(scalar) for _, scalar in parts] == [0.5, 0.5]
+
+
+def test_micro_batches_never_cuts_another_kind_of_tensor():
+    """Tensors that differ in their number of rows are refused, not cut."""
+    with pytest.raises(af.BatchError, match=r"\[3, 8\]"):
+        af.micro_batches((torch.zeros(8, 2), torch.zeros(3)), 2)
+
+
+@pytest.mark.parametrize("value", ["text", None, [], torch.tensor(1.0)])
+def test_micro_batches_of_what_has_no_rows(value):
+    """A value without rows is refused."""
+    with pytest.raises(af.BatchError, match="no tensor"):
+        af.micro_batches(value, 2)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bind`, `frozen`, `eval_params` and `rng`: what a state lends."""
+
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+STEP = af.make_step(lambda model, batch: model(batch).square().mean())
+
+
+def make(**options):
+    """Return a state one update old."""
+    state = af.TrainState.create(
+        model=net, optimizer=partial(torch.optim.SGD, lr=0.1), **options
+    )
+    return STEP(state, X)[0]
+
+
+def bits(tensors):
+    """Return tensors' bytes by name."""
+    return {name: t.detach().numpy().tobytes() for name, t in tensors.items()}
+
+
+def test_bound_module_holds_the_state():
+    """A lent module has the state's tensors, in training mode, with gradients."""
+    state = make()
+    with af.bind(state) as model:
+        assert bits(state.params) == bits(dict(model.named_parameters()))
+        assert bits(state.buffers) == bits(dict(model.named_buffers()))
+        assert model.training
+        assert all(param.requires_grad for param in model.parameters())
+
+
+def test_bound_modules_of_two_forks_are_apart():
+    """Modules of two states at once each show their own."""
+    state = make()
+    fork = state.copy()
+    state, _ = STEP(state, X)
+    with af.bind(state) as one, af.bind(fork) as two:
+        assert bits(state.params) == bits(dict(one.named_parameters()))
+        assert bits(fork.params) == bits(dict(two.named_parameters()))
+
+
+def test_bound_module_is_never_the_engines():
+    """Hooks and modes set on a lent module do not reach a step."""
+    state, witness = make(), make()
+    with af.bind(state) as model:
+        model.eval().requires_grad_(requires_grad=False)
+        model[0].register_forward_hook(lambda *_: torch.zeros(8, 4))
+    assert bits(STEP(witness, X)[0].params) == bits(STEP(state, X)[0].params)
+
+
+def test_written_into_a_bound_module():
+    """What is written into a lent parameter is written into the state."""
+    state = make()
+    with af.bind(state) as model, torch.no_grad():
+        model[0].bias.fill_(3.0)
+    assert state.params["0.bias"].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_after_the_block_it_is_empty(error):
+    """After the block the module holds nothing, and the state all it had."""
+    state = make()
+    before = bits(state.params)
+    with suppress(ZeroDivisionError), af.bind(state) as model:
+        if error:
+            raise error
+    assert sorted({param.numel() for param in model.parameters()}) == [0]
+    assert before == bits(state.params)
+
+
+def test_evaluated_parameters():
+    """`eval_params` are the average under `ema`, and the state's own without."""
+    state = make(setup=af.ema(0.5))
+    average = bits(af.eval_params(state))
+    assert bits(state.slots["ema"]) == average != bits(state.params)
+    with af.bind(state, raw=False) as model:
+        assert average == bits(dict(model.named_parameters()))
+    assert average == bits(dict(af.frozen(state).named_parameters()))
+    raw = af.frozen(state, raw=True)
+    assert bits(state.params) == bits(dict(raw.named_parameters()))
+    plain = make()
+    assert bits(plain.params) == bits(af.eval_params(plain))
+
+
+def test_rng_is_a_function():
+    """The same state and purpose draw the same, others do not; torch's stays."""
+    state, random = make(), torch.get_rng_state()
+
+    def draw(state, purpose, **options):
+        with af.rng(state, purpose, **options):
+            return torch.rand(4).tolist()
+
+    later = STEP(state.copy(), X)[0]
+    draws = [
+        draw(state, "latents"),
+        draw(state, "other"),
+        draw(later, "latents"),
+        draw(make(seed=1), "latents"),
+        draw(make(name="critic"), "latents"),
+        draw(state, "latents", shared=True),
+    ]
+    torch.rand(3)
+    assert draws[0] == draw(state.copy(), "latents")
+    assert all(a != b for i, a in enumerate(draws) for b in draws[:i])
+    torch.set_rng_state(random)
+
+
+def test_rng_puts_the_generator_back():
+    """After the block, also one that raised, torch's generator is as before."""
+    random = torch.get_rng_state()
+    with suppress(ZeroDivisionError), af.rng(make(), "latents"):
+        torch.rand(3)
+        raise ZeroDivisionError
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("purpose", ["", None])
+def test_rng_has_a_purpose(purpose):
+    """What the draws are for is a word."""
+    with pytest.raises(af.ArgumentError, match=r"purpose.*word"):
+        af.rng(make(), purpose)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`World`: what the environment says, honoured or refused."""
+
+import math
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import accelfn as af
+
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture
+def env(monkeypatch):
+    """Return a function that sets the variables of a world, and only those."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+    def put(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return put
+
+
+def rendezvous():
+    """Return an address that nobody listens at yet."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": found.getsockname()[1]}
+
+
+def test_single_process_without_variables(env):
+    """Without RANK and WORLD_SIZE, from_env is the world of one process."""
+    env()
+    world = af.World.from_env(device="cpu")
+    assert (world.rank, world.size, world.group, world.is_main) == (0, 1, None, True)
+
+
+def test_world_of_one_opens_and_closes_a_group(env):
+    """With RANK=0 of WORLD_SIZE=1 a group is opened, and closed by the block."""
+    env(RANK=0, WORLD_SIZE=1, **rendezvous())
+    with af.World.from_env(device="cpu") as world:
+        assert dist.is_initialized()
+        assert world.group is dist.group.WORLD
+    assert not dist.is_initialized()
+    world.close()  # twice is once
+
+
+def test_open_group_is_used_and_left_open(env):
+    """A group that is open already is used, and not closed by the block."""
+    env(RANK=0, WORLD_SIZE=1, **rendezvous())
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        with af.World.from_env(device="cpu") as world:
+            assert world.group is dist.group.WORLD
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_open_group_of_another_size_is_refused(env):
+    """A group that contradicts the environment is named with both, and what to do."""
+    env(RANK=0, WORLD_SIZE=1, **rendezvous())
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    env(RANK=1, WORLD_SIZE=2)
+    try:
+        with pytest.raises(af.WorldError, match=r"rank 0 of 1.*RANK=1.*destroy"):
+            af.World.from_env(device="cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": 0}, "has RANK but lacks WORLD_SIZE, MASTER_ADDR.*torchrun"),
+        ({"WORLD_SIZE": 2}, "has WORLD_SIZE but lacks RANK.*accelfn launch"),
+        ({"RANK": 0, "WORLD_SIZE": 2}, "lacks MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 and WORLD_SIZE=2 contradict"),
+        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1 and WORLD_SIZE=2 contradict"),
+        ({"RANK": 0, "WORLD_SIZE": 0}, "RANK=0 and WORLD_SIZE=0 contradict"),
+        ({"RANK": "one", "WORLD_SIZE": 2}, "RANK is 'one'.*integer"),
+        ({"RANK": 0, "WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0'.*integer"),
+        ({"RANK": 0, "WORLD_SIZE": ""}, "WORLD_SIZE is ''.*integer"),
+        ({"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 1},
+            "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1.*contradict",
+        ),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4},
+            "LOCAL_WORLD_SIZE=4 and WORLD_SIZE=2 contradict",
+        ),
+    ],
+)
+def test_contradictory_variables(env, variables, words):
+    """A variable that is missing, malformed or contradictory is named with its value."""
+    address = rendezvous() if "lacks" not in words else {}
+    env(**variables, **address)
+    with pytest.raises(af.WorldError, match=words) as caught:
+        af.World.from_env(device="cpu")
+    assert isinstance(caught.value, RuntimeError)
+    assert not dist.is_initialized()
+
+
+def test_single_does_not_hide_a_world_of_many(env):
+    """World.single() under WORLD_SIZE=2 is refused: each rank would train alone."""
+    env(RANK=0, WORLD_SIZE=2)
+    with pytest.raises(af.WorldError, match=r"WORLD_SIZE is 2.*from_env"):
+        af.World.single(device="cpu")
+
+
+def test_create_without_a_world_does_not_hide_a_world_of_many(env):
+    """TrainState.create without world= is refused where the environment has two ranks."""
+    env(RANK=0, WORLD_SIZE=2)
+    with pytest.raises(af.WorldError, match=r"WORLD_SIZE is 2.*from_env"):
+        af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        )
+
+
+@no_gpu
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_device_that_is_not_there(env, device):
+    """A GPU asked for on a machine without one is refused, never replaced by the CPU."""
+    env()
+    with pytest.raises(af.WorldError, match=r"cuda:\d was asked for.*0 GPUs"):
+        af.World.single(device=device)
+    with pytest.raises(af.WorldError, match=r"cuda:\d was asked for"):
+        af.World.from_env(device=device)
+
+
+@no_gpu
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "nonsense"])
+def test_device_of_another_kind(env, device):
+    """A device that torch has not here, or that holds no values, is named and refused."""
+    env()
+    with pytest.raises(af.WorldError, match=device):
+        af.World.single(device=device)
+
+
+@pytest.mark.filterwarnings("ignore:Device capability of no_such_backend unknown")
+def test_unknown_backend(env):
+    """An unknown backend is named, with the rank that could not open it."""
+    env(RANK=0, WORLD_SIZE=1, **rendezvous())
+    with pytest.raises(af.WorldError, match=r"[Rr]ank 0 of 1.*'no_such_backend'"):
+        af.World.from_env(backend="no_such_backend", device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_unknown_backend_of_a_single_process(env):
+    """A backend that does not exist is refused in a single process too."""
+    env()
+    with pytest.raises(af.WorldError, match="no_such_backend"):
+        af.World.from_env(backend="no_such_backend", device="cpu")
+
+
+@no_gpu
+def test_backend_that_cannot_be_had(env):
+    """NCCL on a machine without a GPU is refused, not replaced."""
+    env(RANK=0, WORLD_SIZE=1, **rendezvous())
+    try:
+        with pytest.raises(af.WorldError, match="nccl"):
+            af.World.from_env(backend="nccl", device="cpu")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_malformed_port(env):
+    """A port that is no number is a WorldError with the rank."""
+    env(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT="http")
+    with pytest.raises(af.WorldError, match=r"[Rr]ank 0 of 1"):
+        af.World.from_env(device="cpu")
+
+
+def test_rank_that_waits_alone(env):
+    """Where the other rank never comes, the timeout ends the wait with a WorldError."""
+    env(RANK=0, WORLD_SIZE=2, **rendezvous())
+    with pytest.raises(af.WorldError, match=r"[Rr]ank 0 of 2"):
+        af.World.from_env(timeout=0.5, device="cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "60"])
+def test_timeout_is_a_positive_number_of_seconds(env, timeout):
+    """A timeout that is no positive, finite number of seconds is refused with its value."""
+    env(RANK=0, WORLD_SIZE=1, **rendezvous())
+    with pytest.raises(af.ArgumentError, match=r"timeout=.*positive"):
+        af.World.from_env(timeout=timeout, device="cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "words"), [(1, 1, "0 to 0"), (-1, 1, "0 to 0"), (0, 0, "size=0")]
+)
+def test_record_refuses_a_rank_outside(rank, size, words):
+    """A rank outside its world is refused with both numbers."""
+    with pytest.raises(af.WorldError, match=words) as caught:
+        af.World(rank=rank, size=size)
+    assert "to -1" not in str(caught.value)
+
+
+def test_record_of_many_needs_a_group():
+    """A world of two without a process group is refused, with the way to have one."""
+    with pytest.raises(af.WorldError, match=r"size=2.*process group.*from_env"):
+        af.World(size=2)
+
+
+def test_group_is_a_process_group():
+    """Something else in place of a group is refused by name."""
+    with pytest.raises(af.ArgumentError, match=r"group='gloo'.*ProcessGroup"):
+        af.World(group="gloo")
+
+
+def test_world_is_frozen():
+    """A world is a value: no field of it can be set."""
+    with pytest.raises(AttributeError):
+        af.World().rank = 1
