@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step depends on (state, batch, extras) alone, and changes nothing else."""
+
+import contextlib
+import random
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from tests.catalog import CATALOG
+from tests.strategies import LOSSES, Run, differences, runs, tensors
+
+KINDS = st.sampled_from(["plain", "tied", "frozen", "norm", "dropout", "unused"])
+BATCH = {"norm": 4, "dropout": 4}
+
+
+def setups() -> st.SearchStrategy[object]:
+    """Draw a chain of the catalog's transforms, in any order that composes."""
+    values = [entry.transform for entry in CATALOG]
+    return st.lists(st.sampled_from(values), max_size=4, unique_by=lambda t: t.name).map(
+        lambda found: af.chain(*found)
+    )
+
+
+def first_batch(state: af.TrainState) -> af.Batch:
+    return next(iter(af.batches(state)))
+
+
+def make(run: Run, kind: str, setup: object) -> Run:
+    return attrs.evolve(
+        run, kind=kind, setup=setup, n=max(run.n, 12), batch_size=6, dyadic=False
+    )
+
+
+@given(run=runs(), kind=KINDS, setup=setups())
+def test_the_same_step_twice(run: Run, kind: str, setup: object) -> None:
+    """The same state and batch give bitwise the same result, whatever the engine did before."""
+    run = make(run, kind, setup)
+    step = af.make_step(LOSSES[run.loss])
+    state, _ = run.train(run.state())
+    batch = first_batch(state)
+    before = tensors(state)
+    one, metrics_one = step(state, batch, donate=False)
+    assert differences(before, tensors(state)) == []
+    other, _ = step(run.state(), first_batch(run.state()))  # the engine is busy elsewhere
+    two, metrics_two = step(state, batch)
+    assert differences(tensors(one), tensors(two)) == []
+    assert {k: v.item() for k, v in metrics_one.items()} == {
+        k: v.item() for k, v in metrics_two.items()
+    }
+    assert differences(tensors(other), tensors(one)) != []
+
+
+@given(run=runs(), kind=KINDS, setup=setups())
+def test_forks_do_not_meet(run: Run, kind: str, setup: object) -> None:
+    """Stepping two forks in turn gives what stepping each alone gives."""
+    run = make(run, kind, setup)
+    start, _ = run.train(run.state())
+    left, right = start.copy(), start.copy()
+    expected, _ = run.train(start, 3)
+    for _ in range(3):
+        left, _ = run.train(left, 1)
+        right, _ = run.train(right, 1)
+    assert differences(tensors(expected), tensors(left)) == []
+    assert differences(tensors(expected), tensors(right)) == []
+
+
+@given(run=runs(), kind=KINDS, setup=setups())
+def test_value_and_grad_changes_nothing(run: Run, kind: str, setup: object) -> None:
+    """Taking gradients, twice, leaves the state; and the first survive the second."""
+    run = make(run, kind, setup)
+    state, _ = run.train(run.state())
+    compute = af.value_and_grad(LOSSES[run.loss])
+    batch = first_batch(state)
+    before = tensors(state)
+    _, one = compute(state, batch)
+    kept = {name: grad.clone() for name, grad in one.tensors.items()}
+    _, two = compute(state, batch)
+    assert differences(before, tensors(state)) == []
+    assert differences(kept, dict(one.tensors)) == []
+    assert differences(kept, dict(two.tensors)) == []
+    stepped, _ = af.make_step(LOSSES[run.loss])(state, batch, donate=False)
+    assert differences(tensors(stepped), tensors(af.apply_grads(state, one))) == []
+
+
+@given(
+    run=runs(),
+    kind=KINDS,
+    setup=setups(),
+    modes=st.sets(st.sampled_from(["no_grad", "inference", "autocast"])),
+)
+def test_the_process_is_as_before(run: Run, kind: str, setup: object, modes: set) -> None:
+    """A step touches no generator or mode, and no mode of the caller touches a step."""
+    run = make(run, kind, setup)
+    expected, _ = run.train(run.state())
+    saved = (torch.get_rng_state(), random.getstate(), str(np.random.get_state()))  # noqa: NPY002
+    dtype = torch.get_default_dtype()
+    contexts = {
+        "no_grad": torch.no_grad,
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    }
+    with contextlib.ExitStack() as stack:
+        state = run.state()
+        batches = []
+        while len(batches) < run.updates:
+            for batch in af.batches(state):
+                batches.append(batch)
+                if len(batches) == run.updates:
+                    break
+        for mode in modes:
+            stack.enter_context(contexts[mode]())
+        step = af.make_step(LOSSES[run.loss])
+        for batch in batches:
+            state, _ = step(state, batch)
+    assert differences(tensors(expected), tensors(state)) == []
+    assert torch.equal(saved[0], torch.get_rng_state())
+    assert saved[1] == random.getstate()
+    assert saved[2] == str(np.random.get_state())  # noqa: NPY002
+    assert dtype is torch.get_default_dtype()
+    assert torch.is_grad_enabled()
+
+
+@given(run=runs(), setup=setups())
+def test_building_and_applying_is_pure(run: Run, setup: object) -> None:
+    """Applying a setup leaves the state it is applied to."""
+    state, _ = run.train(attrs.evolve(run, setup=af.chain()).state())
+    before = tensors(state)
+    applied = af.chain(setup)(state)
+    assert differences(before, tensors(state)) == []
+    assert state.setup == af.chain()
+    assert applied.setup == af.chain(setup)
+
+
+@given(run=runs(updates=1), kind=KINDS, setup=setups())
+def test_parameters_keep_their_dtype(run: Run, kind: str, setup: object) -> None:
+    """No transform changes the dtype of a parameter or of a gradient."""
+    run = make(run, kind, setup)
+    state = run.state()
+    dtypes = {name: param.dtype for name, param in state.params.items()}
+    _, grads = af.value_and_grad(LOSSES[run.loss])(state, first_batch(state))
+    assert {n: g.dtype for n, g in grads.tensors.items()}.items() <= dtypes.items()
+    state, _ = run.train(state)
+    assert dtypes == {name: param.dtype for name, param in state.params.items()}
+
+
+@given(run=runs(optimizer="decay"), setup=setups())
+@pytest.mark.parametrize("kind", ["frozen", "unused"])
+def test_frozen_and_unused_parameters_stay(kind: str, run: Run, setup: object) -> None:
+    """Parameters without a gradient are bitwise unchanged, under weight decay too."""
+    run = attrs.evolve(run, kind=kind, setup=setup, dyadic=False)
+    state = run.state()
+    before = tensors(state)
+    names = ["params.first.weight", "params.first.bias"] if kind == "frozen" else ["params.unused"]
+    after = tensors(run.train(state)[0])
+    for name in names:
+        assert torch.equal(before[name], after[name])
+    assert "params.head.weight" in differences(before, after) or run.loss == "weighted"
