@@ -75,7 +75,9 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
             " TrainState.create(data=af.Data(...))."
         )
         raise StateError(msg)
-    if epochs is not None and (not isinstance(epochs, int) or epochs < 1):
+    if isinstance(epochs, bool) or not (
+        epochs is None or (isinstance(epochs, int) and epochs >= 1)
+    ):
         msg = (
             f"af.batches(epochs={epochs!r}): expected an integer of at least 1, or"
             " None."

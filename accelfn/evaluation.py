@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluating and predicting: each held-out sample exactly once, on any number of ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import nn
 
 from accelfn import streams, tree
 from accelfn.collectives import all_gather_rows, broadcast_, mean
@@ -48,12 +48,14 @@ def evaluate(
     Raises:
         LossError: `fn` returned something else, or no scalar.
     """
+    _check_callable(fn)
     total = Metrics({})
-    with _borrowed(state) as model:
-        measure = wrap_loss(fn, state.setup)
-        for batch in _held_out(state, data):
-            returned = measure(model, batch.value, *extras)
-            total = total + _measured(returned, batch.weights[0], fn)
+    lent = _Lent(state)
+    measure = wrap_loss(fn, state.setup)
+    for batch in _held_out(state, data):
+        with lent.quietly():
+            returned = measure(lent.model, batch.value, *extras)
+        total = total + _measured(returned, batch.weights[0], fn)
     return mean(total, state.world)
 
 
@@ -80,52 +82,54 @@ def predict(
     Raises:
         BatchError: dim 0 of a result is not the batch's.
     """
-    world = state.world
-    with _borrowed(state) as model:
-        call = wrap_loss(fn, state.setup)
-        for batch in _held_out(state, data):
-            returned = call(model, batch.value, *extras)
-            shares = [
-                even_part((0, batch.num_samples), rank, world.size)
-                for rank in range(world.size)
-            ]
-            counts = [stop - start for start, stop in shares]
-            _check_rows(returned, max(batch.weights[0], 1), fn)
-            gathered = tree.tree_map(
-                lambda leaf, counts=counts: all_gather_rows(
-                    leaf, counts, world, label="predict"
-                ),
-                returned,
-            )
-            for i in range(batch.num_samples):
-                yield tree.tree_map(lambda leaf, i=i: leaf[i], gathered)
+    _check_callable(fn)
+    world, lent = state.world, _Lent(state)
+    call = wrap_loss(fn, state.setup)
+    for batch in _held_out(state, data):
+        with lent.quietly():
+            returned = call(lent.model, batch.value, *extras)
+        shares = [
+            even_part((0, batch.num_samples), rank, world.size)
+            for rank in range(world.size)
+        ]
+        counts = [stop - start for start, stop in shares]
+        _check_rows(returned, max(batch.weights[0], 1), fn)
+        gathered = tree.tree_map(
+            lambda leaf, counts=counts: all_gather_rows(
+                leaf, counts, world, label="predict"
+            ),
+            returned,
+        )
+        for i in range(batch.num_samples):
+            yield tree.tree_map(lambda leaf, i=i: leaf[i], gathered)
 
 
-class _borrowed:
-    """A module at the evaluation parameters, in evaluation mode, without gradients."""
+class _Lent:
+    """A module at the evaluation parameters, in evaluation mode, with buffers of its own."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._no_grad = torch.no_grad()
         key = streams.key(state.seed, state.name, "evaluate", state.world.rank)
-        self._stream = streams.stream(key, state.world.device)
-
-    def __enter__(self) -> nn.Module:
-        state = self._state
-        buffers: Mapping[str, torch.Tensor] = state.buffers
-        if (
-            buffers and state.world.size > 1
-        ):  # statistics differ by rank; rank 0's count
-            buffers = tree.clone(dict(buffers))
+        self._key, self._calls = key, 0
+        buffers = tree.clone(dict(state.buffers))
+        if buffers:  # statistics differ by rank; rank 0's count
             broadcast_(list(buffers.values()), state.world, label="buffers of rank 0")
-        module = state.definition.skeleton.build(eval_params(state), buffers)
-        self._no_grad.__enter__()
-        self._stream.__enter__()
-        return module.eval()
+        self.model = state.definition.skeleton.build(eval_params(state), buffers).eval()
 
-    def __exit__(self, *error: object) -> None:
-        self._stream.__exit__(*error)
-        self._no_grad.__exit__(*cast("Any", error))
+    @contextmanager
+    def quietly(self) -> Generator[None]:
+        """Let nothing be differentiated, and draws be a function of the state, inside."""
+        self._state.lease.check()
+        seed = streams.fold(self._key, self._calls)
+        self._calls += 1
+        with torch.no_grad(), streams.stream(seed, self._state.world.device):
+            yield
+
+
+def _check_callable(fn: object) -> None:
+    if not callable(fn):
+        msg = f"Expected a function (model, batch, *extras) to evaluate, got {fn!r}."
+        raise LossError(msg)
 
 
 def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:

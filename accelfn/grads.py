@@ -8,6 +8,8 @@ import attrs
 import torch
 
 from accelfn.cursor import Cursor
+from accelfn.errors import GradsError
+from accelfn.lease import Lease
 from accelfn.loss import Number
 
 
@@ -40,11 +42,22 @@ class Grads:
     num_micro_batches: int = 1
     update: int = 0
     metrics: Mapping[str, Number] = attrs.field(factory=dict)
+    lease: Lease = attrs.field(factory=Lease, repr=False)
+
+    def give_away(self, to: str) -> None:
+        """Let these gradients be used no more; they and their kin raise from now on."""
+        msg = (
+            f"These gradients of update {self.update} were given to {to}, which worked"
+            " on their tensors in place. Take new ones, or keep"
+            " grads.map(torch.Tensor.clone) before."
+        )
+        self.lease.end(GradsError(msg))
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the record with `fn` of each gradient."""
+        self.lease.check()
         tensors = {name: fn(grad) for name, grad in self.tensors.items()}
-        return attrs.evolve(self, tensors=tensors)
+        return attrs.evolve(self, tensors=tensors, lease=Lease())
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         """Return the record with other gradients in it."""

@@ -5,6 +5,7 @@ A mean cannot be combined with another mean; a total and its weight can. So ever
 crosses micro-batches or ranks is kept as a `WeightedSum`, and divided once, at the end.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Self, TypeAlias
@@ -47,19 +48,39 @@ class Loss:
         **aux: Number | tuple[Number, Number],
     ) -> None:
         """Take a total, its weight, and further totals by name."""
-        if not isinstance(weight, torch.Tensor) and not weight >= 0:
-            msg = (
-                f"af.Loss(weight={weight!r}): a weight is a count or a sum of them, 0"
-                " or more."
-            )
+        if not isinstance(total, torch.Tensor):
+            msg = f"af.Loss(total={total!r}): expected a scalar tensor with a gradient."
             raise LossError(msg)
-        if isinstance(weight, torch.Tensor) and weight.numel() != 1:
-            msg = (
-                f"af.Loss(weight=<tensor of shape {tuple(weight.shape)}>): expected one"
-                " number."
-            )
+        _check_weight("weight", weight)
+        if "loss" in aux:
+            msg = "af.Loss(loss=...): this name reports the total itself; take another."
             raise LossError(msg)
+        for name, entry in aux.items():
+            amount, over = entry if isinstance(entry, tuple) else (entry, weight)
+            _check_number(name, amount)
+            _check_weight(f"weight of {name}", over)
         self.__attrs_init__(total=total, weight=weight, aux=aux)  # type: ignore[attr-defined]
+
+
+def _check_number(name: str, value: object) -> None:
+    scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    if not scalar and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+        shown = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else repr(value)
+        )
+        msg = f"af.Loss: {name} is {shown}; expected one number."
+        raise LossError(msg)
+
+
+def _check_weight(name: str, value: object) -> None:
+    _check_number(name, value)
+    if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+        msg = (
+            f"af.Loss: {name} is {value!r}; expected a finite count or sum, 0 or more."
+        )
+        raise LossError(msg)
 
 
 @attrs.frozen

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accelfn import streams
 from accelfn.errors import ModelError
@@ -59,6 +60,9 @@ def materialize(
     """
     module = source
     if not isinstance(source, nn.Module):
+        if not callable(source):
+            msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
+            raise ModelError(msg)
         with streams.stream(streams.key(seed, name, "init"), torch.device("cpu")):
             module = source()
     if not isinstance(module, nn.Module):
@@ -111,6 +115,13 @@ def _parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
 def _check(module: nn.Module) -> None:
     """Refuse what can't be trained, with names."""
     named = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        msg = (
+            f"{type(module).__name__} has lazy parameters without a shape yet:"
+            f" {', '.join(lazy[:5])}. Call it once on an example before."
+        )
+        raise ModelError(msg)
     meta = [name for name, tensor in named if tensor.is_meta]
     if meta:
         msg = (

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers: torch's own objects, bound to the tensors of a state.
+"""Optimizers as definitions: torch's own objects without the tensors they update.
 
 A state's definition holds a *prototype*: the optimizer's class, options and parameter
-groups, over meta parameters. A `LiveOptimizer` is a copy of it over real ones.
+groups, over meta parameters. `accelfn.engine.live_optimizer` makes copies over real ones.
 """
 
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
 
 from accelfn.errors import OptimizerError
 from accelfn.model import Skeleton
@@ -26,7 +21,8 @@ NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 OptimizerSource: TypeAlias = Optimizer | Callable[[NamedParameters], Optimizer]
 Hyper: TypeAlias = Mapping[str | tuple[int | str, str], Any]
 
-_NOT_HYPER = frozenset({"params", "param_names", "name"})
+OTHERS = "<optimizer>"
+"""Where state of no parameter stands in `opt_state`; like group keys, no parameter's name."""
 
 
 def prototype_of(
@@ -39,6 +35,12 @@ def prototype_of(
             trains that is missing, or an optimizer whose step needs a closure.
     """
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not isinstance(source, Optimizer) and not callable(source):
+        msg = (
+            f"optimizer={source!r}: expected a torch optimizer, or a factory such as"
+            " functools.partial(torch.optim.AdamW, lr=3e-4)."
+        )
+        raise OptimizerError(msg)
     optimizer = source if isinstance(source, Optimizer) else source(trainable)
     if not isinstance(optimizer, Optimizer):
         msg = (
@@ -50,140 +52,34 @@ def prototype_of(
     _refuse_closure(optimizer)
     names = {id(param): name for name, param in module.named_parameters()}
     _check_owned(optimizer, names, trainable, given_ready=optimizer is source)
-    held = {
-        names[id(param)]: dict(cast("dict[str, Any]", entry))
-        for param, entry in optimizer.state.items()
-    }
+    held = named_state(optimizer, names)
     metas = dict(skeleton.module.named_parameters())
     memo = {id(p): metas[n] for n, p in module.named_parameters()}
-    return _rebuilt(optimizer, memo), held
+    return rebuilt(optimizer, memo), held
 
 
-class LiveOptimizer:
-    """A torch optimizer over the parameters of an engine, with its state by name."""
+def named_state(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> dict[str, dict[str, Any]]:
+    """Return an optimizer's state by parameter name; the entries are its own.
 
-    def __init__(
-        self,
-        prototype: Optimizer,
-        params: Mapping[nn.Parameter, nn.Parameter],
-        names: Mapping[nn.Parameter, str],
-    ) -> None:
-        """Copy the prototype, with each parameter replaced as `params` says."""
-        memo = {id(old): new for old, new in params.items()}
-        self.torch = _rebuilt(prototype, memo)
-        self._names = names
-        self._base = [
-            {k: v for k, v in group.items() if k not in _NOT_HYPER}
-            for group in self.torch.param_groups
-        ]
-        self._expected = [dict(base) for base in self._base]
-        self._num_entries = -1
-        self._step = _bare_step(self.torch)
-        self.state: dict[str, dict[str, Any]] = {}
-
-    def load(self, state: dict[str, dict[str, Any]]) -> None:
-        """Take over a state's entries; tensors are shared, not copied."""
-        self.torch.state.clear()
-        for param, name in self._names.items():
-            if name in state:
-                self.torch.state[param] = dict(state[name])
-        for i, group in enumerate(self.torch.param_groups):
-            self._expected[i] = {**self._base[i], **state.get(group_key(i), {})}
-            group.update(self._expected[i])
-        self.state = state
-        self._num_entries = -1  # the entries are copies: name them again after the step
-
-    def set_hyper(self, factor: float | None, hyper: Hyper) -> None:
-        """Set this update's hyperparameters: the base rate times `factor`, then `hyper`."""
-        if factor is not None:
-            for i, base in enumerate(self._base):
-                self._assign(i, "lr", base["lr"] * factor)
-        for where, value in hyper.items():
-            for i in self._groups(where):
-                self._assign(i, where if isinstance(where, str) else where[1], value)
-
-    def update(self) -> dict[str, dict[str, Any]]:
-        """Step, and return the optimizer's state by name.
-
-        In the steady loop that is the mapping it returned before: entries are changed in
-        place. A new one is made when the optimizer adds entries or changes a number
-        of a parameter group, as schedule-free optimizers do.
-        """
-        everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        (self.torch.step if everywhere else self._step)()
-        changed = self._changed_numbers()
-        if changed or len(self.torch.state) != self._num_entries:
-            self.state = self._named(changed)
-            self._num_entries = len(self.torch.state)
-        return self.state
-
-    def _changed_numbers(self) -> dict[str, dict[str, Any]]:
-        """Return what the step itself changed in the parameter groups."""
-        changed: dict[str, dict[str, Any]] = {}
-        for i, group in enumerate(self.torch.param_groups):
-            for key, value in self._expected[i].items():
-                if group[key] is not value:
-                    changed.setdefault(group_key(i), {})[key] = group[key]
-            self._expected[i].update(changed.get(group_key(i), {}))
-        return changed
-
-    def _named(self, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        named = {
-            self._names[cast("nn.Parameter", param)]: cast("dict[str, Any]", entry)
-            for param, entry in self.torch.state.items()
-        }
-        for i in range(len(self._base)):
-            key = group_key(i)
-            entry = {**self.state.get(key, {}), **numbers.get(key, {})}
-            if entry:
-                named[key] = entry
-        return named
-
-    def _groups(self, where: str | tuple[int | str, str]) -> Iterable[int]:
-        groups = self.torch.param_groups
-        if isinstance(where, str):
-            return range(len(groups))
-        wanted = where[0]
-        if isinstance(wanted, int) and 0 <= wanted < len(groups):
-            return [wanted]
-        found = [i for i, group in enumerate(groups) if group.get("name") == wanted]
-        if not found:
-            known = [group.get("name", i) for i, group in enumerate(groups)]
-            msg = f"hyper {where!r}: no parameter group {wanted!r}; there are {known}."
-            raise OptimizerError(msg)
-        return found
-
-    def _assign(self, index: int, key: str, value: Any) -> None:
-        group = self.torch.param_groups[index]
-        if key not in self._base[index]:
-            msg = f"hyper {key!r}: the optimizer has {sorted(self._base[index])}."
-            raise OptimizerError(msg)
-        if isinstance(group[key], torch.Tensor):
-            group[key].fill_(value)
+    What some optimizers keep under other keys (MADGRAD's count) stands under `OTHERS`.
+    """
+    named: dict[str, dict[str, Any]] = {}
+    for key, entry in cast("dict[Any, Any]", optimizer.state).items():
+        if isinstance(key, torch.Tensor):
+            named[names[id(key)]] = entry
         else:
-            group[key] = self._expected[index][key] = value
+            named.setdefault(OTHERS, {})[str(key)] = entry
+    return named
 
 
 def group_key(index: int) -> str:
-    """Return where numbers of a parameter group stand in `opt_state`; no parameter's name."""
+    """Return where what changes in a parameter group stands in `opt_state`."""
     return f"<group {index}>"
 
 
-def _bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return the optimizer's step without the profiler's record around it.
-
-    torch wraps every `step` in a named record, 10 µs that no training loop needs. Step
-    hooks run in that wrapper, so an optimizer that has any keeps it.
-    """
-    step = type(optimizer).step
-    bare = getattr(step, "__wrapped__", None)
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
-    if bare is None or own or not getattr(step, "hooked", False):
-        return optimizer.step
-    return partial(bare, optimizer)
-
-
-def _rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Return the optimizer over other parameters, without its per-parameter state.
 
     Not by deepcopy of the object: Optimizer.__getstate__ leaves subclass attributes out.

@@ -8,7 +8,7 @@ resumed run needs no scheduler state, and ranks or micro-batches change nothing.
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import attrs
 import torch
@@ -84,8 +84,8 @@ class linear:
 class warmup_cosine:
     """Rise linearly over `num_warmup` updates, then fall as a half cosine to `end`.
 
-    Update 0 has factor `1 / num_warmup`, update `num_warmup` factor 1; from update
-    `num_updates` on it is `end`.
+    Update i of the warm-up has factor `(i + 1) / (num_warmup + 1)`, so that none is spent at
+    0; update `num_warmup` has factor 1, and from `num_updates` on it is `end`.
 
     References:
         Loshchilov and Hutter 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts".
@@ -167,11 +167,7 @@ class join:
         """Take `(num_updates, schedule)` pairs, and a schedule for all the rest."""
         *pairs, last = parts or (None,)
         for pair in pairs:
-            if (
-                not isinstance(pair, tuple)
-                or not isinstance(pair[0], int)
-                or pair[0] < 1
-            ):
+            if not _is_part(pair):
                 msg = (
                     "schedules.join: expected (num_updates, schedule) before the last,"
                     f" got {pair!r}."
@@ -179,8 +175,8 @@ class join:
                 raise ArgumentError(msg)
         if not callable(last):
             msg = (
-                "schedules.join: the last argument is the schedule of all the rest,"
-                f" got {last!r}."
+                "schedules.join: the last argument is the schedule of all the rest, got"
+                f" {last!r}."
             )
             raise ArgumentError(msg)
         self.__attrs_init__(parts=tuple(pairs), last=last)  # type: ignore[attr-defined]
@@ -192,6 +188,13 @@ class join:
                 return schedule(step)
             step -= num_updates
         return self.last(step)
+
+
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, tuple) or len(cast("tuple[Any, ...]", part)) != 2:
+        return False
+    count, schedule = cast("tuple[Any, Any]", part)
+    return isinstance(count, int) and count >= 1 and callable(schedule)
 
 
 class from_torch:

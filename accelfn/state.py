@@ -17,49 +17,16 @@ import torch
 from accelfn import tree
 from accelfn.cursor import Cursor
 from accelfn.data import Data
-from accelfn.errors import ArgumentError, StateDonatedError, StateError
+from accelfn.errors import ArgumentError, StateError
+from accelfn.lease import Lease
 from accelfn.model import ModelSource, Skeleton, materialize, skeleton_of
+from accelfn.modes import own_modes
 from accelfn.optimizer import OptimizerSource, prototype_of
 from accelfn.schedules import Schedule
-from accelfn.transform import chain
+from accelfn.transform import chain, is_slot_name
 from accelfn.world import World
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
-
-
-class Lease:
-    """Whether a set of tensors still is what its records say; ended once, for good."""
-
-    __slots__ = ("ended",)
-
-    def __init__(self) -> None:
-        """Begin valid."""
-        self.ended: str | None = None
-
-    def check(self) -> None:
-        """Raise if the tensors were given away.
-
-        Raises:
-            StateDonatedError: they were; the message says at which update.
-        """
-        if self.ended is not None:
-            raise StateDonatedError(self.ended)
-
-    def donate(self, step: int) -> None:
-        """End the lease because a step took the tensors."""
-        self.ended = (
-            f"This state was given to the step of update {step}, which updated its"
-            " tensors in place. Go on with the state that the step returned; to keep"
-            " one, take state.copy() before the step, or call step(state, batch,"
-            " donate=False)."
-        )
-
-    def interrupt(self, step: int) -> None:
-        """End the lease because an update began; `donate` follows when it is whole."""
-        self.ended = (
-            f"Update {step} was interrupted before it was whole, so the tensors of this"
-            " state are partly updated. Load a checkpoint, or go on from a copy."
-        )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -146,12 +113,18 @@ class TrainState:
             )
             raise ArgumentError(msg)
         world = World.single() if world is None else world
-        module = materialize(model, seed=seed, name=name, device=world.device)
-        skeleton = skeleton_of(module)
-        prototype, opt_state = prototype_of(optimizer, module, skeleton)
+        if not isinstance(world, World):
+            msg = f"TrainState.create(world={world!r}): expected an af.World."
+            raise ArgumentError(msg)
+        with own_modes(world.device):
+            module = materialize(model, seed=seed, name=name, device=world.device)
+            skeleton = skeleton_of(module)
+            prototype, opt_state = prototype_of(optimizer, module, skeleton)
+            params = {n: p.detach() for n, p in module.named_parameters()}
+            buffers = {n: b.detach() for n, b in module.named_buffers()}
         state = cls(
-            params={n: p.detach() for n, p in module.named_parameters()},
-            buffers={n: b.detach() for n, b in module.named_buffers()},
+            params=params,
+            buffers=buffers,
             opt_state=opt_state,
             step=0,
             cursor=Cursor(),
@@ -234,25 +207,34 @@ class TrainState:
         Cost: a copy of every tensor.
         """
         self.lease.check()
-        return attrs.evolve(
-            self,
-            params=tree.clone(self._params),
-            buffers=tree.clone(self._buffers),
-            opt_state=tree.clone(self._opt_state),
-            slots={name: _copy_slot(slot) for name, slot in self._slots.items()},
-            lease=Lease(),
-        )
+        with own_modes(self.world.device):
+            return attrs.evolve(
+                self,
+                params=tree.clone(self._params),
+                buffers=tree.clone(self._buffers),
+                opt_state=tree.clone(self._opt_state),
+                slots={name: _copy_slot(slot) for name, slot in self._slots.items()},
+                lease=Lease(),
+            )
 
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
-        """Return the state with other parameters, taken as they are, not copied.
+        """Return the state with copies of other parameters in place of its own.
+
+        Copies, because they may be another state's, which a step would then change.
 
         Raises:
             StateError: names, shapes, dtypes or devices are not the model's.
         """
         self.lease.check()
         _check_same(params, self._params)
-        ordered = {name: params[name].detach() for name in self._params}
-        return attrs.evolve(self, params=ordered)
+        with own_modes(self.world.device):
+            return self.viewing(
+                {name: tree.clone(params[name]) for name in self._params}
+            )
+
+    def viewing(self, params: Mapping[str, torch.Tensor]) -> Self:
+        """Return the state with these very parameters; to look at, not to step."""
+        return attrs.evolve(self, params=dict(params))
 
     def with_slot(self, name: str, value: Any) -> Self:
         """Return the state with an entry of the user's own, saved like all others.
@@ -265,6 +247,12 @@ class TrainState:
             StateError: the name is a transform's.
         """
         self.lease.check()
+        if not is_slot_name(name):
+            msg = (
+                f"with_slot({name!r}): expected a name of letters, digits, '.', '_' and"
+                " '-'."
+            )
+            raise StateError(msg)
         if any(each.name == name for each in self.setup):
             msg = (
                 f"with_slot({name!r}): the transform of that name in the setup owns"
@@ -278,10 +266,23 @@ class TrainState:
 
         Slots of transforms with the same name are kept, new ones begin, those of
         transforms that are gone are dropped. The user's own entries stay.
+
+        Raises:
+            StateError: a new transform has the name of an entry of the user's own.
         """
         self.lease.check()
         composed = chain(setup)
-        gone = {each.name for each in self.setup} - {each.name for each in composed}
+        old, new = (
+            {each.name for each in each_setup} for each_setup in (self.setup, composed)
+        )
+        taken = sorted((new - old) & self._slots.keys())
+        if taken:
+            msg = (
+                f"The transforms {taken} would take over entries of the same name that"
+                " with_slot made. Give the transforms another name=."
+            )
+            raise StateError(msg)
+        gone = old - new
         slots = {name: slot for name, slot in self._slots.items() if name not in gone}
         state = attrs.evolve(
             self,
@@ -296,7 +297,7 @@ class TrainState:
     def __repr__(self) -> str:
         """Show what can be said in a line, donated or not."""
         count = sum(param.numel() for param in self._params.values())
-        donated = " donated" if self.lease.ended else ""
+        donated = " donated" if self.lease.is_over else ""
         return (
             f"<TrainState {self.name!r}{donated}: step {self.step}, epoch"
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
@@ -332,6 +333,9 @@ def _check_same(
         raise StateError(msg)
     for name, tensor in expected.items():
         new = given[name]
+        if not isinstance(new, torch.Tensor):
+            msg = f"with_params: {name!r} is {type(new).__name__}, not a tensor."
+            raise StateError(msg)
         want = (tuple(tensor.shape), tensor.dtype, tensor.device)
         have = (tuple(new.shape), new.dtype, new.device)
         if want != have:

@@ -5,6 +5,7 @@
 so SAM, a GAN or distillation are a few lines of a user's own code.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -17,11 +18,13 @@ from accelfn.data import Batch
 from accelfn.engine.engine import engine_of
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
-from accelfn.errors import BatchError, GradsError
+from accelfn.errors import ArgumentError, BatchError, GradsError, StateDonatedError
 from accelfn.grads import Grads
+from accelfn.lease import Lease
 from accelfn.loss import Metrics, Number
+from accelfn.modes import own_modes
 from accelfn.optimizer import Hyper
-from accelfn.state import Lease, TrainState
+from accelfn.state import TrainState
 from accelfn.transform import chain
 
 
@@ -108,7 +111,7 @@ def value_and_grad(loss_fn: LossFunction) -> ValueAndGrad:
             f"value_and_grad({loss_fn!r}): expected a function (model, batch, *extras)"
             " -> loss."
         )
-        raise TypeError(msg)
+        raise ArgumentError(msg)
 
     def compute(
         state: TrainState,
@@ -156,6 +159,8 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         into: Grads | None = None,
         sync: bool = True,
     ) -> tuple[Metrics, Grads]:
+        if into is not None:
+            _check_update(state, into)
         if into is not None and into.reduced and state.definition.world.size > 1:
             msg = (
                 "value_and_grad(into=grads): these gradients are reduced over the ranks"
@@ -251,19 +256,33 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
 
 def _update(state: TrainState, grads: Grads) -> tuple[TrainState, Mapping[str, Number]]:
     """Take one update, and return what transforms report beside the state."""
+    with own_modes(state.definition.world.device):
+        return _updated(state, grads)
+
+
+def _updated(
+    state: TrainState, grads: Grads
+) -> tuple[TrainState, Mapping[str, Number]]:
     lease, definition = state.lease, state.definition
     lease.check()
     _check_update(state, grads)
     setup = definition.setup
     # private fields are read here: properties would check the lease field by field
     slots = state._slots  # pyright: ignore[reportPrivateUsage]
-    hyper = _hyper(state, setup, slots)
-    grads, slots = _reduced(state, grads, setup, slots)
-    grads = _divided(grads)
-    grads, slots = _transformed(state, grads, setup, slots)
-    engine = engine_of(state)
-    lease.interrupt(state.step)
-    opt_state = engine.update(state, grads, hyper)
+    factor, hyper = _factor(state), _hyper(state, setup, slots)
+    given = grads
+    try:
+        grads, slots = _reduced(state, grads, setup, slots)
+        grads = _divided(grads)
+        grads, slots = _transformed(state, grads, setup, slots)
+        engine = engine_of(state)
+        assignments = engine.prepare(state, grads, factor, hyper)
+    except BaseException:
+        given.give_away("an update that raised")
+        raise
+    given.give_away("an update")
+    lease.end(_interrupted(state))
+    opt_state = engine.update(grads, assignments)
     after = TrainState(
         params=state._params,  # pyright: ignore[reportPrivateUsage]
         buffers=state._buffers,  # pyright: ignore[reportPrivateUsage]
@@ -276,11 +295,32 @@ def _update(state: TrainState, grads: Grads) -> tuple[TrainState, Mapping[str, N
         lease=Lease(),
     )
     after = _after_update(after, setup)
-    lease.donate(state.step)
+    lease.end(_donated(state))
     return after, grads.metrics
 
 
+def _interrupted(state: TrainState) -> StateDonatedError:
+    msg = (
+        f"Update {state.step} was interrupted before it was whole, so the tensors of this"
+        " state are partly updated. Load a checkpoint, or go on from a copy."
+    )
+    return StateDonatedError(msg)
+
+
+def _donated(state: TrainState) -> StateDonatedError:
+    msg = (
+        f"This state was given to the step of update {state.step}, which updated its"
+        " tensors in place. Go on with the state that the step returned; to keep one,"
+        " take state.copy() before the step, or call step(state, batch, donate=False)."
+    )
+    return StateDonatedError(msg)
+
+
 def _check_update(state: TrainState, grads: Grads) -> None:
+    if not isinstance(grads, Grads):
+        msg = f"Expected the Grads that value_and_grad returned, got {type(grads).__name__}."
+        raise GradsError(msg)
+    grads.lease.check()
     if grads.update != state.step:
         msg = (
             f"These gradients were taken at update {grads.update}, but the state is at"
@@ -289,15 +329,26 @@ def _check_update(state: TrainState, grads: Grads) -> None:
         raise GradsError(msg)
 
 
-def _hyper(
-    state: TrainState, setup: chain, slots: Mapping[str, Any]
-) -> tuple[float | None, Hyper]:
+def _factor(state: TrainState) -> float | None:
+    """Return the schedule's factor of this update."""
     schedule = state.definition.schedule
-    factor = None if schedule is None else schedule(state.step)
+    if schedule is None:
+        return None
+    factor = schedule(state.step)
+    if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        msg = (
+            f"The schedule gave {factor!r} for update {state.step}; expected a finite"
+            " number, the factor of the learning rate."
+        )
+        raise ArgumentError(msg)
+    return factor
+
+
+def _hyper(state: TrainState, setup: chain, slots: Mapping[str, Any]) -> Hyper:
     hyper: dict[Any, Any] = {}
     for each in setup.having("hyper"):
         hyper.update(each.hyper(state, slots.get(each.name)))
-    return factor, hyper
+    return hyper
 
 
 def _reduced(
@@ -329,8 +380,8 @@ def _divided(grads: Grads) -> Grads:
         return grads
     if isinstance(weight, torch.Tensor):
         divisor = weight.to(torch.float64) / unit
-        # gradients of a weight of 0 are 0, and stay so
-        divisor = divisor.masked_fill(divisor == 0, 1)
+        # what has no weight counts for nothing
+        divisor = divisor.masked_fill(divisor == 0, math.inf)
         for grad in list(grads.tensors.values())[:1]:
             divisor = divisor.to(grad.dtype)
         foreach.div_(grads.tensors.values(), divisor)
@@ -398,12 +449,12 @@ def finalize(state: TrainState) -> TrainState:
     if not owners:
         return state
     after = attrs.evolve(state, lease=Lease())
-    state.lease.interrupt(state.step)
+    state.lease.end(_interrupted(state))
     with torch.no_grad():
         for each in owners:
             after, slot = each.finalize(after, after.slots.get(each.name))
             after = with_own_slot(after, each.name, slot)
-    state.lease.donate(state.step)
+    state.lease.end(_donated(state))
     return after
 
 

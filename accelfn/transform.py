@@ -139,8 +139,13 @@ def _check_methods(cls: type) -> None:
             raise ArgumentError(msg)
 
 
+def is_slot_name(name: object) -> bool:
+    """Return whether a name can stand for a slot, in files too."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9_.-]+", name))
+
+
 def _is_name(owner: object, _field: object, value: object) -> None:
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", value):
+    if not is_slot_name(value):
         msg = (
             f"{type(owner).__name__}(name={value!r}): expected letters, digits, "
             "'.', '_' and '-', for it names the slot in checkpoints."

@@ -21,7 +21,7 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     params = state.params
     with torch.no_grad():
         for each in state.setup.having("eval_params"):
-            view = state.with_params(params)
+            view = state.viewing(params)
             params = each.eval_params(view, view.slots.get(each.name))
     return params
 

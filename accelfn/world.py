@@ -5,8 +5,11 @@ A `World` is passed, never looked up. This is the one file that reads the enviro
 """
 
 import atexit
+import gc
 import os
-from collections.abc import Mapping
+import sys
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -17,15 +20,39 @@ import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
 
+_LONGEST = 10.0**9
+"""Seconds; what a timedelta can hold, and 31 years."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _is_process_group(
-    _world: "World", _field: object, value: dist.ProcessGroup | None
-) -> None:
-    if value is not None and not isinstance(value, dist.ProcessGroup):
-        msg = f"World(group={value!r}): expected a torch ProcessGroup or None."
-        raise ArgumentError(msg)
+class Connection:
+    """What joins the ranks, until the world is closed.
+
+    torch aborts a process in which a Gloo group is still referred to at its end, so a world
+    must be able to let go of it, and tell those who hold it too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Take a process group, or None in a world of 1."""
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            msg = f"World(group={group!r}): expected a torch ProcessGroup or None."
+            raise ArgumentError(msg)
+        self.group = group
+        self.is_closed = False
+        self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def hold(self, let_go: Callable[[], None]) -> None:
+        """Have a bound method called when the world is closed."""
+        self._holders.append(weakref.WeakMethod(let_go))
+
+    def close(self) -> None:
+        """Let go of the group everywhere."""
+        for holder in self._holders:
+            let_go = holder()
+            if let_go is not None:
+                let_go()
+        self._holders.clear()
+        self.group, self.is_closed = None, True
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -39,7 +66,7 @@ class World:
         local_size: how many processes its machine runs.
         node_rank: its machine.
         device: where its tensors live.
-        group: the torch process group that joins the ranks; None in a world of 1.
+        connection: holds the torch process group, `group`, until the world is closed.
 
     Use it as a context manager: leaving the block closes what `from_env` opened.
     """
@@ -52,20 +79,23 @@ class World:
     device: torch.device = attrs.field(
         factory=lambda: torch.device("cpu"), converter=torch.device
     )
-    group: dist.ProcessGroup | None = attrs.field(
-        default=None, repr=False, validator=_is_process_group
+    connection: Connection = attrs.field(
+        default=None, alias="group", converter=Connection, repr=False
     )
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rank outside its world and a world of many without a group."""
+        if self.size < 1:
+            msg = f"World(size={self.size}): expected at least 1."
+            raise WorldError(msg)
         if not 0 <= self.rank < self.size:
             msg = (
                 f"World(rank={self.rank}, size={self.size}): the rank must be 0 to"
                 f" {self.size - 1}."
             )
             raise WorldError(msg)
-        if self.size > 1 and self.group is None:
+        if self.size > 1 and self.connection.group is None:
             msg = (
                 f"World(size={self.size}) needs a process group: use World.from_env()."
             )
@@ -116,12 +146,13 @@ class World:
             WorldError: a variable is missing, malformed or contradicts another, or the
                 backend or the device cannot be had. Nothing falls back in silence.
         """
-        if not timeout > 0:
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < _LONGEST:
             msg = (
-                f"World.from_env(timeout={timeout}): expected a positive number of"
+                f"World.from_env(timeout={timeout!r}): expected a positive number of"
                 " seconds."
             )
             raise ArgumentError(msg)
+        _check_backend(backend)
         place = _read_place(os.environ)
         if place is None:
             return cls(device=_device(device, local_rank=0))
@@ -134,14 +165,30 @@ class World:
         """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The torch process group that joins the ranks; None in a world of 1.
+
+        Raises:
+            WorldError: the world is closed.
+        """
+        if self.connection.is_closed:
+            msg = (
+                f"The world of {self.size} ranks is closed; use it inside its `with`"
+                " block."
+            )
+            raise WorldError(msg)
+        return self.connection.group
+
     def close(self) -> None:
         """Close the process group, if `from_env` opened it; twice is once."""
-        if (
-            self._owns_group
-            and dist.is_initialized()
-            and dist.group.WORLD is self.group
-        ):
+        if not self._owns_group or self.connection.is_closed:
+            return
+        ours = dist.is_initialized() and dist.group.WORLD is self.connection.group
+        self.connection.close()
+        if ours:
             dist.destroy_process_group()
+        gc.collect()  # DistributedDataParallel refers to itself, and so to the group
 
     def __enter__(self) -> Self:
         """Return the world itself."""
@@ -161,7 +208,14 @@ class World:
         if error is None or not self._owns_group:
             self.close()
             return
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Close, and drop the traceback that was printed: its frames hold the group."""
+        for name in ("last_exc", "last_value", "last_traceback"):
+            if hasattr(sys, name):
+                setattr(sys, name, None)
+        self.close()
 
 
 def _integer(env: Mapping[str, str], name: str) -> int | None:
@@ -224,7 +278,14 @@ def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.devic
         if count == 0:
             return torch.device("cpu")
         asked = torch.device("cuda", local_rank)
-    chosen = torch.device(asked)
+    try:
+        chosen = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        msg = f"Device {asked!r} is none that torch knows: {error}"
+        raise WorldError(msg) from error
+    if chosen.type not in ("cpu", "cuda"):
+        msg = f"Device {asked!r} cannot be trained on here; expected cpu or cuda."
+        raise WorldError(msg)
     if chosen.type == "cuda":
         index = local_rank if chosen.index is None else chosen.index
         if index >= count:
@@ -237,6 +298,18 @@ def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.devic
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     return chosen
+
+
+def _check_backend(backend: str | None) -> None:
+    """Refuse a backend that torch was not built with."""
+    for part in [] if backend is None else backend.split(","):
+        name = part.split(":")[-1]
+        if not dist.is_backend_available(name):
+            msg = (
+                f"Backend {backend!r}: this torch has no {name!r}. Expected gloo, nccl or"
+                ' one a device, such as "cpu:gloo,cuda:nccl".'
+            )
+            raise WorldError(msg)
 
 
 def _join(

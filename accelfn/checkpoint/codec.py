@@ -9,6 +9,14 @@ import torch
 
 from accelfn.errors import CheckpointError
 
+_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("float8_e4m3fn", "float8_e5m2"),
+    )
+)
 _PLAIN = (str, int, bool, type(None))
 
 
@@ -79,6 +87,9 @@ def _stored(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -
             f"{path} is a {tensor.layout} tensor on {tensor.device}; only dense tensors"
             " with values are saved."
         )
+        raise CheckpointError(msg)
+    if tensor.dtype not in _DTYPES:
+        msg = f"{path} is a {tensor.dtype} tensor, which safetensors cannot hold."
         raise CheckpointError(msg)
     key = f"t{len(tensors):05d}"
     tensors[key] = tensor

@@ -21,7 +21,8 @@ from accelfn.checkpoint.codec import decode, encode
 from accelfn.collectives import gather_text
 from accelfn.cursor import Cursor
 from accelfn.errors import CheckpointError
-from accelfn.state import Lease, TrainState
+from accelfn.lease import Lease
+from accelfn.state import TrainState
 
 FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -46,9 +47,11 @@ def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
         CheckpointError: on every rank, if any rank could not write; the reason is named and
             nothing is left under the directory's name.
     """
+    state.lease.check()
     world = state.world
-    final = Path(directory)
-    partial = final.with_name(f".partial-{final.name}")
+    final = Path(directory).absolute()
+    # of a directory without a name, "/", the refusal follows
+    partial = final.parent / f".partial-{final.name}"
     own = _differs_by_rank(state)
     _agreed(state, "begin", lambda: _begin(partial, final) if world.is_main else None)
     mine: dict[str, torch.Tensor] = {}
@@ -68,11 +71,12 @@ def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
             "format": FORMAT,
             "world_size": world.size,
             "per_rank": own,
+            "optimizer": _optimizer_name(state),
             "transforms": [each.name for each in state.setup],
-            "sha256": [digest for digest in hashes if digest],
+            "files": [digest for digest in hashes if digest],
             "state": coded,
         }
-        _write_flushed(partial / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        _write_flushed(partial / _MANIFEST, _sealed(manifest))
         _flush_directory(partial)
         partial.rename(final)
         _flush_directory(final.parent)
@@ -103,9 +107,15 @@ def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
         )
         raise CheckpointError(msg)
     rank = world.rank if manifest["per_rank"] else 0
-    tensors = _read_tensors(folder, rank, manifest["sha256"], str(world.device))
+    tensors = _read_tensors(folder, rank, manifest["files"], str(world.device))
     saved = decode(manifest["state"], tensors)
     _check_transforms(state, manifest, saved, folder)
+    if manifest["optimizer"] != _optimizer_name(state):
+        msg = (
+            f"{folder} holds the state of {manifest['optimizer']}, but this state's"
+            f" optimizer is {_optimizer_name(state)}."
+        )
+        raise CheckpointError(msg)
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         _check_tensors(f"{folder}: {field}", saved[field], current)
     return attrs.evolve(
@@ -131,6 +141,11 @@ def _fields(state: TrainState) -> dict[str, Any]:
         "seed": state.seed,
         "slots": dict(state.slots),
     }
+
+
+def _optimizer_name(state: TrainState) -> str:
+    kind = type(state.definition.optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _differs_by_rank(state: TrainState) -> bool:
@@ -200,16 +215,29 @@ def _flush_directory(path: Path) -> None:
         os.close(handle)
 
 
+def _sealed(manifest: dict[str, Any]) -> bytes:
+    """Return the manifest as JSON with the SHA-256 of its own canonical form."""
+    return json.dumps({"sha256": _digest(manifest), **manifest}, indent=1).encode()
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    canonical = json.dumps(manifest, sort_keys=True).encode()
+    return hashlib.sha256(canonical).hexdigest()
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
     try:
         manifest = cast("dict[str, Any]", json.loads(path.read_bytes()))
-        version = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, seal = manifest["format"], manifest.pop("sha256", None)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         msg = f"{path} cannot be read as a checkpoint's manifest: {error}"
         raise CheckpointError(msg) from error
     if version != FORMAT:
-        msg = f"{path} has format {version}; this version of accelfn reads {FORMAT}."
+        msg = f"{path} has format {version!r}; this version of accelfn reads {FORMAT}."
+        raise CheckpointError(msg)
+    if seal != _digest(manifest):
+        msg = f"{path} is not what was saved: its SHA-256 differs. Load another checkpoint."
         raise CheckpointError(msg)
     return manifest
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data`: a dataset and the way training draws from it, as a value."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, TypeAlias, cast
 
@@ -56,7 +56,7 @@ def _is_num_workers(_owner: object, _field: object, value: object) -> None:
         raise ArgumentError(msg)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Data:
     """A map-style dataset, and the order and size in which an update takes its samples.
 
@@ -96,6 +96,11 @@ class Data:
 
     def __attrs_post_init__(self) -> None:
         """Look at the dataset once."""
+        for name in ("collate", "order"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                msg = f"af.Data({name}={value!r}): expected a function."
+                raise ArgumentError(msg)
         object.__setattr__(self, "_rows", rows_of(self.dataset))
         if self.order is not None and self.shuffle:
             msg = (
@@ -124,6 +129,9 @@ class Data:
         Raises:
             DataError: it has a sampler or a dataset of another kind.
         """
+        if not isinstance(loader, DataLoader):
+            msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
+            raise DataError(msg)
         sampler = loader.sampler
         batched = type(loader.batch_sampler) is BatchSampler and loader.batch_size
         plain = type(sampler) is SequentialSampler
@@ -158,8 +166,8 @@ class Data:
         """
         if self._rows is not None:
             return len(self._rows)
-        if isinstance(self.dataset, IterableDataset) or not hasattr(
-            self.dataset, "__getitem__"
+        if isinstance(self.dataset, (IterableDataset, Mapping)) or not hasattr(
+            cast("Any", self.dataset), "__getitem__"
         ):
             msg = (
                 f"af.Data: {type(self.dataset).__name__} cannot be read by index;"
@@ -179,6 +187,16 @@ class Data:
     def updates_per_epoch(self) -> int:
         """How many updates one pass over the data makes."""
         return self.plan().updates_per_epoch
+
+    def __repr__(self) -> str:
+        """Show what the dataset is, not what is in it."""
+        order = (
+            "own order" if self.order else "shuffled" if self.shuffle else "in order"
+        )
+        return (
+            f"<Data of {len(self)} samples ({type(self.dataset).__name__}), {order}, batches"
+            f" of {self.batch_size}>"
+        )
 
     def plan(self, *, rank: int = 0, world_size: int = 1) -> Plan:
         """Return the plan in which one process takes every sample."""

@@ -6,11 +6,13 @@ the speed of fetching and stacking sample by sample. Any other map-style dataset
 `__getitems__` where it has one, else item by item, and collated.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
@@ -19,6 +21,9 @@ from accelfn.data.order import Indices
 from accelfn.errors import DataError
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
+
+
+_CPU = torch.device("cpu")
 
 
 @attrs.frozen
@@ -33,6 +38,11 @@ class Rows:
         if self.picked is not None:
             return len(self.picked)
         return len(tree.tensor_leaves(self.tensors)[0])
+
+    def __getitem__(self, index: int) -> Any:
+        """Return one sample."""
+        row = index if self.picked is None else int(self.picked[index])
+        return tree.tree_map(lambda leaf: leaf[row], self.tensors)
 
     def subset(self, indices: Sequence[int]) -> "Rows":
         """Return the rows at these indices as a dataset; nothing is copied."""
@@ -83,15 +93,24 @@ def rows_of(dataset: Any) -> Rows | None:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+    """Return an array of numbers as a tensor over the same memory, if it can be one."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
+        return leaf
+    array = cast("npt.NDArray[Any]", leaf)
+    if any(stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():  # read-only memory is fine: rows are copied out
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
 
 
 @attrs.frozen
 class Fetch:
     """Read and collate samples; what a worker process is given.
 
-    Draws that a dataset makes from torch's default generator (augmentation) come from
-    `(key, index)`, so they do not depend on workers, ranks or micro-batches.
+    What a dataset draws from torch's default generator (augmentation) comes from `(key,
+    index)`, so it does not depend on workers, ranks or micro-batches. A `__getitems__` of the
+    dataset's own draws for all its samples at once: there it comes from the first index.
     """
 
     dataset: Any
@@ -103,16 +122,19 @@ class Fetch:
         if isinstance(self.dataset, Rows) and self.collate is None:
             return self.dataset.gather(indices)
         collate = default_collate if self.collate is None else self.collate
-        return collate(self._items(indices))
+        return collate(self._items(indices.tolist()))
 
-    def _items(self, indices: Indices) -> list[Any]:
-        wanted: list[int] = indices.tolist()
-        fetch_all = getattr(self.dataset, "__getitems__", None)
-        with streams.stream(streams.fold(self.key, wanted[0]), torch.device("cpu")):
+    def _items(self, indices: list[int]) -> list[Any]:
+        dataset, within = self.dataset, indices
+        while type(dataset) is Subset:  # its __getitems__ would hide the samples
+            within = [int(dataset.indices[i]) for i in within]
+            dataset = cast("Any", dataset).dataset
+        fetch_all = getattr(dataset, "__getitems__", None)
+        with streams.stream(streams.fold(self.key, indices[0]), _CPU):
             if callable(fetch_all):
-                return list(cast("Any", fetch_all(wanted)))
+                return list(cast("Any", fetch_all(within)))
             items: list[Any] = []
-            for index in wanted:
+            for index, place in zip(indices, within, strict=True):
                 torch.default_generator.manual_seed(streams.fold(self.key, index))
-                items.append(self.dataset[index])
+                items.append(dataset[place])
         return items

@@ -66,17 +66,31 @@ def epoch_order(
 ) -> Callable[[Indices], Indices]:
     """Return one epoch's order: a pure function from positions to dataset indices."""
     if own is not None:
-        indices = own(seed, epoch, n)
-        if len(indices) != n:
-            msg = (
-                f"order(seed={seed}, epoch={epoch}, n={n}) gave {len(indices)} indices;"
-                f" expected {n}."
-            )
-            raise DataError(msg)
-        return lambda positions: np.array(
-            [indices[int(p)] for p in positions], np.int64
-        )
+        return _checked(own(seed, epoch, n), n=n, where=f"seed={seed}, epoch={epoch}")
     if not shuffle:
         return sequential
     key = streams.key(seed, "order", epoch)
     return lambda positions: shuffled(positions, n=n, key=key)
+
+
+def _checked(
+    indices: Sequence[int], *, n: int, where: str
+) -> Callable[[Indices], Indices]:
+    """Return a user's own order, its indices checked as they are read."""
+    if len(indices) != n:
+        msg = f"order({where}, n={n}) gave {len(indices)} indices; expected {n}."
+        raise DataError(msg)
+
+    def order(positions: Indices) -> Indices:
+        found = np.array([indices[int(p)] for p in positions])
+        whole = found.dtype.kind in "iu"
+        if not whole or found.min() < 0 or found.max() >= n:
+            wrong = [i for i in found.tolist() if not whole or not 0 <= i < n]
+            msg = (
+                f"order({where}, n={n}) gave the indices {wrong[:5]}; expected integers"
+                f" from 0 to {n - 1}."
+            )
+            raise DataError(msg)
+        return found.astype(np.int64)
+
+    return order

@@ -2,8 +2,9 @@
 """Buffers that a forward pass writes (BatchNorm's statistics), kept pure.
 
 The forward pass writes into scratch tensors; the state's own are written only when the
-update is applied. Buffers that no forward pass has written stay bound to the state's
-tensors, so large constant ones (masks, tables) are never copied.
+update is applied. Large buffers that the first pass does not write (masks, tables) are
+bound to the state's own tensors from then on, so that they are not copied at each step;
+should a later pass write one after all, its version tells, and a spare copy puts it back.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ class _Buffer:
     tensor: torch.Tensor
 
 
+_LARGE = 65_536  # elements; below that a copy costs less than the wish to save it
+
+
 class Buffers:
     """The buffers of an engine's module."""
 
@@ -39,9 +43,9 @@ class Buffers:
                     found.setdefault(id(tensor), _Buffer(name, table, key, tensor))
         self._found = list(found.values())
         self._home: dict[str, torch.Tensor] = {}
-        self._scratch: dict[str, torch.Tensor] | None = None
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._idle: list[_Buffer] | None = None
         self._versions: list[int] = []
-        self._learning = True
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -50,42 +54,43 @@ class Buffers:
     def bind(self, home: Mapping[str, torch.Tensor]) -> None:
         """Take over a state's buffers."""
         self._home = dict(home)
-        if self._scratch is not None:
-            self._scratch = {n: torch.empty_like(home[n]) for n in self._scratch}
-        self._point()
+        self._scratch = {each.name: home[each.name].clone() for each in self._found}
+        for each in self._found:
+            idle = self._idle is not None and each in self._idle
+            each.tensor.data = (home if idle else self._scratch)[each.name]
 
     def begin(self, written: Mapping[str, torch.Tensor]) -> None:
         """Put values in place for a forward pass: the state's, or what was `written` since."""
-        if self._scratch is None:  # the first pass shows which are written: guard all
-            self._scratch = {n: torch.empty_like(t) for n, t in self._home.items()}
-            self._point()
-        sources = {n: written.get(n, self._home[n]) for n in self._scratch}
+        idle = {each.name for each in self._idle or []}
+        sources = {n: written.get(n, t) for n, t in self._home.items() if n not in idle}
         stale = [n for n, source in sources.items() if source is not self._scratch[n]]
         foreach.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
-        self._versions = [each.tensor._version for each in self._found]
+        self._versions = [each.tensor._version for each in self._idle or []]
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Return what forward passes write, by name; the tensors are reused by the next."""
-        scratch = {} if self._scratch is None else self._scratch
-        for each, version in zip(self._found, self._versions, strict=True):
+        """Return the buffers after forward passes, by name; the next pass reuses them."""
+        for each in self._found:
             current = each.table[each.key]
-            assigned = current is not None and current is not each.tensor
-            if assigned and current is not None:
+            if (
+                current is not None and current is not each.tensor
+            ):  # assigned, not written
                 each.table[each.key] = each.tensor
-                self._keep(each, current)
-            elif self._learning and self._is_untouched(each, version):
-                del scratch[each.name]
+                self._scratch[each.name] = current.detach().clone()
+                each.tensor.data = self._scratch[each.name]
+        if self._idle is None:
+            self._idle = [each for each in self._found if self._seems_constant(each)]
+            for each in self._idle:
                 each.tensor.data = self._home[each.name]
-            elif each.tensor._version != version and each.name not in scratch:
-                # written for the first time, in the state's own tensor: guarded from now on
-                self._keep(each, self._home[each.name])
-        self._learning = False
-        return dict(scratch)
+        else:
+            self._guard_written()
+        idle = {each.name for each in self._idle}
+        return {name: t for name, t in self._scratch.items() if name not in idle}
 
     def abandon(self) -> None:
         """Forget a forward pass that raised."""
         for each in self._found:
             each.table[each.key] = each.tensor
+        self._guard_written()
 
     def commit(self, written: Mapping[str, torch.Tensor]) -> None:
         """Write the values into the state's own buffers."""
@@ -95,17 +100,17 @@ class Buffers:
         names = list(written)
         foreach.copy_([self._home[n] for n in names], [written[n] for n in names])
 
-    def _is_untouched(self, each: _Buffer, version: int) -> bool:
-        """Return whether a pass left a buffer alone; batch norm writes unseen by versions."""
-        same = torch.equal(each.tensor, self._home[each.name])
-        return same and each.tensor._version == version
+    def _seems_constant(self, each: _Buffer) -> bool:
+        home = self._home[each.name]
+        return home.numel() > _LARGE and torch.equal(each.tensor, home)
 
-    def _keep(self, each: _Buffer, value: torch.Tensor) -> None:
-        """Guard a buffer with a scratch tensor that has this value."""
-        if self._scratch is not None:
-            self._scratch[each.name] = each.tensor.data = value.detach().clone()
-
-    def _point(self) -> None:
-        scratch = self._scratch or {}
-        for each in self._found:
-            each.tensor.data = scratch.get(each.name, self._home[each.name])
+    def _guard_written(self) -> None:
+        """Take what a pass wrote into an idle buffer for scratch, and put the state's back."""
+        for each, version in zip(list(self._idle or []), self._versions, strict=True):
+            if each.tensor._version != version and self._idle is not None:
+                home, spare = self._home[each.name], self._scratch[each.name]
+                self._scratch[each.name] = home.clone()
+                home.copy_(spare)
+                each.tensor.data = self._scratch[each.name]
+                self._idle.remove(each)
+        self._versions = []

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelfn.collectives import naming
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
 from accelfn.engine.runner import LossFunction, like, run_backward
+from accelfn.errors import WorldError
 from accelfn.loss import Number
 from accelfn.world import World
 
@@ -33,14 +34,11 @@ class LossModule(nn.Module):
         self.read: ReadLoss | None = None
 
     def forward(
-        self,
-        loss_fn: LossFunction,
-        value: Any,
-        extras: tuple[Any, ...],
-        samples: Samples,
+        self, loss_fn: LossFunction, extras: tuple[Any, ...], samples: Samples
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, and the root through which its weight travels."""
-        self.read = read_loss(loss_fn(self.module, value, *extras), loss_fn, samples)
+        returned = loss_fn(self.module, samples.value, *extras)
+        self.read = read_loss(returned, loss_fn, samples)
         return self.read.scalar, self.weight.view(())
 
 
@@ -67,14 +65,14 @@ class DDPRunner:
         self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sync = True
         with naming("build DistributedDataParallel", world):
-            self._ddp = DistributedDataParallel(
+            self._wrapped: DistributedDataParallel | None = DistributedDataParallel(
                 self._inner, process_group=world.group, init_sync=False, **options
             )
+        world.connection.hold(self.let_go)
 
     def forward(
         self,
         loss_fn: LossFunction,
-        value: Any,
         extras: tuple[Any, ...],
         samples: Samples,
         *,
@@ -82,12 +80,13 @@ class DDPRunner:
     ) -> ReadLoss:
         """Return the loss; without `sync`, DDP does not prepare to reduce."""
         self._sync = sync
+        ddp = self._ddp
         with naming("DistributedDataParallel forward", self._world):
             if sync:
-                self._roots = self._ddp(loss_fn, value, extras, samples)
+                self._roots = ddp(loss_fn, extras, samples)
             else:
-                with self._ddp.no_sync():
-                    self._roots = self._ddp(loss_fn, value, extras, samples)
+                with ddp.no_sync():
+                    self._roots = ddp(loss_fn, extras, samples)
         read, self._inner.read = self._inner.read, None
         assert read is not None  # noqa: S101 - forward set it
         return read
@@ -110,3 +109,14 @@ class DDPRunner:
         averaged, carrier.grad = carrier.grad, None
         # with gradient_as_bucket_view it lies in a bucket that the next pass writes
         return averaged.clone() if self._sync and averaged is not None else None
+
+    def let_go(self) -> None:
+        """Drop DistributedDataParallel, and with it the process group."""
+        self._wrapped = None
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        if self._wrapped is None:
+            msg = "The world is closed: a step needs its ranks. Step inside its `with` block."
+            raise WorldError(msg)
+        return self._wrapped

@@ -10,23 +10,23 @@ bound anew; another state is bound by swapping pointers.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
-import attrs
 import torch
 from torch import nn
 
-from accelfn import foreach, streams
+from accelfn import foreach, streams, tree
 from accelfn.collectives import check_replicas
 from accelfn.cursor import Cursor
 from accelfn.engine.buffers import Buffers
+from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
-from accelfn.errors import GradsError, UnusedParametersError
+from accelfn.errors import GradsError, LossError, UnusedParametersError
 from accelfn.grads import Grads
 from accelfn.loss import Metrics
-from accelfn.optimizer import Hyper, LiveOptimizer
+from accelfn.modes import own_modes
+from accelfn.optimizer import Hyper
 from accelfn.state import OptState, TrainState
 
 MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
@@ -90,56 +90,59 @@ class Engine:
         """Run the loss forward and backward, adding to `into`; the state stays as it was."""
         self.bind(state)
         self._take_in(into)
-        buffers = self._buffers
-        if buffers:
-            buffers.begin({} if into is None else into.buffers)
         seed = self._seed(state, 0 if into is None else into.num_micro_batches)
+        kept = {} if into is None else into.buffers
+        if samples.known == 0:  # an empty share's stand-in is not counted in buffers
+            kept = tree.clone(dict(kept))
+        if self._buffers:
+            self._buffers.begin(kept)
         try:
-            with _own_modes(self._device), streams.stream(seed, self._device):
-                read = self._runner.forward(
-                    loss_fn, samples.value, extras, samples, sync=sync
-                )
+            with own_modes(self._device), streams.stream(seed, self._device):
+                read = self._runner.forward(loss_fn, extras, samples, sync=sync)
                 averaged = self._backward(read, into, lone=samples.lone)
+            tensors = self._found(reduced=averaged is not None)
         except BaseException:
             self._abandon(state)
             raise
-        written = buffers.end() if buffers else {}
-        if written and _is_nothing(
-            read.weight
-        ):  # an empty share's stand-in is not counted
-            written = {} if into is None else dict(into.buffers)
-        found = [(name, param.grad) for name, param in self._pairs]
-        tensors = {name: grad for name, grad in found if grad is not None}
-        if averaged is not None and len(tensors) < len(self._trained):
-            self._refuse_unused(tensors)
-        self._live, self._live_buffers = tensors, written
-        lone = samples.lone and read.is_mean
+        written = self._buffers.end() if self._buffers else {}
+        self._live = tensors
+        self._live_buffers = dict(kept) if samples.known == 0 else written
+        weight = read.weight if into is None else into.weight + read.weight
+        unit = _unit(read) if samples.lone and read.is_mean else 1
+        if averaged is not None:
+            unit = self._world_size
+            weight = averaged * unit
         grads = Grads(
             tensors=tensors,
-            weight=read.weight if into is None else into.weight + read.weight,
-            unit=_unit(read) if lone else 1,
-            buffers=written,
+            weight=weight,
+            unit=unit,
+            buffers=self._live_buffers,
             reduced=averaged is not None or self._world_size == 1,
             cursor=cursor,
             num_micro_batches=1 if into is None else into.num_micro_batches + 1,
             update=state.step,
         )
-        if averaged is not None:
-            size = self._world_size
-            grads = attrs.evolve(grads, weight=averaged * size, unit=size)
         return Metrics(read.sums), grads
 
-    def update(
-        self, state: TrainState, grads: Grads, hyper: "tuple[float | None, Hyper]"
-    ) -> OptState:
-        """Step the optimizer on the state's tensors, in place; return its state by name."""
+    def prepare(
+        self, state: TrainState, grads: Grads, factor: float | None, hyper: Hyper
+    ) -> Assignments:
+        """Put gradients before the optimizer, and return its hyperparameters.
+
+        Raises:
+            GradsError: they do not fit the parameters.
+            OptimizerError: a hyperparameter does not exist.
+        """
         self.bind(state)
         if grads.tensors is not self._live:
-            self._check_names(grads)
+            self._check_fit(grads)
             for name, param in self._pairs:
                 param.grad = grads.tensors.get(name)
-        self._optimizer.set_hyper(*hyper)
-        opt_state = self._optimizer.update()
+        return self._optimizer.planned(factor, hyper)
+
+    def update(self, grads: Grads, hyper: Assignments) -> OptState:
+        """Step the optimizer on the state's tensors, in place; return its state by name."""
+        opt_state = self._optimizer.update(hyper)
         for _, param in self._pairs:
             param.grad = None
         if grads.buffers:
@@ -153,10 +156,25 @@ class Engine:
     ) -> torch.Tensor | None:
         """Run the backward pass; gradients of totals, or of a lone mean."""
         weight = read.weight if into is None else into.weight + read.weight
-        scale = read.weight if read.is_mean else None
-        if lone and scale:
+        nothing = isinstance(read.weight, (int, float)) and read.weight == 0
+        scale = read.weight if read.is_mean or nothing else None
+        if lone and read.is_mean and not nothing:
             scale = None
         return self._runner.backward(read.scalar, scale, weight)
+
+    def _found(self, *, reduced: bool) -> dict[str, torch.Tensor]:
+        """Return the gradients that a backward pass left."""
+        grads = [(name, param.grad) for name, param in self._pairs]
+        found = {name: grad for name, grad in grads if grad is not None}
+        if reduced and len(found) < len(grads) and not self._runner.expects_unused:
+            self._refuse_unused(found)
+        if not found:
+            msg = (
+                "The loss depends on no trainable parameter of the model, only on other"
+                " tensors that require a gradient."
+            )
+            raise LossError(msg)
+        return found
 
     def _seed(self, state: TrainState, micro_batch: int) -> int:
         if self._stream_of[0] != state.seed:
@@ -173,6 +191,8 @@ class Engine:
             self._move_out()
         if into is None:
             return
+        self._check_fit(into)
+        into.give_away("value_and_grad(into=)")
         if into.unit != 1:
             foreach.mul_(into.tensors.values(), into.unit)
         for name, grad in into.tensors.items():
@@ -183,9 +203,7 @@ class Engine:
         if self._live is None:
             return
         for name, grad in self._live.items():
-            if (
-                grad._base is not None
-            ):  # a view into a DDP bucket, which the next pass writes
+            if grad._base is not None:  # in a DDP bucket, which the next pass writes
                 self._live[name] = grad.clone()
         for name, buffer in self._live_buffers.items():
             self._live_buffers[name] = buffer.clone()
@@ -202,16 +220,27 @@ class Engine:
         if self._runner.reduces:
             state.definition.cache.pop("engine", None)
 
-    def _check_names(self, grads: Grads) -> None:
-        strangers = grads.tensors.keys() - self._trained.keys()
-        if strangers:
-            msg = f"Gradients for {sorted(strangers)}, which the model does not train."
-            raise GradsError(msg)
+    def _check_fit(self, grads: Grads) -> None:
+        for name, grad in grads.tensors.items():
+            param = self._trained.get(name)
+            if param is None:
+                msg = f"Gradients hold {name!r}, which is no parameter that is trained."
+                raise GradsError(msg)
+            want = (tuple(param.shape), param.dtype, param.device)
+            if not isinstance(grad, torch.Tensor):
+                msg = (
+                    f"The gradient of {name!r} is {type(grad).__name__}, not a tensor."
+                )
+                raise GradsError(msg)
+            have = (tuple(grad.shape), grad.dtype, grad.device)
+            if have != want:
+                msg = (
+                    f"The gradient of {name!r} is {have}, but the parameter is {want}."
+                )
+                raise GradsError(msg)
 
-    def _refuse_unused(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._runner.expects_unused:
-            return
-        unused = [name for name in self._trained if name not in tensors]
+    def _refuse_unused(self, found: Mapping[str, torch.Tensor]) -> None:
+        unused = [name for name in self._trained if name not in found]
         msg = (
             f"{len(unused)} parameters took no part in the loss:"
             f" {', '.join(unused[:5])}. DistributedDataParallel waits for all: use"
@@ -245,31 +274,3 @@ def engine_of(state: TrainState) -> Engine:
 
 def _unit(read: ReadLoss) -> float:
     return read.weight if isinstance(read.weight, (int, float)) and read.weight else 1
-
-
-def _is_nothing(weight: Any) -> bool:
-    return isinstance(weight, (int, float)) and weight == 0
-
-
-def _own_modes(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which the caller's modes do not touch the step; mostly none."""
-    inference = torch.is_inference_mode_enabled()
-    no_grad = not torch.is_grad_enabled()
-    autocast = torch.is_autocast_enabled(device.type)
-    if not (inference or no_grad or autocast):
-        return _NOTHING
-    stack = ExitStack()
-    if inference:
-        stack.enter_context(torch.inference_mode(mode=False))
-    stack.enter_context(torch.enable_grad())
-    if autocast:
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-    return stack
-
-
-class _Nothing(AbstractContextManager[None]):
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()

@@ -113,6 +113,9 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
             " weight)."
         )
         raise LossError(msg)
+    if scalar.is_complex():
+        msg = f"{_name(loss_fn)} returned a complex number; a loss is real. Take its abs()."
+        raise LossError(msg)
     if not scalar.requires_grad:
         msg = (
             f"The loss that {_name(loss_fn)} returned has no gradient: it does not"

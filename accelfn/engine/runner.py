@@ -30,7 +30,6 @@ class Runner(Protocol):
     def forward(
         self,
         loss_fn: LossFunction,
-        value: Any,
         extras: tuple[Any, ...],
         samples: Samples,
         *,
@@ -63,7 +62,6 @@ class LocalRunner:
     def forward(
         self,
         loss_fn: LossFunction,
-        value: Any,
         extras: tuple[Any, ...],
         samples: Samples,
         *,
@@ -71,7 +69,9 @@ class LocalRunner:
     ) -> ReadLoss:
         """Return the loss."""
         del sync
-        return read_loss(loss_fn(self._module, value, *extras), loss_fn, samples)
+        return read_loss(
+            loss_fn(self._module, samples.value, *extras), loss_fn, samples
+        )
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number

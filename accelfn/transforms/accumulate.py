@@ -9,6 +9,7 @@ import torch
 
 from accelfn import tree
 from accelfn.data import Batch, Plan
+from accelfn.data.plan import Span, even_part
 from accelfn.errors import ArgumentError, BatchError
 from accelfn.grads import Grads
 from accelfn.loss import Metrics
@@ -141,24 +142,20 @@ def micro_batches(value: Any, num: int) -> list[Any]:
         [tensor([0, 1, 2]), tensor([3, 4])]
     """
     rows = tree.num_rows(value)
-    if not 1 <= num <= rows:
+    if not isinstance(num, int) or not 1 <= num <= rows:
         msg = (
-            f"micro_batches(num={num}): the value has {rows} rows, so 1 to {rows} parts"
+            f"micro_batches(num={num!r}): the value has {rows} rows, so 1 to {rows} parts"
             " can be made."
         )
         raise BatchError(msg)
-    size, longer = divmod(rows, num)
-    parts: list[Any] = []
-    start = 0
-    for i in range(num):
-        stop = start + size + (i < longer)
-        parts.append(
-            tree.tree_map(
-                lambda leaf, a=start, b=stop: (
-                    leaf[a:b] if isinstance(leaf, torch.Tensor) else leaf
-                ),
-                value,
-            )
+
+    def rows_of(part: Span) -> Any:
+        cut = slice(*part)
+        return tree.tree_map(
+            lambda leaf: (
+                leaf[cut] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+            ),
+            value,
         )
-        start = stop
-    return parts
+
+    return [rows_of(even_part((0, rows), i, num)) for i in range(num)]

@@ -14,7 +14,7 @@ _DTYPES = {"bf16": torch.bfloat16}
 
 
 def _is_precision(_owner: object, _field: object, value: object) -> None:
-    if value not in _DTYPES:
+    if not isinstance(value, str) or value not in _DTYPES:
         msg = (
             f"af.autocast({value!r}): unknown precision; expected one of"
             f" {', '.join(map(repr, _DTYPES))}."

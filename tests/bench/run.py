@@ -38,7 +38,7 @@ def main() -> None:
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(known)}")
     chosen = [known[name] for name in words.names or known]
     rounds = {b: b.quick_rounds if words.quick else b.rounds for b in chosen}
-    console = Console()
+    console = Console(width=100)  # what the widest table needs, also in a log
     found = {}
     for benchmark in chosen:
         found[benchmark] = measured(benchmark, rounds[benchmark])

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A torch optimizer at work on the tensors of a state."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
+
+from accelfn.errors import OptimizerError
+from accelfn.optimizer import OTHERS, Hyper, group_key, named_state, rebuilt
+
+State: TypeAlias = dict[str, dict[str, Any]]
+Assignments: TypeAlias = dict[tuple[int, str], Any]
+"""Values of hyperparameters by group index and name."""
+
+_STRUCTURE = frozenset({"params", "param_names", "name"})
+
+
+class LiveOptimizer:
+    """A torch optimizer over the parameters of an engine, with its state by name.
+
+    Of a parameter group, state is what is a tensor and what the optimizer itself changes;
+    the rest are hyperparameters, which belong to the definition.
+    """
+
+    def __init__(
+        self,
+        prototype: Optimizer,
+        params: Mapping[nn.Parameter, nn.Parameter],
+        names: Mapping[nn.Parameter, str],
+    ) -> None:
+        """Copy the prototype, with each parameter replaced as `params` says."""
+        self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
+        self._step = _bare_step(self._torch)
+        self._params = names
+        self._names = {id(param): name for param, name in names.items()}
+        self._base = [
+            {k: _value(v) for k, v in group.items() if k not in _STRUCTURE}
+            for group in self._torch.param_groups
+        ]
+        self._expected = [dict(group) for group in self._torch.param_groups]
+        self._changed: list[dict[str, Any]] = [{} for _ in self._base]
+        self._assigned: Assignments = {}
+        self._num_entries = -1
+        self._state: State = {}
+
+    def load(self, state: State) -> None:
+        """Take over a state's entries; tensors are shared, not copied."""
+        live = cast("dict[Any, Any]", self._torch.state)
+        live.clear()
+        for param, name in self._params.items():
+            if name in state:
+                live[param] = dict(state[name])
+        live.update(state.get(OTHERS, {}))
+        for i, group in enumerate(self._torch.param_groups):
+            saved = state.get(group_key(i), {})
+            for key in group.keys() - self._base[i].keys() - _STRUCTURE:
+                del group[key]  # a number that another state's steps added
+            for key, value in self._base[i].items():
+                tensor = isinstance(group[key], torch.Tensor)
+                group[key] = torch.full_like(group[key], value) if tensor else value
+            group.update(saved)
+            self._changed[i] = dict(saved)
+            self._expected[i] = dict(group)
+        self._assigned = {}
+        self._state = state
+        self._num_entries = -1  # the entries are copies: name them again after the step
+
+    def planned(self, factor: float | None, hyper: Hyper) -> Assignments:
+        """Return this update's hyperparameters: the base rate times `factor`, then `hyper`.
+
+        Raises:
+            OptimizerError: a parameter group or a hyperparameter is not there.
+        """
+        planned: Assignments = {}
+        if factor is not None:
+            for i, base in enumerate(self._base):
+                planned[i, "lr"] = base["lr"] * factor
+        for where, value in hyper.items():
+            for i in self._groups(where):
+                key = where if isinstance(where, str) else where[1]
+                if key not in self._base[i]:
+                    msg = f"hyper {key!r}: the optimizer has {sorted(self._base[i])}."
+                    raise OptimizerError(msg)
+                planned[i, key] = value
+        return planned
+
+    def update(self, hyper: Assignments) -> State:
+        """Step, and return the optimizer's state by name.
+
+        In the steady loop that is the mapping it returned before: entries are changed in
+        place. A new one is made when the optimizer adds entries or changes a number
+        of a parameter group, as schedule-free optimizers do.
+        """
+        if hyper or self._assigned:
+            self._assign(hyper)
+        everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        (self._torch.step if everywhere else self._step)()
+        entries = len(self._torch.state)
+        if (
+            self._note_changes()
+            or entries != self._num_entries
+            or OTHERS in self._state
+        ):
+            self._state = self._named()
+            self._num_entries = entries
+        return self._state
+
+    def _assign(self, hyper: Assignments) -> None:
+        """Set hyperparameters; those of the last update alone go back to their base."""
+        over = {
+            at: self._base[at[0]][at[1]] for at in self._assigned if at not in hyper
+        }
+        for (i, key), value in {**over, **hyper}.items():
+            group = self._torch.param_groups[i]
+            if isinstance(group[key], torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = self._expected[i][key] = value
+        self._assigned = hyper
+
+    def _note_changes(self) -> bool:
+        """Note what the step itself changed in the parameter groups."""
+        found = False
+        for i, group in enumerate(self._torch.param_groups):
+            expected = self._expected[i]
+            for key, value in group.items():
+                if expected.get(key, self) is not value:
+                    self._changed[i][key] = expected[key] = value
+                    found = True
+        return found
+
+    def _named(self) -> State:
+        named = named_state(self._torch, self._names)
+        for i, group in enumerate(self._torch.param_groups):
+            tensors = {
+                k: v
+                for k, v in group.items()
+                if isinstance(v, torch.Tensor) and k not in _STRUCTURE
+            }
+            entry = {**self._changed[i], **tensors}
+            if entry:
+                named[group_key(i)] = entry
+        return named
+
+    def _groups(self, where: str | tuple[int | str, str]) -> Iterable[int]:
+        groups = self._torch.param_groups
+        if isinstance(where, str):
+            return range(len(groups))
+        wanted = where[0] if isinstance(where, tuple) and len(where) == 2 else None
+        if isinstance(wanted, int) and 0 <= wanted < len(groups):
+            return [wanted]
+        found = [i for i, group in enumerate(groups) if group.get("name") == wanted]
+        if wanted is None or not found:
+            known = [group.get("name", i) for i, group in enumerate(groups)]
+            msg = (
+                f"hyper {where!r}: expected a hyperparameter's name, or (group, name) with"
+                f" one of the parameter groups {known}."
+            )
+            raise OptimizerError(msg)
+        return found
+
+
+def _value(entry: Any) -> Any:
+    """Return a hyperparameter as a value that no update can change."""
+    if isinstance(entry, torch.Tensor):
+        return entry.item() if entry.numel() == 1 else entry.clone()
+    return entry
+
+
+def _bare_step(optimizer: Optimizer) -> Callable[[], object]:
+    """Return the optimizer's step without the profiler's record around it.
+
+    torch wraps every `step` in a named record, 10 µs that no training loop needs. Step
+    hooks run in that wrapper, so an optimizer that has any keeps it.
+    """
+    step = type(optimizer).step
+    bare = getattr(step, "__wrapped__", None)
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
+    if bare is None or own or not getattr(step, "hooked", False):
+        return optimizer.step
+    return partial(bare, optimizer)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One idea more: a step of your own, of the two halves that `make_step` is made of.
+
+Sharpness-aware minimisation (Foret et al. 2021) takes the gradient not where it stands
+but a little uphill, so that it ends in a flat valley: two gradients, one update.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset, random_split
+
+import accelfn as af
+
+EPOCHS = 15
+RADIUS = 0.1
+SETUP = af.chain(af.shard_data(), af.wrap_ddp(), af.accumulate(num_micro_batches=2))
+
+
+def digits() -> tuple[af.Data, af.Data]:
+    """Return 1,437 images to train on, and 360 that are held out."""
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
+    train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
+    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
+
+
+def net() -> nn.Module:
+    """Return two convolutions and a linear layer."""
+    convs = nn.Conv2d(1, 32, 3), nn.SiLU(), nn.Conv2d(32, 32, 3), nn.SiLU()
+    return nn.Sequential(*convs, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+
+
+def loss_fn(model: nn.Module, batch: list[Tensor]) -> af.Loss:
+    """Return the loss of a batch as a total and its weight; accuracy goes along."""
+    images, labels = batch
+    logits = model(images)
+    total = cross_entropy(logits, labels, reduction="sum")
+    return af.Loss(total, len(labels), accuracy=(logits.argmax(1) == labels).sum())
+
+
+gradient = af.value_and_grad(loss_fn)
+
+
+def uphill(state: af.TrainState, grads: af.Grads) -> af.TrainState:
+    """Return the state with parameters that are RADIUS further up the slope."""
+    norm = torch.nn.utils.get_total_norm(grads.tensors.values())
+    climbed = {n: state.params[n] + RADIUS / norm * g for n, g in grads.tensors.items()}
+    return state.with_params({**state.params, **climbed})
+
+
+def sam_step(state: af.TrainState, batch: af.Batch) -> tuple[af.TrainState, af.Metrics]:
+    """Take one update with the gradient found uphill."""
+    metrics, grads = gradient(state, batch)
+    _, grads = gradient(uphill(state, grads), batch)
+    return af.apply_grads(state, grads), metrics
+
+
+def train(world: af.World, step: Any) -> str:
+    data, held_out = digits()
+    state = af.TrainState.create(
+        model=net,
+        optimizer=partial(torch.optim.AdamW, lr=0.02),
+        schedule=af.schedules.warmup_cosine(30, EPOCHS * data.updates_per_epoch),
+        data=data,
+        setup=SETUP,
+        world=world,
+    )
+    for batch in af.batches(state, epochs=EPOCHS):
+        state, metrics = step(state, batch)
+    return af.evaluate(state, data, loss_fn), af.evaluate(state, held_out, loss_fn)
+
+
+if __name__ == "__main__":
+    with af.World.from_env(device="cpu") as world:
+        for step in af.make_step(loss_fn), sam_step:
+            af.print_once(world, train(world, step))
