@@ -49,7 +49,10 @@ class Loss:
     ) -> None:
         """Take a total, its weight, and further totals by name."""
         if not isinstance(total, torch.Tensor):
-            msg = f"af.Loss(total={total!r}): expected a scalar tensor with a gradient."
+            msg = (
+                f"af.Loss(total={total!r}): got {type(total).__name__}; expected a scalar"
+                " tensor with a gradient."
+            )
             raise LossError(msg)
         _check_weight("weight", weight)
         if "loss" in aux:
@@ -58,28 +61,24 @@ class Loss:
         for name, entry in aux.items():
             amount, over = entry if isinstance(entry, tuple) else (entry, weight)
             _check_number(name, amount)
-            _check_weight(f"weight of {name}", over)
+            _check_weight(f"{name}=(total, weight)", over)
         self.__attrs_init__(total=total, weight=weight, aux=aux)  # type: ignore[attr-defined]
 
 
 def _check_number(name: str, value: object) -> None:
     scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    if not scalar and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-        shown = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else repr(value)
-        )
-        msg = f"af.Loss: {name} is {shown}; expected one number."
-        raise LossError(msg)
+    if scalar or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return
+    tensor = isinstance(value, torch.Tensor)
+    shown = f"<tensor of shape {tuple(value.shape)}>" if tensor else repr(value)
+    msg = f"af.Loss({name}={shown}): expected one number."
+    raise LossError(msg)
 
 
 def _check_weight(name: str, value: object) -> None:
     _check_number(name, value)
     if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-        msg = (
-            f"af.Loss: {name} is {value!r}; expected a finite count or sum, 0 or more."
-        )
+        msg = f"af.Loss({name}={value!r}): expected a finite count or sum, 0 or more."
         raise LossError(msg)
 
 

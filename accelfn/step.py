@@ -177,15 +177,16 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         else:
             samples = Samples(batch, None, lone)
             cursor = None if into is None else into.cursor
-        return engine_of(state).value_and_grad(
-            state,
-            loss_fn,
-            extras,
-            samples=samples,
-            into=into,
-            sync=sync and reduces_by_mean,
-            cursor=cursor,
-        )
+        with own_modes(state.definition.world.device):
+            return engine_of(state).value_and_grad(
+                state,
+                loss_fn,
+                extras,
+                samples=samples,
+                into=into,
+                sync=sync and reduces_by_mean,
+                cursor=cursor,
+            )
 
     return compute
 
@@ -465,7 +466,8 @@ def build(state: TrainState) -> TrainState:
         ReplicaMismatchError: the ranks hold different models.
     """
     state.lease.check()
-    engine_of(state).bind(state)
+    with own_modes(state.definition.world.device):
+        engine_of(state).bind(state)
     return state
 
 

@@ -66,7 +66,9 @@ def train(world: af.World, way: af.Transform) -> str:
     state = af.finalize(state)  # the last average, where one is owed
     calls, seconds = num_collectives(world) - before, perf_counter() - start
     accuracy = af.evaluate(state, held_out, loss_fn)["accuracy"]
-    return f"{calls} all-reduces in {state.step} updates, {seconds:.1f} s, {accuracy:.1%}"
+    return (
+        f"{calls} all-reduces in {state.step} updates, {seconds:.1f} s, {accuracy:.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ def digits() -> tuple[af.Data, af.Data]:
 def net() -> nn.Module:
     """Return two convolutions and a linear layer."""
     convs = nn.Conv2d(1, 32, 3), nn.SiLU(), nn.Conv2d(32, 32, 3), nn.SiLU()
-    return nn.Sequential(*convs, nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(), nn.Linear(128, 10))
+    return nn.Sequential(
+        *convs, nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(), nn.Linear(128, 10)
+    )
 
 
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> af.Loss:
@@ -78,7 +80,9 @@ if __name__ == "__main__":
         af.print_once(world, "stopped:", stopped)
 
         resumed = train(af.load(create(world), CHECKPOINT), until=EPOCHS * 23)
-        same = all(torch.equal(resumed.params[n], whole.params[n]) for n in whole.params)
+        same = all(
+            torch.equal(resumed.params[n], whole.params[n]) for n in whole.params
+        )
         af.print_once(world, "resumed:", resumed)
         af.print_once(world, "whole:  ", whole)
         af.print_once(world, "the same bits:", same)

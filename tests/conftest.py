@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile(
+    "dev", max_examples=25, deadline=None, suppress_health_check=_SLOW
+)
 settings.register_profile(
     "ci",
     max_examples=60,
@@ -20,7 +22,9 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=_SLOW,
 )
-settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=_SLOW)
+settings.register_profile(
+    "deep", max_examples=2000, deadline=None, suppress_health_check=_SLOW
+)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

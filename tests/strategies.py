@@ -73,7 +73,9 @@ def weighted_loss(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> a
     return af.Loss(total, weights.sum(), size=(x.sum(), float(len(x))))
 
 
-def squared_loss(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def squared_loss(
+    net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
     """Return a mean squared error, which normal data learn from."""
     x, y = batch
     return (net(x) - y).square().mean()
@@ -117,7 +119,9 @@ class Run:
     def state(self, world: af.World | None = None) -> af.TrainState:
         """Return the state before the first update."""
         return af.TrainState.create(
-            model=model("dyadic" if self.kind == "plain" and self.dyadic else self.kind),
+            model=model(
+                "dyadic" if self.kind == "plain" and self.dyadic else self.kind
+            ),
             optimizer=OPTIMIZERS[self.optimizer],
             schedule=af.schedules.linear(16) if self.schedule else None,
             data=af.Data(

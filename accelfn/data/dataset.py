@@ -166,9 +166,10 @@ class Data:
         """
         if self._rows is not None:
             return len(self._rows)
-        if isinstance(self.dataset, (IterableDataset, Mapping)) or not hasattr(
-            cast("Any", self.dataset), "__getitem__"
-        ):
+        if isinstance(self.dataset, Mapping) and not self.dataset:
+            return 0
+        unordered = isinstance(self.dataset, (IterableDataset, Mapping))
+        if unordered or not hasattr(self.dataset, "__getitem__"):
             msg = (
                 f"af.Data: {type(self.dataset).__name__} cannot be read by index;"
                 " expected a dataset with __len__ and __getitem__."

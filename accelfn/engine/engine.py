@@ -25,7 +25,6 @@ from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.errors import GradsError, LossError, UnusedParametersError
 from accelfn.grads import Grads
 from accelfn.loss import Metrics
-from accelfn.modes import own_modes
 from accelfn.optimizer import Hyper
 from accelfn.state import OptState, TrainState
 
@@ -97,7 +96,7 @@ class Engine:
         if self._buffers:
             self._buffers.begin(kept)
         try:
-            with own_modes(self._device), streams.stream(seed, self._device):
+            with streams.stream(seed, self._device):
                 read = self._runner.forward(loss_fn, extras, samples, sync=sync)
                 averaged = self._backward(read, into, lone=samples.lone)
             tensors = self._found(reduced=averaged is not None)

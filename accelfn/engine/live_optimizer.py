@@ -64,8 +64,7 @@ class LiveOptimizer:
             for key in group.keys() - self._base[i].keys() - _STRUCTURE:
                 del group[key]  # a number that another state's steps added
             for key, value in self._base[i].items():
-                tensor = isinstance(group[key], torch.Tensor)
-                group[key] = torch.full_like(group[key], value) if tensor else value
+                group[key] = _value(value)
             group.update(saved)
             self._changed[i] = dict(saved)
             self._expected[i] = dict(group)
@@ -171,7 +170,7 @@ class LiveOptimizer:
 def _value(entry: Any) -> Any:
     """Return a hyperparameter as a value that no update can change."""
     if isinstance(entry, torch.Tensor):
-        return entry.item() if entry.numel() == 1 else entry.clone()
+        return entry.clone()
     return entry
 
 

@@ -98,7 +98,9 @@ def test_transforms_about_different_fields_commute(data: st.DataObject) -> None:
         return
     results = []
     for order in ((one, two), (two, one)):
-        run = Run(setup=af.chain(*order), n=11, batch_size=5, dyadic=False, loss="squared")
+        run = Run(
+            setup=af.chain(*order), n=11, batch_size=5, dyadic=False, loss="squared"
+        )
         state, metrics = run.train(run.state())
         results.append((tensors(state), [dict(m) for m in metrics]))
     assert differences(results[0][0], results[1][0]) == []
@@ -145,8 +147,12 @@ def test_every_option_is_observable(one: object, two: object) -> None:
         run = attrs.evolve(run, loss="squared", kind="norm")
         state, metrics = run.train(run.state())
         found = tensors(state)
-        found.update({f"metric.{k}{i}": m[k].double() for i, m in enumerate(metrics) for k in m})
+        found.update(
+            {f"metric.{k}{i}": m[k].double() for i, m in enumerate(metrics) for k in m}
+        )
         results.append(found)
     if type(one) is af.local_sgd:  # in a world of 1 its period shows in the slot alone
-        assert results[0]["slots.local_sgd.since"] != results[1]["slots.local_sgd.since"]
+        assert (
+            results[0]["slots.local_sgd.since"] != results[1]["slots.local_sgd.since"]
+        )
     assert differences(*results) != []

@@ -54,7 +54,9 @@ def test_ranks_and_micro_batches_are_exactly_neutral(
 ) -> None:
     """On dyadic data the update is bitwise that of one process on the whole batch."""
     batch_size = 2 ** (run.batch_size % 4)
-    run = attrs.evolve(run, batch_size=batch_size, remainder="drop", n=max(run.n, batch_size))
+    run = attrs.evolve(
+        run, batch_size=batch_size, remainder="drop", n=max(run.n, batch_size)
+    )
     # squared errors divide by the number of elements: not exact
     run = attrs.evolve(run, loss="mean", schedule=False)
     expected, _ = alone(run)
@@ -82,7 +84,9 @@ def test_ranks_and_micro_batches_are_neutral_up_to_rounding(
     for states, means in per_rank:
         assert differences(expected[-1], states[-1], within=1e-9) == []
         assert all(map(close_means, expected_means, means))
-        assert differences(per_rank[0][0][-1], states[-1]) == []  # replicas agree, bitwise
+        assert (
+            differences(per_rank[0][0][-1], states[-1]) == []
+        )  # replicas agree, bitwise
 
 
 @given(run=runs(dyadic=False), micro=st.integers(1, 9), parts=st.integers(1, 5))
@@ -112,7 +116,9 @@ def test_accumulating_by_hand(run: Run, size: int, parts: int) -> None:
 
 
 @settings(max_examples=10)
-@given(run=runs(n=12, dyadic=True, loss="mean", optimizer="sgd", kind="plain", updates=1))
+@given(
+    run=runs(n=12, dyadic=True, loss="mean", optimizer="sgd", kind="plain", updates=1)
+)
 def test_three_ranks(run: Run) -> None:
     """Three ranks, whose count is no power of two, agree with one up to the last bits."""
     expected, _ = alone(run)
@@ -128,7 +134,9 @@ def test_local_sgd_every_update_is_ddp_for_sgd(run: Run, size: int) -> None:
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=1))
     local = run_ranks(size, programs.train, attrs.evolve(run, setup=setup))
     for (a, _), (b, _) in zip(ddp, local, strict=True):
-        a, b = ({k: v for k, v in s[-1].items() if k.startswith("params")} for s in (a, b))
+        a, b = (
+            {k: v for k, v in s[-1].items() if k.startswith("params")} for s in (a, b)
+        )
         assert differences(a, b, within=1e-9) == []
 
 
@@ -138,7 +146,9 @@ def test_local_sgd_differs_from_ddp_for_adam() -> None:
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=1))
     ddp = run_ranks(2, programs.train, attrs.evolve(run, setup=DDP))
     local = run_ranks(2, programs.train, attrs.evolve(run, setup=setup))
-    assert "params.head.weight" in differences(ddp[0][0][-1], local[0][0][-1], within=1e-9)
+    assert "params.head.weight" in differences(
+        ddp[0][0][-1], local[0][0][-1], within=1e-9
+    )
 
 
 @given(run=runs(optimizer="adamw", updates=3), every=st.integers(1, 4))
@@ -158,7 +168,11 @@ def test_local_sgd_alone_is_plain_training(run: Run, every: int) -> None:
     optimizer=st.sampled_from(["sgd", "momentum", "adamw"]),
 )
 def test_local_sgd_communicates_when_it_says(
-    every: int, updates: int, buffers: bool, opt_state: bool, optimizer: str  # noqa: FBT001
+    every: int,
+    updates: int,
+    buffers: bool,
+    opt_state: bool,
+    optimizer: str,  # noqa: FBT001
 ) -> None:
     """One flattened all-reduce every sync_every updates, none between; replicas agree after."""
     setup = af.chain(
@@ -168,7 +182,9 @@ def test_local_sgd_communicates_when_it_says(
     run = Run(n=16, batch_size=8, updates=updates, kind="norm", optimizer=optimizer)
     run = attrs.evolve(run, setup=setup, dyadic=False, loss="squared")
     counts = run_ranks(2, programs.count_collectives, run)
-    assert counts[0] == [[counts[0][i][0]] if (i + 1) % every == 0 else [] for i in range(updates)]
+    assert counts[0] == [
+        [counts[0][i][0]] if (i + 1) % every == 0 else [] for i in range(updates)
+    ]
     first, second = (states for states, _ in run_ranks(2, programs.train, run))
     for i in range(updates):
         apart = {path.split(".")[0] for path in differences(first[i], second[i])}
@@ -193,7 +209,9 @@ def test_local_sgd_owes_a_last_average(updates: int, optimizer: str) -> None:
     for path in [p for p in results[0][0] if p.startswith("params")]:
         parts = [before[path] for before, _ in results]
         if sum(weights):
-            mean = sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(weights)
+            mean = sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(
+                weights
+            )
         else:
             mean = parts[0]
         for (_, after), (view, before, still) in zip(results, asked, strict=True):
@@ -202,7 +220,9 @@ def test_local_sgd_owes_a_last_average(updates: int, optimizer: str) -> None:
             assert differences(before, still) == []
 
 
-@given(run=runs(updates=2), size=st.sampled_from([1, 2, 4]), batch_size=st.integers(1, 9))
+@given(
+    run=runs(updates=2), size=st.sampled_from([1, 2, 4]), batch_size=st.integers(1, 9)
+)
 def test_evaluation_sees_each_sample_once(run: Run, size: int, batch_size: int) -> None:
     """evaluate and predict give one process's result for any world and batch size."""
     state, _ = run.train(run.state())

@@ -22,9 +22,9 @@ BATCH = {"norm": 4, "dropout": 4}
 def setups() -> st.SearchStrategy[object]:
     """Draw a chain of the catalog's transforms, in any order that composes."""
     values = [entry.transform for entry in CATALOG]
-    return st.lists(st.sampled_from(values), max_size=4, unique_by=lambda t: t.name).map(
-        lambda found: af.chain(*found)
-    )
+    return st.lists(
+        st.sampled_from(values), max_size=4, unique_by=lambda t: t.name
+    ).map(lambda found: af.chain(*found))
 
 
 def first_batch(state: af.TrainState) -> af.Batch:
@@ -47,7 +47,9 @@ def test_the_same_step_twice(run: Run, kind: str, setup: object) -> None:
     before = tensors(state)
     one, metrics_one = step(state, batch, donate=False)
     assert differences(before, tensors(state)) == []
-    other, _ = step(run.state(), first_batch(run.state()))  # the engine is busy elsewhere
+    other, _ = step(
+        run.state(), first_batch(run.state())
+    )  # the engine is busy elsewhere
     two, metrics_two = step(state, batch)
     assert differences(tensors(one), tensors(two)) == []
     assert {k: v.item() for k, v in metrics_one.items()} == {
@@ -94,7 +96,9 @@ def test_value_and_grad_changes_nothing(run: Run, kind: str, setup: object) -> N
     setup=setups(),
     modes=st.sets(st.sampled_from(["no_grad", "inference", "autocast"])),
 )
-def test_the_process_is_as_before(run: Run, kind: str, setup: object, modes: set) -> None:
+def test_the_process_is_as_before(
+    run: Run, kind: str, setup: object, modes: set
+) -> None:
     """A step touches no generator or mode, and no mode of the caller touches a step."""
     run = make(run, kind, setup)
     expected, _ = run.train(run.state())
@@ -156,7 +160,11 @@ def test_frozen_and_unused_parameters_stay(kind: str, run: Run, setup: object) -
     run = attrs.evolve(run, kind=kind, setup=setup, dyadic=False)
     state = run.state()
     before = tensors(state)
-    names = ["params.first.weight", "params.first.bias"] if kind == "frozen" else ["params.unused"]
+    names = (
+        ["params.first.weight", "params.first.bias"]
+        if kind == "frozen"
+        else ["params.unused"]
+    )
     after = tensors(run.train(state)[0])
     for name in names:
         assert torch.equal(before[name], after[name])

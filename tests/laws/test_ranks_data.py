@@ -15,7 +15,9 @@ pytestmark = pytest.mark.ranks(2)
 
 
 @given(run=runs(), size=st.sampled_from([2, 4]), parts=st.integers(1, 3))
-def test_global_order_does_not_depend_on_the_world(run: Run, size: int, parts: int) -> None:
+def test_global_order_does_not_depend_on_the_world(
+    run: Run, size: int, parts: int
+) -> None:
     """Batch by batch, the ranks' samples in rank order are those of one process."""
     setup = af.chain(af.shard_data(), af.accumulate(num_micro_batches=parts))
     alone = [
@@ -28,7 +30,9 @@ def test_global_order_does_not_depend_on_the_world(run: Run, size: int, parts: i
         for rank in range(size):
             indices, filler = split[rank][number]
             padded = run.remainder == "pad"
-            found += [i for i, f in zip(indices, filler, strict=True) if padded or not f]
+            found += [
+                i for i, f in zip(indices, filler, strict=True) if padded or not f
+            ]
         if run.remainder == "short":
             assert found == expected
         else:  # padding is filler too; stand-ins of empty shares come on top

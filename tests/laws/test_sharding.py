@@ -14,7 +14,9 @@ from accelfn.streams import key
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
 
 
-def plan_for(n: int, batch_size: int, remainder: str, rank: int, size: int, k: int) -> af.Plan:
+def plan_for(
+    n: int, batch_size: int, remainder: str, rank: int, size: int, k: int
+) -> af.Plan:
     return af.Plan(
         num_samples=n,
         batch_size=batch_size,
@@ -126,7 +128,9 @@ def test_order_needs_no_memory_of_the_length_of_the_data() -> None:
     assert found.max() < n
 
 
-def read_all(data: af.Data, *, seed: int, setup: object, cut: int | None = None) -> list[int]:
+def read_all(
+    data: af.Data, *, seed: int, setup: object, cut: int | None = None
+) -> list[int]:
     """Return every sample in order, in one process, perhaps cut and resumed."""
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(1, 1),
@@ -165,7 +169,9 @@ def test_resuming_at_any_batch_gives_the_very_rest(
     """A cut and resumed run sees the samples of an uninterrupted one, in order."""
     if remainder == "drop":
         n = max(n, batch_size)
-    data = af.Data(list(range(n)), batch_size=batch_size, shuffle=True, remainder=remainder)
+    data = af.Data(
+        list(range(n)), batch_size=batch_size, shuffle=True, remainder=remainder
+    )
     setup = af.accumulate(num_micro_batches=parts)
     whole = read_all(data, seed=seed, setup=setup)
     updates = 2 * data.updates_per_epoch

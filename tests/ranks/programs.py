@@ -91,7 +91,10 @@ def evaluate(world: af.World, run: Run, batch_size: int) -> tuple[Any, list[Any]
     means = af.evaluate(state, data, loss)
     rows = list(af.predict(state, data, lambda net, batch: {"out": net(batch[0])}))
     after = tensors(state)
-    same = all(torch.equal(before[k], after[k]) for k in before) and before.keys() == after.keys()
+    same = (
+        all(torch.equal(before[k], after[k]) for k in before)
+        and before.keys() == after.keys()
+    )
     return means, rows, same and torch.equal(generator, torch.get_rng_state())
 
 

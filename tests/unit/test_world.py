@@ -155,9 +155,9 @@ def test_device_of_another_kind(env, device):
 
 @pytest.mark.filterwarnings("ignore:Device capability of no_such_backend unknown")
 def test_unknown_backend(env):
-    """An unknown backend is named, with the rank that could not open it."""
+    """An unknown backend is named, before anything is opened."""
     env(RANK=0, WORLD_SIZE=1, **rendezvous())
-    with pytest.raises(af.WorldError, match=r"[Rr]ank 0 of 1.*'no_such_backend'"):
+    with pytest.raises(af.WorldError, match="'no_such_backend'.*gloo"):
         af.World.from_env(backend="no_such_backend", device="cpu")
     assert not dist.is_initialized()
 

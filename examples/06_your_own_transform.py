@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One idea more: a transform of your own, as good as any that comes with the package.
+
+Some images are broken: 100 times too bright. Plain SGD does not survive their gradients.
+`clip_spikes` compares each gradient with its running mean, which it keeps in a slot of
+the state, where it is saved and resumed. `ema` beside it averages the parameters.
+"""
+
+from functools import partial
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset, random_split
+
+import accelfn as af
+
+EPOCHS = 15
+
+
+@af.transform
+class clip_spikes:
+    """Scale down a gradient whose norm is over `factor` times what is usual."""
+
+    factor: float = 2.0
+
+    def init(self, state: af.TrainState) -> Tensor:
+        """Begin the slot: the usual norm, not known yet."""
+        return torch.tensor(0.0)
+
+    def grads(
+        self, grads: af.Grads, slot: Tensor, state: af.TrainState
+    ) -> tuple[af.Grads, Tensor]:
+        """Return the gradients that go on to the optimizer, and the next slot."""
+        norm = torch.nn.utils.get_total_norm(grads.tensors.values())
+        usual = slot if state.step else norm
+        scale = (self.factor * usual / norm).clamp(max=1)
+        clipped = grads.map(lambda grad: scale * grad).with_metrics(scale=scale)
+        return clipped, 0.9 * usual + 0.1 * scale * norm
+
+
+def digits() -> tuple[af.Data, af.Data]:
+    """Return 1,437 images to train on, and 360 that are held out."""
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    images[::80] *= 100
+    dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
+    train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
+    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
+
+
+def net() -> nn.Module:
+    """Return two convolutions and a linear layer."""
+    convs = nn.Conv2d(1, 32, 3), nn.SiLU(), nn.Conv2d(32, 32, 3), nn.SiLU()
+    return nn.Sequential(*convs, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+
+
+def loss_fn(model: nn.Module, batch: list[Tensor]) -> af.Loss:
+    """Return the loss of a batch as a total and its weight; accuracy goes along."""
+    images, labels = batch
+    logits = model(images)
+    total = cross_entropy(logits, labels, reduction="sum")
+    return af.Loss(total, len(labels), accuracy=(logits.argmax(1) == labels).sum())
+
+
+def train(world: af.World, *own: af.Transform) -> str:
+    """Return what is measured on held-out images after the last epoch."""
+    data, held_out = digits()
+    state = af.TrainState.create(
+        model=net,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        data=data,
+        setup=af.chain(af.shard_data(), af.wrap_ddp(), *own),
+        world=world,
+    )
+    step = af.make_step(loss_fn)
+    num_clipped = 0
+    for batch in af.batches(state, epochs=EPOCHS):
+        state, metrics = step(state, batch)
+        num_clipped += "scale" in metrics and metrics["scale"] < 1
+    test = af.evaluate(state, held_out, loss_fn)
+    return f"held-out loss {test['loss']:.3f}, accuracy {test['accuracy']:.1%}, {num_clipped}"
+
+
+if __name__ == "__main__":
+    with af.World.from_env(device="cpu") as world:
+        for own in [], [clip_spikes()], [clip_spikes(), af.ema(0.98)]:
+            af.print_once(world, f"{own}: {train(world, *own)}")
