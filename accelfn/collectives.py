@@ -176,7 +176,7 @@ def check_replicas(
     tables = gather_text("\n".join(shown), world, label=label)
     _refuse_difference([table.split("\n") for table in tables], "structure")
     if values:
-        sums = torch.stack([_checksum(tensor) for tensor in tensors.values()])
+        sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
         rows = [row.tolist() for row in all_gather(sums, world, label=label)]
         named = [
             [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
@@ -217,8 +217,9 @@ def _refuse_difference(tables: list[list[str]], what: str) -> None:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the tensor's bit patterns, without a copy of it."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = plain.detach().contiguous().view(_INTEGERS[plain.element_size()])
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    bits = plain.contiguous().view(_INTEGERS[plain.element_size()])
     return bits.sum(dtype=torch.int64)

@@ -18,9 +18,7 @@ from torch.utils.data import TensorDataset, random_split
 
 import accelfn as af
 
-EPOCHS = 40
 RADIUS = 0.5
-SETUP = af.chain(af.shard_data(), af.wrap_ddp())
 Step: TypeAlias = Callable[..., tuple[af.TrainState, af.Metrics]]
 
 
@@ -49,32 +47,27 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> af.Loss:
 gradient = af.value_and_grad(loss_fn)
 
 
-def uphill(state: af.TrainState, grads: af.Grads) -> af.TrainState:
-    """Return the state with parameters that are RADIUS further up the slope."""
-    norm = torch.nn.utils.get_total_norm(grads.tensors.values())
-    climbed = {n: state.params[n] + RADIUS / norm * g for n, g in grads.tensors.items()}
-    return state.with_params({**state.params, **climbed})
-
-
 def sam_step(state: af.TrainState, batch: af.Batch) -> tuple[af.TrainState, af.Metrics]:
-    """Take one update with the gradient found uphill."""
+    """Take one update, with the gradient that is found RADIUS further up the slope."""
     metrics, grads = gradient(state, batch)
-    _, grads = gradient(uphill(state, grads), batch)
+    norm = nn.utils.get_total_norm(grads.tensors.values())
+    uphill = {n: state.params[n] + RADIUS / norm * g for n, g in grads.tensors.items()}
+    _, grads = gradient(state.with_params(uphill), batch)
     return af.apply_grads(state, grads), metrics
 
 
 def train(world: af.World, step: Step) -> str:
-    """Return what is measured on held-out images after the last epoch."""
+    """Return what is measured on held-out images at the end."""
     data, held_out = digits()
     state = af.TrainState.create(
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=0.02),
-        schedule=af.schedules.warmup_cosine(30, EPOCHS * data.updates_per_epoch),
+        schedule=af.schedules.linear(40 * data.updates_per_epoch),
         data=data,
-        setup=SETUP,
+        setup=af.chain(af.shard_data(), af.wrap_ddp()),
         world=world,
     )
-    for batch in af.batches(state, epochs=EPOCHS):
+    for batch in af.batches(state, epochs=40):
         state, _ = step(state, batch)
     test = af.evaluate(state, held_out, loss_fn)
     return f"held-out loss {test['loss']:.3f}, accuracy {test['accuracy']:.1%}"

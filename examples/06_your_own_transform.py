@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One idea more: a transform of your own, as good as any that comes with the package.
 
-Some images are broken: 100 times too bright. Plain SGD does not survive their gradients.
-`clip_spikes` compares each gradient with its running mean, which it keeps in a slot of
-the state, where it is saved and resumed. `ema` beside it averages the parameters.
+Twenty images are broken, 100 times too bright, and SGD does not survive their gradients.
+`clip_spikes` holds them to what is usual: a running mean, in a slot of the state, where
+it is saved and resumed. It chains like all others, with `ema` here.
 """
 
 from functools import partial
@@ -16,8 +16,6 @@ from torch.utils.data import TensorDataset, random_split
 
 import accelfn as af
 
-EPOCHS = 15
-
 
 @af.transform
 class clip_spikes:
@@ -26,15 +24,15 @@ class clip_spikes:
     factor: float = 2.0
 
     def init(self, state: af.TrainState) -> Tensor:
-        """Begin the slot: the usual norm, not known yet."""
-        return torch.tensor(0.0)
+        """Begin the slot, the usual norm, as not known yet."""
+        return torch.zeros((), device=state.world.device)
 
     def grads(
         self, grads: af.Grads, slot: Tensor, state: af.TrainState
     ) -> tuple[af.Grads, Tensor]:
         """Return the gradients that go on to the optimizer, and the next slot."""
         norm = torch.nn.utils.get_total_norm(grads.tensors.values())
-        usual = slot if state.step else norm
+        usual = torch.where(slot > 0, slot, norm)
         scale = (self.factor * usual / norm).clamp(max=1)
         clipped = grads.map(lambda grad: scale * grad).with_metrics(scale=scale)
         return clipped, 0.9 * usual + 0.1 * scale * norm
@@ -43,9 +41,9 @@ class clip_spikes:
 def digits() -> tuple[af.Data, af.Data]:
     """Return 1,437 images to train on, and 360 that are held out."""
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
-    images[::80] *= 100
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
+    dataset.tensors[0][train.indices[:20]] *= 100  # broken
     return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
 
 
@@ -63,8 +61,8 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> af.Loss:
     return af.Loss(total, len(labels), accuracy=(logits.argmax(1) == labels).sum())
 
 
-def train(world: af.World, *own: af.Transform) -> str:
-    """Return what is measured on held-out images after the last epoch."""
+def train(world: af.World, *own: af.Transform) -> None:
+    """Train with transforms of our own, and print how it went."""
     data, held_out = digits()
     state = af.TrainState.create(
         model=net,
@@ -74,15 +72,16 @@ def train(world: af.World, *own: af.Transform) -> str:
         world=world,
     )
     step = af.make_step(loss_fn)
-    num_clipped = 0
-    for batch in af.batches(state, epochs=EPOCHS):
-        state, metrics = step(state, batch)
-        num_clipped += "scale" in metrics and metrics["scale"] < 1
+    for batch in af.batches(state, epochs=15):
+        state, _ = step(state, batch)
     test = af.evaluate(state, held_out, loss_fn)
-    return f"held-out loss {test['loss']:.3f}, accuracy {test['accuracy']:.1%}, {num_clipped}"
+    af.print_once(
+        world, f"{own}: loss {test['loss']:.3f}, accuracy {test['accuracy']:.1%}"
+    )
 
 
 if __name__ == "__main__":
     with af.World.from_env(device="cpu") as world:
-        for own in [], [clip_spikes()], [clip_spikes(), af.ema(0.98)]:
-            af.print_once(world, f"{own}: {train(world, *own)}")
+        train(world)
+        train(world, clip_spikes())
+        train(world, clip_spikes(factor=1.5), af.ema(0.98))

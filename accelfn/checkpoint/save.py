@@ -8,6 +8,7 @@ rename, after everything in it was flushed to the disk, so it is whole or not th
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import safetensors.torch
 import torch
 
 from accelfn.checkpoint.codec import decode, encode
-from accelfn.collectives import gather_text
+from accelfn.collectives import checksum, gather_text
 from accelfn.cursor import Cursor
 from accelfn.errors import CheckpointError
 from accelfn.lease import Lease
@@ -31,9 +32,10 @@ _MANIFEST = "manifest.json"
 def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
     """Write every field of a state to a new directory; call it on all ranks.
 
-    Where all ranks agree, rank 0 writes for all, and the checkpoint can be loaded on any
-    number of ranks. Where they may not (`local_sgd` between averages, buffers such as batch
-    statistics), each rank writes its own tensors, and it is loaded on as many.
+    Where all ranks hold the same, rank 0 writes for all, and the checkpoint can be loaded
+    on any number of ranks. Where they do not, as under `local_sgd`, each rank writes its
+    own, and it is loaded on as many. Buffers alone may differ (batch statistics): then
+    another number of ranks gets those of rank 0.
 
     Args:
         state: not donated; it stays as it is.
@@ -41,7 +43,7 @@ def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
 
     Law: `load(save(s))` is `s`, bitwise, and a step from either is the same.
 
-    Cost: one copy of the tensors to the disk, hashed and flushed.
+    Cost: a sum over the tensors, and one copy of them to the disk, hashed and flushed.
 
     Raises:
         CheckpointError: on every rank, if any rank could not write; the reason is named and
@@ -52,36 +54,43 @@ def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
     final = Path(directory).absolute()
     # of a directory without a name, "/", the refusal follows
     partial = final.parent / f".partial-{final.name}"
-    own = _differs_by_rank(state)
-    _agreed(state, "begin", lambda: _begin(partial, final) if world.is_main else None)
-    mine: dict[str, torch.Tensor] = {}
-    coded: Any = None
+    differing: list[str] = []
+    fields: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+
+    def begin() -> str:
+        for field, value in _fields(state).items():
+            fields[field] = encode(value, tensors, path=field)
+        if world.is_main:
+            _begin(partial, final)
+        return json.dumps(_prints(fields, tensors))
+
+    prints = [json.loads(text) for text in _agreed(state, "begin", begin)]
+    differing += [f for f in fields if any(p[f] != prints[0][f] for p in prints)]
 
     def write() -> str:
-        nonlocal coded
-        coded = encode(_fields(state), mine)
-        if own or world.is_main:
-            return _write_tensors(mine, partial / f"rank-{world.rank:05d}.safetensors")
+        if differing or world.is_main:
+            return _write_rank(fields, tensors, partial / _rank_file(world.rank))
         return ""
 
-    hashes = _agreed(state, "write tensors", write)
+    digests = _agreed(state, "write tensors", write)
 
     def commit() -> None:
-        manifest = {
-            "format": FORMAT,
-            "world_size": world.size,
-            "per_rank": own,
-            "optimizer": _optimizer_name(state),
-            "transforms": [each.name for each in state.setup],
-            "files": [digest for digest in hashes if digest],
-            "state": coded,
-        }
-        _write_flushed(partial / _MANIFEST, _sealed(manifest))
-        _flush_directory(partial)
-        partial.rename(final)
-        _flush_directory(final.parent)
+        if world.is_main:
+            manifest = {
+                "format": FORMAT,
+                "world_size": world.size,
+                "differs_by_rank": differing,
+                "optimizer": _optimizer_name(state),
+                "transforms": [each.name for each in state.setup],
+                "files": [digest for digest in digests if digest],
+            }
+            _write_flushed(partial / _MANIFEST, _sealed(manifest))
+            _flush_directory(partial)
+            partial.rename(final)
+            _flush_directory(final.parent)
 
-    _agreed(state, "commit", lambda: commit() if world.is_main else None)
+    _agreed(state, "commit", commit)
 
 
 def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
@@ -98,17 +107,8 @@ def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
     state.lease.check()
     folder = Path(directory)
     manifest = _read_manifest(folder)
-    world = state.world
-    if manifest["per_rank"] and manifest["world_size"] != world.size:
-        msg = (
-            f"{folder} holds tensors that differ by rank, saved on"
-            f" {manifest['world_size']} ranks; this world has {world.size}. Save after"
-            " af.finalize(state) to load it on another number."
-        )
-        raise CheckpointError(msg)
-    rank = world.rank if manifest["per_rank"] else 0
-    tensors = _read_tensors(folder, rank, manifest["files"], str(world.device))
-    saved = decode(manifest["state"], tensors)
+    rank = _rank_to_read(state, manifest, folder)
+    saved = _read_rank(folder, rank, manifest["files"], str(state.world.device))
     _check_transforms(state, manifest, saved, folder)
     if manifest["optimizer"] != _optimizer_name(state):
         msg = (
@@ -148,10 +148,41 @@ def _optimizer_name(state: TrainState) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _differs_by_rank(state: TrainState) -> bool:
-    if state.world.size == 1:
-        return False
-    return "replicas_agree" in state.setup.gives_up() or bool(state.buffers)
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _prints(
+    fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return what tells a field's values on one rank from those on another."""
+    sums = {key: int(checksum(tensor)) for key, tensor in tensors.items()}
+
+    def print_of(coded: Any) -> str:
+        text = json.dumps(coded)
+        for key in re.findall(r'{"tensor": "(t\d+)"}', text):
+            text += f" {key}={sums[key]}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    return {field: print_of(coded) for field, coded in fields.items()}
+
+
+def _rank_to_read(state: TrainState, manifest: Mapping[str, Any], folder: Path) -> int:
+    """Return whose file this rank reads."""
+    world, differing = state.world, manifest["differs_by_rank"]
+    if not differing:
+        return 0
+    if manifest["world_size"] == world.size:
+        return world.rank
+    if differing == ["buffers"]:
+        return 0
+    msg = (
+        f"{folder} was saved on {manifest['world_size']} ranks whose {', '.join(differing)}"
+        f" differed; this world has {world.size}. Load it on as many, or save where ranks"
+        " agree: after af.finalize(state), with local_sgd(opt_state=True) where the optimizer"
+        " has state."
+    )
+    raise CheckpointError(msg)
 
 
 def _agreed(state: TrainState, what: str, act: Callable[[], str | None]) -> list[str]:
@@ -188,14 +219,16 @@ def _begin(partial: Path, final: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
-    """Write a safetensors file, flushed to the disk, and return its SHA-256."""
+def _write_rank(
+    fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], path: Path
+) -> str:
+    """Write one rank's fields and tensors, flushed to the disk; return the SHA-256."""
     # copies: safetensors refuses tensors that share memory, as views of one storage do
     dense = {
         key: tensor.detach().cpu().contiguous().clone()
         for key, tensor in tensors.items()
     }
-    data = safetensors.torch.save(dense)
+    data = safetensors.torch.save(dense, metadata={"state": json.dumps(fields)})
     _write_flushed(path, data)
     return hashlib.sha256(data).hexdigest()
 
@@ -242,24 +275,29 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_tensors(
-    folder: Path, rank: int, hashes: list[str], device: str
-) -> dict[str, torch.Tensor]:
-    path = folder / f"rank-{rank:05d}.safetensors"
+def _read_rank(
+    folder: Path, rank: int, digests: list[str], device: str
+) -> dict[str, Any]:
+    """Return the fields that one rank wrote, verified."""
+    path = folder / _rank_file(rank)
     try:
         data = path.read_bytes()
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
         raise CheckpointError(msg) from error
-    if rank >= len(hashes) or hashlib.sha256(data).hexdigest() != hashes[rank]:
+    if rank >= len(digests) or hashlib.sha256(data).hexdigest() != digests[rank]:
         msg = (
             f"{path} is not what was saved: its SHA-256 differs from the manifest's."
             " Load another checkpoint."
         )
         raise CheckpointError(msg)
-    return {
+    tensors = {
         key: tensor.to(device) for key, tensor in safetensors.torch.load(data).items()
     }
+    # the header of a safetensors file: its length in 8 bytes, then JSON
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    fields = json.loads(header["__metadata__"]["state"])
+    return {field: decode(coded, tensors) for field, coded in fields.items()}
 
 
 def _check_transforms(

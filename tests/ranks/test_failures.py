@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of two real processes end well, or end for all with the culprit first."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import attrs
+import pytest
+
+import accelfn as af
+from tests.processes import RankError, run_ranks
+from tests.ranks import programs
+from tests.strategies import Run, differences
+
+pytestmark = pytest.mark.ranks(2)
+
+SCRIPT = Path(__file__).parent / "scripts" / "trains.py"
+LAUNCHERS = {
+    "accelfn launch": ["-m", "accelfn.cli", "launch", "--nproc", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+}
+DDP = af.chain(af.shard_data(), af.wrap_ddp())
+
+
+def launch(launcher: str, *args: str) -> tuple[int, str, float]:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), *args],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_ends_well(launcher: str) -> None:
+    """Two processes train, communicate and end with exit code 0, group closed."""
+    code, said, _ = launch(launcher)
+    assert "done after 8 updates" in said
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_raises_ends_the_run(launcher: str) -> None:
+    """Its traceback comes before that of the rank that waited, all within seconds."""
+    code, said, seconds = launch(launcher, "raise")
+    assert code == 1
+    assert seconds < 30
+    culprit = said.index("ValueError: boom on rank 1")
+    if "PeerFailedError:" in said:
+        assert culprit < said.index("PeerFailedError:")
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("kill", 137)])
+def test_a_rank_that_goes_ends_the_run(how: str, code: int) -> None:
+    """The launcher names the rank that went, and ends with its code."""
+    found, said, seconds = launch("accelfn launch", how)
+    assert found == code
+    assert "rank 1 failed first" in said
+    assert seconds < 30
+
+
+def test_a_rank_that_hangs_ends_the_run() -> None:
+    """The other gives up after the world's timeout, and says where it waited."""
+    code, said, seconds = launch("accelfn launch", "hang")
+    assert code != 0
+    assert "PeerFailedError" in said
+    assert "did not arrive" in said
+    assert seconds < 60
+
+
+def test_ranks_with_different_values_are_refused() -> None:
+    """Unseeded model instances are noticed when built, by the first tensor that differs."""
+    with pytest.raises(RankError, match=r"(?s)ReplicaMismatchError.*values.*rank 0: weight.*rank 1: weight"):
+        run_ranks(2, programs.instance_by_rank)
+
+
+def test_ranks_with_different_shapes_are_refused() -> None:
+    """Models of different shapes are noticed when built."""
+    with pytest.raises(RankError, match=r"(?s)ReplicaMismatchError.*structure.*\(2, 2\).*\(3, 2\)"):
+        run_ranks(2, programs.shape_by_rank)
+
+
+def test_unreduced_gradients_are_refused() -> None:
+    """A setup that reduces nothing in a world of two says what to add."""
+    with pytest.raises(RankError, match=r"(?s)GradsError.*not reduced.*wrap_ddp"):
+        run_ranks(2, programs.unreduced, Run())
+
+
+def test_adding_to_reduced_gradients_is_refused() -> None:
+    """into= reduced gradients would let replicas drift."""
+    with pytest.raises(RankError, match="(?s)GradsError.*reduced over the ranks already"):
+        run_ranks(2, programs.add_to_reduced, Run(setup=DDP))
+
+
+@pytest.mark.parametrize("setup", [DDP, af.chain(DDP, af.accumulate(num_micro_batches=2))])
+def test_a_step_that_raises_on_all_ranks_can_be_tried_again(setup: object) -> None:
+    """The state is as it was, and the next step is the one that would have been."""
+    run = Run(n=8, batch_size=8, updates=1, dyadic=False, kind="norm", loss="squared")
+    run = attrs.evolve(run, setup=setup)
+    expected = run_ranks(2, programs.train, run)
+    for rank, (said, _, after) in enumerate(run_ranks(2, programs.fail_in_forward, run)):
+        assert "boom" in said
+        assert differences(expected[rank][0][0], after) == []
+
+
+def test_unused_parameters_are_named() -> None:
+    """Without find_unused_parameters DDP would not reduce; the update is refused."""
+    run = Run(kind="unused", setup=DDP, dyadic=False)
+    with pytest.raises(RankError, match="(?s)UnusedParametersError.*unused.*find_unused"):
+        run_ranks(2, programs.train, run)
+    found = attrs.evolve(
+        run, setup=af.chain(af.shard_data(), af.wrap_ddp(find_unused_parameters=True))
+    )
+    assert len(run_ranks(2, programs.train, found)) == 2
