@@ -24,7 +24,7 @@ Leftmost is outermost; values flow left to right.
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -304,44 +304,36 @@ def _check_chain(transforms: tuple[Transform, ...]) -> None:
 
 def explanation(setup: chain) -> str:
     """Return the nested calls of one step as text."""
-    owners: Callable[[str], list[str]] = lambda field: [  # noqa: E731
-        f"{each.name}.{field}" for each in setup.having(field)
-    ]
-
-    def nest(calls: list[str], inner: str) -> str:
-        return "".join(f"{call}(" for call in calls) + inner + ")" * len(calls)
-
-    def pipe(calls: list[str], value: str) -> str:
-        for call in calls:
-            value = f"{call}({value})"
-        return value
-
-    reduce = setup.having("reduce")
-    how = "mean over ranks" if setup.having("engine") else "not reduced over ranks"
+    engine, reduce = setup.having("engine"), setup.having("reduce")
     if reduce:
-        kept = reduce[0].reduce is None
-        how = f"{'not reduced' if kept else 'reduced'} by {reduce[0].name}"
-    engine = setup.having("engine")
+        how = "not reduced" if reduce[0].reduce is None else "reduced"
+        how = f"{how} over ranks: {reduce[0].name}"
+    else:
+        how = "averaged over ranks" if engine else "not reduced over ranks"
+    wraps = _nested(
+        setup, "value_and_grad", f"value_and_grad({_nested(setup, 'loss', 'loss_fn')})"
+    )
     lines = [
-        "step(state, batch):",
-        (
-            f"    batch          = {pipe(owners('data'), 'plan')}  (index arithmetic,"
-            " before collation)"
-        ),
-        f"    loss           = {nest(owners('loss'), 'loss_fn')}",
-        (
-            "    metrics, grads ="
-            f" {nest(owners('value_and_grad'), 'value_and_grad(loss)')}(state, batch)"
-        ),
-        (
-            f"    engine         = {engine[0].name if engine else 'local'}; grads are"
-            f" {how}"
-        ),
-        f"    grads          = {pipe(owners('grads'), 'grads / weight')}",
-        (
-            "    state          = optimizer(state, grads,"
-            f" {pipe(owners('hyper'), 'schedule')})"
-        ),
-        f"    state          = {pipe(owners('after_update'), 'state')}",
+        f"plan = {_piped(setup, 'data', 'plan')}  # who takes which samples",
+        f"metrics, grads = {wraps}(state, batch)",
+        f"# engine: {engine[0].name if engine else 'local'}; gradients {how}",
+        f"grads = {_piped(setup, 'grads', 'grads / weight')}",
+        f"hyper = {_piped(setup, 'hyper', 'schedule(state.step)')}",
+        "state = optimizer(state, grads, hyper)",
+        f"state = {_piped(setup, 'after_update', 'state')}",
     ]
-    return "\n".join(lines)
+    told = [line for line in lines if line != "state = state"]
+    return "\n    ".join(["step(state, batch):", *told])
+
+
+def _nested(setup: chain, field: str, inner: str) -> str:
+    """Return the wraps of a field, the leftmost outermost."""
+    calls = [f"{each.name}.{field}(" for each in setup.having(field)]
+    return "".join(calls) + inner + ")" * len(calls)
+
+
+def _piped(setup: chain, field: str, value: str) -> str:
+    """Return the calls through which a value flows, the leftmost innermost."""
+    for each in setup.having(field):
+        value = f"{each.name}.{field}({value})"
+    return value

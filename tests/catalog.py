@@ -2,6 +2,7 @@
 """One canonical instance of every public transform, and what the laws need to know of it."""
 
 import attrs
+from hypothesis import strategies as st
 
 import accelfn as af
 
@@ -68,3 +69,17 @@ def public_transforms() -> set[type]:
         and getattr(value, "__accelfn_transform__", False)
         and value is not af.chain
     }
+
+
+def stacks(max_size: int = 9) -> st.SearchStrategy[tuple[object, ...]]:
+    """Draw some of the catalog's transforms, in any order, that compose."""
+    values = [entry.transform for entry in CATALOG]
+
+    def composable(order: list[object]) -> tuple[object, ...]:
+        # wrap_ddp reduces gradients, local_sgd says they are not: one of the two
+        both = [t for t in order if isinstance(t, (af.wrap_ddp, af.local_sgd))]
+        return tuple(t for t in order if t not in both[1:])
+
+    return st.lists(
+        st.sampled_from(values), max_size=max_size, unique_by=lambda t: t.name
+    ).map(composable)

@@ -49,7 +49,8 @@ class wrap_ddp:
         One all-reduce of the gradients an update, overlapped with the backward pass.
 
     Raises:
-        CompositionError: `static_graph` with a transform that runs several backward passes.
+        CompositionError: a transform that has `reduce`, such as `local_sgd`; `static_graph`
+            with one that runs several backward passes.
         ReplicaMismatchError: when built, the ranks hold different models.
         UnusedParametersError: at a step, as its name says.
 
@@ -75,11 +76,14 @@ class wrap_ddp:
         return Engine(state, lambda module: DDPRunner(module, world, options))
 
     def _refuse(self, others: tuple[Transform, ...]) -> str | None:
-        """Refuse what torch's DDP breaks on."""
-        if not self.static_graph:
-            return None
+        """Refuse what torch's DDP breaks on, and what would leave it without work."""
         for other in others:
-            if has_field(other, "value_and_grad"):
+            if has_field(other, "reduce"):
+                return (
+                    f"would never reduce a gradient: {other!r} says how they cross ranks."
+                    " Leave out one of the two."
+                )
+            if self.static_graph and has_field(other, "value_and_grad"):
                 return (
                     f"expects one backward pass an update, but {other!r} runs several."
                     " Leave out static_graph=True."

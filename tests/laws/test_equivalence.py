@@ -133,11 +133,12 @@ def test_local_sgd_every_update_is_ddp_for_sgd(run: Run, size: int) -> None:
     ddp = run_ranks(size, programs.train, attrs.evolve(run, setup=DDP))
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=1))
     local = run_ranks(size, programs.train, attrs.evolve(run, setup=setup))
-    for (a, _), (b, _) in zip(ddp, local, strict=True):
-        a, b = (
-            {k: v for k, v in s[-1].items() if k.startswith("params")} for s in (a, b)
+    for pair in zip(ddp, local, strict=True):
+        one, two = (
+            {k: v for k, v in states[-1].items() if k.startswith("params")}
+            for states, _ in pair
         )
-        assert differences(a, b, within=1e-9) == []
+        assert differences(one, two, within=1e-9) == []
 
 
 def test_local_sgd_differs_from_ddp_for_adam() -> None:
@@ -172,7 +173,7 @@ def test_local_sgd_communicates_when_it_says(
     updates: int,
     buffers: bool,
     opt_state: bool,
-    optimizer: str,  # noqa: FBT001
+    optimizer: str,
 ) -> None:
     """One flattened all-reduce every sync_every updates, none between; replicas agree after."""
     setup = af.chain(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from tests.catalog import CATALOG
+from tests.catalog import stacks
 from tests.strategies import LOSSES, Run, differences, runs, tensors
 
 KINDS = st.sampled_from(["plain", "tied", "frozen", "norm", "dropout", "unused"])
@@ -21,10 +21,7 @@ BATCH = {"norm": 4, "dropout": 4}
 
 def setups() -> st.SearchStrategy[object]:
     """Draw a chain of the catalog's transforms, in any order that composes."""
-    values = [entry.transform for entry in CATALOG]
-    return st.lists(
-        st.sampled_from(values), max_size=4, unique_by=lambda t: t.name
-    ).map(lambda found: af.chain(*found))
+    return stacks(4).map(lambda found: af.chain(*found))
 
 
 def first_batch(state: af.TrainState) -> af.Batch:

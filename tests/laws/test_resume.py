@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
-from tests.catalog import CATALOG
+from tests.catalog import stacks
 from tests.processes import run_ranks
 from tests.ranks import programs
 from tests.strategies import Run, differences, runs, tensors
@@ -24,10 +24,7 @@ SETUPS = {
 
 
 def chains() -> st.SearchStrategy[object]:
-    values = [entry.transform for entry in CATALOG]
-    return st.lists(st.sampled_from(values), max_size=3, unique_by=lambda t: t.name).map(
-        lambda found: af.chain(*found)
-    )
+    return stacks(3).map(lambda found: af.chain(*found))
 
 
 def make(run: Run, kind: str, setup: object) -> Run:
@@ -36,7 +33,9 @@ def make(run: Run, kind: str, setup: object) -> Run:
     return attrs.evolve(run, kind=kind, setup=setup, n=n, batch_size=8, dyadic=False)
 
 
-@given(run=runs(), kind=KINDS, setup=chains(), cuts=st.sets(st.integers(0, 4), max_size=2))
+@given(
+    run=runs(), kind=KINDS, setup=chains(), cuts=st.sets(st.integers(0, 4), max_size=2)
+)
 def test_cut_and_resumed_runs_are_uninterrupted_ones(
     run: Run, kind: str, setup: object, cuts: set[int]
 ) -> None:
@@ -65,7 +64,9 @@ def test_cut_and_resumed_runs_are_uninterrupted_ones(
     size=st.sampled_from([1, 2]),
 )
 @pytest.mark.ranks(2)
-def test_ranks_resume_bitwise(run: Run, kind: str, setup: str, at: int, size: int) -> None:
+def test_ranks_resume_bitwise(
+    run: Run, kind: str, setup: str, at: int, size: int
+) -> None:
     """Every rank goes on bitwise, in the middle of local SGD's period and of an epoch too."""
     run = attrs.evolve(make(run, kind, SETUPS[setup]), updates=4)
     with tempfile.TemporaryDirectory() as folder:

@@ -116,10 +116,10 @@ def resume(world: af.World, run: Run, directory: str, at: int) -> Found:
 def global_orders(world: af.World, run: Run) -> list[tuple[list[int], list[bool]]]:
     """Return this rank's indices and filler, batch by batch, of one epoch."""
     state = run.state(world)
-    found = []
-    for batch in af.batches(state, epochs=1):
-        found.append((batch.indices.tolist(), batch.filler.tolist()))
-    return found
+    return [
+        (batch.indices.tolist(), batch.filler.tolist())
+        for batch in af.batches(state, epochs=1)
+    ]
 
 
 def instance_by_rank(world: af.World) -> None:

@@ -75,13 +75,18 @@ def test_a_rank_that_hangs_ends_the_run() -> None:
 
 def test_ranks_with_different_values_are_refused() -> None:
     """Unseeded model instances are noticed when built, by the first tensor that differs."""
-    with pytest.raises(RankError, match=r"(?s)ReplicaMismatchError.*values.*rank 0: weight.*rank 1: weight"):
+    with pytest.raises(
+        RankError,
+        match=r"(?s)ReplicaMismatchError.*values.*rank 0: weight.*rank 1: weight",
+    ):
         run_ranks(2, programs.instance_by_rank)
 
 
 def test_ranks_with_different_shapes_are_refused() -> None:
     """Models of different shapes are noticed when built."""
-    with pytest.raises(RankError, match=r"(?s)ReplicaMismatchError.*structure.*\(2, 2\).*\(3, 2\)"):
+    with pytest.raises(
+        RankError, match=r"(?s)ReplicaMismatchError.*structure.*\(2, 2\).*\(3, 2\)"
+    ):
         run_ranks(2, programs.shape_by_rank)
 
 
@@ -93,17 +98,23 @@ def test_unreduced_gradients_are_refused() -> None:
 
 def test_adding_to_reduced_gradients_is_refused() -> None:
     """into= reduced gradients would let replicas drift."""
-    with pytest.raises(RankError, match="(?s)GradsError.*reduced over the ranks already"):
+    with pytest.raises(
+        RankError, match="(?s)GradsError.*reduced over the ranks already"
+    ):
         run_ranks(2, programs.add_to_reduced, Run(setup=DDP))
 
 
-@pytest.mark.parametrize("setup", [DDP, af.chain(DDP, af.accumulate(num_micro_batches=2))])
+@pytest.mark.parametrize(
+    "setup", [DDP, af.chain(DDP, af.accumulate(num_micro_batches=2))]
+)
 def test_a_step_that_raises_on_all_ranks_can_be_tried_again(setup: object) -> None:
     """The state is as it was, and the next step is the one that would have been."""
     run = Run(n=8, batch_size=8, updates=1, dyadic=False, kind="norm", loss="squared")
     run = attrs.evolve(run, setup=setup)
     expected = run_ranks(2, programs.train, run)
-    for rank, (said, _, after) in enumerate(run_ranks(2, programs.fail_in_forward, run)):
+    for rank, (said, _, after) in enumerate(
+        run_ranks(2, programs.fail_in_forward, run)
+    ):
         assert "boom" in said
         assert differences(expected[rank][0][0], after) == []
 
@@ -111,7 +122,9 @@ def test_a_step_that_raises_on_all_ranks_can_be_tried_again(setup: object) -> No
 def test_unused_parameters_are_named() -> None:
     """Without find_unused_parameters DDP would not reduce; the update is refused."""
     run = Run(kind="unused", setup=DDP, dyadic=False)
-    with pytest.raises(RankError, match="(?s)UnusedParametersError.*unused.*find_unused"):
+    with pytest.raises(
+        RankError, match="(?s)UnusedParametersError.*unused.*find_unused"
+    ):
         run_ranks(2, programs.train, run)
     found = attrs.evolve(
         run, setup=af.chain(af.shard_data(), af.wrap_ddp(find_unused_parameters=True))

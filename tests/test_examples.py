@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example runs, is short, and shows what it promises."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import accelfn as af
+from tests.processes import run_ranks
+
+FOLDER = Path(__file__).parents[1] / "examples"
+SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
+LAUNCH_2 = ["-m", "accelfn.cli", "launch", "--nproc", "2"]
+
+
+def output_of(folder: Path, name: str, *launcher: str) -> str:
+    """Run a script in a folder of its own; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, *launcher, str(FOLDER / name)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        check=False,
+    )
+    assert (0, "") == (done.returncode, done.stderr)
+    return done.stdout
+
+
+def example(name: str) -> ModuleType:
+    """Return a script as a module; its name is not one that `import` takes."""
+    spec = spec_from_file_location(name.removesuffix(".py"), FOLDER / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def percentages(text: str) -> list[float]:
+    """Return the numbers before a percent sign."""
+    return [float(number) for number in re.findall(r"([\d.]+)%", text)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_an_example_is_short_and_asks_for_nothing(script: Path) -> None:
+    """An example is at most 80 lines, and reads neither arguments nor environment."""
+    text = script.read_text(encoding="utf-8")
+
+    assert 80 >= len(text.splitlines())
+    assert [] == re.findall(r"argparse|sys\.argv|os\.environ|getenv", text)
+
+
+def test_the_readme_lists_every_example() -> None:
+    """The table in the examples' README names each script once, in order."""
+    table = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+    assert [s.name for s in SCRIPTS] == re.findall(r"^\| `(\d\d_\w+\.py)`", table, re.M)
+
+
+@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+def test_digits_are_learnt(tmp_path: Path, launcher: list[str]) -> None:
+    """The first example reads 97 % of the held-out digits, and says so once."""
+    printed = output_of(tmp_path, "01_digits.py", *launcher)
+
+    assert 1 == printed.count("held-out loss")
+    assert 15 == len(percentages(printed))
+    assert percentages(printed)[-1] >= 97.0
+
+
+def losses_of_digits(world: af.World, num_micro_batches: int) -> list[float]:
+    """Return the loss of each update of the first example, with another setup."""
+    setup = af.chain(
+        af.shard_data(),
+        af.wrap_ddp(),
+        af.accumulate(num_micro_batches=num_micro_batches),
+    )
+    history = example("01_digits.py").train(world, setup)
+    return [af.mean(metrics, world)["loss"] for metrics in history]
+
+
+@pytest.fixture(scope="module")
+def losses_on_one_process() -> list[float]:
+    """Return the losses of one process that takes its batches whole."""
+    return losses_of_digits(af.World.single(device="cpu"), 1)
+
+
+# a float32 loss of 2.3 is known to 2e-7; 345 updates may let that grow
+ROUNDING = {"rel": 1e-4, "abs": 2e-6}
+
+
+@pytest.mark.parametrize("num_micro_batches", [2, 5])
+def test_micro_batches_do_not_change_the_losses(
+    losses_on_one_process: list[float], num_micro_batches: int
+) -> None:
+    """At each update the loss is that of whole batches, up to float32 rounding."""
+    losses = losses_of_digits(af.World.single(device="cpu"), num_micro_batches)
+
+    assert pytest.approx(losses_on_one_process, **ROUNDING) == losses
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_ranks_do_not_change_the_losses(
+    losses_on_one_process: list[float], num_micro_batches: int
+) -> None:
+    """At each update two ranks find the loss of one process, up to float32 rounding."""
+    first, second = run_ranks(2, losses_of_digits, num_micro_batches)
+
+    assert first == second
+    assert pytest.approx(losses_on_one_process, **ROUNDING) == first
+
+
+def test_big_batches(tmp_path: Path) -> None:
+    """Micro-batches differ from the whole by the rounding of each precision."""
+    printed = output_of(tmp_path, "02_big_batches.py")
+    exact, coarse = map(float, re.findall(r"differ by (\S+),", printed))
+
+    assert exact < 1e-4 < coarse < 0.1
+    assert min(percentages(printed)) >= 97.0
+
+
+def test_local_sgd_on_one_process(tmp_path: Path) -> None:
+    """One process has nobody to talk to, and trains the same either way."""
+    ddp, local = output_of(tmp_path, "03_local_sgd.py").splitlines()
+
+    assert ddp.startswith("af.wrap_ddp(): 0 collectives in 345 updates")
+    assert local.startswith("af.local_sgd(sync_every=8): 0 collectives in 345 updates")
+    assert percentages(ddp) == percentages(local)
+
+
+def local_sgd_on(world: af.World) -> list[str]:
+    """Return what the third example says of both ways."""
+    train = example("03_local_sgd.py").train
+    return [train(world, way) for way in (af.wrap_ddp(), af.local_sgd(sync_every=8))]
+
+
+@pytest.mark.ranks(2)
+def test_local_sgd_talks_an_eighth_as_often() -> None:
+    """DDP reduces in each of 345 updates; local_sgd every 8, and once at the end."""
+    (ddp, local), _ = run_ranks(2, local_sgd_on)
+
+    assert 345 <= int(ddp.split()[0]) <= 350
+    assert 345 // 8 + 1 == int(local.split()[0])
+    assert min(percentages(ddp + local)) >= 97.0
+
+
+@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, launcher: list[str]) -> None:
+    """A run that is stopped in mid-epoch ends bitwise as the uninterrupted one."""
+    printed = output_of(tmp_path, "04_save_and_resume.py", *launcher)
+
+    assert "step 40, epoch 1 sample 704" in printed
+    assert printed.endswith("resumed has the bits of whole: True\n")
+    assert (tmp_path / "digits-checkpoint" / "manifest.json").is_file()
+
+
+def test_a_checkpoint_of_the_last_time_is_replaced(tmp_path: Path) -> None:
+    """The fourth example can be run again where it was run before."""
+    (tmp_path / "digits-checkpoint").mkdir()
+
+    assert "True" in output_of(tmp_path, "04_save_and_resume.py")
+
+
+def test_a_custom_step(tmp_path: Path) -> None:
+    """Sharpness-aware minimisation generalises better from few images."""
+    printed = output_of(tmp_path, "05_custom_step.py")
+    plain, sam = map(float, re.findall(r"loss ([\d.]+)", printed))
+
+    assert sam < plain
+    assert percentages(printed)[1] > percentages(printed)[0] > 85.0
+
+
+def test_a_transform_of_ones_own(tmp_path: Path) -> None:
+    """Broken images ruin plain SGD, and `clip_spikes` saves it."""
+    printed = output_of(tmp_path, "06_your_own_transform.py")
+    plain, clipped, averaged = percentages(printed)
+
+    assert plain < 90.0
+    assert min(clipped, averaged) >= 95.0
+    assert "(clip_spikes(1.5), af.ema(0.98))" in printed
+
+
+def custom_on(world: af.World) -> str:
+    """Return what the fifth example says of its own step."""
+    module = example("05_custom_step.py")
+    return module.train(world, module.sam_step)
+
+
+@pytest.mark.ranks(2)
+def test_a_custom_step_on_ranks() -> None:
+    """A step of one's own trains on two ranks what it trains on one process."""
+    alone = percentages(custom_on(af.World.single(device="cpu")))
+
+    assert [pytest.approx(alone, abs=0.5)] * 2 == [
+        percentages(said) for said in run_ranks(2, custom_on)
+    ]
