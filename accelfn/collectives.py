@@ -5,13 +5,12 @@ Tensors travel packed in one contiguous buffer: one call for any number of them,
 non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from accelfn.errors import PeerFailedError, ReplicaMismatchError
+from accelfn.errors import Error, PeerFailedError, ReplicaMismatchError
 from accelfn.loss import Metrics
 from accelfn.world import World
 
@@ -25,25 +24,37 @@ _PEER_SIGNS = (
 )
 
 
-@contextmanager
-def naming(label: str, world: World) -> Generator[None]:
-    """Turn a backend's failure inside the block into `PeerFailedError`.
+class naming:
+    """Turn a backend's failure inside a `with` block into `PeerFailedError`.
 
     Raises:
         PeerFailedError: another rank closed the connection or did not arrive in time.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in _PEER_SIGNS):
-            raise
-        first = str(error).splitlines()[0]
-        msg = (
-            f"Rank {world.rank} of {world.size} waited in {label!r}, but another rank"
-            " failed, left or did not arrive. Look at the other ranks' output for the"
-            f" cause. ({first})"
-        )
-        raise PeerFailedError(msg) from error
+
+    __slots__ = ("_label", "_world")
+
+    def __init__(self, label: str, world: World) -> None:
+        """Take what the ranks are doing, and in which world."""
+        self._label = label
+        self._world = world
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        """Name the failure, if it is one of the connection."""
+        if not isinstance(error, RuntimeError) or isinstance(error, Error):
+            return
+        if any(sign in str(error) for sign in _PEER_SIGNS):
+            first = str(error).splitlines()[0]
+            msg = (
+                f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r},"
+                " but another rank failed, left or did not arrive. Look at the other"
+                f" ranks' output for the cause. ({first})"
+            )
+            raise PeerFailedError(msg) from error
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

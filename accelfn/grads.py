@@ -17,25 +17,28 @@ from accelfn.loss import Number
 class Grads:
     """Gradients of loss totals by parameter name, and the weight to divide them by.
 
-    The true gradient of a total is `tensors[name] * unit`; the gradient of the mean over
-    all that was seen is that over `weight`. `apply_grads` divides once, so gradients add
-    exactly over micro-batches and ranks. A parameter that took no part is left out.
+    `apply_grads` divides once, so gradients add exactly over micro-batches and ranks. A
+    parameter that took no part is left out.
 
     Attributes:
         tensors: one tensor a parameter, of its shape and dtype.
-        weight: of the losses seen: on all ranks when reduced, else on this rank.
-        unit: what was left out of `tensors`: the weight for a lone mean, else 1.
+        divisor: what to divide them by; the weight of the losses seen, on this rank or
+            on all, up to `num_averaged`.
+        num_averaged: over how many ranks tensors and divisor are averages of sums.
+        is_mean: whether the division is done; a lone mean is differentiated as it is.
         buffers: the buffers (running statistics) that the forward passes wrote.
-        reduced: whether they are summed over all ranks.
+        reduced: whether they are of all ranks.
         cursor: where the data stands after the batches seen; None for plain values.
         num_micro_batches: how many backward passes they are the sum of.
         update: the number of updates of the state they were taken at.
         metrics: values that transforms of `grads` report, by name.
+        lease: ended when they are given to `apply_grads` or to `into=`.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    weight: Number
-    unit: float = 1
+    divisor: Number
+    num_averaged: int = 1
+    is_mean: bool = False
     buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     reduced: bool = True
     cursor: Cursor | None = None
@@ -43,6 +46,13 @@ class Grads:
     update: int = 0
     metrics: Mapping[str, Number] = attrs.field(factory=dict)
     lease: Lease = attrs.field(factory=Lease, repr=False)
+
+    @property
+    def weight(self) -> Number:
+        """The weight of all that was seen: samples, or what `af.Loss` says."""
+        if self.num_averaged == 1:
+            return self.divisor
+        return self.divisor * self.num_averaged
 
     def give_away(self, to: str) -> None:
         """Let these gradients be used no more; they and their kin raise from now on."""

@@ -227,17 +227,19 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     params = state.params
     totals = {
         name: (
-            grads.tensors[name] * grads.unit
+            grads.tensors[name] * (grads.divisor if grads.is_mean else 1)
             if name in grads.tensors
             else torch.zeros_like(params[name])
         )
         for name in state.definition.skeleton.trainable
     }
     weight = torch.as_tensor(
-        grads.weight, dtype=torch.float64, device=world.device
+        grads.divisor, dtype=torch.float64, device=world.device
     ).reshape(1)
     all_reduce_([*totals.values(), weight], world, label="sync_grads")
-    return attrs.evolve(grads, tensors=totals, weight=weight[0], unit=1, reduced=True)
+    return attrs.evolve(
+        grads, tensors=totals, divisor=weight[0], is_mean=False, reduced=True
+    )
 
 
 def apply_grads(state: TrainState, grads: Grads) -> TrainState:
@@ -376,19 +378,17 @@ def _reduced(
 
 def _divided(grads: Grads) -> Grads:
     """Return the gradients of the mean; of a weight of 0, zeros."""
-    weight, unit = grads.weight, grads.unit
-    if weight is unit:
+    if grads.is_mean or not grads.tensors:
         return grads
-    if isinstance(weight, torch.Tensor):
-        divisor = weight.to(torch.float64) / unit
+    divisor = grads.divisor
+    if isinstance(divisor, torch.Tensor):
+        divisor = divisor.to(next(iter(grads.tensors.values())).dtype)
         # what has no weight counts for nothing
         divisor = divisor.masked_fill(divisor == 0, math.inf)
-        for grad in list(grads.tensors.values())[:1]:
-            divisor = divisor.to(grad.dtype)
         foreach.div_(grads.tensors.values(), divisor)
-    elif weight not in (0, unit):
-        foreach.div_(grads.tensors.values(), weight / unit)
-    return attrs.evolve(grads, unit=weight)
+    elif divisor not in (0, 1):
+        foreach.div_(grads.tensors.values(), divisor)
+    return attrs.evolve(grads, is_mean=True)
 
 
 def _transformed(

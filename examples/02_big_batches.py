@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset, random_split
 
 import accelfn as af
 
-EPOCHS = 15
+EPOCHS = 10
 
 
 def setup(num_micro_batches: int, precision: af.Transform | None) -> af.Transform:

@@ -107,8 +107,10 @@ class DDPRunner:
                 with self._ddp.no_sync():
                     run_backward((scalar, root), seeds)
         averaged, carrier.grad = carrier.grad, None
+        if not self._sync or averaged is None:
+            return None
         # with gradient_as_bucket_view it lies in a bucket that the next pass writes
-        return averaged.clone() if self._sync and averaged is not None else None
+        return averaged if averaged._base is None else averaged.clone()
 
     def let_go(self) -> None:
         """Drop DistributedDataParallel, and with it the process group."""

@@ -106,15 +106,12 @@ class Engine:
         written = self._buffers.end() if self._buffers else {}
         self._live = tensors
         self._live_buffers = dict(kept) if samples.known == 0 else written
-        weight = read.weight if into is None else into.weight + read.weight
-        unit = _unit(read) if samples.lone and read.is_mean else 1
-        if averaged is not None:
-            unit = self._world_size
-            weight = averaged * unit
+        weight = read.weight if into is None else into.divisor + read.weight
         grads = Grads(
             tensors=tensors,
-            weight=weight,
-            unit=unit,
+            divisor=weight if averaged is None else averaged,
+            num_averaged=1 if averaged is None else self._world_size,
+            is_mean=samples.lone and read.is_mean,
             buffers=self._live_buffers,
             reduced=averaged is not None or self._world_size == 1,
             cursor=cursor,
@@ -154,7 +151,7 @@ class Engine:
         self, read: ReadLoss, into: Grads | None, *, lone: bool
     ) -> torch.Tensor | None:
         """Run the backward pass; gradients of totals, or of a lone mean."""
-        weight = read.weight if into is None else into.weight + read.weight
+        weight = read.weight if into is None else into.divisor + read.weight
         nothing = isinstance(read.weight, (int, float)) and read.weight == 0
         scale = read.weight if read.is_mean or nothing else None
         if lone and read.is_mean and not nothing:
@@ -192,8 +189,8 @@ class Engine:
             return
         self._check_fit(into)
         into.give_away("value_and_grad(into=)")
-        if into.unit != 1:
-            foreach.mul_(into.tensors.values(), into.unit)
+        if into.is_mean:
+            foreach.mul_(into.tensors.values(), into.divisor)
         for name, grad in into.tensors.items():
             self._trained[name].grad = grad
 
@@ -269,7 +266,3 @@ def engine_of(state: TrainState) -> Engine:
         else:
             cache["engine"] = local_engine(state)
     return cache["engine"]
-
-
-def _unit(read: ReadLoss) -> float:
-    return read.weight if isinstance(read.weight, (int, float)) and read.weight else 1

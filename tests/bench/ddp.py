@@ -17,17 +17,22 @@ import accelfn as af
 def measure(rounds: int) -> list[Figure]:
     """Return what a step costs; every rank runs the same blocks in the same order."""
     with af.World.from_env() as world:
-        batches = in_turn(seed=world.rank)
-        state = af.TrainState.create(
-            model=mlp, optimizer=adamw, setup=af.wrap_ddp(), world=world
-        )
-        fabric = Fabric(accelerator="cpu", devices=world.size, strategy="ddp")
-        fabric.launch()
-        loops = {
-            "by hand": by_hand(DistributedDataParallel(mlp()), batches),
-            "accelfn": by_accelfn(state, batches),
-            "Accelerate": by_accelerate(Accelerator(cpu=True), batches),
-            "Lightning Fabric": by_fabric(fabric, batches),
-        }
-        taken = timed(loops, rounds=rounds, steps=100, fence=dist.barrier)
-        return with_all_reduces(compared(taken), loops, steps=16)
+        # in a function of its own: no reducer may outlive the process group
+        return _measure(world, rounds)
+
+
+def _measure(world: af.World, rounds: int) -> list[Figure]:
+    batches = in_turn(seed=world.rank)
+    state = af.TrainState.create(
+        model=mlp, optimizer=adamw, setup=af.wrap_ddp(), world=world
+    )
+    fabric = Fabric(accelerator="cpu", devices=world.size, strategy="ddp")
+    fabric.launch()
+    loops = {
+        "by hand": by_hand(DistributedDataParallel(mlp()), batches),
+        "accelfn": by_accelfn(state, batches),
+        "Accelerate": by_accelerate(Accelerator(cpu=True), batches),
+        "Lightning Fabric": by_fabric(fabric, batches),
+    }
+    taken = timed(loops, rounds=rounds, steps=100, fence=dist.barrier)
+    return with_all_reduces(compared(taken), loops, steps=16)

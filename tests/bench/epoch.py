@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An epoch with each library's own data loading, on one process."""
+"""An epoch with each library loading its own data, on one process."""
 
 from accelerate import Accelerator
 from figures import Figure

@@ -25,13 +25,17 @@ SYNC_EVERY = 8
 
 def measure(rounds: int) -> list[Figure]:
     """Return what a step costs; every rank runs the same blocks in the same order."""
-    with af.World.from_env() as world, ExitStack() as stack:
-        batches = in_turn(width=WIDTH, seed=world.rank)
-        model = partial(mlp, WIDTH)
-        create = partial(
-            af.TrainState.create, model=model, optimizer=adamw, world=world
-        )
-        apart = create(setup=af.local_sgd(sync_every=SYNC_EVERY))
+    with af.World.from_env() as world:
+        # in a function of its own: no reducer may outlive the process group
+        return _measure(world, rounds)
+
+
+def _measure(world: af.World, rounds: int) -> list[Figure]:
+    batches = in_turn(width=WIDTH, seed=world.rank)
+    model = partial(mlp, WIDTH)
+    create = partial(af.TrainState.create, model=model, optimizer=adamw, world=world)
+    apart = create(setup=af.local_sgd(sync_every=SYNC_EVERY))
+    with ExitStack() as stack:
         loops = {
             "by hand, DDP": by_hand(DistributedDataParallel(model()), batches),
             "accelfn wrap_ddp": by_accelfn(create(setup=af.wrap_ddp()), batches),

@@ -49,7 +49,7 @@ SUITE = (
     Benchmark(
         name="epoch",
         module="epoch",
-        title="An epoch with each library's own data loading",
+        title="An epoch with each library loading its own data",
         how=(
             "The same network and optimizer on a TensorDataset of 16,000 rows of 64 floats, "
             "batch 32, shuffled. One block is an epoch of 500 steps. All but accelfn "
