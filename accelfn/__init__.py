@@ -14,6 +14,7 @@ tutorial, or start here:
 from importlib.metadata import version as _version
 
 from accelfn import schedules as schedules
+from accelfn.backward import value_and_grad as value_and_grad
 from accelfn.batches import Batches as Batches
 from accelfn.batches import batches as batches
 from accelfn.checkpoint import load as load
@@ -50,13 +51,9 @@ from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum
 from accelfn.state import TrainState as TrainState
-from accelfn.step import apply_grads as apply_grads
 from accelfn.step import build as build
-from accelfn.step import finalize as finalize
 from accelfn.step import make_step as make_step
 from accelfn.step import release as release
-from accelfn.step import sync_grads as sync_grads
-from accelfn.step import value_and_grad as value_and_grad
 from accelfn.transform import Transform as Transform
 from accelfn.transform import chain as chain
 from accelfn.transform import transform as transform
@@ -70,6 +67,9 @@ from accelfn.transforms.identity import identity as identity
 from accelfn.transforms.local_sgd import local_sgd as local_sgd
 from accelfn.transforms.precision import autocast as autocast
 from accelfn.transforms.shard import shard_data as shard_data
+from accelfn.update import apply_grads as apply_grads
+from accelfn.update import finalize as finalize
+from accelfn.update import sync_grads as sync_grads
 from accelfn.views import bind as bind
 from accelfn.views import eval_params as eval_params
 from accelfn.views import frozen as frozen

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from accelfn import streams, tree
+from accelfn.backward import wrap_loss
 from accelfn.collectives import all_gather_rows, broadcast_, mean
 from accelfn.cursor import Cursor
 from accelfn.data import Batch, Data
@@ -15,7 +16,6 @@ from accelfn.data.plan import even_part
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.loss import Loss, Metrics, Number, WeightedSum
 from accelfn.state import TrainState
-from accelfn.step import wrap_loss
 from accelfn.views import eval_params
 
 EvaluateFunction: TypeAlias = Callable[..., Any]

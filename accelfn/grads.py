@@ -12,6 +12,11 @@ from accelfn.errors import GradsError
 from accelfn.lease import Lease
 from accelfn.loss import Number
 
+_GIVEN = (
+    "These gradients of update {update} were given to apply_grads or into=, which worked on"
+    " their tensors in place. Take new ones, or keep grads.map(torch.Tensor.clone) before."
+)
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class Grads:
@@ -54,14 +59,9 @@ class Grads:
             return self.divisor
         return self.divisor * self.num_averaged
 
-    def give_away(self, to: str) -> None:
+    def give_away(self) -> None:
         """Let these gradients be used no more; they and their kin raise from now on."""
-        msg = (
-            f"These gradients of update {self.update} were given to {to}, which worked"
-            " on their tensors in place. Take new ones, or keep"
-            " grads.map(torch.Tensor.clone) before."
-        )
-        self.lease.end(GradsError(msg))
+        self.lease.end(GradsError, _GIVEN, update=self.update)
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the record with `fn` of each gradient."""

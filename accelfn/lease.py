@@ -11,22 +11,26 @@ class Lease:
 
     def __init__(self) -> None:
         """Begin valid."""
-        self._ended: Error | None = None
+        self._ended: tuple[type[Error], str, int] | None = None
 
     def check(self) -> None:
         """Raise if the tensors were given away.
 
         Raises:
-            Error: they were; the one that ended the lease.
+            Error: they were; of the kind and with the message that ended the lease.
         """
         if self._ended is not None:
-            raise type(self._ended)(*self._ended.args)
+            kind, message, update = self._ended
+            raise kind(message.format(update=update))
 
     @property
     def is_over(self) -> bool:
         """Whether the tensors were given away."""
         return self._ended is not None
 
-    def end(self, error: Error) -> None:
-        """End it; whoever uses the tensors through an old record gets this error."""
-        self._ended = error
+    def end(self, kind: type[Error], message: str, *, update: int) -> None:
+        """End it; whoever uses the tensors through an old record gets this error.
+
+        Every step ends a lease, so the message is made when somebody asks.
+        """
+        self._ended = (kind, message, update)

@@ -27,7 +27,7 @@ def output_of(folder: Path, name: str, *launcher: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
         capture_output=True,
         encoding="utf-8",
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -188,7 +188,7 @@ class Engine:
         if into is None:
             return
         self._check_fit(into)
-        into.give_away("value_and_grad(into=)")
+        into.give_away()
         if into.is_mean:
             foreach.mul_(into.tensors.values(), into.divisor)
         for name, grad in into.tensors.items():

@@ -8,13 +8,13 @@ import attrs
 import torch
 
 from accelfn import tree
+from accelfn.backward import ValueAndGrad
 from accelfn.data import Batch, Plan
 from accelfn.data.plan import Span, even_part
 from accelfn.errors import ArgumentError, BatchError
 from accelfn.grads import Grads
 from accelfn.loss import Metrics
 from accelfn.state import TrainState
-from accelfn.step import ValueAndGrad
 from accelfn.transform import transform
 
 

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`apply_grads`: gradients into the next state, by way of the transforms and the optimizer.
+
+This is where a state is donated: until the optimizer is reached, whatever raises leaves it
+as it was; from then on its lease is ended.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from accelfn import foreach, streams
+from accelfn.backward import check_update
+from accelfn.collectives import all_reduce_
+from accelfn.engine.engine import engine_of
+from accelfn.errors import ArgumentError, GradsError, StateDonatedError
+from accelfn.grads import Grads
+from accelfn.lease import Lease
+from accelfn.loss import Number
+from accelfn.modes import own_modes
+from accelfn.optimizer import Hyper
+from accelfn.state import TrainState
+from accelfn.transform import chain
+
+_INTERRUPTED = (
+    "Update {update} was interrupted before it was whole, so the tensors of this state are"
+    " partly updated. Load a checkpoint, or go on from a copy."
+)
+_DONATED = (
+    "This state was given to the step of update {update}, which updated its tensors in place."
+    " Go on with the state that the step returned; to keep one, take state.copy() before the"
+    " step, or call step(state, batch, donate=False)."
+)
+
+
+def apply_grads(state: TrainState, grads: Grads) -> TrainState:
+    """Take one optimizer update: `(state, grads) -> state`.
+
+    Gradients are divided by their weight, pass through the setup's `grads` transforms, and
+    go to the optimizer; then `after_update` transforms run. The given state and gradients
+    are donated.
+
+    Raises:
+        GradsError: they were taken at another update, or are not reduced in a world of
+            several ranks.
+        StateDonatedError: the state was given to a step before.
+    """
+    return update_state(state, grads)[0]
+
+
+def update_state(
+    state: TrainState, grads: Grads
+) -> tuple[TrainState, Mapping[str, Number]]:
+    """Take one update, and return what transforms report beside the state."""
+    with own_modes(state.definition.world.device):
+        return _updated(state, grads)
+
+
+def _updated(
+    state: TrainState, grads: Grads
+) -> tuple[TrainState, Mapping[str, Number]]:
+    lease, definition = state.lease, state.definition
+    lease.check()
+    check_update(state, grads)
+    setup = definition.setup
+    # private fields are read here: properties would check the lease field by field
+    slots = state._slots  # pyright: ignore[reportPrivateUsage]
+    factor, hyper = _factor(state), _hyper(state, setup, slots)
+    grads, slots = _reduced(state, grads, setup, slots)
+    given = grads
+    try:
+        grads = _divided(grads)
+        grads, slots = _transformed(state, grads, setup, slots)
+        engine = engine_of(state)
+        assignments = engine.prepare(state, grads, factor, hyper)
+    except BaseException:
+        given.give_away()
+        raise
+    given.give_away()
+    lease.end(StateDonatedError, _INTERRUPTED, update=state.step)
+    opt_state = engine.update(grads, assignments)
+    after = TrainState(
+        params=state._params,  # pyright: ignore[reportPrivateUsage]
+        buffers=state._buffers,  # pyright: ignore[reportPrivateUsage]
+        opt_state=opt_state,
+        step=state.step + 1,
+        cursor=state.cursor if grads.cursor is None else grads.cursor,
+        seed=state.seed,
+        slots=slots,
+        definition=definition,
+        lease=Lease(),
+    )
+    after = _after_update(after, setup)
+    lease.end(StateDonatedError, _DONATED, update=state.step)
+    return after, grads.metrics
+
+
+def _factor(state: TrainState) -> float | None:
+    """Return the schedule's factor of this update."""
+    schedule = state.definition.schedule
+    if schedule is None:
+        return None
+    factor = schedule(state.step)
+    if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        msg = (
+            f"The schedule gave {factor!r} for update {state.step}; expected a finite"
+            " number, the factor of the learning rate."
+        )
+        raise ArgumentError(msg)
+    return factor
+
+
+def _hyper(state: TrainState, setup: chain, slots: Mapping[str, Any]) -> Hyper:
+    hyper: dict[Any, Any] = {}
+    for each in setup.having("hyper"):
+        hyper.update(each.hyper(state, slots.get(each.name)))
+    return hyper
+
+
+def _reduced(
+    state: TrainState, grads: Grads, setup: chain, slots: dict[str, Any]
+) -> tuple[Grads, dict[str, Any]]:
+    """Return gradients that may be applied: reduced over ranks as the setup says."""
+    world = state.definition.world
+    if grads.reduced or world.size == 1:
+        return grads, slots
+    owners = setup.having("reduce")
+    if not owners:
+        msg = (
+            f"The gradients are not reduced over the {world.size} ranks. Add"
+            " af.wrap_ddp() or af.local_sgd(sync_every=...) to the setup, or call"
+            " af.sync_grads(state, grads) before apply_grads."
+        )
+        raise GradsError(msg)
+    owner = owners[0]
+    if owner.reduce is None:
+        return grads, slots
+    reduced, slot = owner.reduce(grads, slots.get(owner.name), world)
+    return attrs.evolve(reduced, reduced=True), _with(slots, owner.name, slot)
+
+
+def _divided(grads: Grads) -> Grads:
+    """Return the gradients of the mean; of a weight of 0, zeros."""
+    if grads.is_mean or not grads.tensors:
+        return grads
+    divisor = grads.divisor
+    if isinstance(divisor, torch.Tensor):
+        divisor = divisor.to(next(iter(grads.tensors.values())).dtype)
+        # what has no weight counts for nothing
+        divisor = divisor.masked_fill(divisor == 0, math.inf)
+        foreach.div_(grads.tensors.values(), divisor)
+    elif divisor not in (0, 1):
+        foreach.div_(grads.tensors.values(), divisor)
+    return attrs.evolve(grads, is_mean=True)
+
+
+def _transformed(
+    state: TrainState, grads: Grads, setup: chain, slots: dict[str, Any]
+) -> tuple[Grads, dict[str, Any]]:
+    owners = setup.having("grads")
+    if not owners:
+        return grads, slots
+    with (
+        streams.stream(_shared_seed(state, "grads"), state.definition.world.device),
+        torch.no_grad(),
+    ):
+        for each in owners:
+            grads, slot = each.grads(grads, slots.get(each.name), state)
+            slots = _with(slots, each.name, slot)
+    return grads, slots
+
+
+def _after_update(state: TrainState, setup: chain) -> TrainState:
+    owners = setup.having("after_update")
+    if not owners:
+        return state
+    with (
+        streams.stream(
+            _shared_seed(state, "after_update"), state.definition.world.device
+        ),
+        torch.no_grad(),
+    ):
+        for each in owners:
+            state, slot = each.after_update(state, state.slots.get(each.name))
+            state = with_own_slot(state, each.name, slot)
+    return state
+
+
+def with_own_slot(state: TrainState, name: str, slot: Any) -> TrainState:
+    """Return the state with a transform's slot; None leaves it without one."""
+    return attrs.evolve(state, slots=_with(dict(state.slots), name, slot))
+
+
+def _with(slots: dict[str, Any], name: str, slot: Any) -> dict[str, Any]:
+    if slot is None and name not in slots:
+        return slots
+    return {**slots, name: slot}
+
+
+def _shared_seed(state: TrainState, purpose: str) -> int:
+    """Return the key of a stream that is the same on all ranks."""
+    definition = state.definition
+    return streams.fold(streams.key(state.seed, definition.name, purpose), state.step)
+
+
+def finalize(state: TrainState) -> TrainState:
+    """Return the state with what its transforms owe at the end, as a last average.
+
+    The given state is donated.
+    """
+    state.lease.check()
+    owners = state.definition.setup.having("finalize")
+    if not owners:
+        return state
+    after = attrs.evolve(state, lease=Lease())
+    state.lease.end(StateDonatedError, _INTERRUPTED, update=state.step)
+    with torch.no_grad():
+        for each in owners:
+            after, slot = each.finalize(after, after.slots.get(each.name))
+            after = with_own_slot(after, each.name, slot)
+    state.lease.end(StateDonatedError, _DONATED, update=state.step)
+    return after
+
+
+def sync_grads(state: TrainState, grads: Grads) -> Grads:
+    """Reduce gradients over the ranks of the state's world, exactly by weight.
+
+    For custom steps that took them with `sync=False`, or without `wrap_ddp`.
+
+    Cost: one all-reduce of all gradients, flattened, and their weight.
+
+    Law: what `wrap_ddp` gives.
+
+    Raises:
+        GradsError: they are reduced already, or not this state's.
+        PeerFailedError: another rank failed.
+    """
+    state.lease.check()
+    check_update(state, grads)
+    world = state.definition.world
+    if world.size == 1:
+        return grads
+    if grads.reduced:
+        msg = "sync_grads: these gradients are reduced over the ranks already."
+        raise GradsError(msg)
+    params = state.params
+    totals = {
+        name: (
+            grads.tensors[name] * (grads.divisor if grads.is_mean else 1)
+            if name in grads.tensors
+            else torch.zeros_like(params[name])
+        )
+        for name in state.definition.skeleton.trainable
+    }
+    weight = torch.as_tensor(
+        grads.divisor, dtype=torch.float64, device=world.device
+    ).reshape(1)
+    all_reduce_([*totals.values(), weight], world, label="sync_grads")
+    return attrs.evolve(
+        grads, tensors=totals, divisor=weight[0], is_mean=False, reduced=True
+    )
