@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from accelfn.errors import Error, PeerFailedError, ReplicaMismatchError
+from accelfn.errors import ArgumentError, Error, PeerFailedError, ReplicaMismatchError
 from accelfn.loss import Metrics
 from accelfn.world import World
 
@@ -149,7 +149,10 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
     Raises:
         PeerFailedError: another rank failed.
     """
-    names = sorted(metrics)
+    if not isinstance(metrics, Metrics):
+        msg = f"af.mean: expected Metrics, got {type(metrics).__name__}; add several first."
+        raise ArgumentError(msg)
+    names = sorted(metrics)  # the same order on all ranks
     if not names:
         return {}
     # float64 where the device has it; MPS, which has not, is no device of a world
@@ -165,10 +168,11 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
     )
     sum_(flat, world, label="mean of metrics")
     sums: list[float] = flat.tolist()
-    return {
+    means = {
         name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else 0.0
         for i, name in enumerate(names)
     }
+    return {name: means[name] for name in metrics}
 
 
 def check_replicas(

@@ -132,7 +132,10 @@ class Metrics(Mapping[str, torch.Tensor]):
 
     __slots__ = ("_sums",)
 
-    def __init__(self, sums: Mapping[str, tuple[Number, Number] | WeightedSum]) -> None:
+    def __init__(
+        self,
+        sums: Mapping[str, tuple[Number, Number] | WeightedSum] = MappingProxyType({}),
+    ) -> None:
         """Take `(total, weight)` by name."""
         self._sums: dict[str, WeightedSum] = {
             name: entry if isinstance(entry, WeightedSum) else WeightedSum(*entry)
@@ -146,6 +149,9 @@ class Metrics(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the mean of what this rank saw."""
+        if name not in self._sums:
+            msg = f"No metric {name!r}; there are {sorted(self._sums)}."
+            raise KeyError(msg)
         return self._sums[name].mean
 
     def __iter__(self) -> Iterator[str]:
@@ -162,6 +168,10 @@ class Metrics(Mapping[str, torch.Tensor]):
         for name, entry in other.sums.items():
             sums[name] = sums[name] + entry if name in sums else entry
         return Metrics(sums)
+
+    def __radd__(self, nothing: object) -> "Metrics":
+        """Let `sum` of some metrics begin at its 0."""
+        return self if nothing == 0 else NotImplemented
 
     def with_values(self, values: Mapping[str, Number]) -> "Metrics":
         """Return the metrics with plain values beside them, each with weight 1."""

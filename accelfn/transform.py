@@ -43,19 +43,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FIELDS = (
-    "init",
-    "data",
-    "loss",
-    "value_and_grad",
-    "reduce",
-    "grads",
-    "hyper",
-    "after_update",
-    "eval_params",
-    "finalize",
-    "engine",
-)
+_ARGUMENTS = {
+    "init": ("state",),
+    "data": ("plan",),
+    "loss": ("loss_fn",),
+    "value_and_grad": ("inner",),
+    "reduce": ("grads", "slot", "world"),
+    "grads": ("grads", "slot", "state"),
+    "hyper": ("state", "slot"),
+    "after_update": ("state", "slot"),
+    "eval_params": ("state", "slot"),
+    "finalize": ("state", "slot"),
+    "engine": ("state",),
+}
+FIELDS = tuple(_ARGUMENTS)
 
 
 class Transform(Protocol):
@@ -104,6 +105,7 @@ def transform(cls: type[T]) -> type[T]:
         CentralizeGrads()
     """
     _check_methods(cls)
+    _check_arguments(cls)
     annotations = dict(inspect.get_annotations(cls))
     cls.__annotations__ = {**annotations, "name": str}
     default = snake_case(cls.__name__)
@@ -142,6 +144,34 @@ def _check_methods(cls: type) -> None:
 def is_slot_name(name: object) -> bool:
     """Return whether a name can stand for a slot, in files too."""
     return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9_.-]+", name))
+
+
+def _check_arguments(cls: type) -> None:
+    for field, arguments in _ARGUMENTS.items():
+        method = vars(cls).get(field)
+        if not inspect.isfunction(method):
+            continue
+        try:
+            inspect.signature(method).bind("self", *arguments)
+        except TypeError as error:
+            msg = (
+                f"{cls.__name__}.{field} is called as {field}(self,"
+                f" {', '.join(arguments)}), which it does not take: {error}."
+            )
+            raise ArgumentError(msg) from error
+
+
+def pair(owner: Transform, field: str, returned: Any) -> tuple[Any, Any]:
+    """Return what a method gave, if it is a value and a slot.
+
+    Raises:
+        ArgumentError: it is not; the transform is named.
+    """
+    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
+        return cast("tuple[Any, Any]", returned)
+    first = _ARGUMENTS[field][0]
+    msg = f"{owner!r}.{field} returned {type(returned).__name__}; expected ({first}, slot)."
+    raise ArgumentError(msg)
 
 
 def _is_name(owner: object, _field: object, value: object) -> None:

@@ -23,7 +23,7 @@ from accelfn.loss import Number
 from accelfn.modes import own_modes
 from accelfn.optimizer import Hyper
 from accelfn.state import TrainState
-from accelfn.transform import chain
+from accelfn.transform import chain, pair
 
 _INTERRUPTED = (
     "Update {update} was interrupted before it was whole, so the tensors of this state are"
@@ -168,7 +168,8 @@ def _transformed(
         torch.no_grad(),
     ):
         for each in owners:
-            grads, slot = each.grads(grads, slots.get(each.name), state)
+            returned = each.grads(grads, slots.get(each.name), state)
+            grads, slot = pair(each, "grads", returned)
             slots = _with(slots, each.name, slot)
     return grads, slots
 
@@ -184,7 +185,8 @@ def _after_update(state: TrainState, setup: chain) -> TrainState:
         torch.no_grad(),
     ):
         for each in owners:
-            state, slot = each.after_update(state, state.slots.get(each.name))
+            returned = each.after_update(state, state.slots.get(each.name))
+            state, slot = pair(each, "after_update", returned)
             state = with_own_slot(state, each.name, slot)
     return state
 
@@ -219,7 +221,8 @@ def finalize(state: TrainState) -> TrainState:
     state.lease.end(StateDonatedError, _INTERRUPTED, update=state.step)
     with torch.no_grad():
         for each in owners:
-            after, slot = each.finalize(after, after.slots.get(each.name))
+            returned = each.finalize(after, after.slots.get(each.name))
+            after, slot = pair(each, "finalize", returned)
             after = with_own_slot(after, each.name, slot)
     state.lease.end(StateDonatedError, _DONATED, update=state.step)
     return after

@@ -63,7 +63,7 @@ def train(world: af.World, setup: af.Transform = SETUP) -> list[af.Metrics]:
         state, metrics = step(state, batch)
         history.append(metrics)
         if batch.ends_epoch:
-            seen = sum(history[-data.updates_per_epoch :], af.Metrics({}))
+            seen = sum(history[-data.updates_per_epoch :], af.Metrics())
             loss, test = af.mean(seen, world), af.evaluate(state, held_out, loss_fn)
             losses = f"{loss['loss']:.4f}", f"{test['loss']:.4f}"
             right, seconds = f"{test['accuracy']:.1%}", f"{perf_counter() - start:.1f}"

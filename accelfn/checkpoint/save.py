@@ -260,6 +260,9 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / _MANIFEST
+    if not path.exists():
+        msg = f"There is no checkpoint at {folder}: it has no {_MANIFEST}."
+        raise CheckpointError(msg)
     try:
         manifest = cast("dict[str, Any]", json.loads(path.read_bytes()))
         version, seal = manifest["format"], manifest.pop("sha256", None)

@@ -293,3 +293,14 @@ def test_metrics_hold_no_graph():
         lambda model, batch: af.Loss(model(batch).sum(), 8, out=model(batch).sum())
     )(make(), X)
     assert not any(metrics[name].requires_grad for name in metrics)
+
+
+def test_metrics_sum():
+    """sum() of metrics adds them, and a name that is not there is told with those that are."""
+    parts = [af.Metrics({"loss": (6.0, 2)}), af.Metrics({"loss": (3.0, 1)})]
+    assert float(sum(parts)["loss"]) == 3.0
+    assert len(af.Metrics()) == 0
+    with pytest.raises(KeyError, match="los.*loss"):
+        parts[0]["los"]
+    with pytest.raises(af.ArgumentError, match="list"):
+        af.mean(parts, af.World.single(device="cpu"))

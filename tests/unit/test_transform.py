@@ -171,3 +171,32 @@ def test_unit_chain_is_the_identity():
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     )
     assert af.chain()(state) is state
+
+
+def test_methods_take_what_they_are_called_with():
+    """A method with other arguments is refused when the class is made a transform."""
+    with pytest.raises(af.ArgumentError, match=r"Odd\.grads.*grads, slot, state"):
+
+        @af.transform
+        class Odd:
+            def grads(self, grads, state):
+                return grads
+
+
+def test_methods_return_a_value_and_a_slot():
+    """One that forgets its slot is named, and the state is as it was."""
+
+    @af.transform
+    class Forgets:
+        def grads(self, grads, slot, state):
+            return grads
+
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(2, 1),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        setup=Forgets(),
+    )
+    with pytest.raises(af.ArgumentError, match=r"Forgets\(\)\.grads.*\(grads, slot\)"):
+        af.make_step(lambda model, x: model(x).mean())(state, torch.ones(3, 2))
+    assert state.step == 0
+    state.copy()
