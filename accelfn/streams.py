@@ -68,11 +68,12 @@ class stream:
 
     def __enter__(self) -> None:
         """Keep the generators' states, and seed them."""
-        self._saved = [generator.get_state() for generator in self._used]
-        for generator in self._used:
-            generator.manual_seed(self._seed)
+        seed = self._seed
+        self._saved = [(each, each.get_state()) for each in self._used]
+        for each in self._used:
+            each.manual_seed(seed)
 
     def __exit__(self, *error: object) -> None:
         """Put the generators back."""
-        for generator, saved in zip(self._used, self._saved, strict=True):
-            generator.set_state(saved)
+        for each, saved in self._saved:
+            each.set_state(saved)

@@ -72,7 +72,8 @@ def _updated(
     grads, slots = _reduced(state, grads, setup, slots)
     given = grads
     try:
-        grads = _divided(grads)
+        if grads.tensors and not grads.is_mean:
+            _divide_(grads)
         grads, slots = _transformed(state, grads, setup, slots)
         engine = engine_of(state)
         assignments = engine.prepare(state, grads, factor, hyper)
@@ -142,19 +143,16 @@ def _reduced(
     return attrs.evolve(reduced, reduced=True), _with(slots, owner.name, slot)
 
 
-def _divided(grads: Grads) -> Grads:
-    """Return the gradients of the mean; of a weight of 0, zeros."""
-    if grads.is_mean or not grads.tensors:
-        return grads
+def _divide_(grads: Grads) -> None:
+    """Make gradients of totals those of the mean, in place; of a weight of 0, zeros."""
     divisor = grads.divisor
     if isinstance(divisor, torch.Tensor):
         divisor = divisor.to(next(iter(grads.tensors.values())).dtype)
-        # what has no weight counts for nothing
-        divisor = divisor.masked_fill(divisor == 0, math.inf)
+        # gradients that come with a weight of 0 are 0: divided by anything else, they stay so
+        divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
         foreach.div_(grads.tensors.values(), divisor)
     elif divisor not in (0, 1):
         foreach.div_(grads.tensors.values(), divisor)
-    return attrs.evolve(grads, is_mean=True)
 
 
 def _transformed(
@@ -163,6 +161,7 @@ def _transformed(
     owners = setup.having("grads")
     if not owners:
         return grads, slots
+    grads = attrs.evolve(grads, is_mean=True, lease=Lease())
     with (
         streams.stream(_shared_seed(state, "grads"), state.definition.world.device),
         torch.no_grad(),
@@ -204,8 +203,11 @@ def _with(slots: dict[str, Any], name: str, slot: Any) -> dict[str, Any]:
 
 def _shared_seed(state: TrainState, purpose: str) -> int:
     """Return the key of a stream that is the same on all ranks."""
-    definition = state.definition
-    return streams.fold(streams.key(state.seed, definition.name, purpose), state.step)
+    cache, name = state.definition.cache, state.definition.name
+    known = cache.get(purpose)
+    if known is None or known[0] != state.seed:
+        known = cache[purpose] = (state.seed, streams.key(state.seed, name, purpose))
+    return streams.fold(known[1], state.step)
 
 
 def finalize(state: TrainState) -> TrainState:

@@ -186,9 +186,11 @@ class World:
             return
         ours = dist.is_initialized() and dist.group.WORLD is self.connection.group
         self.connection.close()
+        # DistributedDataParallel refers to itself. It must be gone before the group is: its
+        # reducer would free the group holding the interpreter's lock, which Gloo may want
+        gc.collect()
         if ours:
             dist.destroy_process_group()
-        gc.collect()  # DistributedDataParallel refers to itself, and so to the group
 
     def __enter__(self) -> Self:
         """Return the world itself."""

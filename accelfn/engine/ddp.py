@@ -31,15 +31,18 @@ class LossModule(nn.Module):
         super().__init__()
         self.module = module
         self.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
-        self.read: ReadLoss | None = None
+        # lists, because a module looks its attributes up, and sets them, slowly
+        self.roots = [self.weight]
+        self.reads: list[ReadLoss] = []
 
     def forward(
         self, loss_fn: LossFunction, extras: tuple[Any, ...], samples: Samples
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, and the root through which its weight travels."""
         returned = loss_fn(self.module, samples.value, *extras)
-        self.read = read_loss(returned, loss_fn, samples)
-        return self.read.scalar, self.weight.view(())
+        read = read_loss(returned, loss_fn, samples)
+        self.reads.append(read)
+        return read.scalar, self.roots[0].view(())
 
 
 class DDPRunner:
@@ -61,12 +64,13 @@ class DDPRunner:
         dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
         # the parameters' own dtype shares their bucket; below float32 it could not count
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
-        self._inner = LossModule(module, dtype, world.device)
+        inner = LossModule(module, dtype, world.device)
+        self._carrier, self._reads = inner.weight, inner.reads
         self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sync = True
         with naming("build DistributedDataParallel", world):
             self._wrapped: DistributedDataParallel | None = DistributedDataParallel(
-                self._inner, process_group=world.group, init_sync=False, **options
+                inner, process_group=world.group, init_sync=False, **options
             )
         world.connection.hold(self.let_go)
 
@@ -87,8 +91,8 @@ class DDPRunner:
             else:
                 with ddp.no_sync():
                     self._roots = ddp(loss_fn, extras, samples)
-        read, self._inner.read = self._inner.read, None
-        assert read is not None  # noqa: S101 - forward set it
+        read = self._reads.pop()
+        self._reads.clear()  # what a forward that raised had left
         return read
 
     def backward(
@@ -99,7 +103,7 @@ class DDPRunner:
         assert self._roots is not None  # noqa: S101 - forward set it
         (scalar, root), self._roots = self._roots, None
         seeds = (like(scalar, 1 if scale is None else scale), like(root, weight))
-        carrier = self._inner.weight
+        carrier = self._carrier
         with naming("DistributedDataParallel backward", self._world):
             if self._sync:
                 run_backward((scalar, root), seeds)

@@ -152,10 +152,12 @@ class Engine:
     ) -> torch.Tensor | None:
         """Run the backward pass; gradients of totals, or of a lone mean."""
         weight = read.weight if into is None else into.divisor + read.weight
-        nothing = isinstance(read.weight, (int, float)) and read.weight == 0
-        scale = read.weight if read.is_mean or nothing else None
-        if lone and read.is_mean and not nothing:
-            scale = None
+        if read.is_mean:
+            scale = None if lone and read.weight else read.weight
+        elif isinstance(read.weight, torch.Tensor):
+            scale = read.weight != 0  # a total without weight counts for nothing
+        else:
+            scale = None if read.weight else 0
         return self._runner.backward(read.scalar, scale, weight)
 
     def _found(self, *, reduced: bool) -> dict[str, torch.Tensor]:

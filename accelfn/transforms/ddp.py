@@ -13,7 +13,7 @@ from accelfn.transform import Transform, has_field, transform
 
 
 def _is_positive(_owner: object, field: Any, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not value > 0:
+    if value is not None and (not isinstance(value, (int, float)) or not value > 0):
         msg = f"af.wrap_ddp({field.name}={value!r}): expected a positive number of MiB."
         raise ArgumentError(msg)
 
@@ -34,7 +34,8 @@ class wrap_ddp:
     Acts on: engine.
 
     Args:
-        bucket_cap_mb: size of DDP's buckets in MiB.
+        bucket_cap_mb: size of DDP's buckets in MiB; None is torch's own choice, 25 after a
+            first one of 1.
         gradient_as_bucket_view: gradients are views into the buckets: less memory.
         find_unused_parameters: allow parameters that take no part in the loss.
         static_graph: the same graph at every step, which DDP then learns once.
@@ -63,7 +64,7 @@ class wrap_ddp:
         af.wrap_ddp(gradient_as_bucket_view=True)
     """
 
-    bucket_cap_mb: float = _option(25, _is_positive)
+    bucket_cap_mb: float | None = _option(None, _is_positive)
     gradient_as_bucket_view: bool = _option(default=False)
     find_unused_parameters: bool = _option(default=False)
     static_graph: bool = _option(default=False)

@@ -3,6 +3,7 @@
 
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -111,7 +112,7 @@ def _verdict(benchmark: Benchmark, figure: Figure) -> str:
 
 
 def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
