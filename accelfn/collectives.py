@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from accelfn import foreach
 from accelfn.errors import ArgumentError, Error, PeerFailedError, ReplicaMismatchError
 from accelfn.loss import Metrics
 from accelfn.world import World
@@ -65,8 +66,9 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write a vector's elements back into the tensors that it was packed from."""
     sizes = [tensor.numel() for tensor in tensors]
-    for part, tensor in zip(flat.split(sizes), tensors, strict=True):
-        tensor.detach().copy_(part.view_as(tensor))
+    parts = flat.split(sizes)
+    views = [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
+    foreach.copy_([tensor.detach() for tensor in tensors], views)
 
 
 def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:

@@ -10,6 +10,7 @@ ones differ in those bits too, but for one pair in 2**32; no more can be had of 
 """
 
 import hashlib
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -52,7 +53,7 @@ def generators(device: torch.device) -> list[torch.Generator]:
 _CPU = [torch.default_generator]
 
 
-class stream:
+class stream(AbstractContextManager[None]):
     """Let draws from torch's default generators come from `seed` inside a `with` block.
 
     The generators are put back after it, also when the block raises. A class and not a

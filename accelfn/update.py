@@ -6,7 +6,8 @@ as it was; from then on its lease is ended.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -25,6 +26,7 @@ from accelfn.optimizer import Hyper
 from accelfn.state import TrainState
 from accelfn.transform import chain, pair
 
+_NO_DRAWS = nullcontext()
 _INTERRUPTED = (
     "Update {update} was interrupted before it was whole, so the tensors of this state are"
     " partly updated. Load a checkpoint, or go on from a copy."
@@ -161,11 +163,9 @@ def _transformed(
     owners = setup.having("grads")
     if not owners:
         return grads, slots
-    grads = attrs.evolve(grads, is_mean=True, lease=Lease())
-    with (
-        streams.stream(_shared_seed(state, "grads"), state.definition.world.device),
-        torch.no_grad(),
-    ):
+    if not grads.is_mean:
+        grads = attrs.evolve(grads, is_mean=True)
+    with _shared_draws(state, "grads", owners), torch.no_grad():
         for each in owners:
             returned = each.grads(grads, slots.get(each.name), state)
             grads, slot = pair(each, "grads", returned)
@@ -177,16 +177,13 @@ def _after_update(state: TrainState, setup: chain) -> TrainState:
     owners = setup.having("after_update")
     if not owners:
         return state
-    with (
-        streams.stream(
-            _shared_seed(state, "after_update"), state.definition.world.device
-        ),
-        torch.no_grad(),
-    ):
+    with _shared_draws(state, "after_update", owners), torch.no_grad():
         for each in owners:
-            returned = each.after_update(state, state.slots.get(each.name))
-            state, slot = pair(each, "after_update", returned)
-            state = with_own_slot(state, each.name, slot)
+            slot = state.slots.get(each.name)
+            returned = each.after_update(state, slot)
+            state, new_slot = pair(each, "after_update", returned)
+            if new_slot is not slot:
+                state = with_own_slot(state, each.name, new_slot)
     return state
 
 
@@ -201,13 +198,21 @@ def _with(slots: dict[str, Any], name: str, slot: Any) -> dict[str, Any]:
     return {**slots, name: slot}
 
 
-def _shared_seed(state: TrainState, purpose: str) -> int:
-    """Return the key of a stream that is the same on all ranks."""
-    cache, name = state.definition.cache, state.definition.name
+def _shared_draws(
+    state: TrainState, purpose: str, owners: Iterable[Any]
+) -> AbstractContextManager[None]:
+    """Return a context in which draws are the same on all ranks.
+
+    accelfn's own transforms say `_draws = False`: a stream for nobody would cost 5 µs.
+    """
+    if not any(getattr(each, "_draws", True) for each in owners):
+        return _NO_DRAWS
+    definition = state.definition
+    cache, name = definition.cache, definition.name
     known = cache.get(purpose)
     if known is None or known[0] != state.seed:
         known = cache[purpose] = (state.seed, streams.key(state.seed, name, purpose))
-    return streams.fold(known[1], state.step)
+    return streams.stream(streams.fold(known[1], state.step), definition.world.device)
 
 
 def finalize(state: TrainState) -> TrainState:

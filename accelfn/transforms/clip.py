@@ -2,7 +2,7 @@
 """Bound gradients before the optimizer sees them."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -53,6 +53,7 @@ class clip_grad_norm:
         af.clip_grad_norm(1.0)
     """
 
+    _draws: ClassVar[bool] = False
     max_norm: float = attrs.field(validator=_is_positive)
     norm_type: float = attrs.field(default=2.0, validator=_is_positive, kw_only=True)
 
@@ -93,6 +94,7 @@ class clip_grad_value:
         af.clip_grad_value(0.5)
     """
 
+    _draws: ClassVar[bool] = False
     max_value: float = attrs.field(validator=_is_positive)
 
     def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:

@@ -2,7 +2,7 @@
 """Keep an exponential moving average of the parameters, and evaluate at it."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 import torch
@@ -52,6 +52,7 @@ class ema:
         af.ema(0.999)
     """
 
+    _draws: ClassVar[bool] = False
     decay: float = attrs.field(validator=_is_decay)
 
     def init(self, state: TrainState) -> Params:

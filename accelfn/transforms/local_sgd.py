@@ -61,6 +61,7 @@ class local_sgd:
     gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "between averages"}
     reduce: ClassVar[None] = None
 
+    _draws: ClassVar[bool] = False
     sync_every: int = attrs.field(validator=_is_period, kw_only=True)
     buffers: bool = attrs.field(default=False, kw_only=True)
     opt_state: bool = attrs.field(default=False, kw_only=True)

@@ -2,6 +2,7 @@
 """What importing accelfn adds to importing torch."""
 
 import operator
+import os
 import subprocess
 import sys
 from functools import partial
@@ -9,6 +10,8 @@ from functools import partial
 from figures import Figure
 from rounds import compared, timed
 
+# an installed package has its bytecode; an editable one may be told not to keep it
+INSTALLED = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 STATEMENTS = ("import torch", "import torch, accelfn")
 
 
@@ -21,4 +24,4 @@ def measure(rounds: int) -> list[Figure]:
 def start(statement: str, times: int) -> None:
     """Run Python with that statement and nothing else."""
     for _ in range(times):
-        subprocess.run([sys.executable, "-c", statement], check=True)
+        subprocess.run([sys.executable, "-c", statement], check=True, env=INSTALLED)
