@@ -32,7 +32,7 @@ def measure(rounds: int) -> list[Figure]:
 
 def _measure(world: af.World, rounds: int) -> list[Figure]:
     batches = in_turn(width=WIDTH, seed=world.rank)
-    model = partial(mlp, WIDTH)
+    model = partial(mlp, WIDTH, classes=WIDTH)
     create = partial(af.TrainState.create, model=model, optimizer=adamw, world=world)
     apart = create(setup=af.local_sgd(sync_every=SYNC_EVERY))
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
 
 def local_by_hand(batches: Source) -> Loop:
     """Average all parameters as one vector, every few updates."""
-    model = mlp(WIDTH)
+    model = mlp(WIDTH, classes=WIDTH)
     optimizer = adamw(model.parameters())
 
     def loop(steps: int) -> None:
@@ -75,7 +75,7 @@ def average(model: torch.nn.Module) -> None:
 def local_by_accelerate(batches: Source, stack: ExitStack) -> Loop:
     """Train with Accelerate's LocalSGD, which is entered once for all blocks."""
     accelerator = Accelerator(cpu=True)
-    model = mlp(WIDTH)
+    model = mlp(WIDTH, classes=WIDTH)
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
     local_sgd = stack.enter_context(
         LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=SYNC_EVERY)

@@ -21,12 +21,12 @@ Source: TypeAlias = Callable[[int], Iterable[Batch]]
 adamw = partial(torch.optim.AdamW, lr=0.0, fused=True)
 
 
-def mlp(width: int = 64) -> nn.Module:
-    """Return five square layers with ReLU, and one to ten classes."""
+def mlp(width: int = 64, *, classes: int = 10) -> nn.Module:
+    """Return five square layers with ReLU, and one to the classes."""
     layers: list[nn.Module] = []
     for _ in range(5):
         layers += [nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, 10))
+    return nn.Sequential(*layers, nn.Linear(width, classes))
 
 
 def rows(count: int, *, width: int = 64, seed: int = 0) -> Batch:

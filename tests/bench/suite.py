@@ -80,7 +80,7 @@ SUITE = (
         module="local_sgd",
         title="Local SGD against DistributedDataParallel on two processes",
         how=(
-            "A network of five layers 256 to 256 with ReLU and one 256 to 10, AdamW(fused=True), "
+            "A network of six layers 256 to 256 with ReLU between, AdamW(fused=True), "
             "two processes joined by Gloo, 32 rows a rank. Local SGD averages every 8 updates; "
             "by hand, that is one all-reduce of all parameters as one vector. One block is 96 "
             "steps, from one barrier to the next. All-reduces are those of an update, as torch's "
