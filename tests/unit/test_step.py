@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
 
@@ -532,3 +533,42 @@ def test_steps_warn_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         STEP(state, [X[:4], X[4:]])
+
+
+class Records(TorchDispatchMode):
+    """Notes the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_steady_loop_reads_nothing_back():
+    """No operator of a step copies a number to the host, as `.item()` would."""
+    setup = af.chain(
+        af.accumulate(num_micro_batches=2),
+        af.autocast("bf16"),
+        af.clip_grad_norm(1.0),
+        af.clip_grad_value(1.0),
+        af.ema(0.9),
+        af.local_sgd(sync_every=2),
+    )
+    state = af.TrainState.create(
+        model=net,
+        optimizer=partial(torch.optim.AdamW, lr=0.1, fused=True),
+        schedule=af.schedules.linear(9),
+        data=af.Data(X, batch_size=4, shuffle=True),
+        setup=setup,
+    )
+    seen = set()
+    for batch in af.batches(state, epochs=3):
+        with Records() as records:
+            state, _ = STEP(state, batch)
+        if state.step > 2:
+            seen |= records.seen
+    assert any("_fused_adamw" in name for name in seen)
+    assert not any("_local_scalar_dense" in name or "item" in name for name in seen)
