@@ -74,10 +74,12 @@ def _updated(
     grads, slots = _reduced(state, grads, setup, slots)
     given = grads
     try:
-        if grads.tensors and not grads.is_mean:
-            _divide_(grads)
-        grads, slots = _transformed(state, grads, setup, slots)
         engine = engine_of(state)
+        later = not setup.having("grads") and engine.divides(grads.divisor)
+        if grads.tensors and not grads.is_mean and not later:
+            _divide_(grads)
+            grads = attrs.evolve(grads, is_mean=True)
+        grads, slots = _transformed(state, grads, setup, slots)
         assignments = engine.prepare(state, grads, factor, hyper)
     except BaseException:
         given.give_away()
@@ -163,8 +165,6 @@ def _transformed(
     owners = setup.having("grads")
     if not owners:
         return grads, slots
-    if not grads.is_mean:
-        grads = attrs.evolve(grads, is_mean=True)
     with _shared_draws(state, "grads", owners), torch.no_grad():
         for each in owners:
             returned = each.grads(grads, slots.get(each.name), state)

@@ -24,7 +24,7 @@ from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.errors import GradsError, LossError, UnusedParametersError
 from accelfn.grads import Grads
-from accelfn.loss import Metrics
+from accelfn.loss import Metrics, Number
 from accelfn.optimizer import Hyper
 from accelfn.state import OptState, TrainState
 
@@ -136,9 +136,14 @@ class Engine:
                 param.grad = grads.tensors.get(name)
         return self._optimizer.planned(factor, hyper)
 
+    def divides(self, divisor: Number) -> bool:
+        """Whether the optimizer divides gradients itself, in its own kernel."""
+        return self._optimizer.divides(divisor)
+
     def update(self, grads: Grads, hyper: Assignments) -> OptState:
         """Step the optimizer on the state's tensors, in place; return its state by name."""
-        opt_state = self._optimizer.update(hyper)
+        divisor = None if grads.is_mean else grads.divisor
+        opt_state = self._optimizer.update(hyper, divisor)
         for _, param in self._pairs:
             param.grad = None
         if grads.buffers:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from accelfn.errors import OptimizerError
+from accelfn.loss import Number
 from accelfn.optimizer import OTHERS, Hyper, group_key, named_state, rebuilt
 
 State: TypeAlias = dict[str, dict[str, Any]]
@@ -39,6 +40,7 @@ class LiveOptimizer:
         """Copy the prototype, with each parameter replaced as `params` says."""
         self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
         self._step = _bare_step(self._torch)
+        self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names
         self._names = {id(param): name for param, name in names.items()}
         self._base = [
@@ -91,8 +93,21 @@ class LiveOptimizer:
                 planned[i, key] = value
         return planned
 
-    def update(self, hyper: Assignments) -> State:
+    def divides(self, divisor: Number) -> bool:
+        """Whether the optimizer's own kernel divides gradients by this.
+
+        torch's fused optimizers do, which is how a GradScaler uses them; it spares a pass.
+        """
+        return (
+            self._fused
+            and isinstance(divisor, torch.Tensor)
+            and divisor.dtype is torch.float32
+        )
+
+    def update(self, hyper: Assignments, divisor: Number | None = None) -> State:
         """Step, and return the optimizer's state by name.
+
+        Gradients are divided by `divisor`, if the optimizer `divides` by it.
 
         In the steady loop that is the mapping it returned before: entries are changed in
         place. A new one is made when the optimizer adds entries or changes a number
@@ -101,7 +116,17 @@ class LiveOptimizer:
         if hyper or self._assigned:
             self._assign(hyper)
         everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        (self._torch.step if everywhere else self._step)()
+        step = self._torch.step if everywhere else self._step
+        if isinstance(divisor, torch.Tensor):
+            scaled = cast("Any", self._torch)
+            # gradients that come with a weight of 0 are 0, and stay so
+            scaled.grad_scale = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
+            try:
+                step()
+            finally:
+                del scaled.grad_scale
+        else:
+            step()
         entries = len(self._torch.state)
         if (
             self._note_changes()

@@ -256,3 +256,10 @@ def test_collectives_of_ddp() -> None:
     for option, value in changed.items():
         seen = run_ranks(2, programs.ddp_options, af.wrap_ddp(**{option: value}))[0]
         assert seen == {**default, option: value}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_fused_optimizers_divide_alike(optimizer: str) -> None:
+    """Where torch's fused kernel divides by the weight, the update is the divided one's."""
+    for agree, _ in run_ranks(2, programs.fused_division, optimizer):
+        assert agree

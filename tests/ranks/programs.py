@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that the rank processes of the tests run; each takes a world and plain data."""
 
+import functools
 from typing import Any
 
 import attrs
@@ -204,3 +205,24 @@ def ddp_options(world: af.World, setup: Any) -> dict[str, Any]:
         module.DistributedDataParallel = real
     seen.pop("process_group")
     return seen
+
+
+def fused_division(world: af.World, name: str) -> tuple[bool, float]:
+    """Train with and without torch's fused kernel; say if both agree, and how far."""
+    optimizer = getattr(torch.optim, name)
+    data = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    results = []
+    for fused in (True, False):
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(3, 2),
+            optimizer=functools.partial(optimizer, lr=0.1, fused=fused),
+            data=af.Data(data, batch_size=5),
+            setup=af.chain(af.shard_data(), af.wrap_ddp()),
+            world=world,
+        )
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        for batch in af.batches(state, epochs=2):
+            state, _ = step(state, batch)
+        results.append(torch.cat([p.flatten() for p in state.params.values()]))
+    apart = float((results[0] - results[1]).abs().max())
+    return bool(torch.allclose(*results, rtol=1e-5, atol=1e-6)), apart
