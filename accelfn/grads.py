@@ -30,6 +30,7 @@ class Grads:
         divisor: what to divide them by; the weight of the losses seen, on this rank or
             on all, up to `num_averaged`.
         num_averaged: over how many ranks tensors and divisor are averages of sums.
+        has_weight: whether the divisor is known not to be 0, without reading a device.
         is_mean: whether the division is done; a lone mean is differentiated as it is.
         buffers: the buffers (running statistics) that the forward passes wrote.
         reduced: whether they are of all ranks.
@@ -43,6 +44,7 @@ class Grads:
     tensors: Mapping[str, torch.Tensor]
     divisor: Number
     num_averaged: int = 1
+    has_weight: bool = False
     is_mean: bool = False
     buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     reduced: bool = True
@@ -58,6 +60,18 @@ class Grads:
         if self.num_averaged == 1:
             return self.divisor
         return self.divisor * self.num_averaged
+
+    @property
+    def denominator(self) -> Number:
+        """The divisor, or where it is 0, a number by which zeros stay zeros.
+
+        Gradients that come with a weight of 0 are 0.
+        """
+        if self.has_weight:
+            return self.divisor
+        if isinstance(self.divisor, torch.Tensor):
+            return torch.where(self.divisor == 0, 1, self.divisor)
+        return self.divisor or 1
 
     def give_away(self) -> None:
         """Let these gradients be used no more; they and their kin raise from now on."""

@@ -12,6 +12,8 @@ class _Nothing(AbstractContextManager[None]):
 
 
 _NOTHING = _Nothing()
+# asked at every step, so without a device's name to be parsed
+_any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
 
 def own_modes(device: torch.device) -> AbstractContextManager[object]:
@@ -22,7 +24,7 @@ def own_modes(device: torch.device) -> AbstractContextManager[object]:
     already: then nothing is done.
     """
     inference = torch.is_inference_mode_enabled()
-    autocast = torch.is_autocast_enabled(device.type)
+    autocast = _any_autocast() and torch.is_autocast_enabled(device.type)
     if torch.is_grad_enabled() and not inference and not autocast:
         return _NOTHING
     stack = ExitStack()

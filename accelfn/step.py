@@ -41,7 +41,7 @@ def make_step(loss_fn: LossFunction) -> Step:
 
     Law: the result depends on (state, batch, extras) alone.
 
-    Cost: what the hand-written loop costs, and some 15 µs.
+    Cost: what the hand-written loop costs; docs/benchmarks.md has the figures.
 
     Raises:
         LossError: the loss is not a scalar, or has no gradient.

@@ -149,13 +149,11 @@ def _reduced(
 
 def _divide_(grads: Grads) -> None:
     """Make gradients of totals those of the mean, in place; of a weight of 0, zeros."""
-    divisor = grads.divisor
+    divisor = grads.denominator
     if isinstance(divisor, torch.Tensor):
         divisor = divisor.to(next(iter(grads.tensors.values())).dtype)
-        # gradients that come with a weight of 0 are 0: divided by anything else, they stay so
-        divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
         foreach.div_(grads.tensors.values(), divisor)
-    elif divisor not in (0, 1):
+    elif divisor != 1:
         foreach.div_(grads.tensors.values(), divisor)
 
 

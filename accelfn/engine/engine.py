@@ -111,6 +111,8 @@ class Engine:
             tensors=tensors,
             divisor=weight if averaged is None else averaged,
             num_averaged=1 if averaged is None else self._world_size,
+            # of all ranks' weights, which are never negative, one is enough
+            has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             is_mean=samples.lone and read.is_mean,
             buffers=self._live_buffers,
             reduced=averaged is not None or self._world_size == 1,
@@ -142,7 +144,7 @@ class Engine:
 
     def update(self, grads: Grads, hyper: Assignments) -> OptState:
         """Step the optimizer on the state's tensors, in place; return its state by name."""
-        divisor = None if grads.is_mean else grads.divisor
+        divisor = None if grads.is_mean else grads.denominator
         opt_state = self._optimizer.update(hyper, divisor)
         for _, param in self._pairs:
             param.grad = None
@@ -167,9 +169,13 @@ class Engine:
 
     def _found(self, *, reduced: bool) -> dict[str, torch.Tensor]:
         """Return the gradients that a backward pass left."""
-        grads = [(name, param.grad) for name, param in self._pairs]
-        found = {name: grad for name, grad in grads if grad is not None}
-        if reduced and len(found) < len(grads) and not self._runner.expects_unused:
+        found = {
+            name: grad
+            for name, param in self._pairs
+            if (grad := param.grad) is not None
+        }
+        num_trained = len(self._pairs)
+        if reduced and len(found) < num_trained and not self._runner.expects_unused:
             self._refuse_unused(found)
         if not found:
             msg = (

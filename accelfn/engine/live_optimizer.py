@@ -119,8 +119,7 @@ class LiveOptimizer:
         step = self._torch.step if everywhere else self._step
         if isinstance(divisor, torch.Tensor):
             scaled = cast("Any", self._torch)
-            # gradients that come with a weight of 0 are 0, and stay so
-            scaled.grad_scale = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
+            scaled.grad_scale = divisor
             try:
                 step()
             finally:

@@ -57,7 +57,7 @@ class LocalRunner:
     def __init__(self, module: nn.Module) -> None:
         """Take the module."""
         self._module = module
-        self._one: torch.Tensor | None = None  # the seed of a lone mean, made once
+        self._ones = Ones()
 
     def forward(
         self,
@@ -78,13 +78,24 @@ class LocalRunner:
     ) -> torch.Tensor | None:
         """Add the gradients of `scalar * scale`."""
         del weight
-        if scale is None:
-            if self._one is None or self._one.dtype is not scalar.dtype:
-                self._one = torch.ones_like(scalar.detach())
-            run_backward((scalar,), (self._one,))
-        else:
-            run_backward((scalar,), (like(scalar, scale),))
+        seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
+        run_backward((scalar,), (seed,))
         return None
+
+
+class Ones:
+    """The gradient 1 to begin a backward pass with, made once."""
+
+    def __init__(self) -> None:
+        """Begin without one."""
+        self._last: torch.Tensor | None = None
+
+    def like(self, scalar: torch.Tensor) -> torch.Tensor:
+        """Return a 1 of the scalar's dtype, on its device."""
+        last = self._last
+        if last is None or last.dtype is not scalar.dtype:
+            last = self._last = torch.ones_like(scalar.detach())
+        return last
 
 
 def run_backward(

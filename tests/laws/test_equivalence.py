@@ -247,7 +247,7 @@ def test_collectives_of_ddp() -> None:
     default = run_ranks(2, programs.ddp_options, af.wrap_ddp())[0]
     changed = {
         "bucket_cap_mb": 1.5,
-        "gradient_as_bucket_view": True,
+        "gradient_as_bucket_view": False,
         "find_unused_parameters": True,
         "static_graph": True,
         "forward_sync_buffers": False,
@@ -256,6 +256,15 @@ def test_collectives_of_ddp() -> None:
     for option, value in changed.items():
         seen = run_ranks(2, programs.ddp_options, af.wrap_ddp(**{option: value}))[0]
         assert seen == {**default, option: value}
+
+
+def test_a_profiler_sees_ddp_and_changes_nothing() -> None:
+    """DDP's own record is left out only while no profiler looks."""
+    run = attrs.evolve(Run(), setup=DDP)
+    for seen, plain, watched in run_ranks(2, programs.under_a_profiler, run):
+        assert "DistributedDataParallel.forward" in seen
+        assert plain.keys() == watched.keys()
+        assert all(torch.equal(plain[name], watched[name]) for name in plain)
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])

@@ -192,19 +192,28 @@ def ddp_options(world: af.World, setup: Any) -> dict[str, Any]:
     import accelfn.engine.ddp as module  # the one place that builds it
 
     seen: dict[str, Any] = {}
-    real = module.DistributedDataParallel
+    real = module.LeanDDP
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.update(kwargs)
         return real(*args, **kwargs)
 
-    module.DistributedDataParallel = spy
+    module.LeanDDP = spy
     try:
         af.build(Run(setup=setup).state(world))
     finally:
-        module.DistributedDataParallel = real
+        module.LeanDDP = real
     seen.pop("process_group")
     return seen
+
+
+def under_a_profiler(world: af.World, run: Run) -> tuple[list[str], Any, Any]:
+    """Return what a profiler sees of a run, and the run's tensors without one and with it."""
+    plain, _ = run.train(run.state(world))
+    with torch.profiler.profile() as profile:
+        watched, _ = run.train(run.state(world))
+    seen = [event.name for event in profile.events()]
+    return seen, tensors(plain), tensors(watched)
 
 
 def fused_division(world: af.World, name: str) -> tuple[bool, float]:
