@@ -40,12 +40,14 @@ class naming:
         self._world = world
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Let it be known what this rank does."""
+        self._world.connection.label = self._label
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         """Name the failure, if it is one of the connection."""
+        self._world.connection.label = None
         if not isinstance(error, RuntimeError) or isinstance(error, Error):
             return
         if any(sign in str(error) for sign in _PEER_SIGNS):

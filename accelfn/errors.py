@@ -70,6 +70,30 @@ class PeerFailedError(Error, RuntimeError):
     """Another rank failed, left or did not arrive while this one waited for it."""
 
 
+class SimulationError(Error, RuntimeError):
+    """A simulated world cannot go on; a table says where each rank stands."""
+
+
+class CollectiveMismatchError(SimulationError):
+    """Ranks met in different collectives, or with different shapes or reductions."""
+
+
+class DeadlockError(SimulationError):
+    """Ranks wait for what no rank will do."""
+
+
+class RankCrashedError(SimulationError):
+    """A rank of a simulated world crashed, as was planned."""
+
+
+class DefaultGroupError(SimulationError):
+    """A simulated rank called torch's default process group, and not its world's."""
+
+
+class LawError(Error, AssertionError):
+    """A law of training does not hold; the text names the law and how it is broken."""
+
+
 class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be written, or does not fit the state it is loaded into."""
 

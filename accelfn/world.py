@@ -30,6 +30,8 @@ class Connection:
 
     torch aborts a process in which a Gloo group is still referred to at its end, so a world
     must be able to let go of it, and tell those who hold it too.
+
+    `label` and `step` say what this rank is doing, for errors and the logs of simulations.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -39,6 +41,8 @@ class Connection:
             raise ArgumentError(msg)
         self.group = group
         self.is_closed = False
+        self.label: str | None = None
+        self.step: int | None = None
         self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def hold(self, let_go: Callable[[], None]) -> None:

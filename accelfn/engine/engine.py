@@ -40,6 +40,7 @@ class Engine:
         skeleton = definition.skeleton
         self._device = definition.world.device
         self._world_size = definition.world.size
+        self._connection = definition.world.connection
         self._bound: tuple[object, object, object] = (None, None, None)
         self._stream_of: tuple[int | None, int] = (None, 0)
         module = skeleton.build(state.params, state.buffers)
@@ -88,6 +89,7 @@ class Engine:
     ) -> tuple[Metrics, Grads]:
         """Run the loss forward and backward, adding to `into`; the state stays as it was."""
         self.bind(state)
+        self._connection.step = state.step
         self._take_in(into)
         seed = self._seed(state, 0 if into is None else into.num_micro_batches)
         kept = {} if into is None else into.buffers
