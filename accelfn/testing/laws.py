@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws that all training keeps; each says how a subject breaks it, or None."""
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from accelfn.testing.simulation import simulate
+from accelfn.testing.entries import first_difference
+from accelfn.testing.subject import History, Subject, held
+from accelfn.world import World
+
+Law: TypeAlias = Callable[[Subject], str | None]
+"""Returns how a subject breaks it, or None."""
+
+_REMEMBER = "Keep what is remembered in the state, not in an attribute or a closure."
+_DRAW = "Draw inside the loss, or from af.rng(state)."
+
+
+def memory_in_state(subject: Subject) -> str | None:
+    """The same states give the same run, as often as it is run."""
+    broken = differ(
+        *(subject.plain, subject.histories()), "two runs from the same beginning"
+    )
+    return f"{broken} {_REMEMBER}" if broken else None
+
+
+def forks_apart(subject: Subject) -> str | None:
+    """Runs from copies of one state, update by update in turns, do not meet."""
+    for rank, (one, two) in enumerate(subject.forks()):
+        broken = differ([one], [two], "two forks of one state, run in turns,")
+        if broken:
+            return f"on rank {rank}, {broken} {_REMEMBER}"
+    return None
+
+
+def no_environment(subject: Subject) -> str | None:
+    """Environment variables, `RANK` say, change nothing."""
+    plain = subject.plain
+    for values in _ENVIRONMENTS:
+        shown = " ".join(f"{name}={value}" for name, value in values.items())
+        with _environment(values):
+            broken = _attempt(
+                *(plain, subject.histories),
+                f"with {shown or 'no RANK'} in the environment",
+            )
+        if broken:
+            return f"{broken} Take the rank from the world."
+    return None
+
+
+def own_randomness(subject: Subject) -> str | None:
+    """The process's random generators are neither read nor moved."""
+    broken = _attempt(
+        *(subject.plain, partial(subject.histories, seed=1)),
+        "with the process's random generators seeded differently",
+    )
+    if broken:
+        return f"{broken} {_DRAW}"
+
+    def rank(world: World) -> list[str]:
+        states = subject.start(world)
+        before = _generators()
+        for _ in subject.advance(states, 0, 2):
+            pass
+        after = _generators()
+        return [name for name in before if before[name] != after[name]]
+
+    moved = [name for found in simulate(subject.size, rank) for name in found]
+    return f"it moves {moved[0]}'s random generator. {_DRAW}" if moved else None
+
+
+def any_schedule(subject: Subject) -> str | None:
+    """In whichever order ranks have their turns, the run is the same."""
+    plain = subject.plain
+    for schedule in ([1] * 200, [1, 0, 2] * 80):
+        other = partial(subject.histories, schedule=schedule)
+        broken = _attempt(plain, other, "with the ranks' turns in another order")
+        if broken:
+            return broken
+    return None
+
+
+def replicas_agree(subject: Subject) -> str | None:
+    """Ranks hold the same parameters, optimizer state and slots, bit by bit."""
+    first, *others = subject.plain
+    for rank, other in enumerate(others, start=1):
+        for update, (one, two) in enumerate(zip(first, other, strict=True), start=1):
+            broken = first_difference(_shared(one), _shared(two))
+            if broken:
+                return (
+                    f"after update {update}, ranks 0 and {rank} hold different states:"
+                    f" {broken}"
+                )
+    return None
+
+
+def resumes(subject: Subject) -> str | None:
+    """Saved and loaded after any update, the run goes on bit by bit."""
+    plain = subject.plain
+    for at in range(subject.updates + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            cut = partial(subject.cut, at, Path(folder))
+            broken = _attempt(plain, cut, f"saved and loaded after {at} updates")
+        if broken:
+            return f"{broken} {_REMEMBER}"
+    return None
+
+
+COMMON: Mapping[str, Law] = {
+    "memory_in_state": memory_in_state,
+    "no_environment": no_environment,
+    "own_randomness": own_randomness,
+    "forks_apart": forks_apart,
+    "any_schedule": any_schedule,
+    "replicas_agree": replicas_agree,
+    "resumes": resumes,
+}
+"""By name, the laws of transforms and of steps."""
+
+
+def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
+    """Return how the first of some subjects breaks a law, and which it was."""
+    for subject in subjects:
+        broken = law(subject)
+        if broken:
+            return f"{broken}\nIt was tried with {subject.name}."
+    return None
+
+
+def differ(one: Sequence[History], two: Sequence[History], what: str) -> str | None:
+    """Return the first difference of two runs, rank by rank, or None."""
+    for rank, (mine, its) in enumerate(zip(one, two, strict=True)):
+        for update, (here, there) in enumerate(zip(mine, its, strict=True), start=1):
+            broken = first_difference(here, there)
+            if broken:
+                where = "at the end" if update == len(mine) else f"after update {update}"
+                return f"{what} differ {where} on rank {rank}: {broken}"
+    return None
+
+
+_ENVIRONMENTS: tuple[dict[str, str], ...] = (
+    {},
+    {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+    {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"},
+)
+_PLACES = (*_ENVIRONMENTS[1], "GROUP_RANK", "NODE_RANK", "SLURM_PROCID")
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Generator[None]:
+    """Set what launchers tell ranks, or take it away."""
+    kept = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(kept)
+
+
+def _generators() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "torch": torch.default_generator.get_state().tolist(),
+        "Python": random.getstate(),
+    }
+    if "numpy" in sys.modules:
+        found["numpy"] = repr(sys.modules["numpy"].random.get_state(legacy=False))
+    return found
+
+
+def _shared(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all ranks hold alike: not metrics, nor batch statistics."""
+    own = ("metrics", "buffers")
+    return {
+        name: leaf
+        for name, leaf in held.items()
+        if not name.rpartition(".")[2].startswith(own) and not name.startswith(own)
+    }
+
+
+def _attempt(
+    plain: Sequence[History], again: Callable[[], Sequence[History]], how: str
+) -> str | None:
+    """Return how another run differs from the plain one, if only by an error."""
+    try:
+        other = again()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the plain run had none
+        return f"{how} the run raised {type(error).__name__}: {error}"
+    return differ(plain, other, f"a run and the same run {how}")
+
+
+__all__ = ["COMMON", "Law", "differ", "first_broken", "held"]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_step` and `check_resume`: the laws that every step keeps, held against a user's."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from accelfn.batches import batches as batches_of
+from accelfn.errors import ArgumentError, LawError
+from accelfn.state import TrainState
+from accelfn.testing.laws import COMMON, Law, first_broken
+from accelfn.testing.subject import States, Subject, leaves
+from accelfn.world import World
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def check_step(
+    step: Step,
+    *,
+    states: Callable[[World], States],
+    batches: Callable[[World], Iterable[Any]] | None = None,
+    sizes: Sequence[int] = (1, 2, 4),
+    updates: int = 3,
+) -> None:
+    """Hold a step that you wrote against the laws that every step keeps.
+
+    A step is `(states, batch) -> (states, metrics)`, over one TrainState or a tree of them
+    (a tuple, dict or list): a GAN's two players, a student and a teacher. It runs in
+    simulated worlds, on its states and on copies.
+
+    | law | says |
+    | --- | --- |
+    | `returns_states` | it returns states like those it was given, none of them given away |
+    | `memory_in_state` | the same state gives the same run, as often as it is run |
+    | `no_environment` | environment variables, `RANK` say, change nothing |
+    | `own_randomness` | the process's random generators are neither read nor moved |
+    | `forks_apart` | runs from copies of one state, taken in turns, do not meet |
+    | `any_schedule` | in whichever order ranks have their turns, the run is the same |
+    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots |
+    | `resumes` | saved and loaded after any update, the run goes on bit by bit |
+
+    Args:
+        step: the step.
+        states: makes the states of a world, before the first update.
+        batches: makes the batches that a rank of a world steps over; at least `updates`.
+            Default: `af.batches` of the first state.
+        sizes: of the worlds.
+        updates: how many are taken, at least 2.
+
+    Raises:
+        LawError: it breaks a law.
+        ArgumentError: there are too few batches, or nothing to take them from.
+    """
+    if not callable(step):
+        msg = f"check_step({step!r}): expected a function (states, batch) -> (states, metrics)."
+        raise ArgumentError(msg)
+    if updates < 2:
+        msg = f"check_step(updates={updates}): expected at least 2."
+        raise ArgumentError(msg)
+    subjects = [_subject(step, states, batches, size, updates) for size in sizes]
+    _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
+
+
+def check_resume(
+    make: Callable[[World], tuple[TrainState, Step]],
+    steps: int,
+    *,
+    sizes: Sequence[int] = (1, 2),
+) -> None:
+    """See that a run, saved and loaded after any update, goes on as if it had not been.
+
+    The whole rest is compared bit by bit: batches by way of what they do, metrics, states.
+
+    Args:
+        make: returns the state before the first update, with data, and its step.
+        steps: updates to take; a cut is made before and after each of them.
+        sizes: of the worlds.
+
+    Raises:
+        LawError: it differs; the text says after which cut, at which update, in what.
+
+    Example:
+        >>> import accelfn as af, torch
+        >>> def make(world):
+        ...     state = af.TrainState.create(
+        ...         model=lambda: torch.nn.Linear(3, 1),
+        ...         optimizer=torch.optim.Adam,
+        ...         data=af.Data(torch.randn(8, 3), batch_size=4),
+        ...         setup=af.chain(af.shard_data(), af.wrap_ddp()),
+        ...         world=world,
+        ...     )
+        ...     return state, af.make_step(lambda model, x: model(x).square().mean())
+        >>> check_resume(make, 4)
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        msg = f"check_resume(steps={steps!r}): expected a number of updates, at least 1."
+        raise ArgumentError(msg)
+
+    def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
+        del done
+        _, step = make(state.world)
+        for batch in islice(batches_of(state), number):
+            state, metrics = step(state, batch)
+            yield state, metrics
+
+    subjects = [
+        Subject(
+            name=f"{size} ranks",
+            size=size,
+            updates=steps,
+            start=lambda world: make(world)[0],
+            advance=advance,
+        )
+        for size in sizes
+    ]
+    _hold("the run", {"resumes": COMMON["resumes"]}, subjects)
+
+
+def _subject(
+    step: Step,
+    states: Callable[[World], States],
+    batches: Callable[[World], Iterable[Any]] | None,
+    size: int,
+    updates: int,
+) -> Subject:
+    def advance(tree: States, done: int, number: int) -> Iterator[tuple[States, Any]]:
+        first = leaves(tree)[0][1]
+        given = batches_of(first) if batches is None else batches(first.world)
+        begin = 0 if batches is None else done
+        taken = 0
+        for batch in islice(given, begin, begin + number):
+            tree, metrics = step(tree, batch)
+            taken += 1
+            yield tree, metrics
+        if taken < number:
+            msg = f"check_step: there were {taken} batches, and {number} were to come."
+            raise ArgumentError(msg)
+
+    return Subject(
+        name=f"{size} rank{'s' if size > 1 else ''}",
+        size=size,
+        updates=updates,
+        start=states,
+        advance=advance,
+    )
+
+
+def _hold(what: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> None:
+    for name, law in laws.items():
+        broken = first_broken(law, subjects)
+        if broken:
+            msg = f"{what} breaks the law {name!r}: {broken}"
+            raise LawError(msg)
+
+
+def _returns_states(subject: Subject) -> str | None:
+    """The step returns states like those it was given, none of them given away."""
+    broken: list[str] = []
+
+    def start(world: World) -> States:
+        before = subject.start(world)
+        kinds = [type(state).__name__ for _, state in leaves(before)]
+        after, _ = next(subject.advance(before, 0, 1))
+        found = [type(state).__name__ for _, state in leaves(after)]
+        if found != kinds:
+            broken.append(f"it was given {kinds} and returned {found}.")
+        over = [
+            place
+            for place, (_, state) in enumerate(leaves(after))
+            if isinstance(state, TrainState) and state.lease.is_over
+        ]
+        if over:
+            broken.append(
+                f"state {over[0]} of those that it returned was given to a step before."
+                " Return what that step returned."
+            )
+        return before
+
+    from accelfn.testing.simulation import simulate
+
+    simulate(subject.size, lambda world: start(world) and None)
+    return broken[0] if broken else None

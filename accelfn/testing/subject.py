@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What laws are held against: training that can be begun, advanced, copied and saved."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+
+from accelfn import tree
+from accelfn.checkpoint import load, save
+from accelfn.state import TrainState
+from accelfn.testing.simulation import simulate
+from accelfn.testing.entries import entries
+from accelfn.world import World
+
+History: TypeAlias = list[Mapping[str, Any]]
+"""What training held and reported after each update, and what it held at its end."""
+States: TypeAlias = Any
+"""A TrainState, or a tree of them."""
+Advance: TypeAlias = Callable[[States, int, int], Iterator[tuple[States, Any]]]
+
+
+def _nothing(states: States) -> Mapping[str, Any]:
+    del states
+    return {}
+
+
+@attrs.frozen(kw_only=True)
+class Subject:
+    """Training on simulated ranks.
+
+    Attributes:
+        name: how a message calls it.
+        size: the number of ranks.
+        updates: how many are taken.
+        start: gives the states before the first update, of a world.
+        advance: `(states, done, number)` yields states and metrics of the next updates.
+        end: what else is compared of the last states, by name.
+    """
+
+    name: str
+    size: int
+    updates: int
+    start: Callable[[World], States]
+    advance: Advance
+    end: Callable[[States], Mapping[str, Any]] = _nothing
+    _kept: list[list[History]] = attrs.field(init=False, factory=list, repr=False)
+
+    @property
+    def plain(self) -> list[History]:
+        """Each rank's history, uninterrupted; run once."""
+        if not self._kept:
+            self._kept.append(self.histories())
+        return self._kept[0]
+
+    def histories(self, *, seed: int = 0, schedule: Sequence[int] = ()) -> list[History]:
+        """Return each rank's history, uninterrupted."""
+
+        def rank(world: World) -> History:
+            return self._whole(self.start(world), 0, self.updates)
+
+        return list(simulate(self.size, rank, seed=seed, schedule=schedule))
+
+    def cut(self, at: int, folder: Path) -> list[History]:
+        """Return each rank's history, saved and loaded after some updates."""
+
+        def rank(world: World) -> History:
+            states = self.start(world)
+            history: History = []
+            for after, metrics in self.advance(states, 0, at):
+                states = after
+                history.append(held(states, metrics))
+            for name, state in leaves(states):
+                save(state, folder / name)
+            paths = (folder / name for name, _ in leaves(states))
+            again = tree.tree_map(lambda new: load(new, next(paths)), self.start(world))
+            return history + self._whole(again, at, self.updates - at)
+
+        return list(simulate(self.size, rank))
+
+    def forks(self) -> list[tuple[History, History]]:
+        """Return the histories of two runs from copies of one state, update by update."""
+
+        def rank(world: World) -> tuple[History, History]:
+            states = self.start(world)
+            for after, _ in self.advance(states, 0, 1):
+                states = after
+            copies = [tree.tree_map(TrainState.copy, states) for _ in range(2)]
+            runs = [self.advance(copy, 1, self.updates - 1) for copy in copies]
+            found: tuple[History, History] = ([], [])
+            for both in zip(*runs, strict=True):
+                for history, (after, metrics) in zip(found, both, strict=True):
+                    history.append(held(after, metrics))
+            return found
+
+        return list(simulate(self.size, rank))
+
+    def _whole(self, states: States, done: int, number: int) -> History:
+        history: History = []
+        for after, metrics in self.advance(states, done, number):
+            states = after
+            history.append(held(states, metrics))
+        return [*history, {**held(states, {}), **self.end(states)}]
+
+
+def leaves(states: States) -> list[tuple[str, TrainState]]:
+    """Return the states of a tree, numbered by their place."""
+    found: list[TrainState] = []
+    tree.tree_map(found.append, states)
+    return [(f"state-{place}", state) for place, state in enumerate(found)]
+
+
+def held(states: States, metrics: Any) -> dict[str, Any]:
+    """Return all that states hold and metrics say, by name."""
+    found: dict[str, Any] = {}
+    several = len(leaves(states)) > 1
+    for name, state in leaves(states):
+        prefix = f"{name}." if several else ""
+        found |= {prefix + path: leaf for path, leaf in entries(state).items()}
+    if isinstance(metrics, Mapping):
+        found |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
+    elif metrics is not None:
+        found |= {f"metrics ({i})": t for i, t in enumerate(tree.tensor_leaves(metrics))}
+    return found

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transform watched at work: which of its inputs its methods change."""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import nn
+
+from accelfn import tree
+from accelfn.grads import Grads
+from accelfn.state import TrainState
+
+Seen: TypeAlias = Callable[[str], None]
+"""Is told of each input that was changed."""
+
+_IN_PLACE = frozenset({"after_update", "finalize"})
+"""Methods that are given the state's tensors, to be changed in place."""
+
+
+def watched(transform: Any, seen: Seen) -> Any:
+    """Return an equal transform that tells of inputs it changes and must not.
+
+    A method may change in place its own slot and the gradients it is given, and after an
+    update the tensors of the state; never the state before it, other slots, or a batch.
+    """
+    kind = type(transform)
+    methods: dict[str, Any] = {"__slots__": ()}
+    for field, watch in _WATCHES.items():
+        method = getattr(kind, field, None)
+        if callable(method):
+            methods[field] = watch(field, method, seen)
+    made = object.__new__(type(kind.__name__, (kind,), methods))
+    for field in attrs.fields(kind):
+        object.__setattr__(made, field.name, getattr(transform, field.name))
+    return made
+
+
+def _watch_method(field: str, method: Callable[..., Any], seen: Seen) -> Any:
+    """Watch a method that is given a state, its slot, or gradients."""
+
+    @wraps(method)
+    def call(self: Any, *given: Any) -> Any:
+        keep = _kept(given, own=self.name, field=field)
+        returned = method(self, *given)
+        for name in keep():
+            seen(f"{self!r}.{field} changed {name} in place")
+        return returned
+
+    return call
+
+
+def _watch_wrapper(field: str, method: Callable[..., Any], seen: Seen) -> Any:
+    """Watch the function that a method returns: a loss, or value_and_grad."""
+
+    @wraps(method)
+    def call(self: Any, inner: Callable[..., Any]) -> Any:
+        wrapped = method(self, inner)
+
+        @wraps(inner)
+        def watched_call(*given: Any, **named: Any) -> Any:
+            keep = _kept(given, own="", field=field)
+            returned = wrapped(*given, **named)
+            for name in keep():
+                seen(f"{self!r}.{field} changed {name} in place")
+            return returned
+
+        return watched_call
+
+    return call
+
+
+_WATCHES: dict[str, Callable[[str, Callable[..., Any], Seen], Any]] = {
+    "init": _watch_method,
+    "grads": _watch_method,
+    "hyper": _watch_method,
+    "after_update": _watch_method,
+    "eval_params": _watch_method,
+    "finalize": _watch_method,
+    "loss": _watch_wrapper,
+    "value_and_grad": _watch_wrapper,
+}
+
+
+def _kept(
+    given: Iterable[Any], *, own: str, field: str
+) -> Callable[[], list[str]]:
+    """Copy what must not change; return what says, later, what did."""
+    tensors: dict[str, torch.Tensor] = {}
+    for each in given:
+        tensors.update(_guarded(each, own=own, field=field))
+    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def changed() -> list[str]:
+        return [
+            name
+            for name, copy in copies.items()
+            if not _same(copy, tensors[name].detach())
+        ]
+
+    return changed
+
+
+def _guarded(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of one argument that the method must leave alone, by name."""
+    if isinstance(value, TrainState):
+        return _of_state(value, own=own, all_but_slots=field not in _IN_PLACE)
+    if isinstance(value, nn.Module):
+        return {f"parameter {n!r}": p for n, p in value.named_parameters()}
+    if isinstance(value, Grads) or field in _OWN_ARGUMENTS:
+        return {}
+    leaves = tree.tensor_leaves(value)
+    return {f"tensor {i} of the batch": leaf for i, leaf in enumerate(leaves)}
+
+
+_OWN_ARGUMENTS = frozenset(_WATCHES) - {"loss", "value_and_grad"}
+
+
+def _of_state(
+    state: TrainState, *, own: str, all_but_slots: bool
+) -> dict[str, torch.Tensor]:
+    parts: dict[str, Any] = {
+        f"slots[{name!r}]": slot for name, slot in state.slots.items() if name != own
+    }
+    if all_but_slots:
+        parts |= {f"params[{name!r}]": param for name, param in state.params.items()}
+        parts |= {f"buffers[{name!r}]": each for name, each in state.buffers.items()}
+        entries = state.opt_state.items()
+        parts |= {f"opt_state[{name!r}]": dict(entry) for name, entry in entries}
+    found: dict[str, torch.Tensor] = {}
+    for name, part in parts.items():
+        leaves = tree.tensor_leaves(part)
+        found |= {f"{name} ({i})" if i else name: t for i, t in enumerate(leaves)}
+    return found
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.shape == two.shape and torch.equal(
+        one.nan_to_num() if one.is_floating_point() else one,
+        two.nan_to_num() if two.is_floating_point() else two,
+    )

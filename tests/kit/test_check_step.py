@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`check_step` and `check_resume`: steps as users write them, and ones with planted bugs."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+
+import accelfn as af
+from accelfn.errors import LawError
+from accelfn.testing.step_laws import check_resume, check_step
+
+SETUP = af.chain(af.shard_data(), af.wrap_ddp())
+DATA = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+adam = partial(torch.optim.Adam, lr=0.01)
+
+
+def state_of(
+    world: af.World, model: Any, setup: Any = SETUP, seed: int = 0
+) -> af.TrainState:
+    return af.TrainState.create(
+        model=model,
+        optimizer=adam,
+        data=af.Data(DATA, batch_size=4, shuffle=True),
+        setup=setup,
+        world=world,
+        seed=seed,
+    )
+
+
+def player(size: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, size))
+
+
+# A GAN: two states, each player's loss taken with the other one frozen.
+
+
+def discriminator_loss(model: nn.Module, real: Any, generator: nn.Module) -> Any:
+    fake = generator(torch.randn(len(real), 3))
+    score, fooled = model(real), model(fake)
+    return binary_cross_entropy_with_logits(
+        score, torch.ones_like(score)
+    ) + binary_cross_entropy_with_logits(fooled, torch.zeros_like(fooled))
+
+
+def generator_loss(model: nn.Module, real: Any, discriminator: nn.Module) -> Any:
+    score = discriminator(model(torch.randn(len(real), 3)))
+    return binary_cross_entropy_with_logits(score, torch.ones_like(score))
+
+
+step_discriminator = af.make_step(discriminator_loss)
+step_generator = af.make_step(generator_loss)
+
+
+def gan_step(players: Any, batch: Any) -> Any:
+    generator, discriminator = players
+    discriminator, first = step_discriminator(
+        discriminator, batch, af.frozen(generator)
+    )
+    generator, second = step_generator(generator, batch, af.frozen(discriminator))
+    return (generator, discriminator), {"d": first["loss"], "g": second["loss"]}
+
+
+def gan(world: af.World) -> Any:
+    return (
+        state_of(world, lambda: player(3), seed=1),
+        state_of(world, lambda: player(1), seed=2),
+    )
+
+
+# SAM (Foret et al. 2021): the gradient is taken where the loss is worst nearby.
+
+
+def reconstruction(model: nn.Module, batch: Any) -> torch.Tensor:
+    return mse_loss(model(batch), batch)
+
+
+gradient = af.value_and_grad(reconstruction)
+
+
+def sam_step(state: Any, batch: Any) -> Any:
+    _, grads = gradient(state, batch)
+    tensors = grads.tensors
+    norm = torch.stack([g.norm() for g in tensors.values()]).norm()
+    worst = {n: p + 0.05 * tensors[n] / norm for n, p in state.params.items()}
+    metrics, grads = gradient(state.with_params(worst), batch)
+    return af.apply_grads(state, grads), metrics
+
+
+# A mean teacher: the student learns from an average of itself, in a slot of its own.
+
+
+def teacher_loss(model: nn.Module, batch: Any, teacher: nn.Module) -> torch.Tensor:
+    noisy = batch + 0.1 * torch.randn_like(batch)
+    return mse_loss(model(noisy), batch) + mse_loss(model(noisy), teacher(batch))
+
+
+step_student = af.make_step(teacher_loss)
+
+
+def teacher_step(pair: Any, batch: Any) -> Any:
+    student, metrics = step_student(pair["student"], batch, af.frozen(pair["teacher"]))
+    old = pair["teacher"]
+    mean = {
+        name: 0.75 * param + 0.25 * student.params[name]
+        for name, param in old.params.items()
+    }
+    return {"student": student, "teacher": old.with_params(mean)}, metrics
+
+
+def teacher(world: af.World) -> Any:
+    make = partial(state_of, world, lambda: player(3))
+    return {"student": make(), "teacher": make()}
+
+
+@pytest.mark.parametrize(
+    ("step", "states"),
+    [
+        (gan_step, gan),
+        (sam_step, lambda world: state_of(world, lambda: player(3))),
+        (teacher_step, teacher),
+        (
+            af.make_step(reconstruction),
+            lambda world: state_of(world, lambda: player(3)),
+        ),
+    ],
+    ids=["gan", "sam", "mean teacher", "make_step"],
+)
+def test_steps_as_users_write_them_keep_the_laws(step: Any, states: Any) -> None:
+    check_step(step, states=states)
+
+
+def test_batches_may_be_given() -> None:
+    def rows(world: af.World) -> Iterator[torch.Tensor]:
+        return iter(DATA[world.rank :: world.size].split(1))
+
+    check_step(
+        af.make_step(reconstruction),
+        states=lambda world: state_of(world, lambda: player(3)),
+        batches=rows,
+        sizes=(1, 2),
+        updates=2,
+    )
+    with pytest.raises(af.ArgumentError, match=r"there were \d batches"):
+        check_step(
+            af.make_step(reconstruction),
+            states=lambda world: state_of(world, lambda: player(3)),
+            batches=rows,
+            sizes=(4,),
+            updates=4,
+        )
+
+
+_plain = af.make_step(reconstruction)
+_calls: list[int] = []
+
+
+def forgets_to_return(state: Any, batch: Any) -> Any:
+    _, metrics = _plain(state, batch)
+    return state, metrics
+
+
+def counts(state: Any, batch: Any) -> Any:
+    _calls.append(1)
+    state, metrics = _plain(state, batch)
+    return state, {"loss": metrics["loss"] * len(_calls)}
+
+
+def draws(state: Any, batch: Any) -> Any:
+    return _plain(state, batch.value + torch.randn(()))
+
+
+def local_only(state: Any, batch: Any) -> Any:
+    metrics, grads = gradient(state, batch, sync=False)
+    local = {name: g / grads.divisor for name, g in grads.tensors.items()}
+    params = {name: p - 0.1 * local[name] for name, p in state.params.items()}
+    return state.with_params(params), metrics
+
+
+def plain_states(world: af.World) -> Any:
+    return state_of(world, lambda: player(3))
+
+
+@pytest.mark.parametrize(
+    ("step", "law"),
+    [
+        (forgets_to_return, "returns_states"),
+        (counts, "memory_in_state"),
+        (draws, "own_randomness"),
+    ],
+)
+def test_planted_bugs_are_refused_by_their_law(step: Any, law: str) -> None:
+    with pytest.raises(LawError, match=f"'{law}'"):
+        check_step(step, states=plain_states, sizes=(1,))
+
+
+def test_replicas_that_drift_are_found() -> None:
+    with pytest.raises(LawError, match="'replicas_agree'"):
+        check_step(
+            local_only,
+            states=plain_states,
+            batches=lambda world: DATA[world.rank :: world.size].split(1),
+            sizes=(2,),
+        )
+
+
+def test_check_resume() -> None:
+    def make(world: af.World) -> Any:
+        setup = af.chain(SETUP, af.ema(0.5), af.clip_grad_norm(0.1))
+        return state_of(world, lambda: player(3), setup), _plain
+
+    check_resume(make, 4)
+
+
+def test_check_resume_finds_what_is_forgotten() -> None:
+    def make(world: af.World) -> Any:
+        taken: list[int] = []
+
+        def step(state: Any, batch: Any) -> Any:
+            taken.append(1)
+            state, metrics = _plain(state, batch)
+            return state, {"loss": metrics["loss"] * len(taken)}
+
+        return state_of(world, lambda: player(3)), step
+
+    with pytest.raises(LawError, match="saved and loaded after 1 updates"):
+        check_resume(make, 3, sizes=(1,))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(af.ArgumentError, match="expected a function"):
+        check_step(3, states=plain_states)
+    with pytest.raises(af.ArgumentError, match="at least 2"):
+        check_step(_plain, states=plain_states, updates=1)
+    with pytest.raises(af.ArgumentError, match="at least 1"):
+        check_resume(lambda world: (plain_states(world), _plain), 0)
