@@ -358,3 +358,14 @@ def test_fields_cannot_be_set():
         state.step = 3
     with pytest.raises(TypeError):
         state.params["0.bias"] = X
+
+
+def test_a_copy_keeps_what_is_one_tensor():
+    """A slot that is a parameter follows it after a copy, too."""
+    state = make()
+    name = next(iter(state.params))
+    state = state.with_slot("mine", {"same": state.params[name], "objects": [{1: 2}]})
+    copied = state.copy()
+    assert copied.slots["mine"]["same"] is copied.params[name]
+    assert copied.params[name] is not state.params[name]
+    assert copied.slots["mine"]["objects"][0] is not state.slots["mine"]["objects"][0]
