@@ -23,6 +23,7 @@ Leftmost is outermost; values flow left to right.
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from typing import (
@@ -113,6 +114,7 @@ def transform(cls: type[T]) -> type[T]:
     named.name = attrs.field(default=default, kw_only=True, validator=_is_name)
     named.__call__ = _apply
     named.__repr__ = _repr
+    named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
     return attrs.frozen(cls, repr=False, field_transformer=_keyword_only)
 
@@ -206,10 +208,24 @@ def _repr(self: Any) -> str:
         value = getattr(self, field.name)
         if field.default is not attrs.NOTHING and value == field.default:
             continue
-        shown.append(repr(value) if not field.kw_only else f"{field.name}={value!r}")
+        code = _code(value)
+        shown.append(code if not field.kw_only else f"{field.name}={code}")
     owner = type(self)
     prefix = "af." if owner.__module__.startswith("accelfn.") else ""
     return f"{prefix}{owner.__name__}({', '.join(shown)})"
+
+
+def _code(value: Any) -> str:
+    """Return code for an option; of infinity and NaN, `repr` is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - its protocol
+    """Print as code in IPython, and where hypothesis prints an example."""
+    del cycle
+    printer.text(repr(self))
 
 
 @attrs.frozen(init=False, repr=False)
@@ -284,6 +300,8 @@ class chain:
     def explain(self) -> None:
         """Print the nested calls of one step, as this chain composes them."""
         print(explanation(self))  # noqa: T201 - printing is what it is for
+
+    _repr_pretty_ = _repr_pretty
 
     def __repr__(self) -> str:
         """Return the code that makes the chain, one transform a line."""

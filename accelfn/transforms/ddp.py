@@ -71,6 +71,15 @@ class wrap_ddp:
     static_graph: bool = _option(default=False)
     forward_sync_buffers: bool = _option(default=True)
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse two ways of finding unused parameters, of which torch drops one."""
+        if self.static_graph and self.find_unused_parameters:
+            msg = (
+                "af.wrap_ddp(static_graph=True, find_unused_parameters=True): a static graph"
+                " finds unused parameters itself, in the first step. Give one of the two."
+            )
+            raise ArgumentError(msg)
+
     def engine(self, state: TrainState) -> Engine:
         """Build DistributedDataParallel around the state's tensors."""
         world = state.world

@@ -86,3 +86,14 @@ def test_micro_batches_of_what_has_no_rows(value):
     """A value without rows is refused."""
     with pytest.raises(af.BatchError, match="no tensor"):
         af.micro_batches(value, 2)
+
+
+def test_a_static_graph_finds_unused_parameters_itself():
+    with pytest.raises(af.ArgumentError, match="Give one of the two"):
+        af.wrap_ddp(static_graph=True, find_unused_parameters=True)
+
+
+def test_infinity_prints_as_code():
+    value = af.clip_grad_norm(float("inf"))
+    assert repr(value) == 'af.clip_grad_norm(float("inf"))'
+    assert eval(repr(value), {"af": af}) == value  # noqa: S307
