@@ -17,6 +17,7 @@ from accelfn import schedules as schedules
 from accelfn.backward import value_and_grad as value_and_grad
 from accelfn.batches import Batches as Batches
 from accelfn.batches import batches as batches
+from accelfn.batches import seek as seek
 from accelfn.checkpoint import load as load
 from accelfn.checkpoint import save as save
 from accelfn.collectives import barrier as barrier
@@ -50,6 +51,7 @@ from accelfn.grads import Grads as Grads
 from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum
+from accelfn.splitting import split as split
 from accelfn.state import TrainState as TrainState
 from accelfn.step import build as build
 from accelfn.step import make_step as make_step

@@ -93,6 +93,31 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     )
 
 
+def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
+    """Return the state as if `samples` samples of an epoch had been seen.
+
+    `af.batches` then goes on from there; what was skipped is not read. The tensors are the
+    given state's own.
+
+    Args:
+        state: has data.
+        samples: of the epoch, over all ranks.
+        epoch: which, from 0; by default the one in which the state stands.
+
+    Law: seeking to where a run stood gives the batches that it had left.
+
+    Cost: none; an order is a function.
+
+    Raises:
+        BatchError: the epoch has no such sample.
+        StateError: the state has no data.
+    """
+    given = batches(state)
+    cursor = Cursor(given.start.epoch if epoch is None else epoch, samples)
+    given.plan.check_start(cursor)
+    return attrs.evolve(state, cursor=cursor)
+
+
 def plan_of(data: Data, setup: chain, world: World) -> Plan:
     """Return who takes which samples, as the setup's transforms say, left to right."""
     plan = data.plan(rank=world.rank, world_size=world.size)

@@ -6,6 +6,8 @@ from functools import partial
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
@@ -179,3 +181,36 @@ def test_shown_as_its_place():
     """A batch shows where it stands, not its tensors."""
     *_, last = af.batches(make(), epochs=1)
     assert "<Batch of 3 samples, 3 here in 1 micro-batches, epoch 0 from" in repr(last)
+
+
+@given(
+    n=st.integers(1, 20),
+    batch_size=st.integers(1, 6),
+    epoch=st.integers(0, 2),
+    data=st.data(),
+)
+def test_seeking_gives_the_batches_that_a_run_had_left(n, batch_size, epoch, data):
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        data=af.Data(torch.arange(n), batch_size=batch_size, shuffle=True),
+    )
+    updates = -(-n // batch_size)
+    done = data.draw(st.integers(0, updates - 1))
+    whole = [b.indices.tolist() for b in af.batches(state, epochs=epoch + 1)]
+    later = af.seek(state, done * batch_size, epoch=epoch)
+    rest = [b.indices.tolist() for b in af.batches(later, epochs=epoch + 1)]
+    assert rest == whole[epoch * updates + done :]
+    assert later.params["weight"] is state.params["weight"]
+
+
+def test_seeking_beyond_the_epoch_is_refused():
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        data=af.Data(torch.arange(6), batch_size=4),
+    )
+    with pytest.raises(af.BatchError, match="an epoch of this data has 6"):
+        af.seek(state, 6)
+    with pytest.raises(af.ArgumentError, match="0 or more"):
+        af.seek(state, -1)

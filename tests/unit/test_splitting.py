@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`af.split`: parts that are the whole."""
+
+import copy
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+
+KINDS = {
+    "list": list,
+    "tuple": tuple,
+    "string": lambda values: "".join(chr(97 + value) for value in values),
+    "tensor": torch.tensor,
+    "array": np.array,
+}
+
+
+def parts(values: Any, size: int, *, pad: bool = False) -> list[Any]:
+    return list(simulate(size, lambda world: af.split(values, world, pad=pad)))
+
+
+@given(
+    values=st.lists(st.integers(0, 25), max_size=20),
+    kind=st.sampled_from(sorted(KINDS)),
+    size=st.integers(1, 8),
+)
+def test_parts_in_rank_order_are_the_values(values: Any, kind: str, size: int) -> None:
+    given_values = KINDS[kind](values)
+    before = copy.deepcopy(given_values)
+    found = parts(given_values, size)
+    assert list(chain(*found)) == list(before)
+    assert {type(part) for part in found} == {type(before)}
+    lengths = [len(part) for part in found]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+    assert list(given_values) == list(before)
+
+
+@given(
+    values=st.lists(st.integers(0, 25), min_size=1, max_size=20),
+    kind=st.sampled_from(sorted(KINDS)),
+    size=st.integers(1, 8),
+)
+def test_padded_parts_are_equally_long(values: Any, kind: str, size: int) -> None:
+    plain = parts(KINDS[kind](values), size)
+    for part, padded in zip(
+        plain, parts(KINDS[kind](values), size, pad=True), strict=True
+    ):
+        assert type(padded) is type(part)
+        assert len(padded) == len(plain[0])
+        assert list(padded[: len(part)]) == list(part)
+        assert set(
+            map(int, padded[len(part) :]) if kind != "string" else padded
+        ) <= set(values if kind != "string" else KINDS[kind](values))
+
+
+def test_known_parts() -> None:
+    assert parts(["A", "B", "C"], 2) == [["A", "B"], ["C"]]
+    assert parts(("A", "B", "C"), 2, pad=True) == [("A", "B"), ("C", "C")]
+    assert parts([1], 3, pad=True) == [[1], [1], [1]]
+    assert [len(part) for part in parts(range(17), 2)] == [9, 8]
+
+
+def test_a_dict_is_split_by_value_and_not_changed() -> None:
+    values = {"text": ["a", "b", "c"], "row": torch.arange(6).view(3, 2)}
+    first, second = parts(values, 2)
+    assert first["text"] == ["a", "b"]
+    assert second["row"].tolist() == [[4, 5]]
+    assert values["text"] == ["a", "b", "c"]
+    with pytest.raises(af.ArgumentError, match="differ in length: {'a': 1, 'b': 2}"):
+        af.split({"a": [1], "b": [1, 2]}, af.World.single())
+
+
+@pytest.mark.parametrize("wrong", [3, torch.tensor(1), {1, 2}, None])
+def test_what_is_no_sequence_is_refused(wrong: Any) -> None:
+    with pytest.raises(af.ArgumentError, match="expected a sequence"):
+        af.split(wrong, af.World.single())
+
+
+def test_nothing_cannot_be_padded() -> None:
+    with pytest.raises(af.ArgumentError, match="nothing to repeat"):
+        parts([], 2, pad=True)
