@@ -1,73 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process has once and every simulated rank has of its own.
 
-The random generators of torch, numpy and Python and torch's default process group belong
-to a process, so they are swapped when the turn passes; the environment is put back at the
-end. Modes (gradients, inference, autocast) belong to a thread: ranks enter the caller's.
+The random generators of torch, numpy and Python, the default dtype, the process groups that
+torch knows, and a few attributes that `with` blocks set and put back: they belong to a
+process, so they are swapped when the turn passes. Modes (gradients, inference, autocast,
+the default device) belong to a thread: ranks enter the caller's.
 """
 
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
+from typing import Any, cast
 
 import attrs
+import numpy as np
 import torch
-import torch.distributed as dist
+from numpy.random import mtrand
+from torch import overrides
 from torch.distributed import distributed_c10d
+from torch.utils import _device
 
 from accelfn import streams
+from accelfn.testing.registry import Registry
+
+# torch and numpy have no public names for what threads and processes have once
+# pyright: reportPrivateUsage=false
+
+_GROUPS = (distributed_c10d, "_world")
+_FILTERS = (warnings, "filters")
+_ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
+    *(_GROUPS, _FILTERS),
+    *((warnings, "showwarning"), (warnings, "_showwarnmsg_impl")),
+    *((sys, "stdout"), (sys, "stderr")),
+    (_device, "CURRENT_DEVICE"),
+)
 
 
 @attrs.define
 class _Kept:
     """One rank's share of the process."""
 
-    torch: torch.Tensor
+    generator: torch.Tensor
     python: Any
-    numpy: Any
-    group: dist.ProcessGroup | None
+    bits: np.random.BitGenerator
+    normal: dict[str, Any]
+    dtype: torch.dtype
+    attributes: list[Any]
 
     @classmethod
     def of_process(cls) -> "_Kept":
-        numpy = sys.modules.get("numpy")
         return cls(
-            torch=torch.default_generator.get_state(),
+            generator=torch.default_generator.get_state(),
             python=random.getstate(),
-            numpy=None if numpy is None else numpy.random.get_bit_generator(),
-            group=distributed_c10d._world.default_pg,
+            bits=mtrand.get_bit_generator(),
+            normal=_legacy_normal(),
+            dtype=torch.get_default_dtype(),
+            attributes=[getattr(module, name) for module, name in _ATTRIBUTES],
         )
 
     def put_back(self) -> None:
-        torch.default_generator.set_state(self.torch)
+        torch.default_generator.set_state(self.generator)
         random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_bit_generator(self.numpy)
-        distributed_c10d._world.default_pg = self.group
+        mtrand.set_bit_generator(self.bits)
+        _set_legacy_normal(self.normal)
+        if torch.get_default_dtype() is not self.dtype:
+            torch.set_default_dtype(self.dtype)
+        for (module, name), value in zip(_ATTRIBUTES, self.attributes, strict=True):
+            setattr(module, name, value)
 
 
 class Ambient:
     """Each rank's share of the process, swapped in and out with its turn."""
 
-    def __init__(self, seed: int, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Take the seed of all ranks, and what the default group is for each."""
+    def __init__(self, seed: int, registries: Sequence[Registry]) -> None:
+        """Take the seed of all ranks, and what torch is to know of groups in each."""
         self._seed = seed
-        self._groups = groups
+        self._registries = registries
+        self._callers = _Kept.of_process()
         self._kept: dict[int, _Kept] = {}
 
     def enter(self, rank: int) -> None:
         """Make the process this rank's."""
         kept = self._kept.get(rank)
-        if kept is not None:
+        if kept is None:
+            self._callers.put_back()
+            mtrand.set_bit_generator(np.random.MT19937(0))
+            seed_rank(self._seed, rank)
+            setattr(*_FILTERS, list(warnings.filters))
+            setattr(*_GROUPS, self._registries[rank])
+        else:
             kept.put_back()
-            return
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.set_bit_generator(numpy.random.MT19937())
-        seed_rank(self._seed, rank)
-        distributed_c10d._world.default_pg = self._groups[rank]
 
     def leave(self, rank: int) -> None:
         """Keep what this rank made of it."""
@@ -79,26 +105,37 @@ def seed_rank(seed: int, rank: int) -> None:
     number = streams.key(seed, "rank", rank)
     torch.default_generator.manual_seed(number)
     random.seed(number)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(number % 2**32)
+    np.random.seed(number % 2**32)  # noqa: NPY002 - the one that users' code draws from
 
 
 @contextmanager
-def process_kept() -> Iterator[None]:
+def process_kept() -> Generator[None]:
     """Put the process back as it was, whatever ranks do to it."""
     kept = _Kept.of_process()
+    deterministic = _deterministic()
     environment = dict(os.environ)
     try:
         yield
     finally:
         kept.put_back()
-        if environment != dict(os.environ):
-            os.environ.clear()
+        if _deterministic() != deterministic:  # setting it imports a compiler
+            torch.use_deterministic_algorithms(
+                deterministic[0], warn_only=deterministic[1]
+            )
+        if dict(os.environ) != environment:
+            for name in set(os.environ) - set(environment):
+                del os.environ[name]
             os.environ.update(environment)
 
 
-def callers_modes() -> Callable[[], ExitStack]:
+def _deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def callers_modes() -> Callable[[], AbstractContextManager[object]]:
     """Return what enters, in another thread, the modes that are on in this one."""
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
@@ -109,16 +146,62 @@ def callers_modes() -> Callable[[], ExitStack]:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
+    modes = overrides._get_current_function_mode_stack()
+    device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
     def enter() -> ExitStack:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+        torch.set_autocast_cache_enabled(cache)
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = device
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(mode=inference))
         stack.enter_context(torch.set_grad_enabled(grad))
         for kind, dtype in casts:
             cast = torch.autocast(kind, dtype=dtype, cache_enabled=cache)
             stack.enter_context(cast)
+        stack.callback(_leave_function_modes)
+        for mode in modes:
+            overrides._push_mode(mode)
         return stack
 
     return enter
+
+
+def _leave_function_modes() -> None:
+    """Leave all that this thread is in: its end must not find any."""
+    while overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+
+
+class _NoBits:
+    """Stands in for numpy's generator of bits, whose state takes 30 µs to read or set."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"bit_generator": "MT19937", "state": None}
+
+    @state.setter
+    def state(self, value: object) -> None: ...
+
+
+_NO_BITS = cast("np.random.BitGenerator", _NoBits())
+
+
+def _legacy_normal() -> dict[str, Any]:
+    """Return what numpy keeps beside its bits: the second normal number of a pair."""
+    drawing = mtrand._rand
+    bits, drawing._bit_generator = drawing._bit_generator, _NO_BITS
+    try:
+        return drawing.get_state(legacy=False)
+    finally:
+        drawing._bit_generator = bits
+
+
+def _set_legacy_normal(state: dict[str, Any]) -> None:
+    drawing = mtrand._rand
+    bits, drawing._bit_generator = drawing._bit_generator, _NO_BITS
+    try:
+        drawing.set_state(state)
+    finally:
+        drawing._bit_generator = bits

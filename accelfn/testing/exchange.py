@@ -2,24 +2,40 @@
 """The exchange: where the calls of ranks meet, are compared, and are carried out."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import attrs
-import torch
 
 from accelfn.errors import (
     CollectiveMismatchError,
     DeadlockError,
     PeerFailedError,
+    RankCrashedError,
+    SimulationError,
 )
-from accelfn.testing.calls import Call, differing, shown, table
-from accelfn.testing.faults import Crashed, Fault, Left, Unwound
-from accelfn.testing.operations import Results, results
-from accelfn.testing.turns import Turns
+from accelfn.testing.calls import Call, differing, table
+from accelfn.testing.faults import (
+    Crashed,
+    Fault,
+    Left,
+    Unwound,
+    delay,
+    due,
+    strike,
+)
+from accelfn.testing.meetings import Meeting, Meetings
+from accelfn.testing.operations import Tensors, results
+from accelfn.testing.standings import Standings
+
+if TYPE_CHECKING:
+    from accelfn.testing.turns import Turns
 
 TIMEOUT = 1800.0
 """Virtual seconds that ranks wait for one another; torch's own default."""
 _PATIENCE = 100
-"""Calls that a rank may make after the world has broken, before its thread is unwound."""
+"""How often a rank may call after the world has broken, before it is unwound; and how often
+ranks may ask whether a call is done while nothing happens, before that is a dead-lock."""
 
 
 @attrs.frozen(kw_only=True)
@@ -35,7 +51,7 @@ class Entry:
         op: the reduction, or None.
         root: the one rank that sends or receives, or None.
         ranks: who took part.
-        site: file and line of the user's code, of the first of them.
+        site: file and line of the user's code, of the first of them, or of a sender.
     """
 
     kind: str
@@ -56,137 +72,221 @@ class Entry:
         return f"{what}, {self.num_bytes} bytes{label}{step} ({self.site})"
 
 
-class Meeting:
-    """Calls that belong together, until all are there and the results are known."""
-
-    def __init__(self) -> None:
-        """Begin empty."""
-        self.calls: dict[int, Call] = {}
-        self.results: Results | None = None
-        self.ends_at = 0.0
-
-    def result_of(self, rank: int) -> tuple[torch.Tensor, ...]:
-        """Return what a rank gets."""
-        assert self.results is not None  # noqa: S101 - whoever asks has waited
-        return self.results[sorted(self.calls).index(rank)]
-
-
 class Exchange:
-    """The calls of all ranks of one world."""
+    """The calls of all ranks of one world.
+
+    The world breaks at the first mismatch, dead-lock or error of a rank: from then on every
+    call raises, in each rank an error of its own that says the same.
+    """
 
     def __init__(self, size: int, faults: Sequence[Fault]) -> None:
         """Begin with nothing called."""
         self.size = size
         self.log: list[Entry] = []
-        self.turns: Turns | None = None
+        self.faults = list(faults)
         self.clocks = [0.0] * size
-        self._faults = list(faults)
+        self.turns: Turns | None = None
+        self._meetings = Meetings(size)
+        self._standings = Standings(size)
         self._num_called = [0] * size
-        self._num_met = [0] * size  # sends and receives not counted
-        self._meetings: dict[int, Meeting] = {}
-        self._pairs: list[Meeting] = []
-        self._standing: list[Call | str] = ["has not called a collective"] * size
-        self._blocked: set[int] = set()
+        self._gone: dict[int, Unwound] = {}
         self._failure: Callable[[int], Exception] | None = None
-        self._refused = [0] * size
-
-    @property
-    def failure(self) -> Callable[[int], Exception] | None:
-        """What makes the error of a rank, once the world is broken."""
-        return self._failure
+        self._num_told = [0] * size
+        self._asking: set[int] = set()
+        self._num_asked = 0
 
     def post(self, call: Call) -> Meeting:
         """Take a rank's call, and carry it out if it was the last one awaited.
 
         It gets its index and time, and is returned with where it meets the others'.
+
+        Raises:
+            SimulationError, PeerFailedError: the world is broken, or has ended.
         """
-        self._check_alive(call.rank)
+        self._check(call)
         call.index = self._num_called[call.rank]
         self._num_called[call.rank] += 1
-        self._standing[call.rank] = call
-        planned = self._faults and self._take_faults(call, on_receipt=False)
-        for fault in planned:
-            self.clocks[call.rank] += fault.delay()
-            fault.strike(call)
+        self._num_asked = 0
+        self._standings.enters(call)
+        if self.faults:
+            self._strike(call)
         call.at = self.clocks[call.rank]
-        return self._join(call)
+        meeting, is_complete = self._meetings.join(call)
+        if is_complete:
+            self._carry_out(meeting)
+        self._standings.goes_on(call.rank)
+        return meeting
 
-    def wait(self, rank: int, meeting: Meeting, call: Call) -> tuple[torch.Tensor, ...]:
-        """Let others run until the results are there, and return this rank's.
+    def wait(self, call: Call, meeting: Meeting) -> Tensors:
+        """Let others run until the results are there, and return the caller's.
 
         Raises:
             SimulationError, PeerFailedError: they will never be.
         """
-        assert self.turns is not None  # noqa: S101 - set before any rank runs
-        self._standing[rank] = call
-        self._blocked.add(rank)
-        try:
-            self.turns.wait(
-                rank,
-                lambda: meeting.results is not None or self._failure is not None,
-            )
-        finally:
-            self._blocked.discard(rank)
+        self._let_run(call, lambda: meeting.results is not None)
         if meeting.results is None:
-            self._check_alive(rank)
-        self.clocks[rank] = max(self.clocks[rank], meeting.ends_at)
-        return meeting.result_of(rank)
+            self._check(call)
+        self.clocks[call.rank] = max(self.clocks[call.rank], meeting.ends_at)
+        return meeting.result_of(call)
 
-    def touch(self, call: Call) -> None:
-        """Let faults change what the rank received."""
-        for fault in self._take_faults(call, on_receipt=True):
-            fault.touch(call)
+    def is_done(self, call: Call, meeting: Meeting) -> bool:
+        """Let others run until the results are there or none can go on; say which.
 
-    def ended(self, rank: int, error: BaseException | None) -> None:
-        """Note how a rank ended; all that wait for it, or come to, are told."""
-        if error is None:
-            self._standing[rank] = "returned"
-        elif isinstance(error, Left):
-            self._standing[rank] = error.how
-        else:
-            how = error.how if isinstance(error, Unwound) else f"raised {error!r}"
-            before = self._standing[rank]
-            where = (
-                f" in {before.kind} #{before.index}" if isinstance(before, Call) else ""
-            )
-            self._standing[rank] = how
-            if self._failure is None:
-                crashed = isinstance(error, Crashed)
-                self._failure = lambda peer: PeerFailedError(
-                    f"Rank {peer} of {self.size}: rank {rank}"
-                    f" {how}{'' if crashed else where}, so the others cannot go on.\n"
-                    f"{self.standings()}"
-                )
+        Raises:
+            SimulationError, PeerFailedError: the world is broken.
+        """
+        rank = call.rank
+        self._asking.add(rank)
+        self._let_run(
+            call, lambda: meeting.results is not None or rank not in self._asking
+        )
+        self._asking.discard(rank)
+        if meeting.results is None:
+            self._check(call)
+        return meeting.results is not None
+
+    def receive(self, call: Call) -> None:
+        """Let faults change what a rank has received."""
+        if self.faults:
+            for fault in due(self.faults, call, received=True):
+                strike(fault, call)
 
     def stuck(self) -> None:
-        """Break the world: every rank waits or has ended, and none can go on."""
-        standings = self.standings()
-        self._failure = lambda rank: DeadlockError(
-            f"Rank {rank} of {self.size} waits, and no rank can go on:\n{standings}"
-            f"\n{self._recent()}"
+        """Let those go on that only ask, or break the world: no other rank can go on."""
+        if self._asking and self._num_asked < _PATIENCE:
+            self._num_asked += 1
+            self._asking.clear()
+            return
+        text = f"{self._standings}\n{self._recent()}"
+        self._break(
+            lambda rank: DeadlockError(
+                f"Rank {rank} of {self.size} waits, and no rank can go on:\n{text}"
+            )
         )
 
-    def standings(self) -> str:
-        """Return a table of where each rank is."""
-        return table({rank: self._row(rank) for rank in range(self.size)})
+    def ended(self, rank: int, error: BaseException | None) -> BaseException | None:
+        """Note how a rank ended; return the error that it ended by, or None.
 
-    def _take_faults(self, call: Call, *, on_receipt: bool) -> list[Fault]:
-        """Return the faults planned for this call; each happens once."""
-        found = [
-            fault
-            for fault in self._faults
-            if fault.on_receipt is on_receipt and fault.fits(call)
-        ]
-        for fault in found:
-            self._faults.remove(fault)
-        return found
+        All that wait for it, or come to, are told.
+        """
+        error = self._gone.get(rank, error)
+        if error is None or isinstance(error, Left):
+            self._standings.ends(rank, "returned" if error is None else error.how)
+            return None
+        crashed = isinstance(error, Crashed)
+        self._standings.ends(rank, error.how if crashed else f"raised {_repr(error)}")
+        how = self._standings.of(rank)
+        text = f"rank {rank} {how}, so the others cannot go on.\n{self._standings}"
+        self._break(lambda peer: PeerFailedError(f"Rank {peer} of {self.size}: {text}"))
+        if not crashed:
+            return error
+        crash = RankCrashedError(f"Rank {rank} of {self.size} {how}.")
+        crash.__cause__ = error.__cause__
+        return crash
 
-    def _row(self, rank: int) -> tuple[str, ...]:
-        standing = self._standing[rank]
-        if isinstance(standing, str):
-            return (standing,)
-        first, *others = standing.row()
-        return (f"{'in' if rank in self._blocked else 'after'} {first}", *others)
+    def close(self) -> Exception | None:
+        """Let go of all that ranks gave; return what went wrong and no rank was told.
+
+        It may be in a call that no rank waited for.
+        """
+        failure = None
+        left = self._meetings.incomplete()
+        if self._failure is not None:
+            failure = None if any(self._num_told) else self._failure(0)
+        elif left:
+            rows = table({call.rank: call.row() for call in reversed(left)})
+            failure = CollectiveMismatchError(
+                "All ranks have ended, and these calls were neither joined by others nor"
+                f" waited for; the first of each rank:\n{rows}\n{self._recent()}"
+            )
+        self.turns = self._failure = None
+        self._meetings, self._standings = Meetings(self.size), Standings(self.size)
+        self._gone.clear()
+        return failure
+
+    def _check(self, call: Call) -> None:
+        """Refuse a call that cannot be: of a broken world, or from outside of it."""
+        rank = call.rank
+        if self.turns is None:
+            msg = (
+                f"{call.kind} by rank {rank} of {self.size}: its simulated world has"
+                " ended. Call collectives inside the function that simulate was given."
+            )
+            raise SimulationError(msg)
+        if not self.turns.has_turn():
+            msg = (
+                f"{call.kind} by rank {rank} of {self.size}, in a thread that is not the"
+                " rank's. One rank runs at a time, so it calls collectives in the thread"
+                " that simulate gave it, and in no other that it started."
+            )
+            raise SimulationError(msg)
+        if rank in self._gone:
+            raise self._gone[rank]
+        if self._failure is None:
+            return
+        self._num_told[rank] += 1
+        if self._num_told[rank] > _PATIENCE:
+            gone = Crashed(
+                "went on calling after the world had broken, and was unwound"
+            )
+            self._gone[rank] = gone
+            raise gone from self._failure(rank)
+        raise self._failure(rank)
+
+    def _let_run(self, call: Call, ready: Callable[[], bool]) -> None:
+        """Let others run until `ready()`, or until the world has broken."""
+        turns = self.turns
+        if turns is None or not turns.has_turn() or call.rank in self._gone:
+            self._check(call)
+            return
+        self._standings.enters(call)
+        turns.wait(call.rank, lambda: ready() or self._failure is not None)
+        self._standings.goes_on(call.rank)
+
+    def _strike(self, call: Call) -> None:
+        for fault in due(self.faults, call, received=False):
+            self.clocks[call.rank] += delay(fault)
+            try:
+                strike(fault, call)
+            except Unwound as gone:
+                self._gone[call.rank] = gone
+                raise
+
+    def _carry_out(self, meeting: Meeting) -> None:
+        calls = meeting.calls
+        wrong = differing(calls)
+        if wrong:
+            self._break_by_mismatch(calls, wrong)
+            return
+        late = max(calls, key=lambda call: call.at)
+        waited = late.at - min(call.at for call in calls)
+        if waited > TIMEOUT:
+            self._break_by_stall(late, waited)
+            return
+        meeting.ends_at = late.at
+        meeting.results = results(calls)
+        self.log.append(_entry(calls))
+
+    def _break(self, failure: Callable[[int], Exception]) -> None:
+        """Let every call raise what this returns for its rank; the first break counts."""
+        if self._failure is None:
+            self._failure = failure
+
+    def _break_by_mismatch(self, calls: Sequence[Call], wrong: Sequence[str]) -> None:
+        rows = table({call.rank: call.row() for call in calls})
+        text = f"{' and '.join(wrong)}:\n{rows}\n{self._recent()}"
+        self._break(
+            lambda rank: CollectiveMismatchError(
+                f"Rank {rank} of {self.size}: the ranks met in calls of different {text}"
+            )
+        )
+
+    def _break_by_stall(self, late: Call, waited: float) -> None:
+        text = (
+            f"rank {late.rank} did not arrive within {TIMEOUT:.0f} s (it stalled for"
+            f" {waited:.0f} s).\n{self._standings}"
+        )
+        self._break(lambda rank: PeerFailedError(f"Rank {rank} of {self.size}: {text}"))
 
     def _recent(self) -> str:
         if not self.log:
@@ -194,114 +294,24 @@ class Exchange:
         lines = "".join(f"\n  {entry}" for entry in self.log[-5:])
         return f"Completed before, latest last:{lines}"
 
-    def _check_alive(self, rank: int) -> None:
-        if self._failure is None:
-            return
-        self._refused[rank] += 1
-        if self._refused[rank] > _PATIENCE:
-            how = f"called {_PATIENCE} collectives after the world had broken"
-            raise Crashed(how)
-        raise self._failure(rank)
-
-    def _join(self, call: Call) -> Meeting:
-        if call.kind in ("send", "recv"):
-            return self._join_pair(call)
-        place = self._num_met[call.rank]
-        self._num_met[call.rank] += 1
-        meeting = self._meetings.setdefault(place, Meeting())
-        meeting.calls[call.rank] = call
-        if len(meeting.calls) == self.size:
-            del self._meetings[place]
-            self._complete(meeting)
-        return meeting
-
-    def _join_pair(self, call: Call) -> Meeting:
-        """Join a send to the first recv that waits for it, or the other way round."""
-        for meeting in self._pairs:
-            (other,) = meeting.calls.values()
-            if _paired(call, other) or _paired(other, call):
-                self._pairs.remove(meeting)
-                meeting.calls[call.rank] = call
-                self._complete(meeting)
-                return meeting
-        meeting = Meeting()
-        meeting.calls[call.rank] = call
-        self._pairs.append(meeting)
-        return meeting
-
-    def _complete(self, meeting: Meeting) -> None:
-        calls = [meeting.calls[rank] for rank in sorted(meeting.calls)]
-        if calls[0].kind in ("send", "recv"):
-            wrong = _pair_differences(calls)
-        else:
-            wrong = differing(calls) or _unequal_splits(calls)
-        if wrong:
-            self._break_by_mismatch(calls, wrong)
-            return
-        late = max(calls, key=lambda call: call.at)
-        waited = late.at - min(call.at for call in calls)
-        if waited > TIMEOUT:
-            self._failure = lambda rank: PeerFailedError(
-                f"Rank {rank} of {self.size}: rank {late.rank} did not arrive within"
-                f" {TIMEOUT:.0f} s (it stalled for {waited:.0f} s).\n{self.standings()}"
-            )
-            return
-        meeting.ends_at = late.at
-        with torch.inference_mode(mode=False), torch.no_grad():
-            meeting.results = _results(calls)
-        self.log.append(_entry(calls))
-
-    def _break_by_mismatch(self, calls: Sequence[Call], wrong: Sequence[str]) -> None:
-        rows = table({call.rank: call.row() for call in calls})
-        self._failure = lambda rank: CollectiveMismatchError(
-            f"Rank {rank} of {self.size}: the ranks met in calls of different"
-            f" {' and '.join(wrong)}:\n{rows}\n{self._recent()}"
-        )
-
 
 def _entry(calls: Sequence[Call]) -> Entry:
     first = calls[0]
     return Entry(
-        kind="send" if first.kind == "recv" else first.kind,
+        kind=first.kind,
         label=first.label,
         step=first.step,
         num_bytes=max(call.num_bytes for call in calls),
         shapes=first.shapes,
         op=first.op,
         root=first.root,
-        ranks=tuple(call.rank for call in calls),
+        ranks=tuple(sorted(call.rank for call in calls)),
         site=first.site,
     )
 
 
-def _results(calls: Sequence[Call]) -> Results:
-    if calls[0].kind in ("send", "recv"):
-        sent = next(call.sends for call in calls if call.kind == "send")
-        return [sent if call.kind == "recv" else () for call in calls]
-    return results(calls)
-
-
-def _paired(send: Call, recv: Call) -> bool:
-    return (
-        (send.kind, recv.kind) == ("send", "recv")
-        and send.peer == recv.rank
-        and recv.peer in (None, send.rank)
-        and send.tag == recv.tag
-    )
-
-
-def _pair_differences(calls: Sequence[Call]) -> list[str]:
-    return ["shapes"] if len({call.shapes for call in calls}) > 1 else []
-
-
-def _unequal_splits(calls: Sequence[Call]) -> list[str]:
-    """Compare what each rank of an all_to_all gives to what each takes."""
-    if not calls[0].kind.startswith("all_to_all"):
-        return []
-    ranks = range(len(calls))
-    same = all(
-        shown(calls[i].sends[j]) == shown(calls[j].fills[i])
-        for i in ranks
-        for j in ranks
-    )
-    return [] if same else ["splits"]
+def _repr(error: BaseException) -> str:
+    """Show an error on a line, also one that cannot show itself."""
+    with suppress(Exception):
+        return repr(error).partition("\n")[0][:200]
+    return type(error).__name__

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults: what goes wrong in a simulated world, planned by rank, place and update."""
+"""Faults: what goes wrong in a simulated world, planned by rank, place and update.
+
+A fault is a record. It happens once, as its `rank` enters a collective: the one that `at`
+names by its index among the rank's own, from 0, or the first that has the label `at`; and
+if `step` is given, only at that update of the state.
+"""
 
 import signal
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import torch
@@ -13,7 +19,7 @@ if TYPE_CHECKING:
     from accelfn.testing.calls import Call
 
 
-class Unwound(BaseException):  # noqa: N818 - no error: how a rank is taken off its thread
+class Unwound(BaseException):
     """Ends a rank where it stands; `except Exception` does not catch it."""
 
     def __init__(self, how: str) -> None:
@@ -34,15 +40,15 @@ class RankFaultError(RuntimeError):
     """What a planned `Raise` raises, unless told otherwise."""
 
 
-def _check_rank(_: object, attribute: "attrs.Attribute[int]", value: object) -> None:
+def _is_count(_: object, attribute: "attrs.Attribute[int]", value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        msg = f"{attribute.name}={value!r}: expected a rank, 0 or more."
+        msg = f"{attribute.name}={value!r}: expected a number, 0 or more."
         raise ArgumentError(msg)
 
 
-def _check_at(_: object, __: object, value: object) -> None:
-    fine = isinstance(value, str) or (isinstance(value, int) and value >= 0)
-    if isinstance(value, bool) or not fine:
+def _is_place(_: object, __: object, value: object) -> None:
+    is_index = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_index and not isinstance(value, str):
         msg = (
             f"at={value!r}: expected the index of one of the rank's collectives, 0 or"
             " more, or a label."
@@ -50,121 +56,184 @@ def _check_at(_: object, __: object, value: object) -> None:
         raise ArgumentError(msg)
 
 
+def _is_duration(_: object, __: object, value: object) -> None:
+    if not isinstance(value, (int, float)) or not value >= 0:
+        msg = f"seconds={value!r}: expected virtual seconds, 0 or more."
+        raise ArgumentError(msg)
+
+
+def _is_error(_: object, __: object, value: object) -> None:
+    kind = value if isinstance(value, type) else type(value)
+    if not issubclass(kind, Exception):
+        msg = f"error={value!r}: expected an exception or a class of exceptions."
+        raise ArgumentError(msg)
+
+
+def _named(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)
+
+
+_is_step = attrs.validators.optional(_is_count)
+
+
 @attrs.frozen
-class Fault:
-    """Something that happens once, as a rank enters a collective.
+class Raise:
+    """The rank raises an exception.
 
     Attributes:
-        rank: to whom.
-        at: the index of the rank's collective, from 0, or the label of one; the first that
-            fits.
-        step: only at this update of the state, or None for any.
+        error: the exception, or its class, which is called with a text.
     """
 
-    rank: int = attrs.field(validator=_check_rank)
-    at: int | str = attrs.field(default=0, validator=_check_at)
-    step: int | None = attrs.field(default=None, kw_only=True)
-
-    on_receipt: ClassVar[bool] = False
-
-    def fits(self, call: "Call") -> bool:
-        """Whether it happens at this call."""
-        if call.rank != self.rank or (self.step is not None and call.step != self.step):
-            return False
-        return self.at == (call.label if isinstance(self.at, str) else call.index)
-
-    def delay(self) -> float:
-        """Return by how many virtual seconds the rank comes late."""
-        return 0.0
-
-    def strike(self, call: "Call") -> None:
-        """Let it happen, before the rank's part is posted."""
-
-    def touch(self, call: "Call") -> None:
-        """Let it happen to what the rank received."""
-
-
-@attrs.frozen
-class Raise(Fault):
-    """The rank raises an exception."""
-
+    rank: int = attrs.field(validator=_is_count)
+    at: int | str = attrs.field(default=0, validator=_is_place)
+    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     error: Exception | type[Exception] = attrs.field(
-        default=RankFaultError, kw_only=True
+        default=RankFaultError, kw_only=True, validator=_is_error, repr=_named
     )
 
-    def strike(self, call: "Call") -> None:
-        """Raise it."""
-        if isinstance(self.error, Exception):
-            raise self.error
-        msg = f"planned: {self!r}"
-        raise self.error(msg)
-
 
 @attrs.frozen
-class Leave(Fault):
+class Leave:
     """The rank leaves early, as if its function had returned None."""
 
-    def strike(self, call: "Call") -> None:
-        """Unwind the rank."""
-        how = f"left early before {call.kind} #{call.index}, as planned"
-        raise Left(how)
+    rank: int = attrs.field(validator=_is_count)
+    at: int | str = attrs.field(default=0, validator=_is_place)
+    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
 @attrs.frozen
-class Crash(Fault):
+class Crash:
     """The rank is gone, as if killed: `except Exception` does not see it."""
 
-    def strike(self, call: "Call") -> None:
-        """Unwind the rank."""
-        how = f"crashed before {call.kind} #{call.index}, as planned"
-        raise Crashed(how)
+    rank: int = attrs.field(validator=_is_count)
+    at: int | str = attrs.field(default=0, validator=_is_place)
+    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
 @attrs.frozen
-class Stall(Fault):
+class Stall:
     """The rank is late by virtual seconds; by more than the world's timeout, it is lost."""
 
-    seconds: float = attrs.field(default=float("inf"), kw_only=True)
-
-    def delay(self) -> float:
-        """Return the seconds."""
-        return self.seconds
-
-
-@attrs.frozen
-class Corrupt(Fault):
-    """One element of what the rank receives is off by one."""
-
-    element: int = attrs.field(default=0, kw_only=True)
-
-    on_receipt: ClassVar[bool] = True
-
-    def touch(self, call: "Call") -> None:
-        """Change the element."""
-        filled = [each for each in call.fills if each.numel()]
-        if filled:
-            wrong = filled[0].detach()
-            where = self.element % wrong.numel()
-            index = torch.unravel_index(torch.tensor(where), wrong.shape)
-            if wrong.dtype is torch.bool:
-                wrong[index] = ~wrong[index]
-            else:
-                wrong[index] += 1
+    rank: int = attrs.field(validator=_is_count)
+    at: int | str = attrs.field(default=0, validator=_is_place)
+    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
+    seconds: float = attrs.field(
+        default=float("inf"), kw_only=True, validator=_is_duration
+    )
 
 
 @attrs.frozen
-class Terminate(Fault):
+class Corrupt:
+    """One element of what the rank receives is off by one.
+
+    Attributes:
+        element: which, counted through the tensors received; round and round.
+    """
+
+    rank: int = attrs.field(validator=_is_count)
+    at: int | str = attrs.field(default=0, validator=_is_place)
+    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
+    element: int = attrs.field(default=0, kw_only=True, validator=_is_count)
+
+
+@attrs.frozen
+class Terminate:
     """The rank gets SIGTERM: the process's handler runs in it, or it ends as by a kill.
 
     Python runs real signal handlers in the main thread only, and ranks are threads: the
     handler that `signal.getsignal` finds is called in the rank's thread instead.
     """
 
-    def strike(self, call: "Call") -> None:
-        """Call the handler."""
-        handler = signal.getsignal(signal.SIGTERM)
-        if callable(handler):
-            handler(signal.SIGTERM, None)
-        elif handler is not signal.SIG_IGN:
-            how = f"ended by SIGTERM before {call.kind} #{call.index}, as planned"
+    rank: int = attrs.field(validator=_is_count)
+    at: int | str = attrs.field(default=0, validator=_is_place)
+    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
+
+
+Fault: TypeAlias = Raise | Leave | Crash | Stall | Corrupt | Terminate
+
+
+def due(faults: list[Fault], call: "Call", *, received: bool) -> list[Fault]:
+    """Return the faults that happen at this call, and take them out of the plan.
+
+    Those to what is received happen after it, the others before it is posted.
+    """
+    found = [
+        fault
+        for fault in faults
+        if isinstance(fault, Corrupt) is received and _fits(fault, call)
+    ]
+    for fault in found:
+        faults.remove(fault)
+    return found
+
+
+def delay(fault: Fault) -> float:
+    """Return by how many virtual seconds a fault makes its rank late."""
+    return fault.seconds if isinstance(fault, Stall) else 0.0
+
+
+def strike(fault: Fault, call: "Call") -> None:
+    """Let a fault happen: to the rank, or to what it received.
+
+    Raises:
+        Unwound: the rank leaves or crashes here.
+        Exception: what it is to raise.
+    """
+    match fault:
+        case Raise(error=Exception() as error):
+            raise error
+        case Raise(error=type() as kind):
+            msg = f"planned: {fault!r}"
+            raise kind(msg)
+        case Leave():
+            how = "left early, as planned,"
+            raise Left(how)
+        case Crash():
+            how = "crashed, as planned,"
             raise Crashed(how)
+        case Terminate():
+            _terminate()
+        case Corrupt():
+            _corrupt(call.fills, fault.element)
+        case _:  # a Stall delays, and no more
+            pass
+
+
+def _fits(fault: Fault, call: "Call") -> bool:
+    if call.rank != fault.rank or (fault.step is not None and call.step != fault.step):
+        return False
+    if isinstance(fault, Corrupt) and not any(each.numel() for each in call.fills):
+        return False
+    return fault.at == (call.label if isinstance(fault.at, str) else call.index)
+
+
+def _terminate() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    if callable(handler):
+        handler(signal.SIGTERM, None)
+    elif handler is not signal.SIG_IGN:
+        how = "ended by SIGTERM, as planned,"
+        raise Crashed(how)
+
+
+def _corrupt(tensors: Sequence[torch.Tensor], number: int) -> None:
+    """Change one element, by its number through all tensors, round and round."""
+    number %= sum(each.numel() for each in tensors)
+    for each in tensors:
+        if number < each.numel():
+            place = each.detach()[_index(number, each.shape)]
+            wrong = ~place if place.dtype is torch.bool else place + 1
+            if torch.equal(wrong, place) or place.isnan():  # too big to notice
+                wrong = torch.zeros_like(place)
+            place.copy_(wrong)
+            return
+        number -= each.numel()
+
+
+def _index(number: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an element by its number in row-major order."""
+    index: list[int] = []
+    for length in reversed(shape):
+        index.append(number % length)
+        number //= length
+    return tuple(reversed(index))

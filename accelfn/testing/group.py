@@ -1,92 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """A torch process group in memory, so that torch's own code runs on it unchanged.
 
-It takes what `torch.distributed` and DistributedDataParallel call with an explicit group.
-What a rank gives is copied when it calls; what it gets is written when it waits, and holds
-NaN until then; results of ranks never share memory.
+It has the methods by which `torch.distributed` and DistributedDataParallel of torch 2.13
+call a group, and makes of each what all have in common: calls, with copies of what the rank
+gives, and a work that fills what it gets.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from accelfn.errors import ArgumentError, DefaultGroupError
-from accelfn.testing.calls import Call, site
-from accelfn.testing.exchange import Exchange, Meeting
-from accelfn.testing.operations import is_reduction
-from accelfn.world import Connection
+from accelfn.errors import ArgumentError, SimulationError
+from accelfn.testing.calls import Call, shown, site
+from accelfn.testing.operations import can_carry_out
+
+if TYPE_CHECKING:
+    from accelfn.testing.exchange import Entry
+    from accelfn.world import Connection
+
+# torch's stubs name the same parameter differently from method to method
+# pyright: reportIncompatibleMethodOverride=false
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-
-
-class SimulatedWork(Work):
-    """What a collective returns: the result is written when it is waited for."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        posted: Sequence[tuple[Call, Meeting]],
-        returned: Sequence[torch.Tensor],
-    ) -> None:
-        """Take the calls that this is the work of, and what a future of it holds."""
-        super().__init__()
-        self._exchange = exchange
-        self._posted = list(posted)
-        self._returned = list(returned)
-
-    def wait(self, timeout: object = None) -> bool:
-        """Let other ranks run until the result is there, and write it."""
-        del timeout  # the world's, in virtual time
-        while self._posted:
-            call, meeting = self._posted.pop(0)
-            parts = self._exchange.wait(call.rank, meeting, call)
-            with torch.no_grad():
-                for target, part in zip(call.fills, parts, strict=True):
-                    target.detach().copy_(part)
-            self._exchange.touch(call)
-        return True
-
-    def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a future that is done: C++ waits for it where no turn could pass."""
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._returned)
-        return future
-
-    def is_completed(self) -> bool:
-        """Whether the result was waited for."""
-        return not self._posted
-
-    def result(self) -> list[torch.Tensor]:
-        """Return the tensors that were written."""
-        self.wait()
-        return self._returned
-
-    def _source_rank(self) -> int:
-        """Return who sent what `recv` from any rank received."""
-        return self._from
-
-    def remember_source(self, meeting: Meeting, rank: int) -> None:
-        """Note where to look for the sender."""
-        self._pair = (meeting, rank)
-
-    @property
-    def _from(self) -> int:
-        meeting, rank = self._pair
-        return next(peer for peer in meeting.calls if peer != rank)
+Post: TypeAlias = Callable[[Sequence[Call], Sequence[torch.Tensor]], Work]
+"""Posts calls; the tensors are what a future of the work holds."""
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """One rank's process group of a simulated world."""
+    """One rank's process group of a simulated world.
 
-    def __init__(self, rank: int, exchange: Exchange) -> None:
-        """Take the rank, and where the calls of all ranks meet."""
-        super().__init__(rank, exchange.size)
+    Attributes:
+        log: what was carried out so far, by all ranks.
+        connection: the world's, which says what the rank is doing.
+    """
+
+    def __init__(
+        self, rank: int, size: int, post: Post, log: "Sequence[Entry]" = ()
+    ) -> None:
+        """Take the rank's place, what posts its calls, and what will come of them."""
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - no store needed
         self._rank = rank
-        self._exchange = exchange
+        self._size = size
+        self._post = post
+        self.log = log
         self.connection: Connection | None = None
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
@@ -95,41 +54,32 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce each tensor over all ranks, in place."""
-        op = _op(opts)
-        calls = [
-            self._call("all_reduce", [each], [each], op=op) for each in _list(tensors)
-        ]
-        return self._post(calls, _list(tensors))
+        given, op = _list(tensors), _op(opts)
+        calls = [self._call("all_reduce", [each], [each], op=op) for each in given]
+        return self._post(calls, given)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors."""
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None, **given: Any) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Send the root's tensor to all."""
-        root = given["root"] if "root" in given else _root(opts)
-        calls = [
-            self._call("broadcast", [each], [each], root=root)
-            for each in _list(tensors)
-        ]
-        return self._post(calls, _list(tensors))
+        given, root = _list(tensors), _root(opts)
+        calls = [self._call("broadcast", [each], [each], root=root) for each in given]
+        return self._post(calls, given)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce to the root, and leave the others' tensors as they are."""
-        root = _root(opts)
-        given = _list(tensors)
-        call = self._call(
-            *("reduce", given, given if root == self._rank else []),
-            op=_op(opts),
-            root=root,
-        )
+        given, root = _list(tensors), _root(opts)
+        got = given if root == self._rank else []
+        call = self._call("reduce", given, got, op=_op(opts), root=root)
         return self._post([call], given)
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
         """Gather every rank's tensor, into a list."""
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         calls = [
-            self._call("all_gather", [given], self._each(got))
+            self._call("all_gather", [given], self._alike(got, given))
             for given, got in zip(_list(inputs), lists, strict=True)
         ]
         return self._post(calls, [each for got in lists for each in got])
@@ -140,69 +90,61 @@ class SimulatedGroup(dist.ProcessGroup):
         """Gather several tensors; outputs are a list of tensors a rank."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
-    def _allgather_base(
+    def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Work:
         """Gather every rank's tensor, one after the other in one."""
-        return self.allgather_into_tensor_coalesced([output], [given])
+        return self.all_gather_single_coalesced([output], [given])
 
-    all_gather_single = _allgather_base
-
-    def allgather_into_tensor_coalesced(
+    def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Gather several tensors, each into one."""
-        kind = "all_gather_into_tensor"
         calls = [
-            self._call(kind, [given], self._chunks(got, given))
+            self._call("all_gather_single", [given], self._parts(got, given))
             for got, given in zip(_list(outputs), _list(inputs), strict=True)
         ]
         return self._post(calls, _list(outputs))
 
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-
     def gather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
         """Gather every rank's tensor at the root."""
-        got = self._each(outputs[0]) if outputs else []
-        call = self._call("gather", _list(inputs), got, root=_root(opts))
+        given = _list(inputs)
+        got = self._alike(outputs[0], given[0]) if outputs else []
+        call = self._call("gather", given, got, root=_root(opts))
         return self._post([call], got)
 
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
         """Give each rank one of the root's tensors."""
-        given = self._each(inputs[0]) if inputs else []
-        call = self._call("scatter", given, _list(outputs), root=_root(opts))
-        return self._post([call], _list(outputs))
+        got = _list(outputs)
+        given = self._alike(inputs[0], got[0]) if inputs else []
+        call = self._call("scatter", given, got, root=_root(opts))
+        return self._post([call], got)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
         """Reduce a list of tensors, of which each rank gets its own."""
         op = _op(opts)
         calls = [
-            self._call("reduce_scatter", self._each(given), [got], op=op)
+            self._call("reduce_scatter", self._alike(given, got), [got], op=op)
             for got, given in zip(_list(outputs), inputs, strict=True)
         ]
         return self._post(calls, _list(outputs))
 
-    def _reduce_scatter_base(
+    def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Work:
         """Reduce one tensor, of which each rank gets its part."""
-        return self.reduce_scatter_tensor_coalesced([output], [given], opts)
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
 
-    reduce_scatter_single = _reduce_scatter_base
-
-    def reduce_scatter_tensor_coalesced(
+    def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Reduce several tensors, of each of which a rank gets its part."""
-        op = _op(opts)
-        kind = "reduce_scatter_tensor"
+        kind, op = "reduce_scatter_single", _op(opts)
         calls = [
-            self._call(kind, self._chunks(given, got), [got], op=op)
+            self._call(kind, self._parts(given, got), [got], op=op)
             for got, given in zip(_list(outputs), _list(inputs), strict=True)
         ]
         return self._post(calls, _list(outputs))
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Give each rank its tensor of a list."""
@@ -210,12 +152,12 @@ class SimulatedGroup(dist.ProcessGroup):
         call = self._call("all_to_all", self._each(inputs), got)
         return self._post([call], got)
 
-    def alltoall_base(
+    def all_to_all_single(
         self,
         output: torch.Tensor,
         given: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> Work:
         """Give each rank its rows of a tensor."""
@@ -226,23 +168,17 @@ class SimulatedGroup(dist.ProcessGroup):
         )
         return self._post([call], [output])
 
-    all_to_all_single = alltoall_base
-
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
         """Give tensors to one rank, which must receive them."""
-        calls = [
-            self._call("send", [each], [], peer=peer, tag=tag)
-            for each in _list(tensors)
-        ]
-        return self._post(calls, _list(tensors))
+        given = _list(tensors)
+        calls = [self._call("send", [each], [], peer=peer, tag=tag) for each in given]
+        return self._post(calls, given)
 
     def recv(self, tensors: Tensors, peer: int | None, tag: int = 0) -> Work:
         """Take tensors from one rank."""
-        calls = [
-            self._call("recv", [], [each], peer=peer, tag=tag)
-            for each in _list(tensors)
-        ]
-        return self._post(calls, _list(tensors))
+        got = _list(tensors)
+        calls = [self._call("recv", [], [each], peer=peer, tag=tag) for each in got]
+        return self._post(calls, got)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Take tensors from whoever sends first."""
@@ -251,6 +187,33 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all ranks."""
         return self._post([self._call("barrier", [], [])], [])
+
+    @property
+    def group_name(self) -> NoReturn:
+        """Refuse what finds groups by name."""
+        self._refuse("no functional collectives, device meshes or FSDP2")
+
+    def new_group(self, *args: object, **named: object) -> NoReturn:
+        """Refuse sub-groups."""
+        self._refuse("no sub-groups")
+
+    def shutdown(self) -> NoReturn:
+        """Refuse to be destroyed."""
+        msg = (
+            f"Rank {self._rank} of {self._size}: the process group of a simulated world"
+            " was to be destroyed. Leave it: it ends with the world."
+        )
+        raise SimulationError(msg)
+
+    abort = shutdown
+
+    def _refuse(self, what: str) -> NoReturn:
+        msg = (
+            f"Rank {self._rank} of {self._size}: a simulated world has {what}. Call"
+            " torch.distributed's own collectives with group=world.group, or run this on"
+            " real processes, started by `accelfn launch` or torchrun."
+        )
+        raise SimulationError(msg)
 
     def _call(
         self,
@@ -263,10 +226,16 @@ class SimulatedGroup(dist.ProcessGroup):
         peer: int | None = None,
         tag: int = 0,
     ) -> Call:
+        for name, rank in (("root", root), ("peer", peer)):
+            if rank is not None and not 0 <= rank < self._size:
+                msg = f"{kind}: {name} {rank} is none of the {self._size} ranks."
+                raise ArgumentError(msg)
+        for each in given:
+            if not can_carry_out(kind, op, each):
+                what = kind if op is None else f"{op} in {kind}"
+                msg = f"Gloo has no {what} of a tensor such as {shown(each)}."
+                raise ArgumentError(msg)
         connection = self.connection
-        if op is not None and not is_reduction(op):
-            msg = f"{kind}: a simulated world has no reduction {op}."
-            raise ArgumentError(msg)
         return Call(
             rank=self._rank,
             kind=kind,
@@ -281,84 +250,46 @@ class SimulatedGroup(dist.ProcessGroup):
             site=site(),
         )
 
-    def _post(
-        self, calls: Sequence[Call], returned: Sequence[torch.Tensor]
-    ) -> SimulatedWork:
-        posted = [(call, self._exchange.post(call)) for call in calls]
-        with torch.no_grad():
-            for call, _ in posted:
-                for target in call.fills:
-                    _poison(target.detach())
-        return SimulatedWork(self._exchange, posted, returned)
-
     def _each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return a list of one tensor a rank."""
-        found = list(tensors)
-        if len(found) != self._exchange.size:
-            msg = (
-                f"Expected {self._exchange.size} tensors, one a rank, got {len(found)}."
-            )
+        if len(tensors) != self._size:
+            msg = f"Expected {self._size} tensors, one a rank, got {len(tensors)}."
             raise ArgumentError(msg)
-        return found
+        return list(tensors)
 
-    def _chunks(self, whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of one tensor as one part a rank, each of the part's shape."""
-        size = self._exchange.size
-        if whole.numel() != size * part.numel() or not whole.is_contiguous():
-            msg = (
-                f"Expected a contiguous tensor of {size} times the elements of"
-                f" {tuple(part.shape)}, got {tuple(whole.shape)}."
-            )
-            raise ArgumentError(msg)
-        flat = whole.detach().view(size, *part.shape)
-        return [flat[rank] for rank in range(size)]
-
-    def _rows(
-        self, whole: torch.Tensor, splits: Sequence[int] | None
+    def _alike(
+        self, tensors: Sequence[torch.Tensor], like: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return views of a tensor's rows, those of each rank."""
-        size = self._exchange.size
-        if not splits:
-            if whole.shape[0] % size:
-                msg = f"{whole.shape[0]} rows do not divide evenly among {size} ranks."
+        """Return a list of one tensor a rank, each like the one that ranks exchange."""
+        for rank, each in enumerate(tensors):
+            if each.shape != like.shape or each.dtype is not like.dtype:
+                msg = (
+                    f"The tensor for rank {rank} is {shown(each)}; expected"
+                    f" {shown(like)}."
+                )
                 raise ArgumentError(msg)
-            splits = [whole.shape[0] // size] * size
+        return self._each(tensors)
+
+    def _parts(self, whole: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of one tensor as one part a rank, each like another tensor."""
+        fits = whole.numel() == self._size * like.numel() and whole.dtype is like.dtype
+        if not fits or not whole.is_contiguous():
+            msg = (
+                f"Expected a contiguous tensor of {self._size} times the elements of"
+                f" {shown(like)}, got {shown(whole)} of strides {whole.stride()}."
+            )
+            raise ArgumentError(msg)
+        return list(whole.detach().view(self._size, *like.shape))
+
+    def _rows(self, whole: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
+        """Return views of a tensor's rows, those of each rank."""
+        num_rows = whole.shape[0]
+        if not splits:
+            if num_rows % self._size:
+                msg = f"{num_rows} rows do not divide evenly among {self._size} ranks."
+                raise ArgumentError(msg)
+            splits = [num_rows // self._size] * self._size
         return self._each(whole.detach().split(list(splits)))
-
-
-def _refuse(self: "DefaultGroup", *args: object, **named: object) -> Any:
-    del args, named
-    msg = (
-        f"Rank {self.rank()} of a simulated world called a collective of torch's default"
-        " process group, which a simulated world has not: pass group=world.group."
-    )
-    raise DefaultGroupError(msg)
-
-
-class DefaultGroup(dist.ProcessGroup):
-    """What torch's default group is in a simulated rank: it tells the rank, no more.
-
-    Without one, code that asks `is_initialized()` would take itself for alone.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        """Take the place of the rank."""
-        super().__init__(rank, size)
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
-        """Return the name that torch prints."""
-        return "simulated default"
-
-
-_COLLECTIVES = [
-    name
-    for name, value in vars(SimulatedGroup).items()
-    if callable(value)
-    and not name.startswith("__")
-    and hasattr(dist.ProcessGroup, name)
-]
-for _name in _COLLECTIVES:
-    setattr(DefaultGroup, _name, _refuse)
 
 
 def _list(tensors: Tensors) -> list[torch.Tensor]:
@@ -370,18 +301,10 @@ def _op(opts: Any) -> str:
     given = getattr(opts, "reduceOp", opts)
     if given is None:
         return "SUM"
-    kind = getattr(given, "op", given)
-    name = getattr(kind, "name", None) or str(kind).rpartition(".")[-1]
-    return cast("str", name).upper()
+    name: str = getattr(given, "op", given).name  # a ReduceOp wraps its kind
+    return name
 
 
 def _root(opts: Any) -> int:
-    return int(getattr(opts, "rootRank", 0))
-
-
-def _poison(tensor: torch.Tensor) -> None:
-    """Fill with what cannot pass for a result: NaN, or the least integer."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        tensor.fill_(float("nan"))
-    elif tensor.dtype is not torch.bool:
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
+    """Return the root, out of torch's options or as given."""
+    return opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)

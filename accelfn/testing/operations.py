@@ -5,9 +5,13 @@ Pure functions. Sums are taken in the order of the ranks, and are the same on al
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeAlias
 
 import torch
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
 from accelfn.testing.calls import Call
 
@@ -25,11 +29,27 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_COMPLEX = {torch.complex64, torch.complex128}
+_INTEGERS = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+_ALL = _FLOATS | _COMPLEX | _INTEGERS  # what Gloo reduces
+_DTYPES = {
+    "SUM": _ALL,
+    "AVG": _FLOATS | _COMPLEX,
+    "PRODUCT": _ALL,
+    "MIN": _FLOATS | _INTEGERS,
+    "MAX": _FLOATS | _INTEGERS,
+    "BAND": _INTEGERS,
+    "BOR": _INTEGERS,
+    "BXOR": _INTEGERS,
+}
 
 
-def is_reduction(name: str) -> bool:
-    """Say whether a reduction of this name can be computed."""
-    return name in _REDUCTIONS
+def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
+    """Say whether a tensor can be sent and reduced so: as strictly as Gloo does."""
+    if tensor.layout is not torch.strided and (kind, op) != ("all_reduce", "SUM"):
+        return False
+    return op is None or tensor.dtype in _DTYPES.get(op, ())
 
 
 def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -42,7 +62,21 @@ def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def results(calls: Sequence[Call]) -> Results:
     """Return what each rank gets, from the calls of all ranks in their order."""
-    return _OPERATIONS[calls[0].kind](calls)
+    with _no_modes():
+        return _OPERATIONS[calls[0].kind](calls)
+
+
+def _no_modes() -> ExitStack:
+    """Leave the modes of whichever rank came last: the results are all ranks'."""
+    stack = ExitStack()
+    stack.enter_context(
+        torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]
+    )
+    if torch.is_inference_mode_enabled():
+        stack.enter_context(torch.inference_mode(mode=False))
+    if torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
+        stack.enter_context(_disable_current_modes())
+    return stack
 
 
 def _all_reduce(calls: Sequence[Call]) -> Results:
@@ -84,17 +118,23 @@ def _barrier(calls: Sequence[Call]) -> Results:
     return [()] * len(calls)
 
 
+def _message(calls: Sequence[Call]) -> Results:
+    """From a send to its recv."""
+    return [calls[0].sends if call.fills else () for call in calls]
+
+
 _OPERATIONS: dict[str, Callable[[Sequence[Call]], Results]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
     "all_gather": _gather,
-    "all_gather_into_tensor": _gather,
+    "all_gather_single": _gather,
     "gather": _gather,
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
     "all_to_all": _all_to_all,
     "all_to_all_single": _all_to_all,
     "barrier": _barrier,
+    "send": _message,
 }

@@ -2,23 +2,35 @@
 """`simulate`: a distributed program on N ranks in one process, the same every time."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Generic, Literal, TypeVar, overload
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 import attrs
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from accelfn.errors import ArgumentError, RankCrashedError
+from accelfn.errors import ArgumentError, PeerFailedError, SimulationError
 from accelfn.testing.ambient import Ambient, callers_modes, process_kept
 from accelfn.testing.exchange import Entry, Exchange
-from accelfn.testing.faults import Crashed, Fault, Left
-from accelfn.testing.group import DefaultGroup, SimulatedGroup
+from accelfn.testing.faults import Fault
+from accelfn.testing.group import SimulatedGroup
+from accelfn.testing.registry import Registry
 from accelfn.testing.turns import Turns
+from accelfn.testing.work import SimulatedWork
 from accelfn.world import World
 
 T = TypeVar("T")
+Ended: TypeAlias = tuple[int | None, BaseException]
+"""A rank and its error; no rank, where none was told of what went wrong."""
 
 _FLOOR = threading.Lock()
 """Held by the outermost simulation: what a process has once can be swapped for one only."""
@@ -33,11 +45,13 @@ class Run(Sequence[T], Generic[T]):
         results: what each rank's function returned; None of a rank that left early.
         log: every collective in the order in which they were completed.
         clock: the virtual seconds that passed; only stalls take time.
+        missed: the faults that were planned and found no place to happen.
     """
 
     results: tuple[T, ...]
     log: tuple[Entry, ...] = attrs.field(repr=False)
     clock: float = 0.0
+    missed: tuple[Fault, ...] = ()
 
     @overload
     def __getitem__(self, rank: int) -> T: ...
@@ -76,7 +90,7 @@ def simulate(
             counted from the rank whose turn it was. When they end, and by default, the
             first.
         faults: what goes wrong, and where: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
-            `Terminate`.
+            `Terminate`. Those that found no place to happen are in `Run.missed`.
         seed: of the ranks' random generators; each rank draws its own.
         also: "processes" runs the same on real processes joined by Gloo, and compares the
             results bit by bit. `fn` must then be importable.
@@ -87,13 +101,16 @@ def simulate(
         RankCrashedError: a rank crashed, as was planned.
         Exception: what a rank raised first, with a note on how to repeat the run.
 
-    Law: the results and the log depend on the arguments alone, and for a program whose
-    ranks share no memory the results do not depend on `schedule`.
+    Law: the results and the log depend on the arguments alone. The results do not depend on
+    `schedule` if ranks share no memory, receive from no "any rank" and do not ask whether
+    an asynchronous call is completed.
 
     Cost: on two cores, 0.1 ms a collective on 2 ranks, and no sockets; see the benchmarks.
+    Most where torch computes in one thread: then ranks share a core.
 
-    Limits: no real network, no streams of a device, no two ranks at once, no sub-groups;
-    a rank that loops without a collective is not stopped.
+    Limits: no real network, no streams of a device, no two ranks at once, no sub-groups.
+    The future of a collective is done when it is asked for. A thread that a rank starts is
+    none of its world. A rank that loops without a collective is stopped by an interrupt only.
 
     Example:
         >>> import accelfn as af
@@ -101,25 +118,47 @@ def simulate(
         >>> simulate(2, lambda world: world.rank).results
         (0, 1)
     """
-    plan = _checked(size, fn, schedule, faults, seed, also)
-    with _floor(), process_kept():
-        run = _run(plan)
-    if also is not None:
-        from accelfn.testing.differential import compare_with_processes
-
-        compare_with_processes(plan, run)
-    return run
+    plan = Plan(size, fn, schedule, faults, seed)
+    if also not in (None, "processes"):
+        msg = f'simulate(also={also!r}): expected "processes" or None.'
+        raise ArgumentError(msg)
+    return _simulated(plan) if also is None else _compared(plan)
 
 
 @attrs.frozen
 class Plan:
-    """The arguments of a run, so that an error can say how to repeat it."""
+    """The arguments of a run, checked, so that an error can say how to repeat it."""
 
     size: int
     fn: Callable[[World], Any]
-    schedule: tuple[int, ...]
-    faults: tuple[Fault, ...]
-    seed: int
+    schedule: tuple[int, ...] = attrs.field(
+        default=(), converter=lambda choices: tuple(choices or ())
+    )
+    faults: tuple[Fault, ...] = attrs.field(default=(), converter=tuple)
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what no world can be."""
+        size = self.size
+        if not _is_integer(size) or size < 1:
+            msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
+            raise ArgumentError(msg)
+        if not callable(self.fn):
+            msg = f"simulate({size}, {self.fn!r}): expected a function of a World."
+            raise ArgumentError(msg)
+        if not all(_is_integer(each) and each >= 0 for each in self.schedule):
+            msg = f"simulate(schedule={self.schedule}): expected integers, 0 or more."
+            raise ArgumentError(msg)
+        if not _is_integer(self.seed):
+            msg = f"simulate(seed={self.seed!r}): expected an integer."
+            raise ArgumentError(msg)
+        for fault in self.faults:
+            if not isinstance(fault, get_args(Fault)):
+                msg = f"simulate(faults=[{fault!r}]): expected such as Raise(rank=1)."
+                raise ArgumentError(msg)
+            if fault.rank >= size:
+                msg = f"simulate({size}, faults=[{fault!r}]): no such rank."
+                raise ArgumentError(msg)
 
     def __str__(self) -> str:
         """Return the call that repeats the run."""
@@ -134,42 +173,12 @@ class Plan:
         return f"accelfn.testing.simulate({', '.join(parts)})"
 
 
-def _checked(
-    size: int,
-    fn: Callable[[World], Any],
-    schedule: Iterable[int] | None,
-    faults: Iterable[Fault],
-    seed: int,
-    also: str | None,
-) -> Plan:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
-        raise ArgumentError(msg)
-    if not callable(fn):
-        msg = f"simulate({size}, {fn!r}): expected a function of a World."
-        raise ArgumentError(msg)
-    if also not in (None, "processes"):
-        msg = f'simulate(also={also!r}): expected "processes" or None.'
-        raise ArgumentError(msg)
-    choices = tuple(schedule or ())
-    if not all(isinstance(each, int) and each >= 0 for each in choices):
-        msg = f"simulate(schedule={choices}): expected integers, 0 or more."
-        raise ArgumentError(msg)
-    planned = tuple(faults)
-    for fault in planned:
-        if not isinstance(fault, Fault):
-            msg = (
-                f"simulate(faults=[{fault!r}]): expected faults, such as Raise(rank=1)."
-            )
-            raise ArgumentError(msg)
-        if fault.rank >= size:
-            msg = f"simulate({size}, ..., faults=[{fault!r}]): there is no rank {fault.rank}."
-            raise ArgumentError(msg)
-    return Plan(size, fn, choices, planned, seed)
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @contextmanager
-def _floor() -> Iterator[None]:
+def _floor() -> Generator[None]:
     """Hold the floor, unless this is a rank of a simulation that holds it."""
     if getattr(_inside, "rank", False):
         yield
@@ -178,12 +187,30 @@ def _floor() -> Iterator[None]:
         yield
 
 
+def _compared(plan: Plan) -> Run[Any]:
+    """Run, and compare with real processes."""
+    # here, since few runs ask for it, and it brings all that starting processes needs
+    from accelfn.testing import differential  # noqa: PLC0415
+
+    differential.check_comparable(plan)
+    run = _simulated(plan)
+    differential.compare_with_processes(plan, run)
+    return run
+
+
+def _simulated(plan: Plan) -> Run[Any]:
+    with _floor(), process_kept():
+        return _run(plan)
+
+
 def _run(plan: Plan) -> Run[Any]:
     exchange = Exchange(plan.size, plan.faults)
-    groups = [SimulatedGroup(rank, exchange) for rank in range(plan.size)]
-    defaults = [DefaultGroup(rank, plan.size) for rank in range(plan.size)]
-    ambient = Ambient(plan.seed, defaults)
-    turns = exchange.turns = Turns(
+    post = partial(SimulatedWork, exchange)
+    groups = [
+        SimulatedGroup(rank, plan.size, post, exchange.log) for rank in range(plan.size)
+    ]
+    ambient = Ambient(plan.seed, [Registry.of(group) for group in groups])
+    exchange.turns = Turns(
         plan.size,
         plan.schedule,
         on_stuck=exchange.stuck,
@@ -192,7 +219,7 @@ def _run(plan: Plan) -> Run[Any]:
     )
     enter_modes = callers_modes()
     results: list[Any] = [None] * plan.size
-    errors: list[tuple[int, BaseException]] = []
+    errors: list[Ended] = []
 
     def body(rank: int) -> None:
         _inside.rank = True
@@ -201,19 +228,24 @@ def _run(plan: Plan) -> Run[Any]:
         try:
             with enter_modes():
                 results[rank] = plan.fn(world)
-        except Left as left:
-            error = left
         except BaseException as raised:  # noqa: BLE001 - raised again by simulate
             error = raised
-            errors.append((rank, raised))
-        exchange.ended(rank, error)
+        error = exchange.ended(rank, error)
+        if error is not None:
+            errors.append((rank, error))
         world.connection.close()
+        del error  # its traceback refers to this frame: a cycle would keep all alive
 
-    with _known(plan.size, [*groups, *defaults]):
-        turns.run(body)
+    try:
+        exchange.turns.run(body)
+    finally:
+        unnoticed = exchange.close()
+    if unnoticed is not None and not errors:
+        errors.append((None, unnoticed))
     if errors:
-        _raise(plan, *errors[0])
-    return Run(tuple(results), tuple(exchange.log), max(exchange.clocks))
+        _raise(plan, errors)
+    clock = max(exchange.clocks)
+    return Run(tuple(results), tuple(exchange.log), clock, tuple(exchange.faults))
 
 
 def _world(rank: int, groups: Sequence[SimulatedGroup]) -> World:
@@ -225,30 +257,41 @@ def _world(rank: int, groups: Sequence[SimulatedGroup]) -> World:
     return world
 
 
-@contextmanager
-def _known(size: int, groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Let torch translate `src=` and `dst=`, and name the backend in its errors.
-
-    It keeps both by group, in tables that no other world's groups touch.
-    """
-    known = distributed_c10d._world.pg_group_ranks
-    backends: dict[Any, Any] = distributed_c10d._world.pg_map
-    for group in groups:
-        known[group] = {rank: rank for rank in range(size)}
-        backends[group] = ("simulated", None)
+def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
+    """Raise the error that the others followed from, with how to repeat the run."""
+    rank, error = _origin(errors)
+    errors.clear()
+    with suppress(Exception):  # a class of errors may take no notes
+        where = "" if rank is None else f" rank {rank} of"
+        note = f"In{where} a simulated world. To repeat the run: {plan}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
     try:
-        yield
+        raise error
     finally:
-        for group in groups:
-            del known[group], backends[group]
+        del error  # see _run's body
 
 
-def _raise(plan: Plan, rank: int, error: BaseException) -> None:
-    """Raise a rank's error, with how to repeat the run."""
-    note = f"In rank {rank} of a simulated world. To repeat the run: {plan}"
-    if isinstance(error, Crashed):
-        crash = RankCrashedError(f"Rank {rank} of {plan.size} {error.how}.")
-        crash.add_note(note)
-        raise crash
-    error.add_note(note)
-    raise error
+def _origin(errors: Sequence[Ended]) -> Ended:
+    """Return the first error, or the one behind it.
+
+    A rank may meet the others in a wrong collective because it cleans up after an error of
+    its own. That error is then the context of what all are told.
+    """
+    if _is_told(errors[0][1]):
+        for each in errors:
+            if not all(map(_is_told, _with_contexts(each[1]))):
+                return each
+    return errors[0]
+
+
+def _is_told(error: BaseException) -> bool:
+    """Whether it is an error that all ranks get."""
+    return isinstance(error, (SimulationError, PeerFailedError))
+
+
+def _with_contexts(error: BaseException) -> Iterator[BaseException]:
+    within: BaseException | None = error
+    while within is not None:
+        yield within
+        within = within.__context__

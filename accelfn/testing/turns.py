@@ -8,12 +8,16 @@ names. So a run is a function of its program and its choices: no sleep, no clock
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from typing import TypeAlias
 
-_LIBC = ctypes.CDLL(None)
+import torch
+
 Ready: TypeAlias = Callable[[], bool]
+_LIBC = ctypes.CDLL(None)
+_GLANCE = 0.1
+"""Seconds; how long a nested run may keep its thread from noticing an interrupt."""
 
 
 class Turns:
@@ -40,14 +44,20 @@ class Turns:
         self._on_stuck = on_stuck
         self._on_leave = on_leave
         self._on_enter = on_enter
+        self._running = 0
+        self._end = threading.Lock()
+        self._has_ended = False
+        self._error: BaseException | None = None
 
     def run(self, body: Callable[[int], None]) -> None:
         """Run `body(rank)` for every rank, and return when all have ended.
 
-        `body` must not raise. An interrupt of the caller is handed on when all have ended.
+        `body` must not raise. An interrupt of the calling thread is raised in the rank that
+        runs, and again here when all have ended; a second one is raised at once, and leaves
+        the ranks to themselves.
         """
-        for gate in self._gates:
-            gate.acquire()
+        for lock in (*self._gates, self._end):
+            lock.acquire()
         threads = [
             threading.Thread(
                 target=copy_context().run,
@@ -57,11 +67,17 @@ class Turns:
             )
             for rank in range(len(self._gates))
         ]
-        for thread in threads:
-            thread.start()
+        self._start(threads)
         self._hand_over(after=0)
+        self._await_end()
         for thread in threads:
             thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def has_turn(self) -> bool:
+        """Whether the calling thread is the one that runs."""
+        return threading.get_ident() == self._running
 
     def wait(self, rank: int, ready: Ready) -> None:
         """Let other ranks run, at least until `ready()`."""
@@ -71,20 +87,63 @@ class Turns:
             self._on_leave(rank)
             self._gates[chosen].release()
             self._gates[rank].acquire()
+            self._enter(rank)
+
+    def _enter(self, rank: int) -> None:
+        self._running = threading.get_ident()
+        if not self._has_ended:
             self._on_enter(rank)
 
     def _live(self, rank: int, body: Callable[[int], None]) -> None:
+        """Have the turn, use it, and hand it over whatever happens."""
         _share_a_core(self._core)
         self._gates[rank].acquire()
-        self._on_enter(rank)
-        body(rank)
-        del self._waiting[rank]
-        self._on_leave(rank)
-        self._hand_over(after=rank)
+        if self._has_ended:
+            return
+        try:
+            self._enter(rank)
+            body(rank)
+        except BaseException as error:  # noqa: BLE001 - raised again by run
+            self._error = self._error or error
+        finally:
+            del self._waiting[rank]
+            self._on_leave(rank)
+            self._hand_over(after=rank)
+
+    def _start(self, threads: Sequence[threading.Thread]) -> None:
+        """Start all or none: those that were started before one failed end at once."""
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError:
+            self._has_ended = True
+            for gate, thread in zip(self._gates, threads, strict=True):
+                if thread.ident is not None:
+                    gate.release()
+                    thread.join()
+            raise
+
+    def _await_end(self) -> None:
+        """Wait for the last rank; a thread's join that was interrupted knows no more."""
+        interrupt: BaseException | None = None
+        while not self._has_ended:
+            try:
+                self._end.acquire(timeout=_GLANCE)
+            except BaseException as error:
+                if interrupt is not None:
+                    self._has_ended = True
+                    raise
+                interrupt = error
+                _raise_in(self._running, KeyboardInterrupt)
+        if interrupt is not None:
+            raise interrupt
 
     def _hand_over(self, *, after: int) -> None:
         if self._waiting:
             self._gates[self._choose(after=after)].release()
+        else:
+            self._has_ended = True
+            self._end.release()
 
     def _choose(self, *, after: int) -> int:
         """Return the rank whose turn it is, out of those that can go on."""
@@ -100,9 +159,20 @@ class Turns:
         return [rank for rank in ring if self._waiting.get(rank, _never)()]
 
 
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raise an error in another thread, between two of its bytecodes."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(error)
+    )
+
+
 def _this_core() -> int | None:
-    """Return the core that the caller runs on, where that can be told."""
-    if not hasattr(os, "sched_setaffinity"):
+    """Return the core that the caller runs on, where ranks may share it.
+
+    They may where torch computes in one thread: threads that it starts stay on the core of
+    the one that starts them, and would wait for each other there.
+    """
+    if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
         return None
     core = _LIBC.sched_getcpu() if hasattr(_LIBC, "sched_getcpu") else -1
     return core if core in os.sched_getaffinity(0) else None

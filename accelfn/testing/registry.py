@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.distributed knows in a simulated rank, in place of what the process knows.
+
+torch keeps process groups in one object a process, and swaps it whole for whoever asks; so
+nothing of a simulated world is registered with the process. In a rank torch has the group
+of the world, by which it translates ranks, and a default group that tells the rank and
+refuses to communicate: without one, code that asks `is_initialized()` would take itself
+for alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from accelfn.errors import DefaultGroupError
+from accelfn.testing.calls import Call
+from accelfn.testing.group import SimulatedGroup
+
+
+@attrs.define
+class Registry:
+    """What torch 2.13 calls its `_World`: groups and what it keeps of each."""
+
+    default_pg: dist.ProcessGroup | None
+    pg_map: dict[dist.ProcessGroup, Any]
+    pg_names: dict[dist.ProcessGroup, str]
+    pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]]
+    pg_backend_config: dict[dist.ProcessGroup, str]
+    tags_to_pg: dict[str, list[dist.ProcessGroup]]
+    pg_to_tag: dict[dist.ProcessGroup, str] = attrs.field(factory=dict)
+    pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = attrs.field(factory=dict)
+    comms: list[Any] = attrs.field(factory=list)
+    pg_config_info: list[dict[str, Any]] = attrs.field(factory=list)
+    group_count: int = 0
+
+    @classmethod
+    def of(cls, group: SimulatedGroup) -> "Registry":
+        """Return what torch is to know in a rank that has this group."""
+        default = SimulatedGroup(group.rank(), group.size(), _refuse)
+        ranks = range(group.size())
+        return cls(
+            default_pg=default,
+            pg_map=dict.fromkeys((group, default), ("simulated", None)),
+            pg_names={group: "simulated", default: "simulated default"},
+            pg_group_ranks={
+                each: {rank: rank for rank in ranks} for each in (group, default)
+            },
+            tags_to_pg={"": [group, default]},
+            pg_backend_config=dict.fromkeys((group, default), "cpu:simulated"),
+        )
+
+
+def _refuse(calls: Sequence[Call], returned: Sequence[torch.Tensor]) -> NoReturn:
+    del returned
+    call = calls[0]
+    msg = (
+        f"Rank {call.rank} of a simulated world called {call.kind} on torch's default"
+        " process group, and there is none: pass group=world.group, and"
+        " process_group=world.group to DistributedDataParallel."
+    )
+    raise DefaultGroupError(msg)

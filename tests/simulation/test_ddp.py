@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real DistributedDataParallel on simulated groups, against averaging by hand."""
+
+# not every program needs all that it is given; schedules are no secrets
+# ruff: noqa: ARG001, ARG005, S311
+
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from accelfn.testing import simulate
+
+STEPS = 3
+LR = 2.0**-5
+
+
+class Net(nn.Module):
+    """Layers with small integers, of which some may not be used, and a counting buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4, dtype=torch.float64)
+        self.between = nn.Linear(4, 4, dtype=torch.float64)
+        self.last = nn.Linear(4, 2, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        with torch.no_grad():
+            for i, parameter in enumerate(self.parameters()):
+                parameter.copy_(integers(parameter.shape, i))
+
+    def forward(self, x, *, through=True, count=1):
+        self.seen += count
+        hidden = self.first(x).relu()
+        if through:
+            hidden = self.between(hidden)
+        return self.last(hidden)
+
+
+def integers(shape, seed):
+    """Return integers from -2 to 2, the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).double()
+
+
+def batch(rank, step, part=0):
+    """Return what a rank learns from."""
+    return integers((2, 3), 1000 * rank + 10 * step + part)
+
+
+def passes(rank, step, *, parts=1, through=lambda rank, step: True):
+    """Return the arguments of the model in one step of a rank."""
+    used = through(rank, step)
+    return [(batch(rank, step, part), used) for part in range(parts)]
+
+
+def by_hand(size, steps=lambda rank: STEPS, **program):
+    """Return the parameters after gradients were averaged by hand."""
+    net = Net()
+    for step in range(max(map(steps, range(size)))):
+        for rank in range(size):
+            if step >= steps(rank):
+                continue
+            for x, used in passes(rank, step, **program):
+                net(x, through=used).sum().backward()
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= size
+        torch.optim.SGD(net.parameters(), LR).step()
+        net.zero_grad()
+    return [each.detach() for each in net.parameters()]
+
+
+def by_ddp(world, *, options, steps=lambda rank: STEPS, join=False, **program):
+    """Return the parameters after DistributedDataParallel averaged gradients."""
+    model = DistributedDataParallel(Net(), process_group=world.group, **options)
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    with model.join() if join else nullcontext():
+        for step in range(steps(world.rank)):
+            given = passes(world.rank, step, **program)
+            for i, (x, used) in enumerate(given):
+                with model.no_sync() if i + 1 < len(given) else nullcontext():
+                    model(x, through=used).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach() for each in model.module.parameters()]
+
+
+def on_one_rank(rank, step):
+    """Use the extra layer on a rank, and not on others."""
+    return (rank + step) % 2 == 0
+
+
+def at_times(rank, step):
+    """Use the extra layer on all ranks, or on none."""
+    return step != 1
+
+
+PROGRAMS = {
+    "plain": {"options": {}},
+    "no_sync": {"options": {}, "parts": 3},
+    "unused on a rank": {
+        "options": {"find_unused_parameters": True},
+        "through": on_one_rank,
+    },
+    "unused on all": {"options": {"find_unused_parameters": True}, "through": at_times},
+    "unused, no_sync": {
+        "options": {"find_unused_parameters": True},
+        "through": on_one_rank,
+        "parts": 2,
+    },
+    "bucket views": {"options": {"gradient_as_bucket_view": True}},
+    "bucket views, no_sync": {
+        "options": {"gradient_as_bucket_view": True},
+        "parts": 2,
+    },
+    "tiny buckets": {"options": {"bucket_cap_mb": 1e-5}},
+    "tiny buckets, unused": {
+        "options": {"bucket_cap_mb": 1e-5, "find_unused_parameters": True},
+        "through": on_one_rank,
+    },
+    "static graph": {"options": {"static_graph": True}},
+    "no buffers": {"options": {"forward_sync_buffers": False}},
+    "uneven": {"options": {}, "steps": lambda rank: 1 + rank, "join": True},
+    "uneven, tiny buckets": {
+        "options": {"bucket_cap_mb": 1e-5},
+        "steps": lambda rank: 3 - rank % 3,
+        "join": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ddp_is_averaging_by_hand(name, size):
+    """All ranks hold, bit for bit, what averaging the gradients by hand gives."""
+    program = PROGRAMS[name]
+    run = simulate(size, lambda world: by_ddp(world, **program))
+    hand = {k: v for k, v in program.items() if k not in ("options", "join")}
+    wanted = by_hand(size, **hand)
+    for params in run:
+        for expected, actual in zip(wanted, params, strict=True):
+            assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_any_schedule_gives_one_answer(name):
+    """Repeated under schedules drawn anew: no hang, the same bits, and the same log.
+
+    As often as a property is tried: 1,000 times under the profile for the night.
+    """
+    program = PROGRAMS[name]
+    wanted = {}
+    for i in range(min(settings.default.max_examples, 1000)):
+        draw = random.Random(i)
+        size = draw.choice((2, 2, 3, 4))
+        schedule = [draw.randrange(size) for _ in range(draw.randrange(60))]
+        run = simulate(size, lambda world: by_ddp(world, **program), schedule=schedule)
+        if size not in wanted:
+            wanted[size] = simulate(size, lambda world: by_ddp(world, **program))
+        assert wanted[size].log == run.log
+        for expected, actual in zip(wanted[size], run, strict=True):
+            assert all(map(torch.equal, expected, actual))
+
+
+def test_buffers_are_those_of_rank_zero():
+    """DistributedDataParallel broadcasts them before each forward pass."""
+
+    def fn(world):
+        model = DistributedDataParallel(Net(), process_group=world.group)
+        for step in range(STEPS):
+            model(batch(0, step), count=1 + world.rank).sum().backward()
+        return model.module.seen.item()
+
+    assert simulate(3, fn).results == (3, 4, 5)
+
+
+def test_sparse_gradients():
+    """An embedding's sparse gradients are averaged too."""
+
+    def fn(world):
+        table = nn.Embedding(4, 2, sparse=True)
+        model = DistributedDataParallel(table, process_group=world.group)
+        model(torch.tensor([world.rank, 3])).sum().backward()
+        return table.weight.grad.to_dense().tolist()
+
+    assert (
+        simulate(2, fn).results == ([[0.5] * 2, [0.5] * 2, [0.0] * 2, [1.0] * 2],) * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook]
+)
+def test_communication_hooks(hook):
+    """A hook's asynchronous all-reduce is waited for; small integers fit 16 bits."""
+
+    def fn(world):
+        model = DistributedDataParallel(Net(), process_group=world.group)
+        model.register_comm_hook(world.group, hook)
+        model(batch(world.rank, 0)).sum().backward()
+        return [each.grad for each in model.parameters()]
+
+    net = Net()
+    for rank in range(2):
+        net(batch(rank, 0)).sum().backward()
+    for grads in simulate(2, fn, schedule=[1, 1, 0]):
+        for parameter, grad in zip(net.parameters(), grads, strict=True):
+            assert torch.equal(parameter.grad / 2, grad)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_zero_redundancy_optimizer():
+    """torch's sharded optimizer runs on the group too."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def fn(world):
+        model = DistributedDataParallel(Net(), process_group=world.group)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, world.group, lr=LR
+        )
+        for step in range(STEPS):
+            model(batch(world.rank, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [each.detach() for each in model.module.parameters()]
+
+    for params in simulate(2, fn):
+        assert all(map(torch.equal, by_hand(2), params))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fully_sharded_data_parallel():
+    """So does the first FSDP, on CPU; the second needs a device mesh."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def fn(world):
+        model = FullyShardedDataParallel(
+            Net(), process_group=world.group, device_id=torch.device("cpu")
+        )
+        optimizer = torch.optim.SGD(model.parameters(), LR)
+        for step in range(STEPS):
+            model(batch(world.rank, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [each.detach().clone() for each in model.parameters()]
+
+    for params in simulate(2, fn):
+        flat = torch.cat([each.flatten() for each in params])
+        wanted = torch.cat([each.flatten() for each in by_hand(2)])
+        assert torch.equal(wanted, flat)

@@ -1,0 +1,727 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong programs: every one ends, at once, with an error that says what each rank did."""
+
+# not every program needs all that it is given
+# ruff: noqa: ARG001, ARG005
+
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accelfn as af
+from accelfn.testing import simulate
+
+Mismatch = af.errors.CollectiveMismatchError
+Deadlock = af.errors.DeadlockError
+PeerFailed = af.errors.PeerFailedError
+
+
+def told(size, fn, **options):
+    """Return the error that each rank is told, and the one that simulate raises."""
+    errors = [None] * size
+
+    def rank(world):
+        try:
+            fn(world, world.group)
+        except BaseException as error:
+            errors[world.rank] = error
+            raise
+
+    with pytest.raises(BaseException) as raised:  # noqa: PT011 - it is returned
+        simulate(size, rank, **options)
+    return errors, raised.value
+
+
+# Mismatches
+
+
+def x(n=2, dtype=torch.float32):
+    return torch.ones(n, dtype=dtype)
+
+
+MISMATCHES = {
+    "kind": (
+        lambda r, g: dist.broadcast(x(), 0, g) if r else dist.all_reduce(x(), group=g)
+    ),
+    "reduction": (
+        lambda r, g: dist.all_reduce(
+            x(), dist.ReduceOp.MAX if r else dist.ReduceOp.SUM, group=g
+        )
+    ),
+    "root": lambda r, g: dist.broadcast(x(), r, g),
+    "shapes": lambda r, g: dist.all_reduce(x(2 + r), group=g),
+    "shapes of dtypes": lambda r, g: dist.all_reduce(
+        x(2, torch.float64 if r else torch.float32), group=g
+    ),
+    "shapes of layouts": lambda r, g: dist.all_reduce(
+        torch.eye(2).to_sparse() if r else torch.eye(2), group=g
+    ),
+    "shapes of lists": lambda r, g: dist.all_gather([x(2 + r), x(2 + r)], x(2 + r), g),
+    "shapes scattered": lambda r, g: dist.scatter(
+        x(2 + r), None if r else [x(2), x(2)], 0, g
+    ),
+    "shapes of a message": lambda r, g: (
+        dist.recv(x(3), 0, g) if r else dist.send(x(2), 1, g)
+    ),
+    "splits": lambda r, g: dist.all_to_all_single(
+        x(3), x(3), [1, 2] if r else [2, 1], [1, 2], group=g
+    ),
+    "splits of dtypes": lambda r, g: dist.all_to_all(
+        [x(1, torch.float64 if r else torch.float32)] * 2,
+        [x(1, torch.float64 if r else torch.float32)] * 2,
+        g,
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", [(), (1, 1), (0, 1, 1)])
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_what_differs_is_named_on_all_ranks(name, schedule):
+    """A table has a row a rank: its call, its shapes, and its line."""
+    call = MISMATCHES[name]
+    errors, raised = told(2, lambda w, g: call(w.rank, g), schedule=schedule)
+    assert all(isinstance(error, Mismatch) for error in errors)
+    assert any(raised is error for error in errors)
+    for rank, error in enumerate(errors):
+        assert f"Rank {rank} of 2: the ranks met in calls of different" in str(error)
+        assert name.split()[0] in str(error)
+        for row in (0, 1):
+            assert f"\n  rank {row}: #0 " in str(error)
+        assert str(error).count("test_errors.py:") == 2
+    assert len({str(error).partition(":")[2] for error in errors}) == 1
+
+
+def test_a_mismatch_of_labels():
+    """accelfn's own collectives say what they are for, and must agree on it."""
+    from accelfn import collectives
+
+    def fn(world, group):
+        label = "rows" if world.rank else "columns"
+        collectives.sum_(torch.ones(1), world, label=label)
+
+    _, raised = told(2, fn)
+    assert isinstance(raised, Mismatch)
+    assert "different label" in str(raised)
+    assert "'rows'" in str(raised)
+    assert "'columns'" in str(raised)
+
+
+def test_the_table_as_people_read_it():
+    """One aligned line a rank, and what was completed before."""
+
+    def fn(world, group):
+        dist.broadcast(torch.ones(2), 0, group)
+        if world.rank == 2:
+            dist.broadcast(torch.ones(4), 1, group)
+        else:
+            dist.all_reduce(torch.ones(2, 3), group=group)
+
+    _, raised = told(3, fn)
+    lines = str(raised).splitlines()
+    assert lines[0].endswith(
+        "the ranks met in calls of different kind and reduction and root and shapes:"
+    )
+    line = fn.__code__.co_firstlineno
+    assert lines[1:] == [
+        f"  rank 0: #1 all_reduce  SUM (2, 3) float32   test_errors.py:{line + 5}",
+        f"  rank 1: #1 all_reduce  SUM (2, 3) float32   test_errors.py:{line + 5}",
+        f"  rank 2: #1 broadcast   root 1 (4,) float32  test_errors.py:{line + 3}",
+        "Completed before, latest last:",
+        f"  broadcast (2,) float32, 8 bytes (test_errors.py:{line + 1})",
+    ]
+
+
+def test_swapped_order():
+    """Two ranks that call two collectives in different order meet in the first."""
+
+    def fn(world, group):
+        a, b = torch.ones(2), torch.ones(3)
+        for tensor in (a, b) if world.rank else (b, a):
+            dist.all_reduce(tensor, group=group)
+
+    errors, _ = told(2, fn)
+    assert all(isinstance(error, Mismatch) for error in errors)
+    assert "(3,) float32" in str(errors[0])
+    assert "(2,) float32" in str(errors[0])
+
+
+def test_a_mismatch_that_nobody_waits_for():
+    """Asynchronous calls of different shapes are an error, also if never waited for."""
+
+    def fn(world):
+        dist.all_reduce(x(2 + world.rank), group=world.group, async_op=True)
+
+    with pytest.raises(Mismatch, match="different shapes"):
+        simulate(2, fn)
+
+
+def test_a_call_that_others_never_join():
+    """An asynchronous call of one rank is an error at the end, if not before."""
+
+    def fn(world):
+        dist.barrier(group=world.group)
+        if world.rank:
+            dist.all_reduce(x(), group=world.group, async_op=True)
+
+    with pytest.raises(Mismatch, match="never|neither joined") as raised:
+        simulate(2, fn)
+    assert "\n  rank 1: #1 all_reduce" in str(raised.value)
+    assert "rank 0: #" not in str(raised.value)
+    assert "barrier" in str(raised.value)
+    assert raised.value.__notes__[0].startswith("In a simulated world. To repeat")
+
+    def forgotten(world):
+        if world.rank:
+            dist.isend(x(), 0, world.group)
+
+    with pytest.raises(Mismatch, match=r"rank 1: #0 send +to rank 0 \(2,\) float32"):
+        simulate(2, forgotten)
+
+
+# What one rank alone does wrong
+
+
+ALONE = {
+    r"Expected 2 tensors, one a rank, got 3\.": lambda g: dist.all_gather(
+        [x(), x(), x()], x(), g
+    ),
+    r"The tensor for rank 1 is \(3,\) float32; expected \(2,\) float32\.": lambda g: (
+        dist.all_gather([x(), x(3)], x(), g)
+    ),
+    r"contiguous tensor of 2 times the elements of \(2,\) float32, got \(3,\)": lambda g: (
+        dist.all_gather_single(x(3), x(), g)
+    ),
+    r"got \(2, 2\) float32 of strides \(1, 2\)": lambda g: dist.all_gather_single(
+        torch.ones(2, 2).T, x(), g
+    ),
+    r"got \(4,\) float64": lambda g: dist.all_gather_single(
+        x(4, torch.float64), x(), g
+    ),
+    r"3 rows do not divide evenly among 2 ranks\.": lambda g: dist.all_to_all_single(
+        x(3), x(3), group=g
+    ),
+    r"to sum exactly to 3 ": lambda g: dist.all_to_all_single(
+        x(3), x(3), [1, 1], [1, 2], g
+    ),
+    r"Expected 2 tensors, one a rank, got 1\.": lambda g: dist.all_to_all_single(
+        x(3), x(3), [3], [1, 2], g
+    ),
+    r"broadcast: root 7 is none of the 2 ranks\.": lambda g: dist.broadcast(
+        x(), group_src=7, group=g
+    ),
+    r"send: peer 2 is none of the 2 ranks\.": lambda g: dist.send(
+        x(), group_dst=2, group=g
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ALONE)
+def test_arguments_that_no_rank_could_give(message):
+    """They are refused in the rank that gives them, before anything is sent."""
+
+    def fn(world, group):
+        if world.rank == 1:
+            ALONE[message](group)
+        dist.barrier(group=group)
+
+    errors, raised = told(2, fn)
+    assert raised is errors[1]
+    assert isinstance(raised, (af.errors.ArgumentError, RuntimeError))
+    assert re.search(message, str(raised))
+    assert isinstance(errors[0], PeerFailed)
+
+
+# Dead-locks
+
+
+def test_a_rank_that_skips_a_collective():
+    """The others wait for it, and it has returned."""
+
+    def fn(world, group):
+        dist.all_reduce(x(), group=group)
+        if world.rank != 1:
+            dist.all_reduce(x(5), group=group)
+
+    errors, raised = told(3, fn)
+    assert errors[1] is None
+    assert all(isinstance(errors[rank], Deadlock) for rank in (0, 2))
+    line = fn.__code__.co_firstlineno
+    assert str(raised).splitlines()[1:4] == [
+        f"  rank 0: in #1 all_reduce              SUM (5,) float32  test_errors.py:{line + 3}",
+        f"  rank 1: returned after #0 all_reduce  SUM (2,) float32  test_errors.py:{line + 1}",
+        f"  rank 2: in #1 all_reduce              SUM (5,) float32  test_errors.py:{line + 3}",
+    ]
+
+
+DEADLOCKS = {
+    "both send": lambda r, g: (
+        dist.send(x(), 1 - r, g),
+        dist.recv(x(), 1 - r, g),
+    ),
+    "both receive": lambda r, g: (dist.recv(x(), 1 - r, g), dist.send(x(), 1 - r, g)),
+    "none sends": lambda r, g: r or dist.recv(x(), 1, g),
+    "none receives": lambda r, g: r or dist.send(x(), 1, g),
+    "from any rank": lambda r, g: r or dist.recv(x(), group=g),
+    "another tag": lambda r, g: (
+        dist.recv(x(), 0, g, tag=2) if r else dist.send(x(), 1, g, tag=1)
+    ),
+    "to itself": lambda r, g: dist.irecv(x(), r, g).wait(),
+    "one in a barrier": lambda r, g: (
+        dist.recv(x(), 0, g) if r else dist.barrier(group=g)
+    ),
+    "one has returned": lambda r, g: r or dist.barrier(group=g),
+    "waits for what is not joined": lambda r, g: (
+        r or dist.all_reduce(x(), group=g, async_op=True).wait()
+    ),
+    "asks on and on": lambda r, g: r or _ask(dist.irecv(x(), 1, g)),
+    "all ask on and on": lambda r, g: _ask(dist.irecv(x(), 1 - r, g)),
+}
+
+
+def _ask(work):
+    while not work.is_completed():
+        pass
+
+
+@pytest.mark.parametrize("schedule", [(), (1, 1, 0, 1)])
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_deadlocks(name, schedule):
+    """All that wait are told, with a row a rank that says where each stands."""
+    call = DEADLOCKS[name]
+    errors, raised = told(2, lambda w, g: call(w.rank, g), schedule=schedule)
+    assert isinstance(raised, Deadlock)
+    assert isinstance(errors[0], Deadlock)
+    assert errors[1] is None or isinstance(errors[1], Deadlock)
+    assert "\n  rank 0: in #" in str(errors[0])
+    row = "\n  rank 1: returned" if errors[1] is None else "\n  rank 1: in #"
+    assert row in str(errors[0])
+
+
+def test_a_deadlock_is_none_while_a_rank_can_go_on():
+    """A rank that waits long is no dead-lock if another comes to it at last."""
+
+    def fn(world):
+        for _ in range(50):
+            if world.rank:
+                dist.send(x(), 0, world.group)
+            else:
+                dist.recv(x(), 1, world.group)
+            if world.rank == 2:
+                break
+        return "done"
+
+    def three(world):
+        if world.rank < 2:
+            fn(world)
+        dist.barrier(group=world.group)
+        return "done"
+
+    assert simulate(3, three, schedule=[2, 1, 2]).results == ("done",) * 3
+
+
+# Ranks that raise
+
+
+class PlannedError(Exception):
+    """What a rank raises in these tests."""
+
+
+class StubbornError(PlannedError):
+    """Takes no note, and has no text."""
+
+    def add_note(self, note):
+        raise RuntimeError(note)
+
+    def __repr__(self):
+        raise RuntimeError
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize("schedule", [(), (1,), (2, 1, 1)])
+@pytest.mark.parametrize(
+    "kind", [PlannedError, ValueError, KeyboardInterrupt, SystemExit, StubbornError]
+)
+def test_the_error_of_a_rank_ends_all_and_is_raised(kind, schedule):
+    """It is the same object; the others are told which rank raised what, and where."""
+    planned = kind() if kind is StubbornError else kind("boom")
+
+    def fn(world, group):
+        dist.all_reduce(x(), group=group)
+        if world.rank == 1:
+            raise planned
+        dist.all_reduce(x(), group=group)
+
+    errors, raised = told(3, fn, schedule=schedule)
+    assert raised is planned
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerFailed)
+        shown = "StubbornError" if kind is StubbornError else f"{kind.__name__}('boom')"
+        assert f"Rank {rank} of 3: rank 1 raised {shown} after #0 all_reduce" in str(
+            errors[rank]
+        )
+    if kind is not StubbornError:
+        (note,) = raised.__notes__
+        assert note.startswith("In rank 1 of a simulated world. To repeat the run: ")
+
+
+def test_the_note_repeats_the_run():
+    """Schedule, faults and seed are in it; the same error object gets it once."""
+    planned = PlannedError("boom")
+
+    def fn(world):
+        if world.rank:
+            raise planned
+        dist.barrier(group=world.group)
+
+    for _ in range(2):
+        with pytest.raises(PlannedError):
+            simulate(2, fn, schedule=[1, 0], seed=7)
+    name = fn.__qualname__
+    (note,) = planned.__notes__
+    assert note == (
+        "In rank 1 of a simulated world. To repeat the run:"
+        f" accelfn.testing.simulate(2, {name}, schedule=[1, 0], seed=7)"
+    )
+
+
+def test_the_first_of_several_errors_is_raised():
+    """Which is first is the schedule's to say."""
+
+    def fn(world):
+        raise PlannedError(world.rank)
+
+    for first in range(3):
+        with pytest.raises(PlannedError) as raised:
+            simulate(3, fn, schedule=[first])
+        assert raised.value.args == (first,)
+
+
+def test_an_error_is_shown_though_its_rank_cleans_up_collectively():
+    """A barrier in a `finally` mismatches; the cause is the context of what is raised."""
+
+    def fn(world):
+        try:
+            if world.rank == 1:
+                raise PlannedError
+            dist.all_reduce(x(), group=world.group)
+        finally:
+            dist.barrier(group=world.group)
+
+    for schedule in ((), (1,)):
+        with pytest.raises(Mismatch) as raised:
+            simulate(2, fn, schedule=schedule)
+        context = raised.value.__context__
+        while isinstance(context, Mismatch):
+            context = context.__context__
+        assert isinstance(context, PlannedError)
+
+
+@pytest.mark.parametrize("bucket", [25, 1e-5])
+@pytest.mark.parametrize("where", ["forward", "backward hook", "communication hook"])
+def test_errors_inside_ddp(where, bucket):
+    """Through torch's C++ they come as they were raised, and all ranks end."""
+    planned = PlannedError("boom")
+
+    def fail(*_, bucket=None):
+        raise planned
+
+    def fn(world, group):
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=bucket)
+        if world.rank == 1 and where == "forward":
+            net[1].register_forward_hook(fail)
+        if world.rank == 1 and where == "backward hook":
+            net[0].weight.register_hook(fail)
+        if where == "communication hook":
+            model.register_comm_hook(world, fail if world.rank else _reduce)
+        model(torch.ones(1, 2)).sum().backward()
+
+    def _reduce(world, bucket):
+        work = dist.all_reduce(bucket.buffer(), group=world.group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    errors, raised = told(2, fn)
+    assert isinstance(errors[0], PeerFailed)
+    assert raised is planned
+
+
+def test_errors_of_a_world_reach_through_ddp():
+    """A mismatch found in a backward pass is told on all ranks by its own class."""
+
+    def fn(world, group):
+        net = nn.Linear(2, 2)
+        model = DistributedDataParallel(net, process_group=group)
+        loss = model(torch.ones(1, 2)).sum()
+        if world.rank:
+            dist.barrier(group=group)
+        else:
+            loss.backward()
+
+    errors, _ = told(2, fn)
+    assert all(isinstance(error, Mismatch) for error in errors)
+    assert "test_errors.py:" in str(errors[0])
+
+
+def test_different_models_under_ddp():
+    """torch compares the parameters itself, and each rank raises torch's error."""
+
+    def fn(world, group):
+        net = nn.Linear(2, 2 + world.rank)
+        DistributedDataParallel(net, process_group=group)
+
+    _, raised = told(2, fn)
+    assert isinstance(raised, RuntimeError)
+    assert "appears not to match sizes" in str(raised)
+
+
+def test_errors_of_a_nested_world():
+    """They pass through the outer one, with a note of each."""
+
+    def inner(world):
+        if world.rank == 1:
+            raise PlannedError("boom")
+        dist.barrier(group=world.group)
+
+    def outer(world, group):
+        if world.rank == 0:
+            simulate(2, inner)
+        dist.barrier(group=group)
+
+    errors, raised = told(2, outer)
+    assert raised is errors[0]
+    assert isinstance(raised, PlannedError)
+    assert [note.partition(":")[0] for note in raised.__notes__] == [
+        "In rank 1 of a simulated world. To repeat the run",
+        "In rank 0 of a simulated world. To repeat the run",
+    ]
+    assert isinstance(errors[1], PeerFailed)
+
+
+def test_ranks_may_handle_what_they_are_told():
+    """A run in which all errors are caught returns what the ranks return."""
+
+    def fn(world):
+        for error in (Mismatch, Mismatch):
+            with pytest.raises(error):
+                dist.all_reduce(x(2 + world.rank), group=world.group)
+        return world.rank
+
+    assert simulate(2, fn).results == (0, 1)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_rank_that_swallows_errors_for_ever_is_unwound(everywhere):
+    """`while True: try ... except Exception` ends after a hundred times."""
+    counts = [0, 0]
+
+    def fn(world):
+        if world.rank and not everywhere:
+            raise PlannedError("boom")
+        while True:
+            try:
+                counts[world.rank] += 1
+                dist.all_reduce(x(2 + world.rank), group=world.group)
+            except Exception:  # noqa: BLE001, S112 - what this is about
+                continue
+
+    if everywhere:
+        with pytest.raises(af.errors.RankCrashedError, match="went on calling") as e:
+            simulate(2, fn)
+        assert isinstance(e.value.__cause__, Mismatch)
+        assert max(counts) < 150
+    else:
+        with pytest.raises(PlannedError):
+            simulate(2, fn)
+
+
+def test_results_of_any_kind():
+    """Nothing is pickled: a rank may return what no process could send."""
+    lock = threading.Lock()
+    run = simulate(2, lambda world: (lock, lambda: world.rank))
+    assert [fn() for _, fn in run] == [0, 1]
+
+
+# What a simulated world has not
+
+
+def test_calls_on_the_default_group_are_refused():
+    """Also what goes there unsaid; the error says what to pass instead."""
+    calls = [
+        lambda w: dist.all_reduce(x()),
+        lambda w: dist.all_reduce(x(), group=dist.group.WORLD),
+        lambda w: dist.broadcast(x(), 0),
+        lambda w: dist.all_gather([x(), x()], x()),
+        lambda w: dist.all_gather_object([None, None], 1),
+        lambda w: dist.broadcast_object_list([None], 0),
+        lambda w: dist.reduce(x(), 0),
+        lambda w: dist.barrier(),
+        lambda w: dist.send(x(), 1 - w.rank),
+        lambda w: dist.recv(x(), 1 - w.rank),
+        lambda w: dist.recv(x()),
+        lambda w: DistributedDataParallel(nn.Linear(1, 1)),
+    ]
+    for call in calls:
+        with pytest.raises(af.errors.DefaultGroupError, match="group=world.group"):
+            simulate(2, call)
+
+
+def test_the_default_group_tells_the_truth():
+    """Code that asks whether it is distributed, and which rank it is, is told."""
+
+    def fn(world):
+        group = world.group
+        assert dist.is_initialized()
+        assert dist.get_backend() == dist.get_backend(group) == "simulated"
+        assert dist.get_process_group_ranks(group) == [0, 1, 2]
+        assert dist.get_process_group_ranks(None) == [0, 1, 2]
+        assert dist.get_group_rank(group, 1) == dist.get_global_rank(group, 1) == 1
+        assert dist.get_world_size() == dist.get_world_size(group) == 3
+        return dist.get_rank(), dist.get_rank(group)
+
+    assert simulate(3, fn).results == ((0, 0), (1, 1), (2, 2))
+    assert not dist.is_initialized()
+
+
+def _mesh(world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_device_mesh("cpu", (2,))
+
+
+def _mesh_of_two_dims(world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_device_mesh("cpu", (2, 1))
+
+
+def _mesh_of_group(world):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    DeviceMesh.from_group(world.group, "cpu")
+
+
+def _fully_shard(world):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(nn.Linear(2, 2))
+
+
+def _functional(world, group=None):
+    from torch.distributed import _functional_collectives as functional
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        functional.all_reduce(x(), "sum", group or world.group)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda w: dist.new_group([0]), "no sub-groups"),
+        (lambda w: dist.new_subgroups(1), "no sub-groups"),
+        (_mesh, "no functional collectives, device meshes or FSDP2"),
+        (_mesh_of_two_dims, "no functional collectives, device meshes or FSDP2"),
+        (_mesh_of_group, "no functional collectives, device meshes or FSDP2"),
+        (_fully_shard, "no functional collectives, device meshes or FSDP2"),
+        (_functional, "no functional collectives, device meshes or FSDP2"),
+        (
+            lambda w: _functional(w, [0, 1]),
+            "no functional collectives, device meshes or FSDP2",
+        ),
+        (lambda w: dist.destroy_process_group(), "Leave it: it ends with the world"),
+        (
+            lambda w: dist.destroy_process_group(w.group),
+            "Leave it: it ends with the world",
+        ),
+    ],
+)
+def test_what_a_simulated_world_has_not_is_refused(call, message):
+    """With what to do instead; nobody hangs, and nobody is silently alone."""
+    with pytest.raises(af.errors.SimulationError, match=message):
+        simulate(2, call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: dist.init_process_group("gloo"),
+        lambda w: dist.monitored_barrier(w.group),
+        lambda w: dist.split_group(split_ranks=[[0], [1]]),
+        lambda w: dist.shrink_group([1], group=w.group),
+        lambda w: dist.broadcast(x(), 7, w.group),
+    ],
+)
+def test_what_torch_refuses_itself(call):
+    """torch's own errors, of what needs another backend or no group before."""
+    with pytest.raises((ValueError, RuntimeError)):
+        simulate(2, call)
+
+
+# Outside of a rank's thread
+
+
+def test_a_group_does_not_outlive_its_world():
+    """A group that was taken out of its world says that the world has ended."""
+    (group,) = simulate(1, lambda world: world.group)
+    with pytest.raises(
+        af.errors.SimulationError, match="its simulated world has ended"
+    ):
+        dist.all_reduce(x(), group=group)
+    (work,) = simulate(1, lambda w: dist.all_reduce(x(), group=w.group, async_op=True))
+    with pytest.raises(
+        af.errors.SimulationError, match="its simulated world has ended"
+    ):
+        work.wait()
+    (world,) = simulate(1, lambda world: world)
+    with pytest.raises(af.errors.WorldError, match="closed"):
+        _ = world.group
+
+
+def test_a_rank_is_one_thread():
+    """A thread that a rank starts cannot call collectives: two would run at once."""
+    caught = []
+
+    def fn(world):
+        def call():
+            try:
+                dist.all_reduce(x(), group=world.group)
+            except af.errors.SimulationError as error:
+                caught.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        dist.barrier(group=world.group)
+
+    simulate(2, fn)
+    assert len(caught) == 2
+    assert all("in a thread that is not the rank's" in text for text in caught)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 0}, r"simulate\(0, ...\): expected a number of ranks"),
+        ({"size": True}, "expected a number of ranks"),
+        ({"size": 2.0}, "expected a number of ranks"),
+        ({"fn": 3}, "expected a function of a World"),
+        ({"schedule": [-1]}, "expected integers, 0 or more"),
+        ({"schedule": ["a"]}, "expected integers, 0 or more"),
+        ({"faults": ["boom"]}, "expected such as Raise"),
+        ({"seed": "a"}, "expected an integer"),
+        ({"also": "threads"}, 'expected "processes" or None'),
+    ],
+)
+def test_arguments_of_simulate(arguments, message):
+    """What no run could be is refused before it begins."""
+    given = {"size": 1, "fn": lambda world: None, **arguments}
+    size, fn = given.pop("size"), given.pop("fn")
+    with pytest.raises(af.errors.ArgumentError, match=message):
+        simulate(size, fn, **given)
