@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated world gives, real ranks joined by Gloo give, bit by bit.
+
+And where they do not, `simulate(also="processes")` says so.
+"""
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.errors import LawError
+from accelfn.testing.faults import Raise
+from accelfn.testing.simulation import simulate
+from tests.ranks import programs
+from tests.ranks import programs_of_collectives as collectives
+from tests.ranks import programs_of_differences as differences
+from tests.ranks.programs_of_collectives import CALLS, DTYPES, REDUCTIONS, Collective
+from tests.strategies import Run, runs
+
+pytestmark = pytest.mark.ranks(2)
+
+# different ones, so that no part of a tensor passes for another
+NUMBERS = st.lists(st.integers(-3, 3), min_size=3, max_size=5, unique=True)
+schedules = st.lists(st.integers(0, 2), max_size=8)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Collective:
+    """Draw one collective on small integers, which every sum of floats keeps exact."""
+    kind = draw(st.sampled_from(sorted(CALLS)))
+    moved = [("SUM", dtype) for dtype in DTYPES]
+    return Collective(
+        kind,
+        numbers=tuple(draw(NUMBERS)),
+        length=draw(st.integers(1, 4)),
+        reduction=draw(st.sampled_from(REDUCTIONS if "reduce" in kind else moved)),
+        root=draw(st.integers(0, 2)),
+        is_async=draw(st.booleans()),
+    )
+
+
+@given(st.lists(calls(), max_size=6), st.sampled_from([2, 2, 3]), schedules)
+def test_collectives_give_what_gloo_gives(
+    program: list[Collective], size: int, schedule: list[int]
+) -> None:
+    """Any program of any collectives, waited for or not, under any schedule."""
+    run = partial(collectives.run, program=tuple(program))
+    simulate(size, run, schedule=schedule, also="processes")
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_gives_what_gloo_gives(kind: str, size: int) -> None:
+    """Each kind alone, from every root, awaited at once and later."""
+    program = tuple(
+        Collective(kind, (1, -2, 3), 2, root=root, is_async=is_async)
+        for root in range(3)
+        for is_async in (False, True)
+    )
+    simulate(size, partial(collectives.run, program=program), also="processes")
+
+
+ENGINES = [
+    af.wrap_ddp(),
+    af.wrap_ddp(gradient_as_bucket_view=False),
+    af.wrap_ddp(bucket_cap_mb=1e-5),
+    af.local_sgd(sync_every=1),
+    af.local_sgd(sync_every=2),
+]
+BESIDE = [
+    af.accumulate(num_micro_batches=2),
+    af.clip_grad_norm(0.5),
+    af.clip_grad_value(0.125),
+    af.ema(0.5),
+    af.autocast("bf16"),
+]
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> Run:
+    """Draw a run of two ranks, with an engine and what may stand beside it."""
+    engine = draw(st.sampled_from(ENGINES))
+    beside = draw(st.lists(st.sampled_from(BESIDE), unique_by=lambda each: each.name))
+    setup = af.chain(*draw(st.permutations([af.shard_data(), engine, *beside])))
+    run = attrs.evolve(draw(runs(updates=2)), setup=setup)
+    kind = draw(st.sampled_from([run.kind, "dropout", "norm", "unused"]))
+    if kind == "norm":  # two rows for each of two micro-batches of two ranks
+        return attrs.evolve(run, kind=kind, n=8, batch_size=8)
+    if kind == "unused":
+        engine = af.wrap_ddp(find_unused_parameters=True)
+        setup = af.chain(af.shard_data(), engine, *beside)
+        return attrs.evolve(run, kind=kind, setup=setup)
+    return attrs.evolve(run, kind=kind)
+
+
+@given(trainings(), schedules)
+def test_training_gives_what_gloo_gives(run: Run, schedule: list[int]) -> None:
+    """Every state and metric of a run, on any data: two ranks add in either order alike."""
+    simulate(2, partial(programs.train, run=run), schedule=schedule, also="processes")
+
+
+def test_a_state_is_compared_in_what_is_saved_of_it() -> None:
+    """Two states pass; one bit of one parameter on one rank is named."""
+    run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)))
+    simulate(2, partial(differences.state, run=run), also="processes")
+    with pytest.raises(
+        LawError, match=r"(?s)Rank 1 of 2.*\.params\['head.bias'\]: .* at \[1\]"
+    ):
+        simulate(2, partial(differences.moved_state, run=run), also="processes")
+
+
+@pytest.mark.parametrize("name", differences.PAIRS)
+def test_a_difference_is_named(name: str) -> None:
+    """By rank, place and both values; and the run that shows it."""
+    with pytest.raises(LawError, match=differences.PAIRS[name][2]) as raised:
+        simulate(2, partial(differences.planted, name=name), also="processes")
+    assert str(raised.value).startswith("Rank 1 of 2 ")
+    assert "accelfn.testing.simulate(2, " in str(raised.value)
+
+
+@pytest.mark.parametrize("name", differences.PAIRS)
+def test_equal_results_pass(name: str) -> None:
+    """What differs above is found equal to itself."""
+    simulate(2, partial(differences.equal, name=name), also="processes")
+
+
+@pytest.mark.parametrize("name", differences.INCOMPARABLE)
+def test_what_cannot_be_compared_is_refused(name: str) -> None:
+    """It never passes for equal."""
+    with pytest.raises(af.ArgumentError, match=r"\['inside'\]\[0\]\._field.*compared"):
+        simulate(2, partial(differences.incomparable, name=name), also="processes")
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_generators_are_seeded_alike(seed: int) -> None:
+    """Each rank draws in a process what it draws in a simulated world."""
+    run = simulate(2, differences.draws, seed=seed, also="processes")
+    assert run[0]["python"] != run[1]["python"]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        partial(torch.autocast, "cpu", torch.bfloat16),
+    ],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_modes_are_the_callers(mode: object) -> None:
+    """Processes compute under the modes of whoever simulates."""
+    with mode():
+        simulate(2, differences.modes, also="processes")
+
+
+def test_a_program_that_fails_on_processes_only_breaks_the_law() -> None:
+    """The error has the traceback of the rank."""
+    with pytest.raises(LawError, match="(?s)Rank 1 of 2.*KeyError: 'only here'"):
+        simulate(2, differences.fails_on_processes, also="processes")
+
+
+def test_a_program_that_reads_its_rank_from_the_environment_is_found() -> None:
+    """Simulated ranks have no environment of their own."""
+    with pytest.raises(LawError, match=r"result\[1\]: None and '0'"):
+        simulate(2, differences.variable, also="processes")
+
+
+def test_what_gloo_does_wrong_is_found() -> None:
+    """A tensor with gaps is reduced as it should be in a simulated world only."""
+    with pytest.raises(LawError, match=r"at \[2\]: 8.0 and 4.0"):
+        simulate(2, differences.strided, also="processes")
+
+
+def test_faults_are_refused() -> None:
+    """They cannot happen to processes."""
+    with pytest.raises(af.ArgumentError, match=r"Raise\(rank=1.*simulated world only"):
+        simulate(2, differences.draws, faults=[Raise(1)], also="processes")
+
+
+def test_a_program_that_cannot_be_sent_is_refused() -> None:
+    """A lambda has no name by which another process could import it."""
+    with pytest.raises(af.ArgumentError, match='also="processes".*is a lambda'):
+        simulate(2, lambda world: world.rank, also="processes")

@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Gloo does on wrong programs, and what a simulated world says of them.
+
+The table is the test's data and, as `docs/simulation-and-gloo.md`, a page. A torch that
+does otherwise fails here; `python -m tests.ranks.test_gloo` writes the page anew.
+"""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    DeadlockError,
+    DefaultGroupError,
+    RankCrashedError,
+)
+from accelfn.testing.faults import Crash, Fault
+from accelfn.testing.simulation import simulate
+from tests.ranks import programs_of_mistakes as mistakes
+from tests.ranks.fresh_processes import Outcome, outcomes
+from tests.ranks.programs_of_mistakes import Differ, Meet, Reduce, Split
+
+pytestmark = pytest.mark.ranks(3)
+
+PAGE = Path(__file__).parents[2] / "docs/simulation-and-gloo.md"
+TORCH = "2.13"
+F32, F64, I16, I64 = torch.float32, torch.float64, torch.int16, torch.int64
+NAN = float("nan")
+
+
+@attrs.frozen
+class Gives:
+    """The rank returns what the program means."""
+
+    value: Any
+
+    def fits(self, outcome: Outcome) -> bool:
+        return (outcome.how, repr(outcome.what)) == ("returned", repr(self.value))
+
+    def __str__(self) -> str:
+        return f"gives `{self.value}`"
+
+
+@attrs.frozen
+class Wrong(Gives):
+    """The rank returns what nobody means, without a word."""
+
+    def __str__(self) -> str:
+        return f"**wrongly gives `{self.value}`**"
+
+
+@attrs.frozen
+class Raises:
+    """The rank raises an error of which these words are a part."""
+
+    words: str
+
+    def fits(self, outcome: Outcome) -> bool:
+        return outcome.how == "raised" and self.words in outcome.what
+
+    def __str__(self) -> str:
+        return f"raises `{self.words}`"
+
+
+@attrs.frozen
+class Waits:
+    """The rank waits for the timeout, its own or that of the other rank."""
+
+    def fits(self, outcome: Outcome) -> bool:
+        signs = "Timed out waiting|Connection (closed|reset) by peer|Broken pipe"
+        return outcome.how == "raised" and bool(re.search(signs, outcome.what))
+
+    def __str__(self) -> str:
+        return "waits until the timeout"
+
+
+@attrs.frozen
+class LosesPeer(Waits):
+    """The rank learns at once that the other is gone."""
+
+    def __str__(self) -> str:
+        return "raises `Connection closed by peer`"
+
+
+@attrs.frozen
+class Aborts:
+    """Gloo ends the process, with some last words and no traceback."""
+
+    def fits(self, outcome: Outcome) -> bool:
+        words = "Received data size doesn't match expected size"
+        return (
+            outcome.how == "ended"
+            and outcome.what[0] == -6
+            and words in outcome.what[1]
+        )
+
+    def __str__(self) -> str:
+        return "**aborts the process**"
+
+
+@attrs.frozen
+class Ends:
+    """The process ends with an exit code, as the program means it."""
+
+    code: int
+
+    def fits(self, outcome: Outcome) -> bool:
+        return outcome == Outcome("ended", (self.code, ""))
+
+    def __str__(self) -> str:
+        return f"ends with exit code {self.code}"
+
+
+@attrs.frozen
+class Anything:
+    """What happens depends on who is faster, or on what was in memory."""
+
+    def fits(self, outcome: Outcome) -> bool:
+        return outcome.how != "hung"
+
+    def __str__(self) -> str:
+        return "raises, or gives anything"
+
+
+@attrs.frozen
+class Refuses:
+    """A simulated world raises an error, in which these words stand."""
+
+    error: type[Exception]
+    words: str
+
+    def __str__(self) -> str:
+        return f"`{self.error.__name__}`: {self.words}"
+
+
+@attrs.frozen
+class Row:
+    """A wrong program, what each rank does on Gloo, and what a simulated world does."""
+
+    about: str
+    program: Callable[[af.World], Any]
+    gloo: tuple[Any, ...]
+    simulated: Refuses | tuple[Gives, ...]
+    faults: tuple[Fault, ...] = ()
+
+
+def mismatch(words: str) -> Refuses:
+    return Refuses(CollectiveMismatchError, f"different {words}")
+
+
+MEANT = Gives([[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]])
+SENT = Gives([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+BITS_OF_ONE = 4607182418800017408
+
+ROWS = [
+    Row(
+        "Rank 1 skips an `all_reduce`",
+        mistakes.skips,
+        (Waits(), Gives([2.0])),
+        Refuses(DeadlockError, "no rank can go on"),
+    ),
+    Row(
+        "Rank 1 skips the first of two `all_reduce`",
+        mistakes.skips_one_of_two,
+        (Waits(), Wrong([[2.0], [21.0]])),
+        Refuses(DeadlockError, "no rank can go on"),
+    ),
+    Row(
+        "Rank 1 calls two `all_reduce` of one shape in the other order",
+        mistakes.swaps,
+        (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
+        (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
+    ),
+    Row(
+        "The same, in calls that accelfn labels",
+        mistakes.swaps_labelled,
+        (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
+        mismatch("label"),
+    ),
+    Row(
+        "`all_reduce` meets `broadcast`",
+        Meet(("all_reduce", "broadcast")),
+        (Waits(), Waits()),
+        mismatch("kind"),
+    ),
+    Row(
+        "`all_reduce` meets `all_gather`",
+        Meet(("all_reduce", "all_gather")),
+        (Waits(), Waits()),
+        mismatch("kind"),
+    ),
+    Row(
+        "`all_reduce` meets `barrier`",
+        Meet(("all_reduce", "barrier")),
+        (Waits(), Waits()),
+        mismatch("kind"),
+    ),
+    Row(
+        "`all_reduce` of 3 elements meets one of 2",
+        Differ("all_reduce", (3, 2)),
+        (Waits(), Wrong([1.0, 3.0])),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`all_reduce` of 2 elements meets one of 3",
+        Differ("all_reduce", (2, 3)),
+        (Wrong([3.0, 3.0]), Waits()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`reduce` of 3 elements at the root, 2 elsewhere",
+        Differ("reduce", (3, 2)),
+        (Waits(), Gives([2.0, 2.0])),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`reduce` of 2 elements at the root, 3 elsewhere",
+        Differ("reduce", (2, 3)),
+        (Wrong([3.0, 3.0]), Waits()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`broadcast` of 3 elements into 2",
+        Differ("broadcast", (3, 2)),
+        (Gives([1.0, 1.0, 1.0]), Aborts()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`broadcast` of 2 elements into 3",
+        Differ("broadcast", (2, 3)),
+        (Gives([1.0, 1.0]), Wrong([1.0, 1.0, 2.0])),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`scatter` of 3 elements into 2",
+        Differ("scatter", (3, 2)),
+        (Gives([1.0, 1.0, 1.0]), Aborts()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`gather` of 3 elements from rank 1 into 2",
+        Differ("gather", (2, 3)),
+        (Aborts(), Gives(None)),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`gather` of 2 elements from rank 1 into 3",
+        Differ("gather", (3, 2)),
+        (Wrong([[1.0, 1.0, 1.0], [2.0, 2.0, 0.0]]), Gives(None)),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`all_gather` of 2 elements meets one of 3",
+        Differ("all_gather", (2, 3)),
+        (Aborts(), Anything()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`reduce_scatter` of twice 2 elements meets one of twice 3",
+        Differ("reduce_scatter", (2, 3)),
+        (Wrong([3.0, 3.0]), Waits()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`send` of 3 elements to a `recv` of 2",
+        Differ("send", (3, 2)),
+        (Gives([1.0, 1.0, 1.0]), Aborts()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`send` of 2 elements to a `recv` of 3",
+        Differ("send", (2, 3)),
+        (Gives([1.0, 1.0]), Wrong([1.0, 1.0, 2.0])),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`all_reduce` of float64 meets one of float32",
+        Differ("all_reduce", dtypes=(F64, F32)),
+        (Anything(), Aborts()),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`all_reduce` of float64 meets one of int64",
+        Differ("all_reduce", dtypes=(F64, I64)),
+        (Wrong([1.0, 1.0]), Wrong([BITS_OF_ONE, BITS_OF_ONE])),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`broadcast` of float32 into float64",
+        Differ("broadcast", dtypes=(F32, F64)),
+        (Gives([1.0, 1.0]), Wrong([0.007812501848093234, 2.0])),
+        mismatch("shapes"),
+    ),
+    Row(
+        "`all_reduce` with `SUM` meets one with `MAX`",
+        mistakes.different_reductions,
+        (Wrong([5.0, 10.0]), Wrong([5.0, 10.0])),
+        mismatch("reduction"),
+    ),
+    Row(
+        "Each rank broadcasts from itself",
+        mistakes.own_root,
+        (Waits(), Waits()),
+        mismatch("root"),
+    ),
+    Row(
+        "Ranks 0 and 1 broadcast from 0, rank 2 from 1",
+        mistakes.last_names_another_root,
+        (Waits(), Gives([1.0]), Waits()),
+        mismatch("root"),
+    ),
+    Row(
+        "Each rank reduces to itself",
+        mistakes.reduces_to_itself,
+        (Wrong([3.0]), Waits()),
+        mismatch("root"),
+    ),
+    Row(
+        "`all_reduce` of a tensor that is transposed on all ranks",
+        mistakes.reduces_all_transposed,
+        (MEANT, MEANT),
+        (MEANT, MEANT),
+    ),
+    Row(
+        "`all_reduce` of a tensor that is transposed on rank 0",
+        mistakes.reduces_one_transposed,
+        (
+            Wrong([[0.0, 4.0], [3.0, 7.0], [6.0, 10.0]]),
+            Wrong([[0.0, 3.0], [6.0, 4.0], [7.0, 10.0]]),
+        ),
+        (MEANT, MEANT),
+    ),
+    Row(
+        "`all_reduce` of every second element, `x[::2]`",
+        mistakes.reduces_with_gaps,
+        (Wrong([0.0, 4.0, 4.0]), Wrong([0.0, 4.0, 4.0])),
+        (Gives([0.0, 4.0, 8.0]), Gives([0.0, 4.0, 8.0])),
+    ),
+    Row(
+        "`all_reduce` of one element that is expanded to three",
+        mistakes.reduces_expanded,
+        (Gives([2.0, 2.0, 2.0]), Gives([2.0, 2.0, 2.0])),
+        Refuses(RuntimeError, "a single memory location"),
+    ),
+    Row(
+        "`broadcast` of a tensor that is transposed at the root",
+        mistakes.broadcasts_transposed,
+        (SENT, Wrong([[0.0, 2.0], [4.0, 1.0], [3.0, 5.0]])),
+        (SENT, SENT),
+    ),
+    Row(
+        "`send` of a transposed tensor",
+        mistakes.sends_transposed,
+        (Raises("input tensor has to be contiguous"), Waits()),
+        (SENT, SENT),
+    ),
+    Row(
+        "Rank 1 raises",
+        mistakes.raises,
+        (Waits(), Raises("KeyError: 'boom'")),
+        Refuses(KeyError, "boom"),
+    ),
+    Row(
+        "Rank 1 ends its process",
+        mistakes.ends,
+        (LosesPeer(), Ends(7)),
+        Refuses(RankCrashedError, "Rank 1 of 2 crashed"),
+        faults=(Crash(1),),
+    ),
+    Row(
+        "Rank 0 reads an `all_reduce` that it has not waited for",
+        mistakes.reads_before_waiting,
+        (Wrong([1.0]), Gives([3.0])),
+        (Gives([NAN]), Gives([3.0])),
+    ),
+    Row(
+        "No rank ever waits for an `all_reduce`",
+        mistakes.never_waits,
+        (Gives([3.0]), Gives([3.0])),
+        (Gives([NAN]), Gives([NAN])),
+    ),
+    Row(
+        "`all_to_all_single` of 4 rows, split as `[1, 2]` on rank 0",
+        Split(((1, 2), (2, 2))),
+        (Raises("Split sizes doesn't match total dim 0 size"), Waits()),
+        Refuses(RuntimeError, "to sum exactly to 4"),
+    ),
+    Row(
+        "`all_to_all_single` in which rank 0 gives 3 rows to a rank that takes 2",
+        Split(((1, 3), (2, 2))),
+        (Raises("inLengthPerRank[myRank] == outLengthPerRank[myRank]"), Waits()),
+        mismatch("splits"),
+    ),
+    Row(
+        "`all_to_all` in which rank 0 gives 2 elements to a rank that takes 1",
+        mistakes.uneven_all_to_all,
+        (Raises("invalid tensor size at index 1 (expected (1), got (2))"), Waits()),
+        mismatch("splits"),
+    ),
+    Row(
+        "Both ranks receive first",
+        mistakes.both_receive,
+        (Waits(), Waits()),
+        Refuses(DeadlockError, "no rank can go on"),
+    ),
+    Row(
+        "Both ranks send first",
+        mistakes.both_send_first,
+        (Waits(), Waits()),
+        Refuses(DeadlockError, "no rank can go on"),
+    ),
+    Row(
+        "Rank 0 sends what rank 1 does not receive",
+        mistakes.sends_to_nobody,
+        (Waits(), Gives([2.0])),
+        Refuses(DeadlockError, "no rank can go on"),
+    ),
+    Row(
+        "`send` and `recv` of different tags",
+        mistakes.different_tags,
+        (Waits(), Waits()),
+        Refuses(DeadlockError, "no rank can go on"),
+    ),
+    Row(
+        "`all_gather` into a list of one tensor",
+        mistakes.gathers_into_too_few,
+        (Raises("expected length 2, got 1"), Raises("expected length 2, got 1")),
+        Refuses(ArgumentError, "Expected 2 tensors"),
+    ),
+    Row(
+        "`all_gather` of float64 into float32",
+        mistakes.gathers_into_another_dtype,
+        (Raises("tensors with different dtypes"),) * 2,
+        Refuses(ValueError, "tensors with different dtypes"),
+    ),
+    Row(
+        "`all_reduce` with `MIN` of 1 and NaN",
+        Reduce("MIN", (1.0, NAN), F64),
+        (Wrong([1.0]), Wrong([1.0])),
+        (Gives([NAN]), Gives([NAN])),
+    ),
+    Row(
+        "`all_reduce` with `AVG` of integers",
+        Reduce("AVG", (1, 2), I64),
+        (Raises("result type Float can't be cast"),) * 2,
+        Refuses(af.ArgumentError, "Gloo has no AVG"),
+    ),
+    Row(
+        "`all_reduce` with `BAND` of floats",
+        Reduce("BAND", (1, 2), F64),
+        (Raises("Cannot use ReduceOp.BAND with non-integral dtype"),) * 2,
+        Refuses(af.ArgumentError, "Gloo has no BAND"),
+    ),
+    Row(
+        "`all_reduce` of int16",
+        Reduce("SUM", (1, 2), I16),
+        (Raises("Invalid scalar type"),) * 2,
+        Refuses(af.ArgumentError, "Gloo has no SUM"),
+    ),
+    Row(
+        "`all_reduce` without `group=`",
+        mistakes.calls_the_default_group,
+        (Gives([3.0]), Gives([3.0])),
+        Refuses(DefaultGroupError, "pass group=world.group"),
+    ),
+]
+
+
+def page() -> str:
+    """Return the table as a page of the documentation."""
+    about = (
+        f"What ranks get from Gloo (torch {TORCH}), whose timeout is 30 minutes by default,"
+        " and what a simulated world says of the same program at once."
+    )
+    columns = ["| program | on Gloo | in a simulated world |", "| --- | --- | --- |"]
+    lines = ["# Wrong programs, on Gloo and simulated", "", about, "", *columns]
+    for row in ROWS:
+        said = row.simulated
+        simulated = str(said) if isinstance(said, Refuses) else by_rank(said)
+        lines.append(f"| {row.about} | {by_rank(row.gloo)} | {simulated} |")
+    return "\n".join([*lines, ""])
+
+
+def by_rank(expected: tuple[Any, ...]) -> str:
+    """Return what ranks do in words, once where all do the same."""
+    words = [str(each) for each in expected]
+    if len(set(words)) == 1:
+        return f"every rank {words[0]}"
+    return "<br>".join(f"rank {rank} {each}" for rank, each in enumerate(words))
+
+
+@pytest.fixture(scope="module")
+def on_gloo() -> dict[str, list[Outcome]]:
+    """Every row's outcomes, several worlds side by side: most of them wait."""
+    with ThreadPoolExecutor(8) as side_by_side:
+        found = side_by_side.map(lambda r: outcomes(len(r.gloo), r.program), ROWS)
+        return dict(zip([row.about for row in ROWS], found, strict=True))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.about)
+def test_gloo_does_what_the_table_says(
+    row: Row, on_gloo: dict[str, list[Outcome]]
+) -> None:
+    """Each rank returns, raises, waits or ends as its row says."""
+    found = on_gloo[row.about]
+    if not all(e.fits(o) for e, o in zip(row.gloo, found, strict=True)):
+        found = outcomes(len(row.gloo), row.program)  # alone: the machine may be busy
+    for rank, (expected, outcome) in enumerate(zip(row.gloo, found, strict=True)):
+        assert expected.fits(outcome), f"rank {rank} {expected}? {outcome}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.about)
+def test_a_simulated_world_does_what_the_table_says(row: Row) -> None:
+    """It raises the error of the row, or gives each rank what stands there."""
+    size, expected = len(row.gloo), row.simulated
+    if isinstance(expected, Refuses):
+        with pytest.raises(expected.error, match=re.escape(expected.words)):
+            simulate(size, row.program, faults=row.faults)
+        return
+    for result, rank in zip(simulate(size, row.program), expected, strict=True):
+        assert rank.fits(Outcome("returned", result))
+
+
+def test_the_page_is_the_table() -> None:
+    """The documentation shows these rows and no others."""
+    assert page() == PAGE.read_text(), "python -m tests.ranks.test_gloo writes it anew"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run_processes` runs programs on real ranks, and returns or raises whatever they do."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.testing import processes
+from accelfn.testing.processes import RankError, run_processes
+from tests.ranks import programs_of_processes as programs
+
+pytestmark = pytest.mark.ranks(2)
+ROOT = Path(__file__).parents[2]
+
+
+def test_results_are_in_the_order_of_ranks() -> None:
+    """Each rank knows its place, and its result stands there."""
+    for size in (1, 2, 3):
+        found = run_processes(size, programs.place)
+        assert [(r, size) for r in range(size)] == [each[:2] for each in found]
+
+
+def test_ranks_stay_between_programs() -> None:
+    """A second program runs in the processes of the first."""
+    assert run_processes(2, programs.place) == run_processes(2, programs.place)
+
+
+def test_arguments_and_results_of_any_size_travel() -> None:
+    """Tensors larger than a pipe's buffer come and go, and ranks really talk."""
+    values = torch.arange(1e6)
+    for found in run_processes(2, programs.total, values):
+        assert torch.equal(found, 3 * values)
+
+
+def test_two_threads_take_turns() -> None:
+    """Programs of several threads do not get one another's answers."""
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(
+            lambda i: run_processes(2, programs.total, torch.tensor(i)), range(20)
+        )
+        assert [3 * i for i in range(20)] == [int(first) for first, _ in found]
+
+
+def test_ranks_find_what_the_caller_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directory, environment, dtype and modes are the caller's, the next caller's too."""
+    before = run_processes(2, programs.surroundings)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELFN_TEST", "seen")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            found = run_processes(2, programs.surroundings)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    monkeypatch.undo()
+    for rank, each in enumerate(found):
+        assert (str(tmp_path), "seen") == (each["directory"], each["variable"])
+        assert (torch.float64, torch.bfloat16) == (each["dtype"], each["product"])
+        assert (rank, str(rank), rank) == (each["place"], each["rank"], each["world"])
+        assert not each["grad"]
+        assert each["threads"] == torch.get_num_threads()
+    after = run_processes(2, programs.surroundings)
+    for key in ("directory", "variable", "dtype", "grad"):
+        assert before[0][key] == after[0][key]
+
+
+def test_ranks_may_start_processes() -> None:
+    """A DataLoader's workers run in a rank."""
+    assert run_processes(2, programs.rows_of_workers) == [[0, 2, 3], [1, 2, 3]]
+
+
+def unmade() -> Callable[..., None]:
+    def inside(world: af.World) -> None: ...
+
+    return inside
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "said"),
+    [
+        pytest.param(lambda world: world.rank, (), "is a lambda", id="lambda"),
+        pytest.param(unmade(), (), "is defined in a function", id="closure"),
+        pytest.param(
+            partial(programs.total, values=lambda: 1), (), "is a lambda", id="partial"
+        ),
+        pytest.param(programs.total, (threading.Lock(),), "cannot be sent", id="lock"),
+        pytest.param("place", (), "a function of a World", id="no function"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(
+    fn: Callable[..., object], args: tuple[object, ...], said: str
+) -> None:
+    """Before any rank starts, the error says what, and what to do."""
+    with pytest.raises(af.ArgumentError, match=said):
+        run_processes(2, fn, *args)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2"])
+def test_a_size_is_a_number_of_ranks(size: object) -> None:
+    """Anything but a positive integer is refused."""
+    with pytest.raises(af.ArgumentError, match="number of ranks"):
+        run_processes(size, programs.place)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), None])
+def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
+    """It is positive and finite."""
+    with pytest.raises(af.ArgumentError, match="timeout"):
+        run_processes(2, programs.place, timeout=timeout)
+
+
+def test_a_result_that_cannot_be_sent_is_refused() -> None:
+    """The error names it."""
+    with pytest.raises(RankError, match="(?s)ArgumentError.*cannot be sent.*lock"):
+        run_processes(2, programs.unsendable)
+
+
+def test_the_rank_that_failed_first_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its traceback comes first, the later error on a line, whatever the rank."""
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 30.0)  # however busy the machine
+    for first, seconds in ((0, (0.0, 0.5)), (1, (0.5, 0.0))):
+        with pytest.raises(RankError) as raised:
+            run_processes(2, programs.raise_after, seconds)
+        said = str(raised.value)
+        assert said.startswith(f"Rank {first} of 2 failed first:\nTraceback")
+        assert "in raise_after" in said
+        other = f"Rank {1 - first} of 2, after it: ValueError: boom on rank {1 - first}"
+        assert said.splitlines()[-1] == other
+
+
+def test_a_rank_that_raises_ends_those_that_wait() -> None:
+    """Nobody waits for ranks that hang when another has failed; and a new world opens."""
+    with pytest.raises(RankError, match="(?s)Rank 0 of 2.*boom on rank 0"):
+        run_processes(2, programs.raise_after, (0.0,), timeout=1000)
+    assert [rank for rank, _, _ in run_processes(2, programs.place)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("exit", "ended with exit code 7"), ("kill", "ended by SIGKILL")]
+)
+def test_a_rank_that_ends_is_named(how: str, said: str) -> None:
+    """Its end comes before what the rank that waited for it says."""
+    with pytest.raises(RankError, match=rf"(?s)^Rank 1 of 2 failed first:\n.*{said}"):
+        run_processes(2, programs.end, how)
+
+
+def test_an_abort_of_gloo_is_explained() -> None:
+    """A process that Gloo aborts raises nothing; the error says why that may be."""
+    with pytest.raises(
+        RankError, match="(?s)Rank 1.*ended by SIGABRT.*simulated world"
+    ):
+        run_processes(2, programs.send_too_much)
+
+
+def test_ranks_that_never_return_are_ended(tmp_path: Path) -> None:
+    """The error names those that are late; the processes are gone."""
+    with pytest.raises(RankError, match=r"\[0, 1\] did not return within 1 s"):
+        run_processes(2, programs.spin, str(tmp_path), timeout=1)
+    assert_gone(tmp_path)
+
+
+def test_a_rank_that_died_between_programs_is_replaced() -> None:
+    """The next program runs on new processes."""
+    processes = [pid for _, _, pid in run_processes(2, programs.place)]
+    os.kill(processes[1], 9)
+    wait_until(lambda: is_gone(processes[1]))
+    assert [rank for rank, _, _ in run_processes(2, programs.place)] == [0, 1]
+
+
+SCRIPT = """
+import sys
+from accelfn.testing.processes import run_processes
+from tests.ranks import programs_of_processes as programs
+
+print([rank for rank, _, _ in run_processes(2, programs.place)], flush=True)
+
+def mine(world):
+    return world.rank
+
+try:
+    run_processes(2, mine)
+except ValueError as error:
+    print(error, flush=True)
+if len(sys.argv) > 1:
+    run_processes(2, programs.spin, sys.argv[1])
+"""
+
+
+def test_a_script_needs_no_guard_and_ends() -> None:
+    """Ranks neither run the script again nor outlive it; what it defines is refused."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    first, second = done.stdout.splitlines()
+    assert first == "[0, 1]"
+    assert second.startswith("mine is defined in the script or session that runs")
+    assert done.stderr == ""
+
+
+def test_ranks_do_not_outlive_a_caller_that_is_killed(tmp_path: Path) -> None:
+    """Though it cannot end them, and they are busy."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}")
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], stdout=subprocess.DEVNULL
+    ) as caller:
+        wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        caller.kill()
+    assert_gone(tmp_path)
+
+
+def assert_gone(folder: Path) -> None:
+    """Assert that the processes which told their ids are no more."""
+    for rank in range(2):
+        process = int((folder / str(rank)).read_text())
+        wait_until(partial(is_gone, process))
+
+
+def is_gone(process: int) -> bool:
+    """Whether a process has ended with all its threads, though nobody may have noticed."""
+    folder = Path(f"/proc/{process}")
+    try:
+        stat = (folder / "stat").read_text()
+        num_threads = len(list((folder / "task").iterdir()))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return num_threads == 1 and stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait until something holds; fail when it does not come to."""
+    for _ in range(600):
+        if true():
+            return
+        time.sleep(0.05)
+    pytest.fail("it did not come to hold")
