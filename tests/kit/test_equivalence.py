@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`assert_equivalent`: equal setups pass bit by bit, and a difference anywhere is placed."""
+
+import re
+from fractions import Fraction
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.errors import LawError
+from accelfn.testing.equivalence import assert_equivalent, dyadic_problem
+from accelfn.testing.simulation import simulate
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+DDP = af.chain(af.shard_data(), af.wrap_ddp())
+
+
+def refused(one: object, two: object, **options: object) -> list[str]:
+    """Return the lines of the refusal."""
+    with pytest.raises(LawError) as caught:
+        assert_equivalent(one, two, **options)
+    return str(caught.value).splitlines()
+
+
+@given(parts=st.integers(1, 9), size=st.sampled_from([1, 2, 3, 4]))
+def test_micro_batches_are_equivalent_to_none(parts, size):
+    """Bit by bit, on uneven shares with weights of 0, whatever the number of parts."""
+    assert_equivalent(af.accumulate(num_micro_batches=parts), None, sizes=[size])
+
+
+@given(
+    order=st.permutations(
+        [
+            *(af.shard_data(), af.wrap_ddp(), af.accumulate(num_micro_batches=3)),
+            *(af.clip_grad_norm(0.5), af.ema(0.5)),
+        ]
+    )
+)
+def test_orders_of_a_chain_are_equivalent(order):
+    """Transforms about different fields commute, slots and averages included."""
+    assert_equivalent(af.chain(*order), af.chain(*sorted(order, key=repr)), sizes=[2])
+
+
+def test_local_sgd_with_a_period_of_one_is_ddp_for_plain_sgd():
+    """And for no optimizer that has memory: the refusal names it."""
+    local = af.chain(af.shard_data(), af.local_sgd(sync_every=1))
+    assert_equivalent(DDP, local, optimizer=SGD)
+    lines = refused(DDP, local)
+    assert lines[0] == (
+        "The setups do not train alike: in a world of 2, on rank 0, after update 0 (counted"
+        " from 0), they differ in opt_state (the first, the second):"
+    )
+    assert lines[1].startswith("  opt_state['head.weight']['momentum_buffer']: 6 of 6 ")
+    assert lines[-1] == (
+        "The first is af.chain(af.shard_data(), af.wrap_ddp()), the second"
+        " af.chain(af.shard_data(), af.local_sgd(sync_every=1))."
+    )
+
+
+@af.transform
+class clamp:
+    """A user's own `clip_grad_value`."""
+
+    bound: float
+
+    def grads(self, grads, slot, state):
+        return grads.map(lambda g: g.clamp(-self.bound, self.bound)), slot
+
+
+def test_a_transform_of_a_users_own_is_equivalent_to_the_built_in_one():
+    """Their names and slots may differ; what they do may not."""
+    assert_equivalent(clamp(0.25), af.clip_grad_value(0.25))
+    lines = refused(clamp(0.25), af.clip_grad_value(0.125))
+    assert " in opt_state, params (the first, the second):" in lines[0]
+
+
+@af.transform
+class average:
+    """A user's own `ema`, which may be slower at the start."""
+
+    decay: float
+    late: bool = False
+
+    def init(self, state):
+        return {name: param.clone() for name, param in state.params.items()}
+
+    def after_update(self, state, slot):
+        decay = 1.0 if self.late and state.step == 1 else self.decay
+        return state, {
+            name: old * decay + (1 - decay) * state.params[name]
+            for name, old in slot.items()
+        }
+
+    def eval_params(self, state, slot):
+        return slot
+
+
+def test_what_is_evaluated_counts():
+    """An average that training does not see is seen by evaluation."""
+    assert_equivalent(average(0.5), af.ema(0.5))
+    (head, *_) = refused(average(0.5, late=True), af.ema(0.5))
+    assert ", they differ in eval_params (" in head
+    (head, *_) = refused(average(0.5), None)
+    assert ", they differ in eval_params (" in head
+
+
+def test_slots_of_transforms_that_both_have_count():
+    """Those of the same name, whatever their class."""
+
+    @af.transform
+    class Counts:
+        by: int
+
+        def init(self, state):
+            return {"count": 0}
+
+        def after_update(self, state, slot):
+            return state, {"count": slot["count"] + self.by}
+
+    assert_equivalent(Counts(1), Counts(1, name="other"))
+    lines = refused(Counts(1), Counts(2))
+    assert lines[1] == "  slots['counts']['count']: 1 and 2"
+
+
+@af.transform
+class disturb:
+    """Add to one rank's parameters, in a world of one size, after one update."""
+
+    size: int
+    rank: int
+    update: int
+
+    def after_update(self, state, slot):
+        world = state.world
+        here = self.size, self.rank, self.update
+        if (world.size, world.rank, state.step - 1) == here:
+            state.params["head.bias"][1] += 2.0**-20
+        return state, slot
+
+
+@given(
+    where=st.sampled_from([1, 2, 3, 4]).flatmap(
+        lambda size: st.tuples(
+            *(st.just(size), st.integers(0, size - 1), st.integers(0, 3)),
+        )
+    )
+)
+def test_a_difference_of_one_rank_after_one_update_is_placed(where):
+    """The refusal names the world's size, the rank, the update and the quantity."""
+    size, rank, update = where
+    own = disturb(size, rank=rank, update=update)
+    lines = refused(own, None, sizes=[size])
+    assert (
+        f"in a world of {size}, on rank {rank}, after update {update} (counted from 0),"
+        in lines[0]
+    )
+    assert re.match(
+        r"  params\['head.bias'\]: 1 of 2 elements differs, at \[1\]", lines[1]
+    )
+
+
+def test_every_size_is_tried():
+    """In the order given, by default 1, 2 and 4."""
+    own = disturb(4, rank=2, update=3)
+    assert "in a world of 4, on rank 2, after update 3" in refused(own, None)[0]
+    assert_equivalent(own, None, sizes=[1, 2, 3])
+
+
+def test_what_is_owed_at_the_end_counts():
+    """After `af.finalize` the states are compared once more."""
+
+    @af.transform
+    class Owes:
+        def finalize(self, state, slot):
+            state.params["head.bias"].zero_()
+            return state, slot
+
+    lines = refused(Owes(), None)
+    assert "in a world of 1, on rank 0, after af.finalize, they differ" in lines[0]
+    assert lines[1].startswith("  params['head.bias']: ")
+    late, later = (
+        af.chain(af.shard_data(), af.local_sgd(sync_every=n)) for n in (4, 9)
+    )
+    assert_equivalent(late, later, optimizer=SGD, updates=3)
+
+
+@af.transform
+class mean_of_means:
+    """The classic mistake: each part divided by its own weight."""
+
+    def loss(self, loss_fn):
+        def alone(model, batch, *extras):
+            loss = loss_fn(model, batch, *extras)
+            return af.Loss(loss.total / loss.weight.clamp(min=1), 1)
+
+        return alone
+
+
+def test_a_mean_of_means_is_no_mean():
+    """It depends on how the update is split, over micro-batches and over ranks."""
+    split = af.chain(af.accumulate(num_micro_batches=3), mean_of_means())
+    (head, *_) = refused(split, mean_of_means(), sizes=[1])
+    assert "after update 0 (counted from 0), they differ in metrics, opt_state" in head
+    (head, *_) = refused(mean_of_means(), None)
+    assert "in a world of 2, on rank 0, after update 1" in head
+
+
+def test_metrics_of_both_count():
+    """Those that only one setup reports are left out."""
+
+    @af.transform
+    class Reports:
+        value: float
+
+        def grads(self, grads, slot, state):
+            return grads.with_metrics(own=self.value), slot
+
+    assert_equivalent(Reports(1.0), None)
+    lines = refused(Reports(1.0), Reports(2.0))
+    assert lines[1] == "  metrics['own']: 1.0 and 2.0, difference 1"
+
+
+def perceptron(world: af.World, setup: af.chain) -> tuple[af.TrainState, object]:
+    """Return a problem in float32 with a hidden layer, as a user may have."""
+    generator = torch.Generator().manual_seed(0)
+    data = (
+        torch.randn(22, 3, generator=generator),
+        torch.randn(22, 2, generator=generator),
+    )
+    state = af.TrainState.create(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        optimizer=partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
+        data=af.Data(data, batch_size=8, shuffle=True),
+        setup=setup,
+        world=world,
+    )
+    return state, af.make_step(
+        lambda net, batch: (net(batch[0]) - batch[1]).square().mean()
+    )
+
+
+def test_a_problem_of_a_users_own():
+    """With a tolerance, as no data but dyadic ones is exact."""
+    split = af.accumulate(num_micro_batches=3)
+    assert_equivalent(split, None, make=perceptron, rtol=1e-5)
+    refused(split, None, make=perceptron)
+    refused(af.clip_grad_norm(0.5), None, make=perceptron, rtol=1e-5)
+
+
+def test_a_make_that_ignores_what_it_is_given_is_refused():
+    """Nothing would be compared."""
+    with pytest.raises(af.ArgumentError, match="another world or setup"):
+        assert_equivalent(
+            *(af.ema(0.5), None), make=lambda world, _: perceptron(world, None)
+        )
+    with pytest.raises(af.ArgumentError, match="another world or setup"):
+        assert_equivalent(
+            *(None, None), make=lambda _, setup: perceptron(af.World(), setup)
+        )
+
+
+@pytest.mark.parametrize("options", [{"updates": 0}, {"sizes": []}, {"sizes": [2, 0]}])
+def test_counts_are_checked(options):
+    """No updates or no worlds would compare nothing."""
+    with pytest.raises(af.ArgumentError, match="expected counts of 1 or more"):
+        assert_equivalent(None, None, **options)
+
+
+def test_an_optimizer_belongs_to_the_problem():
+    """A user's own problem has its own."""
+    with pytest.raises(af.ArgumentError, match="has its own"):
+        assert_equivalent(None, None, make=perceptron, optimizer=SGD)
+
+
+def test_a_setup_that_shards_already_is_not_sharded_twice():
+    """And one that says how gradients cross ranks is taken as it is."""
+    assert_equivalent(af.shard_data(), None)
+    assert_equivalent(DDP, None)
+    # on the whole batch ranks never differ, so it does not matter when they are averaged
+    assert_equivalent(af.local_sgd(sync_every=2), None)
+    refused(af.chain(af.shard_data(), af.local_sgd(sync_every=2)), None)
+
+
+def exact_updates(momentum: Fraction, updates: int) -> list[tuple[object, ...]]:
+    """Return loss and trained parameters after each update, in rational numbers."""
+    state, _ = dyadic_problem(None, af.World.single(device="cpu"), af.chain())
+    turn, weight, bias = (
+        rational(state.params[name])
+        for name in ("turn.weight", "head.weight", "head.bias")
+    )
+    theta = [[*row, b] for row, b in zip(weight, bias, strict=True)]
+    memory = [[Fraction(0)] * 4 for _ in theta]
+    found = []
+    for step, batch in enumerate(islice(af.batches(state), updates)):
+        inputs, targets, weights = map(rational, batch.value)
+        total, grads = Fraction(0), [[Fraction(0)] * 4 for _ in theta]
+        for x, y, w in zip(inputs, targets, weights, strict=True):
+            hidden = [*(dot(row, x) for row in turn), Fraction(1)]
+            for o, row in enumerate(theta):
+                error = dot(row, hidden) - y[o]
+                total += error * error * w / 2
+                grads[o] = plus(grads[o], error * w, hidden)
+        divisor = sum(weights)
+        rate = Fraction(1, 2) * (1 - Fraction(min(step, 2), 4))
+        for o, row in enumerate(grads):
+            memory[o] = plus([momentum * m for m in memory[o]], 1 / divisor, row)
+            theta[o] = plus(theta[o], -rate, memory[o])
+        found.append((total / divisor, [list(row) for row in theta]))
+    return found
+
+
+def plus(row: list[Fraction], factor: Fraction, other: list[Fraction]) -> list:
+    return [a + factor * b for a, b in zip(row, other, strict=True)]
+
+
+def rational(tensor: torch.Tensor) -> list[object]:
+    values = tensor.tolist()
+    if tensor.ndim == 1:
+        return [Fraction(value) for value in values]
+    return [[Fraction(value) for value in row] for row in values]
+
+
+def dot(one: list[Fraction], two: list[Fraction]) -> Fraction:
+    return sum((a * b for a, b in zip(one, two, strict=True)), Fraction(0))
+
+
+@pytest.mark.parametrize("momentum", [Fraction(0), Fraction(1, 2)])
+def test_the_problem_is_exact(momentum):
+    """For five updates float64 holds every number of it, so equal means equal."""
+    optimizer = partial(torch.optim.SGD, lr=0.5, momentum=float(momentum))
+
+    def train(world: af.World) -> list[tuple[object, ...]]:
+        state, step = dyadic_problem(optimizer, world, DDP)
+        found = []
+        for batch in islice(af.batches(state), 5):
+            state, metrics = step(state, batch)
+            weight, bias = (
+                rational(state.params[f"head.{n}"]) for n in ("weight", "bias")
+            )
+            theta = [[*row, b] for row, b in zip(weight, bias, strict=True)]
+            found.append((Fraction(af.mean(metrics, world)["loss"]), theta))
+        return found
+
+    for size in (1, 2, 4):
+        assert simulate(size, train)[size - 1] == exact_updates(momentum, 5)
