@@ -5,21 +5,28 @@ import attrs
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.testing.catalog import public_transforms, row_of
+
+__all__ = ["CATALOG", "Entry", "public_transforms", "stacks"]
 
 
 @attrs.frozen
 class Entry:
-    """A transform, how it is made neutral, and which state fields it may change.
+    """A transform, how it is made neutral, and others that differ from it in one option.
 
     Attributes:
         transform: an instance whose every effect is at work.
-        neutral: the same transform where it changes nothing, if there is such an argument.
         other: for each option, another instance that differs in it alone.
     """
 
     transform: object
-    neutral: object = None
     other: dict[str, object] = attrs.field(factory=dict)
+
+    @property
+    def neutral(self) -> object:
+        """The same transform where it changes nothing, if there is such an argument."""
+        row = row_of(type(self.transform))
+        return None if row.neutral is None else row.cls(**row.neutral)
 
     @property
     def name(self) -> str:
@@ -27,11 +34,10 @@ class Entry:
 
 
 CATALOG = [
-    Entry(af.identity(), neutral=af.identity()),
+    Entry(af.identity()),
     Entry(af.shard_data()),
     Entry(
         af.accumulate(num_micro_batches=3),
-        neutral=af.accumulate(num_micro_batches=1),
         other={
             "num_micro_batches": af.accumulate(num_micro_batches=2),
             "micro_batch_size": af.accumulate(micro_batch_size=4),
@@ -41,7 +47,6 @@ CATALOG = [
     Entry(af.autocast("bf16")),
     Entry(
         af.clip_grad_norm(0.5),
-        neutral=af.clip_grad_norm(float("inf")),
         other={
             "max_norm": af.clip_grad_norm(0.25),
             "norm_type": af.clip_grad_norm(0.5, norm_type=float("inf")),
@@ -49,7 +54,6 @@ CATALOG = [
     ),
     Entry(
         af.clip_grad_value(0.125),
-        neutral=af.clip_grad_value(float("inf")),
         other={"max_value": af.clip_grad_value(0.0625)},
     ),
     Entry(
@@ -58,17 +62,6 @@ CATALOG = [
     ),
     Entry(af.ema(0.5), other={"decay": af.ema(0.25)}),
 ]
-
-
-def public_transforms() -> set[type]:
-    """Return the classes of transforms among accelfn's public names."""
-    return {
-        value
-        for value in vars(af).values()
-        if isinstance(value, type)
-        and getattr(value, "__accelfn_transform__", False)
-        and value is not af.chain
-    }
 
 
 def stacks(max_size: int = 9) -> st.SearchStrategy[tuple[object, ...]]:

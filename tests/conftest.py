@@ -5,26 +5,13 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
+
+from accelfn.testing.plugin import register_profiles
 
 torch.set_num_threads(1)
 
-_SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-settings.register_profile(
-    "dev", max_examples=25, deadline=None, suppress_health_check=_SLOW
-)
-settings.register_profile(
-    "ci",
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    print_blob=True,
-    suppress_health_check=_SLOW,
-)
-settings.register_profile(
-    "deep", max_examples=2000, deadline=None, suppress_health_check=_SLOW
-)
+register_profiles(replace=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.testing.strategies import Program
 
 IN, OUT = 3, 2
 
@@ -116,40 +117,31 @@ class Run:
         draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
         return draw(self.n, IN), draw(self.n, OUT)
 
+    def program(self) -> Program:
+        """Return the run as the kit's users would write it."""
+        return Program(
+            self.dataset(),
+            model("dyadic" if self.kind == "plain" and self.dyadic else self.kind),
+            loss=LOSSES[self.loss],
+            optimizer=OPTIMIZERS[self.optimizer],
+            setup=self.setup,
+            schedule=af.schedules.linear(16) if self.schedule else None,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            remainder=self.remainder,
+            seed=self.seed,
+            updates=self.updates,
+        )
+
     def state(self, world: af.World | None = None) -> af.TrainState:
         """Return the state before the first update."""
-        return af.TrainState.create(
-            model=model(
-                "dyadic" if self.kind == "plain" and self.dyadic else self.kind
-            ),
-            optimizer=OPTIMIZERS[self.optimizer],
-            schedule=af.schedules.linear(16) if self.schedule else None,
-            data=af.Data(
-                self.dataset(),
-                batch_size=self.batch_size,
-                shuffle=self.shuffle,
-                remainder=self.remainder,
-            ),
-            setup=self.setup,
-            world=af.World.single(device="cpu") if world is None else world,
-            seed=self.seed,
-        )
+        return self.program().state(world)
 
     def train(
         self, state: af.TrainState, updates: int | None = None
     ) -> tuple[af.TrainState, list[af.Metrics]]:
         """Return the state after some updates, and their metrics."""
-        step = af.make_step(LOSSES[self.loss])
-        seen: list[af.Metrics] = []
-        wanted = self.updates if updates is None else updates
-        if wanted == 0:
-            return state, seen
-        for batch in af.batches(state):
-            state, metrics = step(state, batch)
-            seen.append(metrics)
-            if len(seen) == wanted:
-                break
-        return state, seen
+        return self.program().train(state, updates)
 
 
 @st.composite

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog: every public transform, and what drawing it takes to know.
+
+A law about all transforms is drawn from here, so a transform without a row escapes it; a
+test fails when one is missing.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.errors import ArgumentError
+from accelfn.transform import FIELDS, Transform, chain
+
+Arguments: TypeAlias = dict[str, Any]
+
+_ONE_OF = frozenset({"engine", "reduce"})
+"""Fields of which a chain has one at most."""
+
+
+@attrs.frozen(eq=False, repr=False)
+class Row:
+    """A public transform, and how to draw one that means something.
+
+    Attributes:
+        cls: the transform's class.
+        arguments: draws the options; one that is left out keeps its default.
+        neutral: the options at which it changes nothing, if there are any.
+        not_beside: fields of other transforms that it cannot stand beside.
+        default_beside: by option, the fields of other transforms beside which it keeps its
+            default.
+    """
+
+    cls: type
+    arguments: st.SearchStrategy[Arguments]
+    neutral: Arguments | None = attrs.field(default=None, kw_only=True)
+    not_beside: frozenset[str] = attrs.field(default=frozenset(), kw_only=True)
+    default_beside: Mapping[str, frozenset[str]] = attrs.field(
+        factory=dict, kw_only=True
+    )
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """What the transform has a say in."""
+        return fields_of(self.cls)
+
+    @property
+    def gives_up(self) -> Mapping[str, str]:
+        """The laws that it breaks on purpose, with when."""
+        return getattr(self.cls, "gives_up", {})
+
+    def transforms(self, beside: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
+        """Draw one, to stand in a chain with transforms that have these fields."""
+        fields = frozenset(beside)
+        fixed = {name for name, away in self.default_beside.items() if away & fields}
+        return _made(self, fixed)
+
+    def avoids(self, transform: Any = None) -> frozenset[str]:
+        """Return the fields of others that one cannot stand beside; by default the mildest."""
+        away = self.not_beside | (_ONE_OF & self.fields)
+        if transform is None:
+            return away
+        defaults = {each.name: each.default for each in attrs.fields(self.cls)}
+        for name, fields in self.default_beside.items():
+            if getattr(transform, name) != defaults[name]:
+                away |= fields
+        return away
+
+    def __repr__(self) -> str:
+        """Name the transform."""
+        return f"Row(af.{self.cls.__name__})"
+
+
+@st.composite
+def _made(draw: st.DrawFn, row: Row, fixed: Collection[str]) -> Transform:
+    drawn = draw(row.arguments)
+    return row.cls(**{name: each for name, each in drawn.items() if name not in fixed})
+
+
+def _options(
+    needed: Mapping[str, st.SearchStrategy[Any]] | None = None,
+    /,
+    **optional: st.SearchStrategy[Any],
+) -> st.SearchStrategy[Arguments]:
+    return st.fixed_dictionaries(dict(needed or {}), optional=optional)
+
+
+_INFINITE = float("inf")
+_COUNTS = st.integers(1, 4)
+_BOUNDS = st.sampled_from([0.5, 0.125, 2.0])
+_DDP: dict[str, st.SearchStrategy[Any]] = {
+    "bucket_cap_mb": st.sampled_from([25, 1e-5]),
+    "gradient_as_bucket_view": st.booleans(),
+    "forward_sync_buffers": st.booleans(),
+}
+
+CATALOG: tuple[Row, ...] = (
+    Row(af.identity, _options(), neutral={}),
+    Row(af.shard_data, _options()),
+    Row(
+        af.accumulate,
+        _options({"num_micro_batches": _COUNTS})
+        | _options({"micro_batch_size": _COUNTS}),
+        neutral={"num_micro_batches": 1},
+    ),
+    Row(
+        af.wrap_ddp,
+        # a static graph finds unused parameters by itself, and torch warns of both
+        _options(**_DDP, find_unused_parameters=st.booleans())
+        | _options(**_DDP, static_graph=st.booleans()),
+        not_beside=frozenset({"reduce"}),
+        default_beside={"static_graph": frozenset({"value_and_grad"})},
+    ),
+    Row(af.autocast, _options({"precision": st.just("bf16")})),
+    Row(
+        af.clip_grad_norm,
+        _options({"max_norm": _BOUNDS}, norm_type=st.sampled_from([2.0, 1.0, 3.0])),
+        neutral={"max_norm": _INFINITE},
+    ),
+    Row(
+        af.clip_grad_value,
+        _options({"max_value": _BOUNDS}),
+        neutral={"max_value": _INFINITE},
+    ),
+    Row(
+        af.local_sgd,
+        _options(
+            {"sync_every": st.integers(1, 3)},
+            buffers=st.booleans(),
+            opt_state=st.booleans(),
+        ),
+    ),
+    Row(af.ema, _options({"decay": st.sampled_from([0.5, 0.25, 0.0, 1.0])})),
+)
+
+
+def public_transforms() -> frozenset[type]:
+    """Return the classes of transforms among accelfn's public names; `chain` is none."""
+    return frozenset(
+        value
+        for value in vars(af).values()
+        if isinstance(value, type)
+        and getattr(value, "__accelfn_transform__", False)
+        and value is not chain
+    )
+
+
+def fields_of(transform: Any) -> frozenset[str]:
+    """Return what a transform, or a class of them, has a say in."""
+    cls = transform if isinstance(transform, type) else type(transform)
+    return frozenset(field for field in FIELDS if hasattr(cls, field))
+
+
+def row_of(cls: Any) -> Row:
+    """Return the row of a public transform.
+
+    Raises:
+        ArgumentError: it is not in the catalog, as a user's own is not.
+    """
+    for row in CATALOG:
+        if row.cls is cls:
+            return row
+    names = ", ".join(row.cls.__name__ for row in CATALOG)
+    msg = (
+        f"{cls!r} is no class of the catalog ({names}). Give a transform of your own as a"
+        " value, made with the options that are to be tested."
+    )
+    raise ArgumentError(msg)
+
+
+def transforms(cls: Any) -> st.SearchStrategy[Transform]:
+    """Draw one public transform with its options.
+
+    Raises:
+        ArgumentError: the class is not in the catalog.
+
+    Example:
+        >>> some_clipping = transforms(af.clip_grad_norm)
+    """
+    return row_of(cls).transforms()

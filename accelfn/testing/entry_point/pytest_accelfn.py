@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelfn's pytest plugin: a marker that runs a test on ranks, and hypothesis profiles.
+
+Every run of pytest in an environment imports this file, so it is installed beside the
+package, and imports neither torch nor hypothesis before a test asks for them. What it does
+then is in `accelfn.testing.plugin`. After a change, install the package again.
+"""
+
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+_MARKER = (
+    "simulated(*sizes, seed=0, schedule=None, faults=()): run the test, which takes"
+    " `world`, on every rank of a simulated world of each size (default 1, 2 and 4)."
+)
+_SIZES = (1, 2, 4)
+_OPTIONS = frozenset({"seed", "schedule", "faults"})
+
+_PROFILES: dict[str, dict[str, Any]] = {
+    "dev": {"max_examples": 25},
+    "ci": {
+        "max_examples": 60,
+        "derandomize": True,
+        "database": None,
+        "print_blob": True,
+    },
+    "deep": {"max_examples": 2000},
+}
+
+
+def register_profiles(*, replace: bool = False) -> None:
+    """Register the hypothesis profiles dev, ci and deep: 25, 60 and 2,000 examples.
+
+    None has a deadline: the first step of a process costs more than the second. `ci` draws
+    the same examples in every run, and prints how to repeat a failing one.
+
+    Args:
+        replace: also those that exist under these names, as hypothesis's own `ci` does.
+    """
+    from hypothesis import HealthCheck, settings  # noqa: PLC0415 - see above
+
+    for name, options in _PROFILES.items():
+        if replace or not _is_registered(name):
+            settings.register_profile(
+                name,
+                # not what is loaded: where CI is set, nothing new would be drawn
+                parent=settings.get_profile("default"),
+                deadline=None,
+                suppress_health_check=[
+                    HealthCheck.too_slow,
+                    HealthCheck.function_scoped_fixture,
+                ],
+                **options,
+            )
+
+
+def _is_registered(name: str) -> bool:
+    from hypothesis import settings  # noqa: PLC0415
+    from hypothesis.errors import InvalidArgument  # noqa: PLC0415
+
+    try:
+        settings.get_profile(name)
+    except InvalidArgument:
+        return False
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis loads the profile that is asked for
+def pytest_configure(config: pytest.Config) -> None:
+    """Describe the marker, and register profiles where hypothesis is in use."""
+    config.addinivalue_line("markers", _MARKER)
+    asked = config.getoption("--hypothesis-profile", None)
+    if asked in _PROFILES or sys.modules.get("hypothesis"):
+        register_profiles()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take whether snapshots are written."""
+    parser.getgroup("accelfn").addoption(
+        "--update-collectives",
+        action="store_true",
+        help="write what `collectives_snapshot` compares with, instead of comparing",
+    )
+
+
+@pytest.fixture
+def collectives_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
+    """Hold a run's collectives to a text file: `collectives_snapshot(run, "ddp.txt")`.
+
+    The file stands beside the test's; `--update-collectives` writes it.
+    """
+    from accelfn.testing.snapshot import (  # noqa: PLC0415 - it imports torch
+        assert_collectives,
+    )
+
+    update = bool(request.config.getoption("--update-collectives"))
+
+    def check(run: Any, name: str) -> None:
+        __tracebackhide__ = True
+        assert_collectives(run, request.path.parent / name, update=update)
+
+    return check
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test of a marked one for each size of its world."""
+    marker = metafunc.definition.get_closest_marker("simulated")
+    if marker is None:
+        return
+    sizes = marker.args or _SIZES
+    wrong = [size for size in sizes if type(size) is not int or size < 1]
+    unknown = sorted(marker.kwargs.keys() - _OPTIONS)
+    if wrong or unknown:
+        msg = (
+            f"{metafunc.definition.nodeid}: @pytest.mark.simulated takes numbers of"
+            f" ranks, and {', '.join(sorted(_OPTIONS))}; not"
+            f" {', '.join(map(repr, [*wrong, *unknown]))}."
+        )
+        raise pytest.Collector.CollectError(msg)
+    if "world" not in metafunc.fixturenames:
+        msg = (
+            f"{metafunc.definition.nodeid}: a test under @pytest.mark.simulated takes the"
+            " argument `world`, the rank's own."
+        )
+        raise pytest.Collector.CollectError(msg)
+    metafunc.parametrize("world", sizes, ids=[f"{size}ranks" for size in sizes])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let hypothesis see that there is a test for each size."""
+    marker = item.get_closest_marker("simulated")
+    if marker is not None:
+        item.add_marker(pytest.mark.parametrize("world", marker.args or _SIZES))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(
+    pyfuncitem: pytest.Function,
+) -> Generator[None, object, object]:
+    """Run a marked test on every rank."""
+    marker = pyfuncitem.get_closest_marker("simulated")
+    if marker is None:
+        return (yield)
+    from accelfn.testing.plugin import on_ranks  # noqa: PLC0415 - it imports torch
+
+    with on_ranks(pyfuncitem, marker.kwargs):
+        return (yield)
