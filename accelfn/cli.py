@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = _parser().parse_args(argv)
     try:
-        return _launch(words)
+        return _replay(words) if words.command == "replay" else _launch(words)
     except Error as error:
         sys.stderr.write(f"accelfn {words.command}: {error}\n")
         return 2
@@ -67,7 +67,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("script", help="a Python file")
     launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    replay = commands.add_parser(
+        "replay",
+        help="run the step of a crash bundle again, on simulated ranks",
+        description=(
+            "Run the step of a crash bundle, which accelfn.testing.crash_bundles left,"
+            " again on simulated ranks in this process. What it raises is shown."
+        ),
+        allow_abbrev=False,
+    )
+    replay.add_argument("directory", help="where the ranks left their bundles")
     return parser
+
+
+def _replay(words: argparse.Namespace) -> int:
+    from accelfn.testing.bundle import replay  # noqa: PLC0415  seconds that only this needs
+
+    sys.path.insert(0, "")  # as `python script.py` finds the script's neighbours
+    replay(words.directory)
+    return 0
 
 
 def _launch(words: argparse.Namespace) -> int:

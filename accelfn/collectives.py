@@ -41,7 +41,9 @@ class naming:
 
     def __enter__(self) -> None:
         """Let it be known what this rank does."""
-        self._world.connection.label = self._label
+        connection = self._world.connection
+        connection.label = self._label
+        connection.trail.append((self._label, connection.step))
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
@@ -53,11 +55,15 @@ class naming:
         if any(sign in str(error) for sign in _PEER_SIGNS):
             first = str(error).splitlines()[0]
             msg = (
-                f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r},"
-                " but another rank failed, left or did not arrive. Look at the other"
-                f" ranks' output for the cause. ({first})"
+                f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"
+                f"{self._when()}, but another rank failed, left or did not arrive."
+                f" Look at the other ranks' output for the cause. ({first})"
             )
             raise PeerFailedError(msg) from error
+
+    def _when(self) -> str:
+        step = self._world.connection.step
+        return "" if step is None else f" at update {step}"
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -31,7 +32,8 @@ class Connection:
     torch aborts a process in which a Gloo group is still referred to at its end, so a world
     must be able to let go of it, and tell those who hold it too.
 
-    `label` and `step` say what this rank is doing, for errors and the logs of simulations.
+    `label` and `step` say what this rank is doing, and `trail` what it did before, for errors
+    and the logs of simulations.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -43,6 +45,7 @@ class Connection:
         self.is_closed = False
         self.label: str | None = None
         self.step: int | None = None
+        self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
         self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def hold(self, let_go: Callable[[], None]) -> None:
@@ -159,6 +162,7 @@ class World:
         _check_backend(backend)
         place = _read_place(os.environ)
         if place is None:
+            _refuse_open_group()
             return cls(device=_device(device, local_rank=0))
         chosen = _device(device, local_rank=place["local_rank"])
         group, owned = _join(place, backend=backend, device=chosen, timeout=timeout)
@@ -316,6 +320,17 @@ def _check_backend(backend: str | None) -> None:
                 ' one a device, such as "cpu:gloo,cuda:nccl".'
             )
             raise WorldError(msg)
+
+
+def _refuse_open_group() -> None:
+    """Raise where several ranks have met, and the environment does not say so."""
+    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        msg = (
+            f"The environment has no RANK, but torch's process group has {size} ranks:"
+            " this is not a world of 1. Pass on the World that you were given (a"
+            " simulated rank gets its own), or make one with World(rank=, size=, group=)."
+        )
+        raise WorldError(msg)
 
 
 def _join(

@@ -59,7 +59,7 @@ def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
     tensors: dict[str, torch.Tensor] = {}
 
     def begin() -> str:
-        for field, value in _fields(state).items():
+        for field, value in fields_of(state).items():
             fields[field] = encode(value, tensors, path=field)
         if world.is_main:
             _begin(partial, final)
@@ -118,6 +118,11 @@ def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
         raise CheckpointError(msg)
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         _check_tensors(f"{folder}: {field}", saved[field], current)
+    return with_fields(state, saved)
+
+
+def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
+    """Return the state that was saved, with the definition of this one."""
     return attrs.evolve(
         state,
         params={name: saved["params"][name] for name in state.params},
@@ -131,7 +136,8 @@ def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
     )
 
 
-def _fields(state: TrainState) -> dict[str, Any]:
+def fields_of(state: TrainState) -> dict[str, Any]:
+    """Return what is saved of a state, as a tree of tensors and plain data."""
     return {
         "params": dict(state.params),
         "buffers": dict(state.buffers),

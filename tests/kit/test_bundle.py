@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Crash bundles: a step that raised is run again as it was."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.errors import SimulationError
+from accelfn.testing.bundle import crash_bundles, replay
+from accelfn.testing.simulation import simulate
+
+SETUP = af.chain(
+    af.shard_data(), af.wrap_ddp(), af.accumulate(num_micro_batches=2), af.ema(0.5)
+)
+
+
+def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found = model(batch)
+    if (batch == 7).any() and model.weight.std() > 0:
+        msg = f"met a seven among {batch.flatten().tolist()}"
+        raise FloatingPointError(msg)
+    return found.square().mean()
+
+
+def make(world: af.World) -> Any:
+    data = torch.arange(10.0).view(10, 1)
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 2),
+        optimizer=partial(torch.optim.Adam, lr=0.1),
+        data=af.Data(data, batch_size=4),
+        setup=SETUP,
+        world=world,
+    )
+    return state, af.make_step(loss)
+
+
+def train(world: af.World, folder: Path) -> None:
+    state, step = make(world)
+    step = crash_bundles(step, folder, make=make)
+    for batch in af.batches(state, epochs=1):
+        state, _ = step(state, batch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_bundle_raises_what_the_run_raised(size: int, tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError) as first:
+        simulate(size, partial(train, folder=tmp_path))
+    with pytest.raises(FloatingPointError) as again:
+        replay(tmp_path)
+    assert str(first.value).splitlines()[0] == str(again.value).splitlines()[0]
+    bundle = json.loads((tmp_path / "rank-00000.json").read_text())
+    assert bundle["size"] == size
+    assert bundle["setup"] == [repr(SETUP)]
+    assert bundle["states"] is not None
+    assert ("backward at update 0" in str(bundle["latest"])) == (size > 1)
+
+
+def test_states_are_saved_as_they_were(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError):
+        simulate(1, partial(train, folder=tmp_path))
+    bundle = json.loads((tmp_path / "rank-00000.json").read_text())
+    (fields,) = bundle["states"]
+    assert fields["dict"]["step"] == 1
+    assert fields["dict"]["cursor"] == {"list": [0, 4]}
+
+
+def test_a_step_that_does_not_raise_leaves_nothing(tmp_path: Path) -> None:
+    state, step = make(af.World.single(device="cpu"))
+    step = crash_bundles(step, tmp_path / "none", make=make)
+    step(state, next(iter(af.batches(state))))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError):
+        simulate(2, partial(train, folder=tmp_path))
+    (tmp_path / "rank-00001.json").unlink()
+    with pytest.raises(af.CheckpointError, match=r"of 2 ranks, \[1\] left no bundle"):
+        replay(tmp_path)
+    with pytest.raises(af.CheckpointError, match="no crash bundle"):
+        replay(tmp_path / "elsewhere")
+
+
+def test_a_run_that_does_not_raise_again_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError):
+        simulate(1, partial(train, folder=tmp_path))
+    path = tmp_path / "rank-00000.json"
+    bundle = json.loads(path.read_text())
+    bundle["make"]["name"] = "make_calm"
+    path.write_text(json.dumps(bundle))
+    with pytest.raises(SimulationError, match="did not raise again"):
+        replay(tmp_path)
+
+
+def make_calm(world: af.World) -> Any:
+    return make(world)[0], lambda state, _: (state, {})
+
+
+def test_a_function_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(af.ArgumentError, match="top level"):
+        crash_bundles(lambda *_: ((), ()), tmp_path, make=partial(make))
+
+
+def test_what_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> None:
+    state, _ = make(af.World.single(device="cpu"))
+
+    def step(_: Any, batch: Any) -> Any:
+        raise KeyError(batch)
+
+    with pytest.raises(KeyError) as caught:
+        crash_bundles(step, tmp_path, make=make)(state, object())
+    assert "No crash bundle was written" in caught.value.__notes__[0]
+
+
+SCRIPT = """
+import torch, accelfn as af
+from accelfn.testing import simulate
+from accelfn.testing.bundle import crash_bundles
+
+def loss(model, batch):
+    assert not (batch == 5).any(), "a five"
+    return model(batch).mean()
+
+def make(world):
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 1), optimizer=torch.optim.Adam, world=world,
+        data=af.Data(torch.arange(8.).view(8, 1), batch_size=4),
+        setup=af.chain(af.shard_data(), af.wrap_ddp()))
+    return state, af.make_step(loss)
+
+def train(world):
+    state, step = make(world)
+    step = crash_bundles(step, "crash", make=make)
+    for batch in af.batches(state, epochs=1):
+        state, metrics = step(state, batch)
+
+if __name__ == "__main__":
+    simulate(2, train)
+"""
+
+
+def test_the_command_line_replays_a_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = partial(
+        subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    first = run([sys.executable, "train.py"], check=False)
+    assert "AssertionError: a five" in first.stderr
+    assert "crash/rank-0000" in first.stderr
+    again = run([sys.executable, "-m", "accelfn.cli", "replay", "crash"], check=False)
+    assert again.returncode == 1
+    assert "AssertionError: a five" in again.stderr
+    none = run([sys.executable, "-m", "accelfn.cli", "replay", "no"], check=False)
+    assert none.returncode == 2
+    assert "no crash bundle" in none.stderr
