@@ -185,6 +185,17 @@ def test_a_transform_of_ones_own(tmp_path: Path) -> None:
     assert "(clip_spikes(1.5), af.ema(0.98))" in printed
 
 
+def test_ranks_in_a_test(tmp_path: Path) -> None:
+    """Four ranks train what one trains, and show the bug that one hides."""
+    printed = output_of(tmp_path, "07_ranks_in_a_test.py")
+    apart = re.search(r"at most (\S+) apart", printed)
+
+    assert apart is not None
+    assert float(apart.group(1)) < 1e-12
+    assert "SharedNoise() keeps the laws" in printed
+    assert "GradNoise() breaks the law 'replicas_agree'" in printed
+
+
 def custom_on(world: af.World) -> str:
     """Return what the fifth example says of its own step."""
     module = example("05_custom_step.py")

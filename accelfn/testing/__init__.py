@@ -1,18 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated worlds and the laws of training, for the tests of those who train."""
 
+from accelfn.errors import (
+    CollectiveMismatchError,
+    DeadlockError,
+    DefaultGroupError,
+    LawError,
+    RankCrashedError,
+    SimulationError,
+)
+from accelfn.testing.bundle import crash_bundles, replay
+from accelfn.testing.equivalence import assert_equivalent
 from accelfn.testing.exchange import Entry
-from accelfn.testing.faults import Corrupt, Crash, Leave, Raise, Stall, Terminate
+from accelfn.testing.faults import (
+    Corrupt,
+    Crash,
+    Fault,
+    Leave,
+    Raise,
+    RankFaultError,
+    Stall,
+    Terminate,
+)
+from accelfn.testing.loops import Agreement, compare_loops, quantities
+from accelfn.testing.problems import Problem
+from accelfn.testing.processes import RankError, run_processes
 from accelfn.testing.simulation import Run, simulate
+from accelfn.testing.snapshot import assert_collectives
+from accelfn.testing.states import assert_states_equal
+from accelfn.testing.step_laws import check_resume, check_step
+from accelfn.testing.transform_laws import check_transform
 
 __all__ = [
+    "Agreement",
+    "CollectiveMismatchError",
     "Corrupt",
     "Crash",
+    "DeadlockError",
+    "DefaultGroupError",
     "Entry",
+    "Fault",
+    "LawError",
     "Leave",
+    "Problem",
     "Raise",
+    "RankCrashedError",
+    "RankError",
+    "RankFaultError",
     "Run",
+    "SimulationError",
     "Stall",
     "Terminate",
+    "assert_collectives",
+    "assert_equivalent",
+    "assert_states_equal",
+    "check_resume",
+    "check_step",
+    "check_transform",
+    "compare_loops",
+    "crash_bundles",
+    "quantities",
+    "replay",
+    "run_processes",
     "simulate",
 ]

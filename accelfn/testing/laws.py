@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from accelfn.testing.simulation import simulate
 from accelfn.testing.entries import first_difference
-from accelfn.testing.subject import History, Subject, held
+from accelfn.testing.simulation import simulate
+from accelfn.testing.subject import History, Subject
 from accelfn.world import World
 
 Law: TypeAlias = Callable[[Subject], str | None]
@@ -142,7 +142,9 @@ def differ(one: Sequence[History], two: Sequence[History], what: str) -> str | N
         for update, (here, there) in enumerate(zip(mine, its, strict=True), start=1):
             broken = first_difference(here, there)
             if broken:
-                where = "at the end" if update == len(mine) else f"after update {update}"
+                where = (
+                    "at the end" if update == len(mine) else f"after update {update}"
+                )
                 return f"{what} differ {where} on rank {rank}: {broken}"
     return None
 
@@ -197,6 +199,3 @@ def _attempt(
     except Exception as error:  # noqa: BLE001 - whatever it is, the plain run had none
         return f"{how} the run raised {type(error).__name__}: {error}"
     return differ(plain, other, f"a run and the same run {how}")
-
-
-__all__ = ["COMMON", "Law", "differ", "first_broken", "held"]

@@ -2,6 +2,7 @@
 """Small training problems that checks bring themselves."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import attrs
@@ -20,6 +21,8 @@ _IN, _OUT, _ROWS = 3, 2, 11
 
 class _Centred(nn.Module):
     """Takes a running mean off its input: batch statistics that one row is enough for."""
+
+    mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,6 +52,12 @@ class _Net(nn.Module):
         return self.head(self.drop(self.norm(hidden)))
 
 
+_OPTIMIZERS = {
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.5),
+    "adamw": partial(torch.optim.AdamW, lr=0.05),
+}
+
+
 @attrs.frozen
 class Problem:
     """A model, its data and its optimizer; eleven samples, four an update.
@@ -67,16 +76,12 @@ class Problem:
 
     def state(self, world: World, setup: Callable[[Any], Any] | None) -> TrainState:
         """Return the state before the first update."""
-        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-        options: dict[str, float] = {"lr": 0.05}
-        if self.optimizer == "momentum":
-            make, options = torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(_ROWS, _IN, generator=generator)
         targets = torch.randn(_ROWS, _OUT, generator=generator)
         return TrainState.create(
             model=lambda: _Net(norm=self.norm, drop=self.drop),
-            optimizer=lambda params: make(params, **options),
+            optimizer=_OPTIMIZERS[self.optimizer],
             data=Data((inputs, targets), batch_size=4, shuffle=True),
             setup=setup,
             world=world,

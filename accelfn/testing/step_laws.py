@@ -3,16 +3,17 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from accelfn.batches import batches as batches_of
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state import TrainState
 from accelfn.testing.laws import COMMON, Law, first_broken
+from accelfn.testing.simulation import simulate
 from accelfn.testing.subject import States, Subject, leaves
 from accelfn.world import World
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
+Step: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def check_step(
@@ -82,11 +83,12 @@ def check_resume(
 
     Example:
         >>> import accelfn as af, torch
+        >>> rows = torch.arange(24.0).view(8, 3)
         >>> def make(world):
         ...     state = af.TrainState.create(
         ...         model=lambda: torch.nn.Linear(3, 1),
         ...         optimizer=torch.optim.Adam,
-        ...         data=af.Data(torch.randn(8, 3), batch_size=4),
+        ...         data=af.Data(rows, batch_size=4),
         ...         setup=af.chain(af.shard_data(), af.wrap_ddp()),
         ...         world=world,
         ...     )
@@ -94,7 +96,9 @@ def check_resume(
         >>> check_resume(make, 4)
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        msg = f"check_resume(steps={steps!r}): expected a number of updates, at least 1."
+        msg = (
+            f"check_resume(steps={steps!r}): expected a number of updates, at least 1."
+        )
         raise ArgumentError(msg)
 
     def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
@@ -158,7 +162,7 @@ def _returns_states(subject: Subject) -> str | None:
     """The step returns states like those it was given, none of them given away."""
     broken: list[str] = []
 
-    def start(world: World) -> States:
+    def start(world: World) -> None:
         before = subject.start(world)
         kinds = [type(state).__name__ for _, state in leaves(before)]
         after, _ = next(subject.advance(before, 0, 1))
@@ -175,9 +179,6 @@ def _returns_states(subject: Subject) -> str | None:
                 f"state {over[0]} of those that it returned was given to a step before."
                 " Return what that step returned."
             )
-        return before
 
-    from accelfn.testing.simulation import simulate
-
-    simulate(subject.size, lambda world: start(world) and None)
+    simulate(subject.size, start)
     return broken[0] if broken else None

@@ -10,8 +10,8 @@ import attrs
 from accelfn import tree
 from accelfn.checkpoint import load, save
 from accelfn.state import TrainState
-from accelfn.testing.simulation import simulate
 from accelfn.testing.entries import entries
+from accelfn.testing.simulation import simulate
 from accelfn.world import World
 
 History: TypeAlias = list[Mapping[str, Any]]
@@ -54,7 +54,9 @@ class Subject:
             self._kept.append(self.histories())
         return self._kept[0]
 
-    def histories(self, *, seed: int = 0, schedule: Sequence[int] = ()) -> list[History]:
+    def histories(
+        self, *, seed: int = 0, schedule: Sequence[int] = ()
+    ) -> list[History]:
         """Return each rank's history, uninterrupted."""
 
         def rank(world: World) -> History:
@@ -121,5 +123,7 @@ def held(states: States, metrics: Any) -> dict[str, Any]:
     if isinstance(metrics, Mapping):
         found |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
     elif metrics is not None:
-        found |= {f"metrics ({i})": t for i, t in enumerate(tree.tensor_leaves(metrics))}
+        found |= {
+            f"metrics ({i})": t for i, t in enumerate(tree.tensor_leaves(metrics))
+        }
     return found

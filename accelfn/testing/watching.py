@@ -84,9 +84,7 @@ _WATCHES: dict[str, Callable[[str, Callable[..., Any], Seen], Any]] = {
 }
 
 
-def _kept(
-    given: Iterable[Any], *, own: str, field: str
-) -> Callable[[], list[str]]:
+def _kept(given: Iterable[Any], *, own: str, field: str) -> Callable[[], list[str]]:
     """Copy what must not change; return what says, later, what did."""
     tensors: dict[str, torch.Tensor] = {}
     for each in given:

@@ -50,9 +50,10 @@ def page(
     """Return the page."""
     overview = [("benchmark", "accelfn", "target")]
     for benchmark, figures in found.items():
-        mine = next(f for f in figures if f.contestant == benchmark.contestant)
+        contestant, _ = benchmark.targets[0]
+        mine = next(f for f in figures if f.contestant == contestant)
         link = f"[{benchmark.title}](#{_anchor(benchmark.title)})"
-        value = _number(mine.value, benchmark.unit)
+        value = _number(mine.value, benchmark)
         overview.append((link, value, _verdict(benchmark, mine)))
     parts = [_HEAD, f"{machine()}\n", _markdown(overview)]
     for benchmark, figures in found.items():
@@ -77,38 +78,51 @@ def machine() -> str:
 
 def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ...]]:
     """Return a header and a row for each figure."""
-    unit = benchmark.unit
+    absolute = benchmark.figure == "itself"
     counted = any(figure.all_reduces is not None for figure in figures)
-    what = ("ms", "added") if unit else ("ms a step", "ratio")
-    header = ("", *what, "middle half", "target")
+    told = ("ms",) if absolute else (_COSTS[benchmark.figure], benchmark.figure)
+    header = ("", *told, "middle half", "target")
     rows = [header + (("all-reduces",) if counted else ())]
     for figure in figures:
-        judged = figure.contestant == benchmark.contestant
+        cost = f"{figure.milliseconds:.{0 if benchmark.figure == 'added' else 3}f}"
         row = (
             figure.contestant,
-            f"{figure.milliseconds:.{0 if unit else 3}f}",
-            _number(figure.value, unit),
-            _middle_half(figure, unit),
-            _verdict(benchmark, figure) if judged else "",
+            *(() if absolute else (cost,)),
+            _number(figure.value, benchmark),
+            _middle_half(figure, benchmark),
+            _verdict(benchmark, figure),
         )
         rows.append(row + ((f"{figure.all_reduces:g}",) if counted else ()))
     return rows
 
 
-def _number(value: float, unit: str) -> str:
-    return f"{value:.0f} {unit}" if unit else f"{value:.3f}"
+_COSTS = {"ratio": "ms a step", "added": "ms"}
 
 
-def _middle_half(figure: Figure, unit: str) -> str:
-    if unit:
-        return f"{figure.low:.0f} to {figure.high:.0f} {unit}"
-    return f"{figure.low:.2f} to {figure.high:.2f}"
+def _number(value: float, benchmark: Benchmark) -> str:
+    match benchmark.figure:
+        case "added":
+            return f"{value:.0f} ms"
+        case "itself":
+            return f"{value:.2f} ms"
+        case "ratio":
+            return f"{value:.3f}"
+
+
+def _middle_half(figure: Figure, benchmark: Benchmark) -> str:
+    digits = 0 if benchmark.figure == "added" else 2
+    unit = "" if benchmark.figure == "ratio" else " ms"
+    return f"{figure.low:.{digits}f} to {figure.high:.{digits}f}{unit}"
 
 
 def _verdict(benchmark: Benchmark, figure: Figure) -> str:
-    met = "met" if figure.value <= benchmark.target else "not met"
-    target = f"{benchmark.target:g} {benchmark.unit}".strip()
-    return f"≤ {target}, {met}"
+    """Say whether a contestant reached its target; nothing of one that has none."""
+    target = dict(benchmark.targets).get(figure.contestant)
+    if target is None:
+        return ""
+    met = "met" if figure.value <= target else "not met"
+    unit = "" if benchmark.figure == "ratio" else " ms"
+    return f"≤ {target:g}{unit}, {met}"
 
 
 def _anchor(title: str) -> str:
