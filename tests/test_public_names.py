@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import accelfn as af
+from accelfn import testing
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference"
@@ -135,3 +136,13 @@ def test_the_fields_of_a_transform_are_in_the_table():
     named = re.search(r"\((.*?)\)", str(refused.value))
     assert named is not None
     assert named.group(1).split(", ") == listed
+
+
+def test_the_names_for_tests_are_exported_once_and_documented():
+    """Each name of `accelfn.testing` is one object of accelfn's, on its page."""
+    page = (REFERENCE / "testing.md").read_text()
+    assert sorted(testing.__all__, key=lambda n: (n[0].islower(), n)) == testing.__all__
+    for name in testing.__all__:
+        value = getattr(testing, name)
+        assert inspect.getdoc(value), name
+        assert re.search(rf"`{name}\b", page), name
