@@ -58,6 +58,13 @@ def laws(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Plant bugs, see that a law finds each, and write docs/mutants.md."""
+    install(session, *WITH_TESTS)
+    run(session, "python", "-m", "tests.mutants")
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Train the first example on two processes of this machine."""
     install(session, "-e", ".[examples]")

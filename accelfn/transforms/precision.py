@@ -56,8 +56,14 @@ class autocast:
 
         def autocast_loss(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
             kind = next(model.parameters()).device.type
-            with torch.autocast(kind, dtype=dtype):
-                return loss_fn(model, batch, *extras)
+            # torch keeps cast weights until the outermost region ends, which may be one of
+            # the caller's around many updates: these would see the first one's weights
+            torch.clear_autocast_cache()
+            try:
+                with torch.autocast(kind, dtype=dtype):
+                    return loss_fn(model, batch, *extras)
+            finally:
+                torch.clear_autocast_cache()
 
         autocast_loss.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
         return autocast_loss

@@ -5,12 +5,14 @@ import pickle
 
 import attrs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.transform import FIELDS
 from tests.catalog import CATALOG, public_transforms, stacks
+from tests.laws.test_updates import elements, gradients
 from tests.strategies import Run, differences, tensors
 
 VALUES = [entry.transform for entry in CATALOG]
@@ -96,6 +98,25 @@ def test_transforms_about_different_fields_commute(data: st.DataObject) -> None:
     assert results[0][1] == results[1][1]
 
 
+@given(bounds=st.permutations([0.1, 0.5, 2.0]), values=st.lists(elements, min_size=1))
+def test_values_flow_left_to_right(bounds: list[float], values: list[float]) -> None:
+    """Transforms of one field are applied from left to right."""
+    clips = [
+        af.clip_grad_norm(bounds[0]),
+        af.clip_grad_value(bounds[1]),
+        af.clip_grad_norm(bounds[2], norm_type=1.0, name="last"),
+    ]
+    state, grads = gradients([values])
+    expected = {name: grad.clone() for name, grad in grads.tensors.items()}
+    for each in clips:
+        found, _ = each.grads(grads.with_tensors(expected), None, state)
+        expected = dict(found.tensors)
+    state = state.with_setup(af.chain(*clips))
+    after = af.apply_grads(state, grads)
+    moved = {name: -param for name, param in after.params.items()}
+    assert differences(expected, moved) == []
+
+
 def test_pairs_without_meaning_are_refused() -> None:
     """DDP beside local SGD, and a static graph beside accumulation, name both and why."""
     for pair, why in (
@@ -111,13 +132,23 @@ def test_pairs_without_meaning_are_refused() -> None:
 
 
 @by_name
-def test_slots_are_conserved(value: object) -> None:
-    """A transform adds only its own slot; taking it out removes exactly that."""
-    plain = Run().state().with_slot("mine", 3)
-    with_it = value(plain)
+@given(stack=stacks(), updates=st.integers(0, 2))
+def test_slots_are_conserved(value: object, stack: tuple, updates: int) -> None:
+    """Adding a transform adds its own slot at most; taking it out removes exactly that."""
+    others = [each for each in stack if each.name != value.name]
+    try:
+        setup = af.chain(*others, value)
+    except af.CompositionError:
+        return  # refused, see above
+    run = Run(n=12, setup=af.chain(*others))
+    plain, _ = run.train(run.state(), updates)
+    plain = plain.with_slot("mine", torch.ones(2))
+    with_it = plain.with_setup(setup)
     assert set(with_it.slots) - set(plain.slots) <= {value.name}
-    without = with_it.with_setup(af.chain())
-    assert dict(plain.slots) == dict(without.slots)
+    without = with_it.with_setup(af.chain(*others))
+    assert without.slots.keys() == plain.slots.keys()
+    for state in (with_it, without):
+        assert all(state.slots[name] is plain.slots[name] for name in plain.slots)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N ranks = 1 rank = k micro-batches, on real Gloo processes: exact on dyadic data."""
+"""N ranks = 1 rank = k micro-batches: exactly on dyadic data, and up to rounding."""
 
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from tests.processes import run_ranks
-from tests.ranks import programs
-from tests.strategies import LOSSES, Run, differences, runs, tensors
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP, Found, alone, close_means, trained
+from tests.strategies import (
+    LOSSES,
+    OPTIMIZERS,
+    Run,
+    differences,
+    runs,
+    tensors,
+    weighted_loss,
+)
 
-pytestmark = pytest.mark.ranks(2)
-
-DDP = af.chain(af.shard_data(), af.wrap_ddp())
-worlds = st.sampled_from([1, 2, 2, 4])
+worlds = st.sampled_from([1, 2, 4])
 options = st.fixed_dictionaries(
     {
         "gradient_as_bucket_view": st.booleans(),
@@ -23,28 +28,60 @@ options = st.fixed_dictionaries(
         "find_unused_parameters": st.booleans(),
     }
 )
+Pair = tuple[torch.Tensor, torch.Tensor]
+BEHIND = [af.clip_grad_norm(0.5), af.clip_grad_value(0.25), af.ema(0.5)]
+"""Transforms of what is reduced; none of them may see how a batch was split."""
+behind = st.lists(st.sampled_from(BEHIND), unique=True)
 
 
-def alone(run: Run) -> tuple[list[dict], list[dict[str, float]]]:
-    """Train in this process with no transform that splits anything."""
-    world = af.World.single(device="cpu")
-    state, states, means = run.state(), [], []
-    for _ in range(run.updates):
-        state, metrics = run.train(state, 1)
-        states.append(tensors(state))
-        means.append(af.mean(metrics[0], world))
-    return states, means
-
-
-def close_means(one: dict[str, float], two: dict[str, float]) -> bool:
-    scale = {name: max(1.0, abs(one[name])) for name in one}
-    return one.keys() == two.keys() and all(
-        abs(one[name] - two[name]) <= 1e-9 * scale[name] for name in one
+def exact(run: Run) -> Run:
+    """Return the run with every sum of its update exact in any order."""
+    size = 2 ** (run.batch_size % 4)
+    # squared errors divide by the number of elements: not exact
+    return attrs.evolve(
+        run,
+        batch_size=size,
+        n=max(run.n, size),
+        remainder="drop",
+        loss="mean",
+        schedule=False,
     )
 
 
+@given(run=runs())
+def test_a_step_is_the_loop_by_hand(run: Run) -> None:
+    """A step is torch's own, on the gradient of the weighted mean over the batch."""
+    state = run.state()
+    start = state.copy()
+    with af.bind(start) as net:
+        optimizer = OPTIMIZERS[run.optimizer](
+            [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+        )
+        base = optimizer.param_groups[0]["lr"]
+        x, y = run.dataset()
+        for _ in range(run.updates):
+            batch = next(iter(af.batches(state)))
+            rows = batch.indices
+            returned = LOSSES[run.loss](net, (x[rows], y[rows]))
+            mean = returned
+            if isinstance(returned, af.Loss):
+                nothing = returned.weight == 0
+                mean = returned.total / torch.where(nothing, 1.0, returned.weight)
+            optimizer.param_groups[0]["lr"] = base * (
+                state.schedule(state.step) if state.schedule else 1.0
+            )
+            mean.backward()
+            loss = mean.item()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            state, (metrics,) = run.train(state, 1)
+            assert close_means({"loss": loss}, {"loss": float(metrics["loss"])})
+        expected = {n: p.detach().clone() for n, p in net.named_parameters()}
+    assert differences(expected, dict(state.params), within=1e-9) == []
+
+
 @given(
-    run=runs(optimizer="sgd", dyadic=True, updates=1, kind="plain"),
+    run=runs(optimizer="sgd", dyadic=True, updates=1, kind="plain").map(exact),
     size=worlds,
     parts=st.integers(1, 5),
     ddp=options,
@@ -53,40 +90,48 @@ def test_ranks_and_micro_batches_are_exactly_neutral(
     run: Run, size: int, parts: int, ddp: dict
 ) -> None:
     """On dyadic data the update is bitwise that of one process on the whole batch."""
-    batch_size = 2 ** (run.batch_size % 4)
-    run = attrs.evolve(
-        run, batch_size=batch_size, remainder="drop", n=max(run.n, batch_size)
-    )
-    # squared errors divide by the number of elements: not exact
-    run = attrs.evolve(run, loss="mean", schedule=False)
     expected, _ = alone(run)
-    split = attrs.evolve(
-        run,
-        setup=af.chain(
-            af.shard_data(), af.wrap_ddp(**ddp), af.accumulate(num_micro_batches=parts)
-        ),
-    )
-    for states, _ in run_ranks(size, programs.train, split):
+    split = [
+        af.shard_data(),
+        af.wrap_ddp(**ddp),
+        af.accumulate(num_micro_batches=parts),
+    ]
+    for states, _ in trained(size, run, *split):
         assert differences(expected[0], states[0]) == []
 
 
-@given(run=runs(), size=worlds, parts=st.integers(1, 4), ddp=options)
+@given(
+    run=runs(),
+    size=worlds,
+    parts=st.integers(1, 4),
+    ddp=options,
+    then=behind,
+)
 def test_ranks_and_micro_batches_are_neutral_up_to_rounding(
-    run: Run, size: int, parts: int, ddp: dict
+    run: Run, size: int, parts: int, ddp: dict, then: list
 ) -> None:
     """Uneven and empty shares, short batches, weighted losses, any optimizer: one result."""
-    expected, expected_means = alone(run)
-    setup = af.chain(
-        af.shard_data(), af.wrap_ddp(**ddp), af.accumulate(num_micro_batches=parts)
-    )
-    split = attrs.evolve(run, setup=setup)
-    per_rank = run_ranks(size, programs.train, split)
+    expected, expected_means = alone(run, *then)
+    split = [
+        af.shard_data(),
+        af.wrap_ddp(**ddp),
+        af.accumulate(num_micro_batches=parts),
+    ]
+    (first, _), *_ = per_rank = trained(size, run, *split, *then)
     for states, means in per_rank:
         assert differences(expected[-1], states[-1], within=1e-9) == []
         assert all(map(close_means, expected_means, means))
-        assert (
-            differences(per_rank[0][0][-1], states[-1]) == []
-        )  # replicas agree, bitwise
+        assert differences(first[-1], states[-1]) == []  # replicas agree, bitwise
+
+
+@given(
+    run=runs(n=12, dyadic=True, loss="mean", optimizer="sgd", kind="plain", updates=1)
+)
+def test_three_ranks(run: Run) -> None:
+    """Three ranks, whose count is no power of two, agree with one up to the last bits."""
+    expected, _ = alone(run)
+    for states, _ in trained(3, run, DDP):
+        assert differences(expected[0], states[0], within=1e-14) == []
 
 
 @given(run=runs(dyadic=False), micro=st.integers(1, 9), parts=st.integers(1, 5))
@@ -97,128 +142,90 @@ def test_micro_batches_alone(run: Run, micro: int, parts: int) -> None:
         af.accumulate(micro_batch_size=micro),
         af.accumulate(num_micro_batches=parts),
     ):
-        states, means = alone(attrs.evolve(run, setup=setup))
+        states, means = alone(run, setup)
         assert differences(expected[-1], states[-1], within=1e-9) == []
         assert all(map(close_means, expected_means, means))
 
 
-@given(run=runs(updates=1), size=st.sampled_from([2, 4]), parts=st.integers(1, 3))
+def by_hand(world: af.World, run: Run, how: str) -> Found:
+    """Add up micro-batches' gradients; reduce with the last, by sync_grads, or always."""
+    state = run.state(world)
+    compute = af.value_and_grad(LOSSES[run.loss])
+    grads = None
+    parts = next(iter(af.batches(state))).parts()
+    for part in parts:
+        sync = how == "always" or (how == "last" and part is parts[-1])
+        _, grads = compute(state, part, into=grads, sync=sync)
+    if how == "sync_grads":
+        grads = af.sync_grads(state, grads)
+    return tensors(af.apply_grads(state, grads))
+
+
+@given(run=runs(updates=1), size=worlds, parts=st.integers(1, 3))
 def test_accumulating_by_hand(run: Run, size: int, parts: int) -> None:
     """into= with sync= on the last, or sync_grads after all, give the step's own result."""
     setup = af.chain(DDP, af.accumulate(num_micro_batches=parts))
-    split = attrs.evolve(run, setup=setup)
-    stepped = run_ranks(size, programs.train, split)
-    for rank, (by_flags, by_call) in enumerate(
-        run_ranks(size, programs.custom_accumulation, split)
-    ):
-        assert differences(stepped[rank][0][0], by_flags) == []
-        assert differences(stepped[rank][0][0], by_call, within=1e-12) == []
+    run = attrs.evolve(run, setup=setup)
+    stepped = trained(size, run, setup)
+    for how, within in (("last", 0.0), ("sync_grads", 1e-12)):
+        found = simulate(size, lambda world, how=how: by_hand(world, run, how))
+        for (states, _), one in zip(stepped, found, strict=True):
+            assert differences(states[0], one, within=within) == []
 
 
-@settings(max_examples=10)
-@given(
-    run=runs(n=12, dyadic=True, loss="mean", optimizer="sgd", kind="plain", updates=1)
-)
-def test_three_ranks(run: Run) -> None:
-    """Three ranks, whose count is no power of two, agree with one up to the last bits."""
-    expected, _ = alone(run)
-    for states, _ in run_ranks(3, programs.train, attrs.evolve(run, setup=DDP)):
-        assert differences(expected[0], states[0], within=1e-14) == []
-
-
-@given(run=runs(remainder="short"), size=st.sampled_from([2, 4]))
-def test_local_sgd_every_update_is_ddp_for_sgd(run: Run, size: int) -> None:
-    """With sync_every=1 and plain SGD, local SGD gives what DDP gives, uneven shares too."""
-    run = attrs.evolve(run, optimizer="sgd")
-    ddp = run_ranks(size, programs.train, attrs.evolve(run, setup=DDP))
-    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=1))
-    local = run_ranks(size, programs.train, attrs.evolve(run, setup=setup))
-    for pair in zip(ddp, local, strict=True):
-        one, two = (
-            {k: v for k, v in states[-1].items() if k.startswith("params")}
-            for states, _ in pair
-        )
-        assert differences(one, two, within=1e-9) == []
-
-
-def test_local_sgd_differs_from_ddp_for_adam() -> None:
-    """For Adam the two are different algorithms, and differ."""
-    run = Run(n=8, optimizer="adamw", dyadic=False, loss="squared", updates=2)
-    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=1))
-    ddp = run_ranks(2, programs.train, attrs.evolve(run, setup=DDP))
-    local = run_ranks(2, programs.train, attrs.evolve(run, setup=setup))
-    assert "params.head.weight" in differences(
-        ddp[0][0][-1], local[0][0][-1], within=1e-9
+@given(run=runs(updates=1), size=worlds, parts=st.integers(1, 3))
+def test_adding_what_is_a_mean_already(run: Run, size: int, parts: int) -> None:
+    """Where nothing is reduced, into= may add to what was taken with sync=True."""
+    local = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
+    run = attrs.evolve(
+        run, setup=af.chain(local, af.accumulate(num_micro_batches=parts))
     )
+    stepped = trained(size, run, run.setup)
+    found = simulate(size, lambda world: by_hand(world, run, "always"))
+    for (states, _), one in zip(stepped, found, strict=True):
+        assert differences(states[0], one, within=1e-12) == []
 
 
-@given(run=runs(optimizer="adamw", updates=3), every=st.integers(1, 4))
-def test_local_sgd_alone_is_plain_training(run: Run, every: int) -> None:
-    """In a world of 1 local SGD changes nothing, bitwise."""
-    expected, _ = alone(run)
-    found, _ = alone(attrs.evolve(run, setup=af.local_sgd(sync_every=every)))
-    kept = {k: v for k, v in found[-1].items() if not k.startswith("slots")}
-    assert differences(expected[-1], kept) == []
+@given(run=runs(updates=1), size=st.integers(2, 3))
+def test_what_would_drift_is_refused(run: Run, size: int) -> None:
+    """Adding to reduced gradients, and applying what nothing has reduced, say what to do."""
+    run = attrs.evolve(run, setup=af.chain(DDP, af.accumulate(num_micro_batches=2)))
+    with pytest.raises(af.GradsError, match="are reduced over the ranks already"):
+        simulate(size, lambda world: by_hand(world, run, "always"))
+    with pytest.raises(af.GradsError, match=r"not reduced.*wrap_ddp"):
+        simulate(size, lambda world: by_hand(world, run, "never"))
+    with pytest.raises(af.GradsError, match=r"not reduced.*wrap_ddp"):
+        trained(size, run, af.shard_data())
 
 
-@given(
-    every=st.integers(1, 3),
-    updates=st.integers(1, 4),
-    buffers=st.booleans(),
-    opt_state=st.booleans(),
-    optimizer=st.sampled_from(["sgd", "momentum", "adamw"]),
-)
-def test_local_sgd_communicates_when_it_says(
-    every: int,
-    updates: int,
-    buffers: bool,
-    opt_state: bool,
-    optimizer: str,
+@given(run=runs(), size=worlds, power=st.integers(-8, 8), parts=st.integers(1, 3))
+def test_the_unit_of_weights_does_not_matter(
+    run: Run, size: int, power: int, parts: int
 ) -> None:
-    """One flattened all-reduce every sync_every updates, none between; replicas agree after."""
-    setup = af.chain(
-        af.shard_data(),
-        af.local_sgd(sync_every=every, buffers=buffers, opt_state=opt_state),
+    """Totals and weights, both times a power of two, give bitwise the same update."""
+    setup = af.chain(DDP, af.accumulate(num_micro_batches=parts))
+    run = attrs.evolve(run, setup=setup)
+
+    def in_units_of(unit: float) -> object:
+        def loss(net: torch.nn.Module, batch: Pair) -> af.Loss:
+            given = weighted_loss(net, batch)
+            return af.Loss(given.total * unit, given.weight * unit)
+
+        def train(world: af.World) -> Found:
+            state = run.state(world)
+            step, batches = af.make_step(loss), iter(af.batches(state))
+            for _ in range(run.updates):
+                state, _ = step(state, next(batches))
+            return tensors(state)
+
+        return train
+
+    expected, found = (
+        simulate(size, in_units_of(1)),
+        simulate(size, in_units_of(2.0**power)),
     )
-    run = Run(n=16, batch_size=8, updates=updates, kind="norm", optimizer=optimizer)
-    run = attrs.evolve(run, setup=setup, dyadic=False, loss="squared")
-    counts = run_ranks(2, programs.count_collectives, run)
-    assert counts[0] == [
-        [counts[0][i][0]] if (i + 1) % every == 0 else [] for i in range(updates)
-    ]
-    first, second = (states for states, _ in run_ranks(2, programs.train, run))
-    for i in range(updates):
-        apart = {path.split(".")[0] for path in differences(first[i], second[i])}
-        apart -= {"slots"}
-        if (i + 1) % every:
-            assert "params" in apart
-        else:
-            assert "params" not in apart
-            assert ("buffers" in apart) is not buffers
-            assert ("opt_state" in apart) is (not opt_state and optimizer != "sgd")
-
-
-@given(updates=st.integers(1, 5), optimizer=st.sampled_from(["sgd", "adamw"]))
-def test_local_sgd_owes_a_last_average(updates: int, optimizer: str) -> None:
-    """finalize and eval_params give the mean over ranks, by weight; the latter changes nothing."""
-    run = Run(n=24, batch_size=7, updates=updates, optimizer=optimizer, dyadic=False)
-    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=3))
-    run = attrs.evolve(run, setup=setup, loss="squared")
-    results = run_ranks(2, programs.train_and_finalize, run)
-    asked = run_ranks(2, programs.eval_params, run)
-    weights = [float(before["slots.local_sgd.weight"]) for before, _ in results]
-    for path in [p for p in results[0][0] if p.startswith("params")]:
-        parts = [before[path] for before, _ in results]
-        if sum(weights):
-            mean = sum(w * p for w, p in zip(weights, parts, strict=True)) / sum(
-                weights
-            )
-        else:
-            mean = parts[0]
-        for (_, after), (view, before, still) in zip(results, asked, strict=True):
-            torch.testing.assert_close(after[path], mean, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(view[path], mean, rtol=1e-12, atol=1e-12)
-            assert differences(before, still) == []
+    for one, two in zip(expected, found, strict=True):
+        assert differences(one, two) == []
 
 
 @given(
@@ -234,41 +241,16 @@ def test_evaluation_sees_each_sample_once(run: Run, size: int, batch_size: int) 
     if run.loss == "weighted":
         whole = whole.total / whole.weight if whole.weight else whole.weight
     loss = float(whole)
-    trained = attrs.evolve(run, setup=DDP)
-    for means, rows, same in run_ranks(size, programs.evaluate, trained, batch_size):
-        assert same
+
+    def evaluate(world: af.World) -> None:
+        state, _ = run.train(attrs.evolve(run, setup=DDP).state(world))
+        data = af.Data(run.dataset(), batch_size=batch_size)
+        before, generator = tensors(state), torch.get_rng_state()
+        means = af.evaluate(state, data, LOSSES[run.loss])
         assert abs(means["loss"] - loss) <= 1e-9 * max(1.0, abs(loss))
-        found = torch.stack([row["out"] for row in rows])
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        outputs = list(af.predict(state, data, lambda net, batch: net(batch[0])))
+        torch.testing.assert_close(torch.stack(outputs), expected, rtol=1e-9, atol=1e-9)
+        assert differences(before, tensors(state)) == []
+        assert torch.equal(generator, torch.get_rng_state())
 
-
-def test_collectives_of_ddp() -> None:
-    """Options of wrap_ddp reach DistributedDataParallel, each of them."""
-    default = run_ranks(2, programs.ddp_options, af.wrap_ddp())[0]
-    changed = {
-        "bucket_cap_mb": 1.5,
-        "gradient_as_bucket_view": False,
-        "find_unused_parameters": True,
-        "static_graph": True,
-        "forward_sync_buffers": False,
-    }
-    assert default.keys() == {*changed, "init_sync"}
-    for option, value in changed.items():
-        seen = run_ranks(2, programs.ddp_options, af.wrap_ddp(**{option: value}))[0]
-        assert seen == {**default, option: value}
-
-
-def test_a_profiler_sees_ddp_and_changes_nothing() -> None:
-    """DDP's own record is left out only while no profiler looks."""
-    run = attrs.evolve(Run(), setup=DDP)
-    for seen, plain, watched in run_ranks(2, programs.under_a_profiler, run):
-        assert "DistributedDataParallel.forward" in seen
-        assert plain.keys() == watched.keys()
-        assert all(torch.equal(plain[name], watched[name]) for name in plain)
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
-def test_fused_optimizers_divide_alike(optimizer: str) -> None:
-    """Where torch's fused kernel divides by the weight, the update is the divided one's."""
-    for agree, _ in run_ranks(2, programs.fused_division, optimizer):
-        assert agree
+    simulate(size, evaluate)

@@ -2,6 +2,7 @@
 """A step depends on (state, batch, extras) alone, and changes nothing else."""
 
 import contextlib
+import functools
 import random
 
 import attrs
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.testing import simulate
 from tests.catalog import stacks
-from tests.strategies import LOSSES, Run, differences, runs, tensors
+from tests.strategies import LOSSES, Net, Run, differences, runs, tensors
 
 KINDS = st.sampled_from(["plain", "tied", "frozen", "norm", "dropout", "unused"])
 BATCH = {"norm": 4, "dropout": 4}
@@ -42,17 +44,61 @@ def test_the_same_step_twice(run: Run, kind: str, setup: object) -> None:
     state, _ = run.train(run.state())
     batch = first_batch(state)
     before = tensors(state)
+    values = [tuple(x.clone() for x in micro) for micro in batch.micro_batches]
     one, metrics_one = step(state, batch, donate=False)
     assert differences(before, tensors(state)) == []
-    other, _ = step(
+    other, _ = step(  # the engine is busy elsewhere, and others draw
         run.state(), first_batch(run.state())
-    )  # the engine is busy elsewhere
-    two, metrics_two = step(state, batch)
+    )
+    with torch.random.fork_rng():
+        torch.rand(1)
+        two, metrics_two = step(state, batch)
     assert differences(tensors(one), tensors(two)) == []
     assert {k: v.item() for k, v in metrics_one.items()} == {
         k: v.item() for k, v in metrics_two.items()
     }
     assert differences(tensors(other), tensors(one)) != []
+    for was, micro in zip(values, batch.micro_batches, strict=True):
+        assert all(map(torch.equal, was, micro))
+
+
+RANKED = [
+    af.chain(af.shard_data(), af.wrap_ddp(find_unused_parameters=True)),
+    af.chain(
+        af.shard_data(),
+        af.accumulate(num_micro_batches=2),
+        af.wrap_ddp(find_unused_parameters=True, gradient_as_bucket_view=False),
+        af.clip_grad_norm(0.5),
+        af.ema(0.5),
+    ),
+    af.chain(af.shard_data(), af.local_sgd(sync_every=2), af.clip_grad_value(0.25)),
+]
+
+
+@given(run=runs(), kind=KINDS, setup=st.sampled_from(RANKED), size=st.integers(2, 3))
+def test_the_same_step_twice_on_ranks(
+    run: Run, kind: str, setup: object, size: int
+) -> None:
+    """On every rank too, a step is a function, donate=False a copy, and forks do not meet."""
+    n = 24 if kind == "norm" else run.n  # two samples in every micro-batch
+    run = attrs.evolve(run, kind=kind, setup=setup, n=n, dyadic=False)
+    run = attrs.evolve(run, batch_size=12) if kind == "norm" else run
+
+    def step_twice(world: af.World) -> None:
+        step = af.make_step(LOSSES[run.loss])
+        state, _ = run.train(run.state(world), 1)
+        batch = first_batch(state)
+        before = tensors(state)
+        one, _ = step(state, batch, donate=False)
+        assert differences(before, tensors(state)) == []
+        fork = state.copy()
+        two, _ = step(state, batch)
+        assert differences(before, tensors(fork)) == []
+        three, _ = step(fork, batch)
+        for other in (two, three):
+            assert differences(tensors(one), tensors(other)) == []
+
+    simulate(size, step_twice)
 
 
 @given(run=runs(), kind=KINDS, setup=setups())
@@ -61,12 +107,12 @@ def test_forks_do_not_meet(run: Run, kind: str, setup: object) -> None:
     run = make(run, kind, setup)
     start, _ = run.train(run.state())
     left, right = start.copy(), start.copy()
-    expected, _ = run.train(start, 3)
+    expected = tensors(run.train(start, 3)[0])
     for _ in range(3):
         left, _ = run.train(left, 1)
         right, _ = run.train(right, 1)
-    assert differences(tensors(expected), tensors(left)) == []
-    assert differences(tensors(expected), tensors(right)) == []
+    assert differences(expected, tensors(left)) == []
+    assert differences(expected, tensors(right)) == []
 
 
 @given(run=runs(), kind=KINDS, setup=setups())
@@ -83,6 +129,7 @@ def test_value_and_grad_changes_nothing(run: Run, kind: str, setup: object) -> N
     assert differences(before, tensors(state)) == []
     assert differences(kept, dict(one.tensors)) == []
     assert differences(kept, dict(two.tensors)) == []
+    assert differences(dict(one.buffers), dict(two.buffers)) == []
     stepped, _ = af.make_step(LOSSES[run.loss])(state, batch, donate=False)
     assert differences(tensors(stepped), tensors(af.apply_grads(state, one))) == []
 
@@ -125,6 +172,54 @@ def test_the_process_is_as_before(
     assert saved[2] == str(np.random.get_state())  # noqa: NPY002
     assert dtype is torch.get_default_dtype()
     assert torch.is_grad_enabled()
+
+
+def train_in_float32(run: Run, setup: object) -> tuple[dict, set]:
+    """Return what training gives, and the dtypes of parameters and gradients."""
+    x, y = (each.float() for each in run.dataset())
+    state = af.TrainState.create(
+        model=lambda: Net(run.kind).float(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=af.Data((x, y), batch_size=run.batch_size),
+        setup=setup,
+        seed=run.seed,
+    )
+    _, grads = af.value_and_grad(LOSSES[run.loss])(state, first_batch(state))
+    state, metrics = run.train(state)
+    dtypes = {t.dtype for t in [*grads.tensors.values(), *state.params.values()]}
+    losses = {f"loss {i}": each["loss"].clone() for i, each in enumerate(metrics)}
+    return tensors(state) | losses, dtypes
+
+
+@given(run=runs(dyadic=False, loss="squared"))
+def test_autocast_lowers_no_dtype(run: Run) -> None:
+    """The setup's autocast changes values, and neither a parameter's dtype nor a gradient's."""
+    plain, _ = train_in_float32(run, None)
+    lower, dtypes = train_in_float32(run, af.autocast("bf16"))
+    assert dtypes == {torch.float32}
+    assert differences(plain, lower) != []
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(None, id="plain"),
+        pytest.param(af.autocast("bf16"), id="autocast"),
+    ],
+)
+@given(
+    run=runs(dyadic=False, loss="squared"),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    enabled=st.booleans(),
+)
+def test_the_caller_s_autocast_changes_nothing(
+    setup: object, run: Run, dtype: torch.dtype, enabled: bool
+) -> None:
+    """Whatever autocast surrounds the loop, every update is bitwise the same."""
+    expected, _ = train_in_float32(run, setup)
+    with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+        found, _ = train_in_float32(run, setup)
+    assert differences(expected, found) == []
 
 
 @given(run=runs(), setup=setups())

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""wrap_ddp reduces once an update, whatever the buckets, and refuses ranks that differ."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP, Found, trained
+from tests.processes import run_ranks
+from tests.ranks import programs
+from tests.strategies import LOSSES, Run, differences, runs, tensors
+
+options = st.fixed_dictionaries(
+    {
+        "gradient_as_bucket_view": st.booleans(),
+        "bucket_cap_mb": st.sampled_from([None, 25, 1e-4, 1e-5]),
+        "find_unused_parameters": st.booleans(),
+        "forward_sync_buffers": st.booleans(),
+    }
+)
+
+
+@given(run=runs(dyadic=False), size=st.sampled_from([2, 3, 4]), ddp=options)
+def test_buckets_change_nothing(run: Run, size: int, ddp: dict) -> None:
+    """However gradients are packed, each element is summed in the same order."""
+    expected = trained(size, run, DDP)
+    found = trained(size, run, af.shard_data(), af.wrap_ddp(**ddp))
+    for (one, _), (two, _) in zip(expected, found, strict=True):
+        assert differences(one[-1], two[-1]) == []
+
+
+@given(
+    run=runs(updates=2),
+    size=st.sampled_from([2, 4]),
+    parts=st.integers(2, 4),
+    ddp=options,
+)
+def test_one_reduction_an_update(run: Run, size: int, parts: int, ddp: dict) -> None:
+    """However many micro-batches there are, ranks communicate as for one."""
+
+    def communicated(number: int) -> list[tuple]:
+        setup = af.chain(
+            af.shard_data(),
+            af.wrap_ddp(**ddp),
+            af.accumulate(num_micro_batches=number),
+        )
+        split = attrs.evolve(run, setup=setup)
+        log = simulate(size, lambda world: split.train(split.state(world))).log
+        reduced = [each for each in log if each.kind == "all_reduce"]
+        return [(each.step, each.op, each.num_bytes) for each in reduced]
+
+    assert communicated(1) == communicated(parts) != []
+
+
+@given(run=runs(updates=2), size=st.sampled_from([2, 4]), ddp=options)
+def test_gradients_are_the_holders_own(run: Run, size: int, ddp: dict) -> None:
+    """Gradients survive later passes, and give the step's own result when applied."""
+    setup = af.chain(af.shard_data(), af.wrap_ddp(**ddp))
+    run = attrs.evolve(run, setup=setup)
+
+    def look_twice(world: af.World) -> Found:
+        state, _ = run.train(run.state(world), 1)
+        compute = af.value_and_grad(LOSSES[run.loss])
+        batch = next(iter(af.batches(state)))
+        before = tensors(state)
+        _, one = compute(state, batch)
+        kept = {name: grad.clone() for name, grad in one.tensors.items()}
+        weight = float(one.weight)
+        for factor in (2.0, -3.0):  # the engine's buckets are written again
+            compute(state, tuple(factor * each for each in batch.value))
+        assert differences(kept, dict(one.tensors)) == []
+        assert weight == float(one.weight)
+        assert differences(before, tensors(state)) == []
+        return tensors(af.apply_grads(state, one))
+
+    stepped = trained(size, run, setup)
+    for (states, _), found in zip(stepped, simulate(size, look_twice), strict=True):
+        assert differences(states[1], found) == []
+
+
+@given(
+    kind=st.sampled_from(["plain", "tied", "norm"]),
+    size=st.sampled_from([2, 3]),
+    where=st.integers(0, 100),
+    bit=st.integers(0, 63),
+    setup=st.sampled_from([af.wrap_ddp(), af.local_sgd(sync_every=2)]),
+)
+def test_ranks_that_differ_in_a_bit_are_refused(
+    kind: str, size: int, where: int, bit: int, setup: object
+) -> None:
+    """One bit of one element of one rank is enough, and its tensor is named."""
+    run = Run(kind=kind, setup=af.chain(setup), dyadic=False)
+    names = list(run.state().params)
+    name = names[where % len(names)]
+
+    def build(world: af.World) -> None:
+        state = run.state(world)
+        if world.rank == size - 1:
+            bits = state.params[name].view(-1)[where % 2 :][:1].view(torch.int64)
+            bits ^= 1 << bit if bit < 63 else -(1 << 63)
+        af.build(state)
+
+    with pytest.raises(
+        af.ReplicaMismatchError, match=rf"(?s)values.*rank 0: {name}: checksum"
+    ):
+        simulate(size, build)
+
+
+@given(size=st.sampled_from([2, 3]), rank=st.integers(0, 2))
+def test_ranks_that_differ_in_shape_are_refused(size: int, rank: int) -> None:
+    """The first tensor of another shape is named, with each rank's."""
+
+    def build(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(2, 2 + (world.rank == rank % size)),
+            optimizer=torch.optim.SGD,
+            setup=af.wrap_ddp(),
+            world=world,
+        )
+        af.build(state)
+
+    with pytest.raises(af.ReplicaMismatchError, match=r"(?s)structure.*weight.*\(3, 2"):
+        simulate(size, build)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("bucket_cap_mb", 1.5),
+        ("gradient_as_bucket_view", False),
+        ("find_unused_parameters", True),
+        ("static_graph", True),
+        ("forward_sync_buffers", False),
+    ],
+)
+def test_options_reach_ddp(option: str, value: object) -> None:
+    """Every option of wrap_ddp reaches DistributedDataParallel, and changes it alone."""
+    import accelfn.engine.ddp as module  # the one place that builds it
+
+    def given_to_ddp(setup: object) -> dict[str, Any]:
+        with mock.patch.object(module, "LeanDDP", wraps=module.LeanDDP) as spy:
+            simulate(2, lambda world: af.build(Run(setup=setup).state(world)))
+        seen = dict(spy.call_args.kwargs)
+        del seen["process_group"]
+        return seen
+
+    default = given_to_ddp(af.wrap_ddp())
+    assert default[option] != value
+    assert given_to_ddp(af.wrap_ddp(**{option: value})) == {**default, option: value}
+
+
+@pytest.mark.ranks(2)
+def test_a_profiler_sees_ddp_and_changes_nothing() -> None:
+    """DDP's own record is left out only while no profiler looks, in real processes."""
+    run = Run(setup=DDP)
+    for seen, plain, watched in run_ranks(2, programs.under_a_profiler, run):
+        assert "DistributedDataParallel.forward" in seen
+        assert differences(plain, watched) == []
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
+@given(seed=st.integers(0, 100), batch_size=st.integers(1, 12))
+def test_fused_optimizers_divide_alike(
+    optimizer: str, seed: int, batch_size: int
+) -> None:
+    """Where torch's fused kernel divides by the weight, the update is the divided one's."""
+    data = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed))
+    kind = getattr(torch.optim, optimizer)
+
+    def train(world: af.World, *, fused: bool) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(3, 2),
+            optimizer=functools.partial(kind, lr=0.1, fused=fused),
+            data=af.Data(data, batch_size=batch_size),
+            setup=DDP,
+            world=world,
+        )
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+        return dict(state.params)
+
+    def both(world: af.World) -> None:
+        fused, plain = (train(world, fused=each) for each in (True, False))
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+
+    simulate(2, both)

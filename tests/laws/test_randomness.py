@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every draw has a stream of its own: no two purposes share one, and replays repeat it."""
+
+import functools
+import itertools
+from contextlib import suppress
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn import streams
+from accelfn.testing import simulate
+from tests.laws.worlds import single
+
+CPU = torch.device("cpu")
+Draws = tuple[float, ...]
+
+numbers = st.one_of(
+    st.integers(-2, 9),
+    st.integers(0, 9).map(lambda n: n + 2**32),
+    st.integers(0, 9).map(lambda n: n * 2**32),
+    st.integers(-(2**70), 2**70),
+)
+parts = st.lists(
+    st.one_of(numbers, st.text("ab;:1", max_size=3)), min_size=1, max_size=4
+)
+
+
+def drawn(key: int, count: int = 8) -> Draws:
+    """Return the first numbers of a stream."""
+    with streams.stream(key, CPU):
+        return tuple(torch.rand(count, dtype=torch.float64).tolist())
+
+
+def distinct(draws: list[Draws]) -> bool:
+    """Whether no two streams have a number in common, in any place."""
+    every = list(itertools.chain(*draws))
+    return len(set(every)) == len(every)
+
+
+def like(key: tuple) -> list[tuple]:
+    """Return keys that read alike: of other types, or cut in other places."""
+    texts = [str(part) for part in key]
+    return [key, tuple(texts), ("".join(texts),), (";".join(texts),), (*key, "")]
+
+
+@given(keys=st.lists(parts.map(tuple), min_size=1, max_size=4))
+def test_different_keys_draw_differently(keys: list[tuple]) -> None:
+    """Keys of different parts, of any size and type, have streams with nothing in common."""
+    every = {repr(each): each for key in keys for each in like(key)}
+    assert distinct([drawn(streams.key(*key)) for key in every.values()])
+    for key in keys:
+        assert drawn(streams.key(*key)) == drawn(streams.key(*key))
+
+
+@given(
+    parents=st.lists(parts.map(tuple), min_size=1, max_size=4, unique_by=repr),
+    numbers=st.sets(st.integers(0, 2**40), min_size=1, max_size=6),
+)
+def test_different_numbers_under_a_key_draw_differently(
+    parents: list[tuple], numbers: set[int]
+) -> None:
+    """Every step and micro-batch under a key has a stream with nothing in common."""
+    keys = [streams.fold(streams.key(*p), n) for p in parents for n in numbers]
+    assert distinct([drawn(key) for key in [*keys, *map(streams.key, numbers)]])
+
+
+@given(seed=numbers, number=st.integers(0, 9), raises=st.booleans())
+def test_a_stream_leaves_the_generator_as_it_was(
+    seed: int, number: int, raises: bool
+) -> None:
+    """What is drawn before and after a stream, even one that raises, does not know of it."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.random.fork_rng():
+        torch.set_rng_state(generator.get_state())
+        found = torch.rand(3).tolist()
+        with suppress(ZeroDivisionError), streams.stream(streams.key(seed), CPU):
+            torch.rand(1 // (not raises))
+        found += torch.rand(3).tolist()
+    assert torch.rand(6, generator=generator).tolist() == found
+
+
+class Drawing(torch.nn.Module):
+    """A model drawn at random, whose forward pass draws and notes what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 1).double()
+
+
+def noting(noted: list[Draws], net: Drawing, batch: torch.Tensor) -> torch.Tensor:
+    """Draw, as dropout does, and return a loss."""
+    noted.append(tuple(torch.rand(4, dtype=torch.float64).tolist()))
+    return net.first(batch).mean()
+
+
+def draws_of(
+    world: af.World, setup: object, seed: int, name: str = "state"
+) -> tuple[list[Draws], list[Draws], torch.Tensor]:
+    """Train three updates; return the losses' draws, a user's, and the first weights."""
+    state = af.TrainState.create(
+        model=Drawing,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        data=af.Data(torch.ones(24, 2).double(), batch_size=8),
+        setup=setup,
+        world=world,
+        seed=seed,
+        name=name,
+    )
+    first = state.params["first.weight"].clone()
+    noted: list[Draws] = []
+    users: list[Draws] = []
+    step = af.make_step(functools.partial(noting, noted))
+    for batch in af.batches(state, epochs=1):
+        for purpose, shared in itertools.product(("one", "two"), (False, True)):
+            with af.rng(state, purpose, shared=shared):
+                users.append(tuple(torch.rand(4, dtype=torch.float64).tolist()))
+        state, _ = step(state, batch)
+    return noted, users, first
+
+
+@given(
+    size=st.integers(1, 4),
+    parts=st.integers(1, 3),
+    seed=st.one_of(st.integers(0, 5), st.integers(2**32, 2**32 + 5)),
+    setup=st.sampled_from([af.wrap_ddp(), af.local_sgd(sync_every=2)]),
+)
+def test_ranks_steps_and_micro_batches_draw_apart(
+    size: int, parts: int, seed: int, setup: object
+) -> None:
+    """Private draws differ by rank, step and micro-batch; shared ones and weights agree."""
+    split = af.chain(af.shard_data(), setup, af.accumulate(num_micro_batches=parts))
+    runs = simulate(size, lambda world: draws_of(world, split, seed)).results
+    private = [draw for noted, _, _ in runs for draw in noted]
+    assert len(private) == size * 3 * parts
+    for _, users, _ in runs:
+        private += users[::2]
+    shared = [tuple(users[1::2]) for _, users, _ in runs]
+    assert len(set(shared)) == 1
+    assert distinct([*private, *shared[0]])
+    alone, _, first = draws_of(single(), af.chain(), seed)
+    assert all(torch.equal(first, weights) for _, _, weights in runs)
+    assert alone == runs[0][0][::parts]  # keyed by rank and number, not by sample
+
+
+@given(
+    seeds=st.lists(st.integers(0, 9), min_size=1, max_size=2, unique=True),
+    names=st.lists(st.sampled_from("ab"), min_size=1, max_size=2, unique=True),
+)
+def test_seeds_and_names_draw_apart(seeds: list[int], names: list[str]) -> None:
+    """States of other seeds or names share no draw and no weight; equal ones share all."""
+    every = []
+    wide = [*seeds, *(seed + 2**32 for seed in seeds)]
+    for seed, name in itertools.product(wide, names):
+        noted, users, first = draws_of(single(), None, seed, name)
+        again, users_again, first_again = draws_of(single(), None, seed, name)
+        assert (noted, users) == (again, users_again)
+        assert torch.equal(first, first_again)
+        every += [*noted, *users, tuple(first.flatten().tolist())]
+    assert distinct(every)

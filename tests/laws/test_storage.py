@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint holds every bit, is there whole or not at all, and notices what changed."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.catalog import stacks
+from tests.laws.test_collectives import LAYOUTS, laid_out
+from tests.laws.worlds import Found
+from tests.strategies import Run, differences, runs, tensors
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """Lend the name of a checkpoint to be."""
+    with tempfile.TemporaryDirectory() as parent:
+        yield Path(parent) / "saved"
+
+
+@st.composite
+def any_bits(draw: st.DrawFn) -> torch.Tensor:
+    """Draw a tensor of any dtype, shape and layout, of any bits: NaN, -0.0 and all."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
+    count = torch.Size(shape).numel() * dtype.itemsize
+    one_byte = st.sampled_from([b"\x80", b"\xff"]).map(lambda byte: byte * count)
+    drawn = draw(st.one_of(st.binary(min_size=count, max_size=count), one_byte))
+    raw = torch.tensor(list(drawn), dtype=torch.uint8)
+    if dtype is torch.bool:
+        values = raw > 127
+    else:
+        values = raw.view(dtype) if count else torch.empty(0, dtype=dtype)
+    layout = draw(st.sampled_from(LAYOUTS))
+    return laid_out(values.view(shape), layout)
+
+
+plain = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)
+)
+trees = st.recursive(
+    st.one_of(any_bits(), plain),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two trees have the same types, keys in the same order, and bits."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = one.dtype == two.dtype and one.shape == two.shape
+        return alike and bits(one) == bits(two)
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, float):
+        return repr(one) == repr(two)
+    return bool(one == two)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1))
+    return bytes(flat.view(torch.uint8).tolist())
+
+
+@given(tree=trees, shared=any_bits())
+def test_any_tree_comes_back(tree: Any, shared: torch.Tensor) -> None:
+    """A slot's types, order, dtypes and bits survive, and one tensor in two places is one."""
+    slot = {"tree": tree, "one": shared, "two": [shared]}
+    state = Run().state().with_slot("mine", slot)
+    with folder() as saved:
+        af.save(state, saved)
+        loaded = af.load(Run().state(), saved).slots["mine"]
+    assert same(slot, loaded)
+    assert loaded["one"] is loaded["two"][0]
+    assert same(slot, state.slots["mine"])
+
+
+@given(run=runs(), setup=stacks(), updates=st.integers(0, 3))
+def test_what_is_loaded_is_saved_alike(run: Run, setup: tuple, updates: int) -> None:
+    """Saving what was loaded writes the very same bytes."""
+    run = attrs.evolve(run, setup=af.chain(*setup), n=12)
+    state, _ = run.train(run.state(), updates)
+    with folder() as first, folder() as second:
+        af.save(state, first)
+        af.save(af.load(run.state(), first), second)
+        one, two = (
+            {path.name: path.read_bytes() for path in each.iterdir()}
+            for each in (first, second)
+        )
+    assert one == two
+
+
+@given(
+    size=st.sampled_from([1, 2]),
+    data=st.data(),
+    how=st.sampled_from(["flip", "cut", "add", "remove"]),
+)
+def test_any_change_of_a_file_is_noticed(
+    size: int, data: st.DataObject, how: str
+) -> None:
+    """One bit flipped, a tail cut off or added, a file gone: load refuses on each rank."""
+    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
+    run = Run(n=12, updates=1, setup=setup, dyadic=False, loss="squared")
+    with folder() as saved:
+
+        def save(world: af.World) -> Found:
+            state, _ = run.train(run.state(world))
+            af.save(state, saved)
+            return tensors(state)
+
+        expected = simulate(size, save)
+        path = data.draw(st.sampled_from(sorted(saved.iterdir())), label="file")
+        content = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(content) - 1), label="byte")
+        match how:
+            case "flip":
+                content[at] ^= 1 << data.draw(st.integers(0, 7), label="bit")
+            case "cut":
+                del content[at:]
+            case "add":
+                content.insert(at, 0)
+        if how == "remove":
+            path.unlink()
+        else:
+            path.write_bytes(content)
+
+        def load(world: af.World) -> str:
+            try:
+                loaded = tensors(af.load(run.state(world), saved))
+            except Exception as error:  # noqa: BLE001 - it must be the one expected
+                return type(error).__name__
+            assert differences(expected[world.rank], loaded) == []
+            return "loaded"
+
+        files = [f"rank-{rank:05d}.safetensors" for rank in range(size)]
+        spoilt = [path.name in (file, "manifest.json") for file in files]
+        outcomes = ["CheckpointError" if each else "loaded" for each in spoilt]
+        assert list(simulate(size, load)) == outcomes
+
+
+class _Killed(BaseException):
+    """The process is gone."""
+
+
+@given(
+    size=st.sampled_from([1, 2]),
+    at=st.integers(0, 16),
+    kind=st.sampled_from(["plain", "norm"]),
+)
+def test_a_save_that_is_cut_off_leaves_nothing_or_all(
+    size: int, at: int, kind: str
+) -> None:
+    """Killed at any opening, flush or rename, no checkpoint is there, or a whole one."""
+    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
+    run = Run(n=12, kind=kind, updates=1, setup=setup, dyadic=False, loss="squared")
+    left = [at]
+
+    def dying(act: Any) -> Any:
+        def acts(*args: Any, **kwargs: Any) -> Any:
+            if left[0] == 0:
+                raise _Killed
+            left[0] -= 1
+            return act(*args, **kwargs)
+
+        return acts
+
+    def save(world: af.World) -> Found:
+        state, _ = run.train(run.state(world))
+        af.save(state, saved)
+        return tensors(state)
+
+    def load(world: af.World) -> Found:
+        return tensors(af.load(run.state(world), saved))
+
+    with folder() as saved:
+        with (
+            mock.patch.object(os, "fsync", dying(os.fsync)),
+            mock.patch.object(Path, "open", dying(Path.open)),
+            mock.patch.object(Path, "rename", dying(Path.rename)),
+        ):
+            try:
+                simulate(size, save)
+            except _Killed:
+                pass
+            else:
+                assert left[0] > 0 or saved.exists()
+        if saved.exists():
+            found = simulate(size, load)
+            saved.rename(saved.with_name("first"))
+            expected = simulate(size, save)
+        else:
+            expected = simulate(size, save)
+            found = simulate(size, load)
+        for one, two in zip(expected, found, strict=True):
+            assert differences(one, two) == []
+
+
+@given(size=st.sampled_from([1, 2, 3]))
+def test_everything_is_on_the_disk_before_it_has_its_name(size: int) -> None:
+    """When the directory is renamed, each file in it, and it itself, was flushed."""
+    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
+    run = Run(n=12, updates=1, setup=setup, dyadic=False, loss="squared")
+    flushed: set[tuple[int, int]] = set()
+    named: list[Path] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def identity(found: os.stat_result) -> tuple[int, int]:
+        return found.st_ino, found.st_size if found.st_mode & 0o100000 else 0
+
+    def noting(handle: int) -> None:
+        fsync(handle)
+        flushed.add(identity(os.fstat(handle)))
+
+    def checking(source: Path, target: Path) -> Path:
+        for path in [source, *source.iterdir()]:
+            assert identity(path.stat()) in flushed
+        named.append(target)
+        return rename(source, target)
+
+    with (
+        folder() as saved,
+        mock.patch.object(os, "fsync", noting),
+        mock.patch.object(Path, "rename", checking),
+    ):
+        simulate(size, lambda world: af.save(run.train(run.state(world))[0], saved))
+        assert named == [saved]
+        assert identity(saved.parent.stat()) in flushed

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens between gradients and the next state: clipping, schedules, averages."""
+
+import functools
+import math
+
+import attrs
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP, params, single, trained
+from tests.strategies import LOSSES, Run, differences, runs, tensors
+
+Tensors = dict[str, torch.Tensor]
+NORMS = st.sampled_from([1.0, 2.0, 3.0, math.inf])
+elements = st.integers(-12, 12).map(float)
+
+
+def gradients(values: list[list[float]]) -> tuple[af.TrainState, af.Grads]:
+    """Return a state, and gradients of it that hold these values."""
+    state = af.TrainState.create(
+        model=lambda: nn.ParameterList([torch.zeros(len(v)).double() for v in values]),
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+        world=single(),
+    )
+
+    total = af.value_and_grad(lambda net, _: sum(param.sum() for param in net))
+    _, grads = total(state, None)
+    tensors = {str(i): torch.tensor(v).double() for i, v in enumerate(values)}
+    return state, grads.with_tensors(tensors)
+
+
+def clipped(values: list[list[float]], *by: object) -> Tensors:
+    """Return what transforms make of gradients with these values."""
+    state, grads = gradients(values)
+    for each in by:
+        grads, _ = each.grads(grads, None, state)
+    return {name: grad.clone() for name, grad in grads.tensors.items()}
+
+
+def norm_of(grads: Tensors, p: float) -> float:
+    flat = torch.cat([grad.flatten() for grad in grads.values()])
+    return float(torch.linalg.vector_norm(flat, p))
+
+
+drawn = st.lists(st.lists(elements, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@given(values=drawn, bound=st.sampled_from([0.25, 1.0, 5.0, 40.0]), p=NORMS)
+def test_clipping_by_norm(values: list, bound: float, p: float) -> None:
+    """Within the bound nothing changes; beyond, the norm is the bound and the direction kept."""
+    clip = af.clip_grad_norm(bound, norm_type=p)
+    before, after = clipped(values), clipped(values, clip)
+    norm = norm_of(before, p)
+    if norm <= bound:
+        assert differences(before, after) == []
+        return
+    assert math.isclose(norm_of(after, p), bound, rel_tol=1e-12)
+    scale = bound / norm
+    pointing = {name: grad * scale for name, grad in before.items()}
+    assert differences(pointing, after, within=1e-12) == []
+    twice = clipped(values, clip, clip)
+    assert differences(after, twice, within=1e-12) == []
+    longer = [[8 * v for v in each] for each in values]
+    assert differences(after, clipped(longer, clip), within=1e-12) == []
+
+
+@given(values=drawn, bad=st.sampled_from([math.inf, -math.inf, math.nan]), p=NORMS)
+def test_clipping_leaves_what_is_not_finite(values: list, bad: float, p: float) -> None:
+    """Where one element is not finite, all are left bitwise as they are."""
+    spoilt = [[bad, *values[0]], *values[1:]]
+    clip = af.clip_grad_norm(0.25, norm_type=p)
+    assert differences(clipped(spoilt), clipped(spoilt, clip)) == []
+
+
+@given(values=drawn, bound=st.sampled_from([0.5, 2.0, 20.0]))
+def test_clipping_by_value(values: list, bound: float) -> None:
+    """Every element is the nearest one within the bound; twice is once."""
+    clip = af.clip_grad_value(bound)
+    expected = {
+        name: torch.tensor([min(max(v, -bound), bound) for v in grad.tolist()]).double()
+        for name, grad in clipped(values).items()
+    }
+    assert differences(expected, clipped(values, clip)) == []
+    assert differences(expected, clipped(values, clip, clip)) == []
+
+
+@given(run=runs(dyadic=False), size=st.sampled_from([1, 2, 4]), p=NORMS)
+def test_the_norm_is_of_the_whole_gradient(run: Run, size: int, p: float) -> None:
+    """grad_norm is that of the mean over the whole batch, on every rank."""
+    clip = af.clip_grad_norm(0.5, norm_type=p)
+    state = run.state()
+    batch = next(iter(af.batches(state)))
+    _, grads = af.value_and_grad(LOSSES[run.loss])(state, batch)
+    weight = float(grads.weight) or 1.0
+    divisor = 1.0 if grads.is_mean else weight
+    expected = norm_of({n: g / divisor for n, g in grads.tensors.items()}, p)
+    parts = af.accumulate(num_micro_batches=2)
+    for _, means in trained(size, run, DDP, parts, clip):
+        assert abs(means[0]["grad_norm"] - expected) <= 1e-9 * max(1.0, expected)
+
+
+@given(
+    run=runs(optimizer="sgd", loss="mean", schedule=False),
+    size=st.sampled_from([1, 2]),
+    parts=st.integers(1, 3),
+    decay=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+)
+def test_ema_closed_form(run: Run, size: int, parts: int, decay: float) -> None:
+    """After T updates the average is d^T p(0) + (1 - d) sum of d^(T - t) p(t)."""
+    run = attrs.evolve(run, updates=3)
+    setup = af.chain(DDP, af.accumulate(num_micro_batches=parts), af.ema(decay))
+    start = params(tensors(run.state()))
+    for states, _ in trained(size, run, setup):
+        expected = start
+        for found in states:
+            now = params(found)
+            expected = {
+                path: decay * expected[path] + (1 - decay) * now[path] for path in now
+            }
+            average = {
+                f"params.{path.removeprefix('slots.ema.')}": found[path]
+                for path in found
+                if path.startswith("slots.ema.")
+            }
+            assert differences(expected, average, within=1e-12) == []
+
+
+@given(
+    does=st.lists(st.sampled_from(["step", "look", "fail", "fork"]), max_size=6),
+    parts=st.integers(1, 3),
+    size=st.sampled_from([1, 2]),
+)
+def test_the_schedule_follows_updates(does: list[str], parts: int, size: int) -> None:
+    """The rate is that of the update number: no call, failure or fork moves it."""
+    setup = af.chain(af.accumulate(num_micro_batches=parts), DDP)
+
+    def play(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(1, 1, bias=False).double(),
+            optimizer=functools.partial(torch.optim.SGD, lr=2.0),
+            schedule=lambda update: 2.0 ** -(update + 1),
+            data=af.Data(torch.ones(8, 1).double(), batch_size=4),
+            setup=setup,
+            world=world,
+        )
+
+        def loss(
+            net: nn.Module, x: torch.Tensor, *, fails: bool = False
+        ) -> torch.Tensor:
+            value = net(x).mean()  # whose gradient is 1
+            if fails:
+                raise KeyError("planned")
+            return value
+
+        step = af.make_step(loss)
+        failing = af.make_step(functools.partial(loss, fails=True))
+        place = float(next(iter(state.params.values())))
+        for done in does:
+            assert state.lrs == (2.0**-state.step,)
+            batch = next(iter(af.batches(state)))
+            match done:
+                case "step":
+                    place -= 2.0**-state.step
+                    state, _ = step(state, batch)
+                case "look":
+                    af.value_and_grad(loss)(state, batch)
+                case "fork":
+                    step(state, batch, donate=False)
+                case "fail":
+                    try:
+                        failing(state, batch)
+                    except KeyError:
+                        continue
+                    raise AssertionError
+        found = float(next(iter(state.params.values())))
+        assert math.isclose(place, found, abs_tol=1e-12)
+        assert state.step == does.count("step")
+
+    simulate(size, play)

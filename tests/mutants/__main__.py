@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plant every mutant, print what became of it, and write docs/mutants.md."""
+
+import sys
+import time
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from rich.console import Console
+
+settings.register_profile(
+    "mutants",
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],  # one counterexample is enough: not shrunk
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+)
+settings.load_profile("mutants")  # before the laws are imported, which take it over
+
+
+def main() -> int:
+    """Return how many mutants survived."""
+    from tests.mutants.hunt import hunt
+    from tests.mutants.mutants import MUTANTS
+    from tests.mutants.page import PAGE, page
+
+    torch.set_num_threads(1)
+    console = Console(highlight=False)
+    start, outcomes = time.perf_counter(), []
+    for mutant in MUTANTS:
+        outcome = hunt(mutant)
+        outcomes.append(outcome)
+        color = "green" if outcome.killed else "bold red"
+        console.print(
+            f"[{color}]{'killed' if outcome.killed else 'SURVIVED':8}[/]"
+            f" {outcome.examples:3} examples {outcome.seconds:5.1f} s  {mutant.law:4}"
+            f" {mutant.name}  [dim]{outcome.told}[/]",
+            soft_wrap=True,
+        )
+    survived = [each.mutant.name for each in outcomes if not each.killed]
+    seconds = time.perf_counter() - start
+    console.print(
+        f"{len(outcomes) - len(survived)} of {len(outcomes)} killed in {seconds:.0f} s"
+    )
+    if survived:
+        console.print(f"Survived: {', '.join(survived)}. Strengthen their laws.")
+    else:
+        PAGE.write_text(page(outcomes))
+    return len(survived)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All mutants."""
+
+from tests.mutants import of_data, of_ranks, of_steps
+
+MUTANTS = [*of_ranks.MUTANTS, *of_steps.MUTANTS, *of_data.MUTANTS]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants fit what they are planted in, go without a trace, and leave no law untried."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+
+import attrs
+import pytest
+
+import tests.laws
+from accelfn import collectives
+from tests.laws import test_collectives
+from tests.mutants.hunt import hunt
+from tests.mutants.mutant import Mutant, planted
+from tests.mutants.mutants import MUTANTS
+from tests.mutants.page import PAGE
+
+UNTRIED = {
+    "test_composition::test_catalog_is_complete": "looks at the tests' own catalogue",
+    "test_ddp::test_a_profiler_sees_ddp_and_changes_nothing": "runs in other processes",
+}
+"""Laws without a mutant, and why."""
+
+by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
+
+
+def id_of(module: str, name: str) -> str:
+    return f"{module.rpartition('.')[2]}::{name}"
+
+
+@by_name
+def test_a_mutant_comes_and_goes(mutant: Mutant) -> None:
+    """The function has other code while the bug is in it, and its very own before and after."""
+    own = mutant.function.__code__
+    with planted(mutant):
+        assert mutant.function.__code__ is not own
+        assert mutant.function.__code__ != own
+    assert mutant.function.__code__ is own
+
+
+@by_name
+def test_a_mutant_names_its_law(mutant: Mutant) -> None:
+    """The test is one of the laws' modules, takes these arguments, and the law is listed."""
+    assert mutant.test.__module__.startswith("tests.laws.test_")
+    assert re.fullmatch(r"L\d+", mutant.law)
+    parameters = inspect.signature(mutant.test).parameters
+    marks = getattr(mutant.test, "pytestmark", [])
+    given = [name for m in marks if m.name == "parametrize" for name in names_of(m)]
+    assert mutant.args.keys() == set(given) & parameters.keys()
+
+
+def names_of(mark: pytest.Mark) -> list[str]:
+    named = mark.args[0]
+    return named.replace(" ", "").split(",") if isinstance(named, str) else list(named)
+
+
+def test_names_differ() -> None:
+    """Each mutant has a name of its own."""
+    assert len({each.name for each in MUTANTS}) == len(MUTANTS)
+
+
+def test_every_law_has_a_mutant() -> None:
+    """Every test of a law is there to find a bug that is here, or says why not."""
+    found = set()
+    for each in pkgutil.iter_modules(tests.laws.__path__):
+        if each.name.startswith("test_"):
+            module = importlib.import_module(f"tests.laws.{each.name}")
+            found |= {
+                id_of(each.name, name)
+                for name, value in vars(module).items()
+                if name.startswith("test_") and callable(value)
+            }
+    tried = {id_of(each.test.__module__, each.test.__name__) for each in MUTANTS}
+    assert found == tried | UNTRIED.keys()
+    assert not tried & UNTRIED.keys()
+
+
+def test_the_page_lists_them() -> None:
+    """docs/mutants.md has a row for each mutant, in order; `nox -s mutants` writes it."""
+    rows = re.findall(r"^\| (.+?) \|", PAGE.read_text(), re.MULTILINE)[2:]
+    assert rows == [each.name for each in MUTANTS]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the maximum instead of the sum",
+        "shares overlap",
+        "the cursor is a sample ahead",
+    ],
+)
+def test_a_bug_is_found(name: str) -> None:
+    """The hunt finds some of them at once; `nox -s mutants` tries them all."""
+    (mutant,) = [each for each in MUTANTS if each.name == name]
+    assert hunt(mutant).killed
+
+
+def test_what_is_no_bug_survives() -> None:
+    """A change that changes nothing is not found, and a stale one is refused."""
+    harmless = Mutant(
+        name="harmless",
+        says="nothing",
+        law="L49",
+        test=test_collectives.test_all_reduce_is_the_sum,
+        place=collectives.sum_,
+        old="if world.size > 1:",
+        new="if not world.size <= 1:",
+    )
+    outcome = hunt(harmless)
+    assert not outcome.killed
+    assert outcome.by is None
+    assert outcome.examples > 1
+    with pytest.raises(ValueError, match="plant the bug anew"):
+        attrs.evolve(harmless, old="no such line").code()
+
+
+def test_a_crash_is_no_finding() -> None:
+    """A bug that breaks the function itself is not found by the law."""
+    crashing = Mutant(
+        name="crashing",
+        says="a name that is not there",
+        law="L49",
+        test=test_collectives.test_all_reduce_is_the_sum,
+        place=collectives.sum_,
+        old="if world.size > 1:",
+        new="if no_such_name:",
+    )
+    outcome = hunt(crashing)
+    assert isinstance(outcome.by, NameError)
+    assert not outcome.killed
