@@ -91,7 +91,7 @@ class Exchange:
         self._num_called = [0] * size
         self._gone: dict[int, Unwound] = {}
         self._failure: Callable[[int], Exception] | None = None
-        self._num_told = [0] * size
+        self._told: dict[int, list[Exception]] = {rank: [] for rank in range(size)}
         self._asking: set[int] = set()
         self._num_asked = 0
 
@@ -192,7 +192,7 @@ class Exchange:
         failure = None
         left = self._meetings.incomplete()
         if self._failure is not None:
-            failure = None if any(self._num_told) else self._failure(0)
+            failure = None if any(self._told.values()) else self._failure(0)
         elif left:
             rows = table({call.rank: call.row() for call in reversed(left)})
             failure = CollectiveMismatchError(
@@ -202,10 +202,29 @@ class Exchange:
         self.turns = self._failure = None
         self._meetings, self._standings = Meetings(self.size), Standings(self.size)
         self._gone.clear()
+        self._told.clear()
         return failure
 
+    def has_told(self, error: BaseException) -> bool:
+        """Whether an error is one that this world's ranks get when it is broken."""
+        return any(error is told for each in self._told.values() for told in each)
+
     def _check(self, call: Call) -> None:
-        """Refuse a call that cannot be: of a broken world, or from outside of it."""
+        """Refuse a call of a broken world, of a rank that is gone, or from outside."""
+        rank = call.rank
+        self._check_place(call)
+        if rank in self._gone:
+            raise self._gone[rank]
+        if self._failure is None:
+            return
+        self._told[rank].append(self._failure(rank))
+        if len(self._told[rank]) > _PATIENCE:
+            how = "went on calling after the world had broken, and was unwound"
+            self._gone[rank] = Crashed(how)
+            raise self._gone[rank] from self._told[rank][0]
+        raise self._told[rank][-1]
+
+    def _check_place(self, call: Call) -> None:
         rank = call.rank
         if self.turns is None:
             msg = (
@@ -220,18 +239,6 @@ class Exchange:
                 " that simulate gave it, and in no other that it started."
             )
             raise SimulationError(msg)
-        if rank in self._gone:
-            raise self._gone[rank]
-        if self._failure is None:
-            return
-        self._num_told[rank] += 1
-        if self._num_told[rank] > _PATIENCE:
-            gone = Crashed(
-                "went on calling after the world had broken, and was unwound"
-            )
-            self._gone[rank] = gone
-            raise gone from self._failure(rank)
-        raise self._failure(rank)
 
     def _let_run(self, call: Call, ready: Callable[[], bool]) -> None:
         """Let others run until `ready()`, or until the world has broken."""

@@ -5,15 +5,17 @@ Pure functions. Sums are taken in the order of the ranks, and are the same on al
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TypeAlias
 
 import torch
-from torch.utils._python_dispatch import (
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
+from torch import _C
+from torch.utils._python_dispatch import _disable_current_modes
 
 from accelfn.testing.calls import Call
+
+# torch has no public names for the modes that it dispatches through
+# pyright: reportPrivateUsage=false
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Results: TypeAlias = list[Tensors]
@@ -66,16 +68,15 @@ def results(calls: Sequence[Call]) -> Results:
         return _OPERATIONS[calls[0].kind](calls)
 
 
-def _no_modes() -> ExitStack:
+def _no_modes() -> AbstractContextManager[object]:
     """Leave the modes of whichever rank came last: the results are all ranks'."""
+    no_functions = _C.DisableTorchFunction()
+    if not torch.is_inference_mode_enabled() and not _C._len_torch_dispatch_stack():
+        return no_functions
     stack = ExitStack()
-    stack.enter_context(
-        torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]
-    )
-    if torch.is_inference_mode_enabled():
-        stack.enter_context(torch.inference_mode(mode=False))
-    if torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
-        stack.enter_context(_disable_current_modes())
+    stack.enter_context(no_functions)
+    stack.enter_context(torch.inference_mode(mode=False))
+    stack.enter_context(_disable_current_modes())
     return stack
 
 

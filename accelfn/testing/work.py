@@ -4,8 +4,8 @@
 Until then the tensors hold what cannot pass for a result, so that a forgotten wait shows.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class SimulatedWork(Work):
         self._returned = list(returned)
         for call in calls:
             for target in call.fills:
-                _poison(target)
+                _write(target, _poison)
 
     def wait(self, timeout: object = None) -> bool:
         """Let other ranks run until the result is there, and write it."""
@@ -41,7 +41,7 @@ class SimulatedWork(Work):
             call, meeting = self._posted[self._num_written]
             parts = self._exchange.wait(call, meeting)
             for target, part in zip(call.fills, parts, strict=True):
-                _write(target, part)
+                _write(target, lambda plain, part=part: plain.copy_(part))
             self._exchange.receive(call)
             self._num_written += 1
         return True
@@ -74,25 +74,26 @@ class SimulatedWork(Work):
         return meeting.calls[0].rank
 
 
-def _writing(target: torch.Tensor) -> AbstractContextManager[object]:
-    """Return the mode in which a tensor can be written, and autograd does not see it."""
-    return torch.inference_mode() if target.is_inference() else torch.no_grad()
-
-
-def _write(target: torch.Tensor, values: torch.Tensor) -> None:
-    with _writing(target):
-        target.copy_(values)
+def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:
+    """Write a tensor where autograd does not see it, and inference mode allows it."""
+    if target.is_inference():
+        with torch.inference_mode():
+            how(target)
+    elif target.layout is not torch.strided:  # what is detached has indices of its own
+        with torch.no_grad():
+            how(target)
+    else:
+        how(target.detach())
 
 
 def _poison(target: torch.Tensor) -> None:
     """Fill with NaN, the extreme integer, what booleans were not, or nothing at all."""
-    with _writing(target):
-        if target.layout is not torch.strided:
-            target.zero_()
-        elif target.dtype is torch.bool:
-            target.logical_not_()
-        elif target.dtype.is_floating_point or target.dtype.is_complex:
-            target.fill_(float("nan"))
-        else:
-            limits = torch.iinfo(target.dtype)
-            target.fill_(limits.min or limits.max)
+    if target.layout is not torch.strided:
+        target.zero_()
+    elif target.dtype.is_floating_point or target.dtype.is_complex:
+        target.fill_(math.nan)
+    elif target.dtype is torch.bool:
+        target.logical_not_()
+    else:
+        limits = torch.iinfo(target.dtype)
+        target.fill_(limits.min or limits.max)

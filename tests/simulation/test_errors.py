@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
-from accelfn.testing import simulate
+from accelfn.testing import Crash, simulate
 
 Mismatch = af.errors.CollectiveMismatchError
 Deadlock = af.errors.DeadlockError
@@ -504,6 +504,25 @@ def test_errors_of_a_nested_world():
     assert isinstance(errors[1], PeerFailed)
 
 
+def test_the_error_of_a_rank_is_raised_whatever_others_do_with_theirs():
+    """Also where another handles an error of its own as it is told."""
+
+    def handling(world):
+        try:
+            {}[world.rank]
+        except KeyError:
+            dist.all_reduce(x(), group=world.group)
+
+    def fn(world):
+        handling(world) if world.rank else dist.all_reduce(x())
+
+    for schedule in ((), (1,)):
+        with pytest.raises(af.errors.DefaultGroupError):
+            simulate(2, fn, schedule=schedule)
+        with pytest.raises(af.errors.RankCrashedError):
+            simulate(2, handling, schedule=schedule, faults=[Crash(0)])
+
+
 def test_ranks_may_handle_what_they_are_told():
     """A run in which all errors are caught returns what the ranks return."""
 
@@ -682,6 +701,17 @@ def test_a_group_does_not_outlive_its_world():
     (world,) = simulate(1, lambda world: world)
     with pytest.raises(af.errors.WorldError, match="closed"):
         _ = world.group
+
+
+def test_a_nested_rank_is_none_of_the_outer_world():
+    """It has a thread, and a world, of its own."""
+
+    def outer(world):
+        return simulate(2, lambda _: dist.all_reduce(x(), group=world.group))
+
+    with pytest.raises(ValueError, match="is not initialized") as raised:
+        simulate(2, outer)  # torch's report of the error finds no such group
+    assert isinstance(raised.value.__context__, af.errors.SimulationError)
 
 
 def test_a_rank_is_one_thread():
