@@ -5,16 +5,27 @@
 # ruff: noqa: ARG001, ARG005, S311
 
 import random
-from contextlib import nullcontext
+import threading
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.testing import simulate
+import accelfn as af
+from accelfn.testing import (
+    Corrupt,
+    Crash,
+    Leave,
+    Raise,
+    Stall,
+    Terminate,
+    simulate,
+)
 
 STEPS = 3
 LR = 2.0**-5
@@ -165,6 +176,32 @@ def test_any_schedule_gives_one_answer(name):
         assert wanted[size].log == run.log
         for expected, actual in zip(wanted[size], run, strict=True):
             assert all(map(torch.equal, expected, actual))
+
+
+@given(
+    name=st.sampled_from(sorted(PROGRAMS)),
+    kind=st.sampled_from((Raise, Leave, Crash, Stall, Corrupt, Terminate)),
+    size=st.integers(1, 3),
+    data=st.data(),
+)
+def test_any_fault_ends(name, kind, size, data):
+    """Deep inside torch too: in its construction, its hooks and its optimizer step."""
+    fault = kind(data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 12)))
+    schedule = data.draw(st.lists(st.integers(0, size - 1), max_size=20))
+    threads = threading.active_count()
+    ended = None
+    with suppress(af.Error, RuntimeError):
+        ended = simulate(
+            size,
+            lambda world: by_ddp(world, **PROGRAMS[name]),
+            schedule=schedule,
+            faults=[fault],
+        )
+    assert threads == threading.active_count()
+    if ended is None:
+        event(f"{kind.__name__} ended it")
+    elif kind in (Raise, Crash, Terminate):
+        assert ended.missed == (fault,)
 
 
 def test_buffers_are_those_of_rank_zero():
