@@ -56,6 +56,12 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_a_page_begins_with_its_title(page):
+    """Nothing stands above it."""
+    assert page.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_code_block_of_a_page_runs(page):
     """The Python blocks of a page run in order and print what the page shows."""
     for example in BLOCKS.parse(page):

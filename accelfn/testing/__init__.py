@@ -10,9 +10,16 @@ from accelfn.errors import (
     SimulationError,
 )
 from accelfn.testing.bundle import crash_bundles, replay
-from accelfn.testing.equivalence import assert_equivalent
-from accelfn.testing.exchange import Entry
-from accelfn.testing.faults import (
+from accelfn.testing.checking.problems import Problem
+from accelfn.testing.checking.step_laws import check_resume, check_step
+from accelfn.testing.checking.transform_laws import check_transform
+from accelfn.testing.comparing.equivalence import assert_equivalent
+from accelfn.testing.comparing.loops import Agreement, compare_loops, quantities
+from accelfn.testing.comparing.snapshot import assert_collectives
+from accelfn.testing.comparing.states import assert_states_equal
+from accelfn.testing.processes.run import RankError, run_processes
+from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.faults import (
     Corrupt,
     Crash,
     Fault,
@@ -22,14 +29,7 @@ from accelfn.testing.faults import (
     Stall,
     Terminate,
 )
-from accelfn.testing.loops import Agreement, compare_loops, quantities
-from accelfn.testing.problems import Problem
-from accelfn.testing.processes import RankError, run_processes
-from accelfn.testing.simulation import Run, simulate
-from accelfn.testing.snapshot import assert_collectives
-from accelfn.testing.states import assert_states_equal
-from accelfn.testing.step_laws import check_resume, check_step
-from accelfn.testing.transform_laws import check_transform
+from accelfn.testing.simulation.simulate import Run, simulate
 
 __all__ = [
     "Agreement",

@@ -22,8 +22,8 @@ from accelfn.checkpoint.save import fields_of, with_fields
 from accelfn.cursor import Cursor
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
-from accelfn.testing.simulation import simulate
-from accelfn.testing.subject import leaves
+from accelfn.testing.checking.subject import leaves
+from accelfn.testing.simulation.simulate import simulate
 from accelfn.world import World
 
 Step: TypeAlias = Callable[..., tuple[Any, Any]]

@@ -14,7 +14,7 @@ import torch
 import accelfn as af
 from accelfn.errors import SimulationError
 from accelfn.testing.bundle import crash_bundles, replay
-from accelfn.testing.simulation import simulate
+from accelfn.testing.simulation.simulate import simulate
 
 SETUP = af.chain(
     af.shard_data(), af.wrap_ddp(), af.accumulate(num_micro_batches=2), af.ema(0.5)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import catalog
 from accelfn.testing.catalog import CATALOG, fields_of, row_of
-from accelfn.testing.states import assert_states_equal
+from accelfn.testing.comparing.states import assert_states_equal
 from accelfn.testing.strategies import programs
 from accelfn.transform import FIELDS
 

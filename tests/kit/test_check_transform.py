@@ -11,7 +11,7 @@ import torch
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.transform_laws import check_transform
+from accelfn.testing.checking.transform_laws import check_transform
 from tests.catalog import CATALOG
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.exchange import Entry
-from accelfn.testing.simulation import Run, simulate
-from accelfn.testing.snapshot import assert_collectives
+from accelfn.testing.comparing.snapshot import assert_collectives
+from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.simulate import Run, simulate
 from tests import strategies
 from tests.strategies import runs
 

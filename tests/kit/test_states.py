@@ -16,7 +16,7 @@ import accelfn as af
 from accelfn import tree
 from accelfn.errors import LawError
 from accelfn.lease import Lease
-from accelfn.testing.states import assert_states_equal
+from accelfn.testing.comparing.states import assert_states_equal
 from tests.catalog import stacks
 from tests.strategies import Run, runs
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import pretty
 
 import accelfn as af
-from accelfn.testing import catalog, faults, simulate, strategies
+from accelfn.testing import catalog, simulate, strategies
 from accelfn.testing.catalog import CATALOG
-from accelfn.testing.states import assert_states_equal
+from accelfn.testing.comparing.states import assert_states_equal
+from accelfn.testing.simulation import faults
 from accelfn.testing.strategies import (
     Criterion,
     Net,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.errors import DeadlockError, PeerFailedError, RankCrashedError
 from accelfn.testing import Crash, Leave, Raise, Stall, simulate
-from accelfn.testing.faults import Fault, RankFaultError
+from accelfn.testing.simulation.faults import Fault, RankFaultError
 from tests.laws.worlds import DDP, Found
 from tests.strategies import LOSSES, Run, differences, runs, tensors
 

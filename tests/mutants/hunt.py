@@ -35,7 +35,9 @@ class Outcome:
 
     @property
     def killed(self) -> bool:
-        """Whether the law found the bug."""
+        """Whether the law found the bug, be it in one way of several."""
+        if isinstance(self.by, ExceptionGroup):
+            return self.by.subgroup(FOUND) is not None
         return isinstance(self.by, FOUND)
 
     @property

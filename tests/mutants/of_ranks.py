@@ -5,7 +5,7 @@ from accelfn import collectives, evaluation, update
 from accelfn.backward import _innermost
 from accelfn.engine import ddp, engine, live_optimizer, read_loss
 from accelfn.grads import Grads
-from accelfn.testing import standings
+from accelfn.testing.simulation import standings
 from accelfn.transforms import accumulate, local_sgd
 from accelfn.transforms import ddp as wrap_ddp
 from tests.laws import (

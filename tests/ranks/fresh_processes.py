@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.testing.processes import RankProcess
+from accelfn.testing.processes.run import RankProcess
 
 COLLECTIVE_SECONDS = 2.0
 PATIENCE = 30.0  # seconds

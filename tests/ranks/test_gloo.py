@@ -23,8 +23,8 @@ from accelfn.errors import (
     DefaultGroupError,
     RankCrashedError,
 )
-from accelfn.testing.faults import Crash, Fault
-from accelfn.testing.simulation import simulate
+from accelfn.testing.simulation.faults import Crash, Fault
+from accelfn.testing.simulation.simulate import simulate
 from tests.ranks import programs_of_mistakes as mistakes
 from tests.ranks.fresh_processes import Outcome, outcomes
 from tests.ranks.programs_of_mistakes import Differ, Meet, Reduce, Split
@@ -208,97 +208,97 @@ ROWS = [
         "`all_reduce` of 3 elements meets one of 2",
         Differ("all_reduce", (3, 2)),
         (Waits(), Wrong([1.0, 3.0])),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`all_reduce` of 2 elements meets one of 3",
         Differ("all_reduce", (2, 3)),
         (Wrong([3.0, 3.0]), Waits()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`reduce` of 3 elements at the root, 2 elsewhere",
         Differ("reduce", (3, 2)),
         (Waits(), Gives([2.0, 2.0])),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`reduce` of 2 elements at the root, 3 elsewhere",
         Differ("reduce", (2, 3)),
         (Wrong([3.0, 3.0]), Waits()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`broadcast` of 3 elements into 2",
         Differ("broadcast", (3, 2)),
         (Gives([1.0, 1.0, 1.0]), Aborts()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`broadcast` of 2 elements into 3",
         Differ("broadcast", (2, 3)),
         (Gives([1.0, 1.0]), Wrong([1.0, 1.0, 2.0])),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`scatter` of 3 elements into 2",
         Differ("scatter", (3, 2)),
         (Gives([1.0, 1.0, 1.0]), Aborts()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`gather` of 3 elements from rank 1 into 2",
         Differ("gather", (2, 3)),
         (Aborts(), Gives(None)),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`gather` of 2 elements from rank 1 into 3",
         Differ("gather", (3, 2)),
         (Wrong([[1.0, 1.0, 1.0], [2.0, 2.0, 0.0]]), Gives(None)),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`all_gather` of 2 elements meets one of 3",
         Differ("all_gather", (2, 3)),
         (Aborts(), Anything()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`reduce_scatter` of twice 2 elements meets one of twice 3",
         Differ("reduce_scatter", (2, 3)),
         (Wrong([3.0, 3.0]), Waits()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`send` of 3 elements to a `recv` of 2",
         Differ("send", (3, 2)),
         (Gives([1.0, 1.0, 1.0]), Aborts()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`send` of 2 elements to a `recv` of 3",
         Differ("send", (2, 3)),
         (Gives([1.0, 1.0]), Wrong([1.0, 1.0, 2.0])),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`all_reduce` of float64 meets one of float32",
         Differ("all_reduce", dtypes=(F64, F32)),
         (Anything(), Aborts()),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`all_reduce` of float64 meets one of int64",
         Differ("all_reduce", dtypes=(F64, I64)),
         (Wrong([1.0, 1.0]), Wrong([BITS_OF_ONE, BITS_OF_ONE])),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`broadcast` of float32 into float64",
         Differ("broadcast", dtypes=(F32, F64)),
         (Gives([1.0, 1.0]), Wrong([0.007812501848093234, 2.0])),
-        mismatch("shapes"),
+        mismatch("shape or dtype"),
     ),
     Row(
         "`all_reduce` with `SUM` meets one with `MAX`",

@@ -55,18 +55,18 @@ MISMATCHES = {
         )
     ),
     "root": lambda r, g: dist.broadcast(x(), r, g),
-    "shapes": lambda r, g: dist.all_reduce(x(2 + r), group=g),
-    "shapes of dtypes": lambda r, g: dist.all_reduce(
+    "shape": lambda r, g: dist.all_reduce(x(2 + r), group=g),
+    "dtype": lambda r, g: dist.all_reduce(
         x(2, torch.float64 if r else torch.float32), group=g
     ),
-    "shapes of layouts": lambda r, g: dist.all_reduce(
+    "shape or layout": lambda r, g: dist.all_reduce(
         torch.eye(2).to_sparse() if r else torch.eye(2), group=g
     ),
-    "shapes of lists": lambda r, g: dist.all_gather([x(2 + r), x(2 + r)], x(2 + r), g),
-    "shapes scattered": lambda r, g: dist.scatter(
+    "shape of lists": lambda r, g: dist.all_gather([x(2 + r), x(2 + r)], x(2 + r), g),
+    "shape scattered": lambda r, g: dist.scatter(
         x(2 + r), None if r else [x(2), x(2)], 0, g
     ),
-    "shapes of a message": lambda r, g: (
+    "shape of a message": lambda r, g: (
         dist.recv(x(3), 0, g) if r else dist.send(x(2), 1, g)
     ),
     "splits": lambda r, g: dist.all_to_all_single(
@@ -125,7 +125,7 @@ def test_the_table_as_people_read_it():
     _, raised = told(3, fn)
     lines = str(raised).splitlines()
     assert lines[0].endswith(
-        "the ranks met in calls of different kind and reduction and root and shapes:"
+        "the ranks met in calls of different kind, reduction, root, shape or dtype:"
     )
     line = fn.__code__.co_firstlineno
     assert lines[1:] == [
@@ -157,7 +157,7 @@ def test_a_mismatch_that_nobody_waits_for():
     def fn(world):
         dist.all_reduce(x(2 + world.rank), group=world.group, async_op=True)
 
-    with pytest.raises(Mismatch, match="different shapes"):
+    with pytest.raises(Mismatch, match="different shape"):
         simulate(2, fn)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from accelfn.testing.faults import (
+from accelfn.testing.simulation.faults import (
     Corrupt,
     Crash,
     Fault,

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from accelfn.errors import DefaultGroupError
-from accelfn.testing.calls import Call
-from accelfn.testing.group import SimulatedGroup
+from accelfn.testing.simulation.calls import Call
+from accelfn.testing.simulation.group import SimulatedGroup
 
 
 @attrs.define

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+import typing_extensions
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -94,7 +95,7 @@ class Call:
         return self.sends if self.kind in _ONE_SENT else self.fills
 
 
-AGREED = ("kind", "reduction", "root", "shapes", "label")
+AGREED = ("kind", "reduction", "root", "shape or dtype", "label")
 _ONE_SENT = frozenset(
     {
         *("all_reduce", "broadcast", "reduce", "send"),
@@ -107,7 +108,7 @@ def differing(calls: Sequence[Call]) -> list[str]:
     """Return the names of what must be the same in calls that met, and is not."""
     first, *others = [call.agreed() for call in calls]
     if calls[0].is_message:
-        return [] if all(each[3] == first[3] for each in others) else ["shapes"]
+        return [] if all(each[3] == first[3] for each in others) else ["shape or dtype"]
     found = [
         name
         for i, name in enumerate(AGREED)
@@ -158,8 +159,9 @@ def table(rows: Mapping[int, tuple[str, ...]]) -> str:
 
 
 _NOT_USERS = (
-    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(__file__).parents[2]) + os.sep,
     str(Path(torch.__file__).parent) + os.sep,
+    typing_extensions.__file__,  # its decorator calls what torch deprecates
     contextlib.__file__,
     functools.__file__,
     "<attrs",

@@ -13,15 +13,20 @@ import torch
 from accelfn.errors import ArgumentError, LawError
 from accelfn.loss import Metrics
 from accelfn.state import TrainState
-from accelfn.testing.ambient import seed_rank
-from accelfn.testing.differences import Comparison, Difference, described, listed
-from accelfn.testing.processes import RankError, run_processes
-from accelfn.testing.rank_process import packed
-from accelfn.testing.states import SAVED
+from accelfn.testing.comparing.differences import (
+    Comparison,
+    Difference,
+    described,
+    listed,
+)
+from accelfn.testing.comparing.states import SAVED
+from accelfn.testing.processes.rank import packed
+from accelfn.testing.processes.run import RankError, run_processes
+from accelfn.testing.simulation.ambient import seed_rank
 from accelfn.world import World
 
 if TYPE_CHECKING:
-    from accelfn.testing.simulation import Plan, Run
+    from accelfn.testing.simulation.simulate import Plan, Run
 
 _SECONDS = 600.0
 _BITWISE = Comparison(

@@ -8,7 +8,7 @@ import torch
 
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state import TrainState
-from accelfn.testing.differences import Comparison, Difference, leaves, listed
+from accelfn.testing.comparing.differences import Comparison, Difference, leaves, listed
 
 SAVED = ("step", "cursor", "seed", "params", "buffers", "opt_state", "slots")
 """The fields of a state that are saved, numbers first: they explain what follows."""

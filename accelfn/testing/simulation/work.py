@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from accelfn.testing.calls import Call
-from accelfn.testing.exchange import Exchange
+from accelfn.testing.simulation.calls import Call
+from accelfn.testing.simulation.exchange import Exchange
 
 
 class SimulatedWork(Work):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from accelfn.errors import ArgumentError, SimulationError
-from accelfn.testing.calls import Call, shown, site
-from accelfn.testing.operations import can_carry_out
+from accelfn.testing.simulation.calls import Call, shown, site
+from accelfn.testing.simulation.operations import can_carry_out
 
 if TYPE_CHECKING:
-    from accelfn.testing.exchange import Entry
+    from accelfn.testing.simulation.exchange import Entry
     from accelfn.world import Connection
 
 # torch's stubs name the same parameter differently from method to method

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 from accelfn.batches import batches as batches_of
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state import TrainState
-from accelfn.testing.laws import COMMON, Law, first_broken
-from accelfn.testing.simulation import simulate
-from accelfn.testing.subject import States, Subject, leaves
+from accelfn.testing.checking.laws import COMMON, Law, first_broken
+from accelfn.testing.checking.subject import States, Subject, leaves
+from accelfn.testing.simulation.simulate import simulate
 from accelfn.world import World
 
 Step: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]

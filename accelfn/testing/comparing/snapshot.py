@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from accelfn.errors import ArgumentError, LawError
-from accelfn.testing.exchange import Entry
-from accelfn.testing.simulation import Run
+from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.simulate import Run
 
 
 def assert_collectives(

@@ -19,13 +19,13 @@ from typing import (
 import attrs
 
 from accelfn.errors import ArgumentError
-from accelfn.testing.ambient import Ambient, callers_modes, process_kept
-from accelfn.testing.exchange import Entry, Exchange
-from accelfn.testing.faults import Fault
-from accelfn.testing.group import SimulatedGroup
-from accelfn.testing.registry import Registry
-from accelfn.testing.turns import Turns
-from accelfn.testing.work import SimulatedWork
+from accelfn.testing.simulation.ambient import Ambient, callers_modes, process_kept
+from accelfn.testing.simulation.exchange import Entry, Exchange
+from accelfn.testing.simulation.faults import Fault
+from accelfn.testing.simulation.group import SimulatedGroup
+from accelfn.testing.simulation.registry import Registry
+from accelfn.testing.simulation.turns import Turns
+from accelfn.testing.simulation.work import SimulatedWork
 from accelfn.world import World
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ def _floor() -> Generator[None]:
 def _compared(plan: Plan) -> Run[Any]:
     """Run, and compare with real processes."""
     # here, since few runs ask for it, and it brings all that starting processes needs
-    from accelfn.testing import differential  # noqa: PLC0415
+    from accelfn.testing.processes import differential  # noqa: PLC0415
 
     differential.check_comparable(plan)
     run = _simulated(plan)

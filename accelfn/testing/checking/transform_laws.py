@@ -7,11 +7,11 @@ from typing import Any
 import attrs
 
 from accelfn.errors import ArgumentError, LawError
-from accelfn.testing.laws import COMMON, Law, first_broken
-from accelfn.testing.problems import PROBLEMS, Problem
-from accelfn.testing.simulation import simulate
-from accelfn.testing.subject import Subject
-from accelfn.testing.watching import watched
+from accelfn.testing.checking.laws import COMMON, Law, first_broken
+from accelfn.testing.checking.problems import PROBLEMS, Problem
+from accelfn.testing.checking.subject import Subject
+from accelfn.testing.checking.watching import watched
+from accelfn.testing.simulation.simulate import simulate
 from accelfn.transform import chain, has_field, is_transform
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data

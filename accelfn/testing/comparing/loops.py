@@ -20,7 +20,7 @@ from accelfn.errors import ArgumentError, LawError
 from accelfn.grads import Grads
 from accelfn.optimizer import group_key, named_state
 from accelfn.state import TrainState
-from accelfn.testing.differences import Comparison, Difference, listed
+from accelfn.testing.comparing.differences import Comparison, Difference, listed
 
 Quantities: TypeAlias = Mapping[str, Any]
 """Trees of tensors and numbers by name, as they stand after an update."""

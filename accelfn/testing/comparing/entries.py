@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from accelfn.state import TrainState
-from accelfn.testing.differences import Comparison, leaves
-from accelfn.testing.states import SAVED
+from accelfn.testing.comparing.differences import Comparison, leaves
+from accelfn.testing.comparing.states import SAVED
 
 _BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
 

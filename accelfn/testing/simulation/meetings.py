@@ -7,8 +7,8 @@ among equal ones by their order.
 
 import attrs
 
-from accelfn.testing.calls import Call
-from accelfn.testing.operations import Results, Tensors
+from accelfn.testing.simulation.calls import Call
+from accelfn.testing.simulation.operations import Results, Tensors
 
 
 @attrs.define(eq=False)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standings: where each rank of a simulated world is, for the tables in errors."""
 
-from accelfn.testing.calls import Call, table
+from accelfn.testing.simulation.calls import Call, table
 
 
 class Standings:

@@ -7,16 +7,20 @@ if `step` is given, only at that update of the state.
 """
 
 import signal
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import torch
+from torch.nn.parallel import distributed
 
 from accelfn.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from accelfn.testing.calls import Call
+    from types import FrameType
+
+    from accelfn.testing.simulation.calls import Call
 
 
 class Unwound(BaseException):
@@ -126,6 +130,9 @@ class Stall:
 class Corrupt:
     """One element of what the rank receives is off by one.
 
+    Integers that DistributedDataParallel exchanges are passed over: it takes some for places
+    in memory without a look, and a wrong one may end the process.
+
     Attributes:
         element: which, counted through the tensors received; round and round.
     """
@@ -202,9 +209,23 @@ def strike(fault: Fault, call: "Call") -> None:
 def _fits(fault: Fault, call: "Call") -> bool:
     if call.rank != fault.rank or (fault.step is not None and call.step != fault.step):
         return False
-    if isinstance(fault, Corrupt) and not any(each.numel() for each in call.fills):
+    if isinstance(fault, Corrupt) and not _is_corruptible(call):
         return False
     return fault.at == (call.label if isinstance(fault.at, str) else call.index)
+
+
+def _is_corruptible(call: "Call") -> bool:
+    filled = [each for each in call.fills if each.numel()]
+    if any(not each.dtype.is_floating_point for each in filled) and _is_in_ddp():
+        return False
+    return bool(filled)
+
+
+def _is_in_ddp() -> bool:
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and frame.f_code.co_filename != distributed.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _terminate() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import _C
 from torch.utils._python_dispatch import _disable_current_modes
 
-from accelfn.testing.calls import Call
+from accelfn.testing.simulation.calls import Call
 
 # torch has no public names for the modes that it dispatches through
 # pyright: reportPrivateUsage=false

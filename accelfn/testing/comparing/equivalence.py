@@ -18,8 +18,8 @@ from accelfn.loss import Loss, Metrics
 from accelfn.optimizer import OptimizerSource
 from accelfn.state import TrainState
 from accelfn.step import Step, make_step
-from accelfn.testing.differences import Comparison, Difference, listed
-from accelfn.testing.simulation import simulate
+from accelfn.testing.comparing.differences import Comparison, Difference, listed
+from accelfn.testing.simulation.simulate import simulate
 from accelfn.transform import chain
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _device
 
 from accelfn import streams
-from accelfn.testing.registry import Registry
+from accelfn.testing.simulation.registry import Registry
 
 # torch and numpy have no public names for what threads and processes have once
 # pyright: reportPrivateUsage=false

@@ -10,8 +10,8 @@ import attrs
 from accelfn import tree
 from accelfn.checkpoint import load, save
 from accelfn.state import TrainState
-from accelfn.testing.entries import entries
-from accelfn.testing.simulation import simulate
+from accelfn.testing.comparing.entries import entries
+from accelfn.testing.simulation.simulate import simulate
 from accelfn.world import World
 
 History: TypeAlias = list[Mapping[str, Any]]

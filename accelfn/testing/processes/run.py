@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 import attrs
 
 from accelfn.errors import ArgumentError, Error
-from accelfn.testing.rank_process import Answer, Surroundings, packed, serve
+from accelfn.testing.processes.rank import Answer, Surroundings, packed, serve
 from accelfn.world import World
 
 if TYPE_CHECKING:

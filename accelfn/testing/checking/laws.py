@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from accelfn.testing.entries import first_difference
-from accelfn.testing.simulation import simulate
-from accelfn.testing.subject import History, Subject
+from accelfn.testing.checking.subject import History, Subject
+from accelfn.testing.comparing.entries import first_difference
+from accelfn.testing.simulation.simulate import simulate
 from accelfn.world import World
 
 Law: TypeAlias = Callable[[Subject], str | None]

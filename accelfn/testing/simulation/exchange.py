@@ -14,8 +14,8 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.testing.calls import Call, differing, table
-from accelfn.testing.faults import (
+from accelfn.testing.simulation.calls import Call, differing, table
+from accelfn.testing.simulation.faults import (
     Crashed,
     Fault,
     Left,
@@ -24,12 +24,12 @@ from accelfn.testing.faults import (
     due,
     strike,
 )
-from accelfn.testing.meetings import Meeting, Meetings
-from accelfn.testing.operations import Tensors, results
-from accelfn.testing.standings import Standings
+from accelfn.testing.simulation.meetings import Meeting, Meetings
+from accelfn.testing.simulation.operations import Tensors, results
+from accelfn.testing.simulation.standings import Standings
 
 if TYPE_CHECKING:
-    from accelfn.testing.turns import Turns
+    from accelfn.testing.simulation.turns import Turns
 
 TIMEOUT = 1800.0
 """Virtual seconds that ranks wait for one another; torch's own default."""
@@ -281,7 +281,7 @@ class Exchange:
 
     def _break_by_mismatch(self, calls: Sequence[Call], wrong: Sequence[str]) -> None:
         rows = table({call.rank: call.row() for call in calls})
-        text = f"{' and '.join(wrong)}:\n{rows}\n{self._recent()}"
+        text = f"{', '.join(wrong)}:\n{rows}\n{self._recent()}"
         self._break(
             lambda rank: CollectiveMismatchError(
                 f"Rank {rank} of {self.size}: the ranks met in calls of different {text}"
