@@ -27,6 +27,8 @@ from accelfn.cursor import Cursor as Cursor
 from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
 from accelfn.data import Plan as Plan
+from accelfn.data import budget as budget
+from accelfn.data import orders as orders
 from accelfn.errors import ArgumentError as ArgumentError
 from accelfn.errors import BatchError as BatchError
 from accelfn.errors import CheckpointError as CheckpointError
@@ -40,6 +42,7 @@ from accelfn.errors import ModelError as ModelError
 from accelfn.errors import NonFiniteLossError as NonFiniteLossError
 from accelfn.errors import OptimizerError as OptimizerError
 from accelfn.errors import PeerFailedError as PeerFailedError
+from accelfn.errors import PlainDataError as PlainDataError
 from accelfn.errors import ReplicaMismatchError as ReplicaMismatchError
 from accelfn.errors import StateDonatedError as StateDonatedError
 from accelfn.errors import StateError as StateError
@@ -47,7 +50,9 @@ from accelfn.errors import UnusedParametersError as UnusedParametersError
 from accelfn.errors import WorldError as WorldError
 from accelfn.evaluation import evaluate as evaluate
 from accelfn.evaluation import predict as predict
+from accelfn.gathering import gather_valid as gather_valid
 from accelfn.grads import Grads as Grads
+from accelfn.lockstep import lockstep as lockstep
 from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum

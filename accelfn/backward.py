@@ -132,7 +132,11 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
 
 def _check_follows(state: TrainState, batch: Batch, into: Grads | None) -> None:
     start = batch.start
-    if start == state.cursor or (into is not None and start == into.cursor):
+    if (
+        start is None
+        or start == state.cursor
+        or (into is not None and start == into.cursor)
+    ):
         return
     msg = (
         f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"

@@ -7,6 +7,7 @@ import attrs
 
 from accelfn.cursor import Cursor
 from accelfn.data import Batch, Data, Plan
+from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state import TrainState
 from accelfn.transform import chain
@@ -18,11 +19,7 @@ class Batches:
     """This rank's batches from a cursor to the end of an epoch; iterate it afresh at will."""
 
     data: Data
-    plan: Plan
-    start: Cursor
-    epochs: int | None
-    seed: int
-    world: World
+    reading: Reading
 
     def __len__(self) -> int:
         """Return how many updates are left, the same on every rank.
@@ -30,23 +27,24 @@ class Batches:
         Raises:
             ArgumentError: without `epochs` there is no end.
         """
-        if self.epochs is None:
+        start, epochs, seed = (
+            self.reading.start,
+            self.reading.epochs,
+            self.reading.seed,
+        )
+        if epochs is None:
             msg = "af.batches(state) without epochs= has no end, and so no length."
             raise ArgumentError(msg)
-        if self.start.epoch >= self.epochs:
+        if start.epoch >= epochs:
             return 0
-        whole = (self.epochs - self.start.epoch - 1) * self.plan.updates_per_epoch
-        return whole + self.plan.num_batches(self.start.samples)
+        left = self.data.num_updates_of(start.epoch, seed=seed, start=start.samples)
+        later = range(start.epoch + 1, epochs)
+        return left + sum(self.data.num_updates_of(each, seed=seed) for each in later)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches, epoch after epoch."""
-        cursor = self.start
-        self.plan.check_start(cursor)
-        while self.epochs is None or cursor.epoch < self.epochs:
-            yield from self.data.read(
-                self.plan, start=cursor, seed=self.seed, device=self.world.device
-            )
-            cursor = Cursor(cursor.epoch + 1)
+        self.data.check_start(self.reading.start, seed=self.reading.seed)
+        yield from self.data.read(self.reading)
 
 
 def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
@@ -68,6 +66,10 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     Raises:
         StateError: the state has no data.
         ArgumentError: `epochs` is not a positive number.
+
+    And as they are read:
+        DataError: a worker failed, a stream cannot be resumed, or a dataset is not what it
+            says; what was being read is named.
     """
     if state.data is None:
         msg = (
@@ -83,14 +85,15 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
             " None."
         )
         raise ArgumentError(msg)
-    return Batches(
-        data=state.data,
-        plan=plan_of(state.data, state.setup, state.world),
+    reading = Reading(
+        plan=plan_of(state.setup, state.world),
         start=state.cursor,
         epochs=epochs,
         seed=state.seed,
         world=state.world,
+        update=state.step,
     )
+    return Batches(data=state.data, reading=reading)
 
 
 def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
@@ -106,21 +109,23 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
 
     Law: seeking to where a run stood gives the batches that it had left.
 
-    Cost: none; an order is a function.
+    Cost: none; an order is a function. A stream has none, and `af.batches` reads it again up to
+    there, if `replay=True` allows it.
 
     Raises:
         BatchError: the epoch has no such sample.
         StateError: the state has no data.
     """
     given = batches(state)
-    cursor = Cursor(given.start.epoch if epoch is None else epoch, samples)
-    given.plan.check_start(cursor)
+    cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
+    if not given.data.is_stream:
+        given.data.check_start(cursor, seed=state.seed)
     return attrs.evolve(state, cursor=cursor)
 
 
-def plan_of(data: Data, setup: chain, world: World) -> Plan:
+def plan_of(setup: chain, world: World) -> Plan:
     """Return who takes which samples, as the setup's transforms say, left to right."""
-    plan = data.plan(rank=world.rank, world_size=world.size)
+    plan = Plan(world_rank=world.rank, world_size=world.size)
     for each in setup.having("data"):
         plan = each.data(plan)
     return plan

@@ -134,6 +134,31 @@ def all_gather_rows(
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
+def scatter_bytes(parts: Sequence[bytes] | None, world: World, *, label: str) -> bytes:
+    """Return this rank's part of what rank 0 has for each; others give None."""
+    if parts is not None and world.size == 1:
+        return parts[0]
+    sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    if parts is not None:
+        sizes = torch.tensor([len(part) for part in parts], device=world.device)
+    broadcast_([sizes], world, label=label)
+    mine, longest = int(sizes[world.rank]), int(sizes.max())
+    buffer = torch.zeros(longest, dtype=torch.uint8, device=world.device)
+    padded = None
+    if parts is not None:
+        padded = [_as_tensor(part, longest).to(world.device) for part in parts]
+    with naming(label, world):
+        dist.scatter(buffer, padded, group=world.group, group_src=0)
+    return buffer[:mine].cpu().numpy().tobytes()
+
+
+def _as_tensor(data: bytes, length: int) -> torch.Tensor:
+    """Return bytes as a tensor of a length, filled up with zeros."""
+    if not length:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+
+
 def barrier(world: World) -> None:
     """Wait until every rank is here."""
     all_reduce_([torch.zeros(1, device=world.device)], world, label="barrier")
@@ -212,15 +237,17 @@ def check_replicas(
 
 def gather_text(text: str, world: World, *, label: str) -> list[str]:
     """Return every rank's text, in rank order."""
-    raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=world.device)
+    return [each.decode() for each in gather_bytes(text.encode(), world, label=label)]
+
+
+def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
+    """Return every rank's bytes, in rank order."""
+    raw = _as_tensor(data, len(data)).to(world.device)
     size = torch.tensor([raw.numel()], device=world.device)
     counts = [int(count) for count in all_gather(size, world, label=label)]
-    joined = bytes(all_gather_rows(raw, counts, world, label=label).tolist())
+    joined = all_gather_rows(raw, counts, world, label=label).cpu().numpy().tobytes()
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    return [
-        joined[end - count : end].decode()
-        for end, count in zip(ends, counts, strict=True)
-    ]
+    return [joined[end - n : end] for end, n in zip(ends, counts, strict=True)]
 
 
 def _refuse_difference(tables: list[list[str]], what: str) -> None:

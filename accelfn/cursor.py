@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where training stands in its data: an epoch and how many of its samples were seen."""
 
+from typing import Any
+
 import attrs
 
 from accelfn.errors import ArgumentError
@@ -25,7 +27,14 @@ class Cursor:
     Attributes:
         epoch: which pass over the data, from 0.
         samples: how many samples of that epoch all ranks together have seen.
+        memory: what a stream's own `state_dict()` said there, as a tree of plain data and
+            tensors; None for what is read by index. Two cursors at one place are equal.
     """
 
     epoch: int = attrs.field(default=0, validator=_is_count)
     samples: int = attrs.field(default=0, validator=_is_count)
+    memory: Any = attrs.field(default=None, eq=False, repr=False)
+
+    def to_plain(self) -> list[Any]:
+        """Return its fields as plain data, to be saved or sent; `Cursor(*plain)` is it."""
+        return [self.epoch, self.samples, self.memory]

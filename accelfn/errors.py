@@ -98,5 +98,9 @@ class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be written, or does not fit the state it is loaded into."""
 
 
+class PlainDataError(Error, TypeError):
+    """Something that is to be saved or sent is neither a tensor nor plain data."""
+
+
 class LaunchError(Error, RuntimeError):
     """Processes cannot be started as asked."""

@@ -10,9 +10,9 @@ import torch
 from accelfn import streams, tree
 from accelfn.backward import wrap_loss
 from accelfn.collectives import all_gather_rows, broadcast_, mean
-from accelfn.cursor import Cursor
-from accelfn.data import Batch, Data
-from accelfn.data.plan import even_part
+from accelfn.data import Batch, Data, Plan
+from accelfn.data.cut import even_part
+from accelfn.data.reading import Reading
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.loss import Loss, Metrics, Number, WeightedSum
 from accelfn.state import TrainState
@@ -55,7 +55,7 @@ def evaluate(
     for batch in _held_out(state, data):
         with lent.quietly():
             returned = measure(lent.model, batch.value, *extras)
-        total = total + _measured(returned, batch.weights[0], fn)
+        total = total + _measured(returned, batch.weights[0] or 0, fn)
     return mean(total, state.world)
 
 
@@ -83,6 +83,12 @@ def predict(
         BatchError: dim 0 of a result is not the batch's.
     """
     _check_callable(fn)
+    if isinstance(data, Data) and data.sharded:
+        msg = (
+            "af.predict: samples of data with sharded=True have no common order; predict on"
+            " data that all ranks can read."
+        )
+        raise StateError(msg)
     world, lent = state.world, _Lent(state)
     call = wrap_loss(fn, state.setup)
     for batch in _held_out(state, data):
@@ -93,7 +99,7 @@ def predict(
             for rank in range(world.size)
         ]
         counts = [stop - start for start, stop in shares]
-        _check_rows(returned, max(batch.weights[0], 1), fn)
+        _check_rows(returned, max(batch.weights[0] or 0, 1), fn)
         gathered = tree.tree_map(
             lambda leaf, counts=counts: all_gather_rows(
                 leaf, counts, world, label="predict"
@@ -140,15 +146,10 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
             f" {type(data).__name__}."
         )
         raise StateError(msg)
-    plain = Data(
-        data.dataset,
-        batch_size=data.batch_size,
-        collate=data.collate,
-        num_workers=data.num_workers,
-    )
     world = state.world
-    plan = plain.plan(rank=world.rank, world_size=world.size).sharded()
-    return plain.read(plan, start=Cursor(), seed=state.seed, device=world.device)
+    plan = Plan(world_rank=world.rank, world_size=world.size).sharded()
+    reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
+    return data.in_order().read(reading)
 
 
 def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from accelfn.data.plan import even_part
+from accelfn.data.cut import even_part
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 

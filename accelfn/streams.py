@@ -10,9 +10,13 @@ ones differ in those bits too, but for one pair in 2**32; no more can be had of 
 """
 
 import hashlib
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Self
 
+import numpy as np
+import numpy.random.mtrand as legacy
 import torch
 
 _MASK = (1 << 64) - 1
@@ -85,3 +89,34 @@ class stream(AbstractContextManager[None]):
 
 
 _default = torch.default_generator
+
+
+class drawing(AbstractContextManager["drawing"]):
+    """Let what reads data draw from torch's, numpy's and Python's default generators.
+
+    Inside a `with` block `begin(seed)` sets all three, any number of times; they are put back
+    after it. numpy's is exchanged for another, which is a hundred times cheaper than to copy
+    its state.
+    """
+
+    __slots__ = ("_numpy", "_python", "_torch")
+
+    def __enter__(self) -> Self:
+        """Keep the generators' states."""
+        self._torch = _default.get_state()
+        self._python = random.getstate()
+        self._numpy = legacy.get_bit_generator()
+        legacy.set_bit_generator(np.random.MT19937(0))
+        return self
+
+    def begin(self, seed: int) -> None:
+        """Let what follows be drawn from this seed."""
+        _default.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - it is the one that code draws from
+
+    def __exit__(self, *error: object) -> None:
+        """Put the generators back."""
+        _default.set_state(self._torch)
+        random.setstate(self._python)
+        legacy.set_bit_generator(self._numpy)

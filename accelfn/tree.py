@@ -31,6 +31,12 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     return fn(tree)
 
 
+def tree_map_all(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Return the first tree with `fn(its leaf, theirs...)` in place of every leaf."""
+    leaves = zip(*(tree_leaves(each) for each in (first, *others)), strict=True)
+    return tree_map(lambda _: fn(*next(leaves)), first)
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves in order: dicts by insertion, sequences by position."""
     leaves: list[Any] = []

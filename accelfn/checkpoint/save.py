@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import attrs
-import safetensors.torch
+import safetensors
 import torch
 
-from accelfn.checkpoint.codec import decode, encode
+from accelfn.codec import decode, encode, pack, unpack
 from accelfn.collectives import checksum, gather_text
 from accelfn.cursor import Cursor
-from accelfn.errors import CheckpointError
+from accelfn.errors import CheckpointError, PlainDataError
 from accelfn.lease import Lease
 from accelfn.state import TrainState
 
@@ -143,7 +143,7 @@ def fields_of(state: TrainState) -> dict[str, Any]:
         "buffers": dict(state.buffers),
         "opt_state": {name: dict(entry) for name, entry in state.opt_state.items()},
         "step": state.step,
-        "cursor": [state.cursor.epoch, state.cursor.samples],
+        "cursor": state.cursor.to_plain(),
         "seed": state.seed,
         "slots": dict(state.slots),
     }
@@ -196,7 +196,12 @@ def _agreed(state: TrainState, what: str, act: Callable[[], str | None]) -> list
     failure: Exception | None = None
     try:
         outcome = f"ok {act() or ''}"
-    except (OSError, CheckpointError, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        CheckpointError,
+        PlainDataError,
+        safetensors.SafetensorError,
+    ) as error:
         failure, outcome = error, f"failed {error}"
     world = state.world
     outcomes = (
@@ -229,12 +234,7 @@ def _write_rank(
     fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], path: Path
 ) -> str:
     """Write one rank's fields and tensors, flushed to the disk; return the SHA-256."""
-    # copies: safetensors refuses tensors that share memory, as views of one storage do
-    dense = {
-        key: tensor.detach().cpu().contiguous().clone()
-        for key, tensor in tensors.items()
-    }
-    data = safetensors.torch.save(dense, metadata={"state": json.dumps(fields)})
+    data = pack(fields, tensors)
     _write_flushed(path, data)
     return hashlib.sha256(data).hexdigest()
 
@@ -300,12 +300,7 @@ def _read_rank(
             " Load another checkpoint."
         )
         raise CheckpointError(msg)
-    tensors = {
-        key: tensor.to(device) for key, tensor in safetensors.torch.load(data).items()
-    }
-    # the header of a safetensors file: its length in 8 bytes, then JSON
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    fields = json.loads(header["__metadata__"]["state"])
+    fields, tensors = unpack(data, device)
     return {field: decode(coded, tensors) for field, coded in fields.items()}
 
 

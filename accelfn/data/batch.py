@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from accelfn.cursor import Cursor
-from accelfn.data.order import Indices
+from accelfn.data.permutation import Indices
 from accelfn.errors import BatchError
 
 Filler: TypeAlias = bool | npt.NDArray[np.bool_]
@@ -23,9 +23,10 @@ class Batch:
     Attributes:
         micro_batches: collated values on the world's device; one, unless the setup
             accumulates.
-        weights: how many samples count in each. An empty share holds one sample that
-            does not count, so that its rank takes part in every collective.
-        start: where the data stood before it.
+        weights: how many samples count in each; None: as many as it has. An empty share
+            holds one sample that does not count, so that its rank takes part in every
+            collective.
+        start: where the data stood before it; None for one that `af.lockstep` made.
         cursor: where it stands after it.
         num_samples: of the whole batch, over all ranks and micro-batches.
         parts_indices: dataset indices of this rank's samples, one array a micro-batch.
@@ -34,9 +35,9 @@ class Batch:
     """
 
     micro_batches: tuple[Any, ...]
-    weights: tuple[int, ...]
-    start: Cursor
-    cursor: Cursor
+    weights: tuple[int | None, ...]
+    start: Cursor | None
+    cursor: Cursor | None
     num_samples: int
     parts_indices: tuple[Indices, ...]
     parts_filler: tuple[Filler, ...]
@@ -59,11 +60,13 @@ class Batch:
     @property
     def epoch(self) -> int:
         """Which pass over the data it belongs to, from 0."""
-        return self.start.epoch
+        return 0 if self.start is None else self.start.epoch
 
     @property
     def ends_epoch(self) -> bool:
         """Whether it is the last of its epoch."""
+        if self.start is None or self.cursor is None:
+            return False
         return self.cursor.epoch > self.start.epoch
 
     @property
@@ -97,8 +100,10 @@ class Batch:
 
     def __repr__(self) -> str:
         """Show its place, not its tensors."""
+        if self.start is None:
+            return f"<Batch of a stream, {len(self.micro_batches)} micro-batches>"
         return (
-            f"<Batch of {self.num_samples} samples, {sum(self.weights)} here in"
-            f" {len(self.micro_batches)} micro-batches, epoch {self.epoch} from sample"
+            f"<Batch of {self.num_samples} samples, {sum(w or 0 for w in self.weights)} here"
+            f" in {len(self.micro_batches)} micro-batches, epoch {self.epoch} from sample"
             f" {self.start.samples}>"
         )

@@ -1,48 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data`: a dataset and the way training draws from it, as a value."""
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, Self, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Self, cast
 
 import attrs
 import numpy as np
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader
 
-from accelfn import streams, tree
+from accelfn import streams
 from accelfn.cursor import Cursor
-from accelfn.data.batch import Batch, Filler
-from accelfn.data.fetch import Collate, Fetch, Rows, rows_of
-from accelfn.data.order import Indices, OrderFunction, epoch_order
-from accelfn.data.plan import Plan, Span
-from accelfn.errors import ArgumentError, DataError
+from accelfn.data.batch import Batch
+from accelfn.data.budget import budget
+from accelfn.data.cut import REMAINDERS, Cut, EvenCut, UnevenCut
+from accelfn.data.device import on_device
+from accelfn.data.epoch import Epoch
+from accelfn.data.fetch import Collate
+from accelfn.data.fingerprint import fingerprint_of
+from accelfn.data.loader import options_of
+from accelfn.data.orders import (
+    Mixed,
+    Order,
+    OrderFunction,
+    Own,
+    Sequential,
+    Shuffled,
+    Side,
+    checked,
+    drawn_once,
+    refuse_distributed,
+)
+from accelfn.data.read import assembled
+from accelfn.data.reading import Reading, pairs_of
+from accelfn.data.sources import Joined, Source, Zipped, source_of
+from accelfn.data.stream import is_stream, promised_length
+from accelfn.errors import ArgumentError, BatchError, DataError
 
-_BLOCK = 65_536  # positions whose order is computed at once; 0.5 MB
-_REMAINDERS = ("short", "pad", "drop")
 
-
-def _is_positive(owner: object, field: Any, value: object) -> None:
+def _is_batch_size(_owner: object, _field: object, value: object) -> None:
+    if value is None or isinstance(value, budget):
+        return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         msg = (
-            f"af.{type(owner).__name__}({field.name}={value!r}): expected an integer of"
-            " at least 1."
+            f"af.Data(batch_size={value!r}): expected an integer of at least 1, or"
+            " af.budget(costs, limit=...)."
         )
         raise ArgumentError(msg)
 
 
 def _is_remainder(_owner: object, _field: object, value: object) -> None:
-    if value not in _REMAINDERS:
+    if value not in REMAINDERS:
         msg = (
             f"af.Data(remainder={value!r}): expected one of"
-            f" {', '.join(map(repr, _REMAINDERS))}."
+            f" {', '.join(map(repr, REMAINDERS))}."
         )
         raise ArgumentError(msg)
 
@@ -56,15 +67,33 @@ def _is_num_workers(_owner: object, _field: object, value: object) -> None:
         raise ArgumentError(msg)
 
 
+def _is_duration(_owner: object, _field: object, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        msg = f"af.Data(timeout={value!r}): expected seconds, above 0."
+        raise ArgumentError(msg)
+
+
+def _is_flag(_owner: object, field: Any, value: object) -> None:
+    if not isinstance(value, bool):
+        msg = f"af.Data({field.name}={value!r}): expected True or False."
+        raise ArgumentError(msg)
+
+
+def _flag() -> Any:
+    return attrs.field(default=False, kw_only=True, validator=_is_flag)
+
+
 @attrs.frozen(eq=False, repr=False)
 class Data:
-    """A map-style dataset, and the order and size in which an update takes its samples.
+    """A dataset, and the order and size in which an update takes its samples.
 
     Attributes:
-        dataset: anything with `__len__` and `__getitem__` (or `__getitems__`). Made of
-            tensors (a tensor, a tuple or dict of them, a TensorDataset, a Subset of
-            one) it is gathered a batch at a time.
-        batch_size: samples per update, over all ranks and micro-batches together.
+        dataset: with `__len__` and `__getitem__` (or `__getitems__`). Made of tensors (a
+            tensor, a tuple or dict of them, a TensorDataset, a Subset of one), or an Arrow
+            table, it is gathered a batch at a time. Or a stream: an IterableDataset, or
+            anything else that can be iterated over again and again.
+        batch_size: samples per update, over all ranks and micro-batches together; or
+            `af.budget(...)`, so many as fit.
         shuffle: whether each epoch has an order of its own, a pure function of the state's
             seed and the epoch; the same for every number of ranks.
         remainder: what becomes of a short last batch. "short": it is split like any other,
@@ -73,11 +102,27 @@ class Data:
             leaves them out. "drop": it is left out.
         collate: makes a batch of a list of samples; default torch's.
         num_workers: processes that read ahead; 0 reads in this one.
-        order: a user's own order instead, `(seed, epoch, n) -> indices`.
+        order: one of `af.orders`, or a user's own, `(seed, epoch, n) -> indices`.
+        batch_sampler: a torch batch sampler, or anything with a length that yields lists of
+            indices: each is an update. Instead of all of the above but `collate` and
+            `num_workers`.
+        timeout: seconds that a worker may take over a batch.
+        fingerprint: what tells this dataset from others when a checkpoint is loaded; by
+            default, a hash of some samples.
+        sharded: a stream that gives each rank samples of its own, and each worker. Ranks
+            keep in step by one small collective an update.
+        dispatch: a stream that only rank 0 reads, for all.
+        replay: whether a stream that has no state may be resumed by reading it again from
+            the start.
+
+    Law:
+        A sample's place, and what reading it draws, depend on (seed, epoch) alone, not on
+        ranks, workers or micro-batches; `sharded` data excepted.
 
     Raises:
-        DataError: the dataset is empty, has no length, or is iterable only.
-        ArgumentError: a count that is not positive, an unknown remainder.
+        DataError: the dataset is empty, or cannot be read.
+        ArgumentError: a count that is not positive, an unknown remainder, options that
+            exclude each other.
 
     Example:
         >>> data = Data(torch.arange(10), batch_size=4)
@@ -86,258 +131,395 @@ class Data:
     """
 
     dataset: Any
-    batch_size: int = attrs.field(validator=_is_positive, kw_only=True)
+    batch_size: Any = attrs.field(default=None, validator=_is_batch_size, kw_only=True)
     shuffle: bool = attrs.field(default=False, kw_only=True)
     remainder: str = attrs.field(default="short", validator=_is_remainder, kw_only=True)
     collate: Collate | None = attrs.field(default=None, kw_only=True)
     num_workers: int = attrs.field(default=0, validator=_is_num_workers, kw_only=True)
-    order: OrderFunction | None = attrs.field(default=None, kw_only=True)
-    _rows: Rows | None = attrs.field(init=False, repr=False)
+    order: Order | OrderFunction | None = attrs.field(default=None, kw_only=True)
+    batch_sampler: Any = attrs.field(default=None, kw_only=True)
+    timeout: float = attrs.field(default=300.0, validator=_is_duration, kw_only=True)
+    fingerprint: str | None = attrs.field(default=None, kw_only=True)
+    sharded: bool = _flag()
+    dispatch: bool = _flag()
+    replay: bool = _flag()
 
     def __attrs_post_init__(self) -> None:
-        """Look at the dataset once."""
+        """Look at the dataset once, and refuse what cannot be together."""
         for name in ("collate", "order"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            if value is not None and not callable(value) and not _is_order(value):
                 msg = f"af.Data({name}={value!r}): expected a function."
                 raise ArgumentError(msg)
-        object.__setattr__(self, "_rows", rows_of(self.dataset))
+        self._check_batching()
+        if self.is_stream:
+            self._check_stream()
+            return
+        given = [name for name in _STREAMS_ONLY if getattr(self, name)]
+        if given:
+            msg = (
+                f"af.Data({given[0]}=True): {type(self.dataset).__name__} is read by index,"
+                " not a stream; leave it out."
+            )
+            raise ArgumentError(msg)
+        if len(self.source) == 0:
+            msg = f"af.Data: the dataset ({type(self.dataset).__name__}) is empty."
+            raise DataError(msg)
+        n = len(self)
+        if isinstance(self.batch_size, int) and not self.updates_per_epoch:
+            msg = (
+                f'af.Data(batch_size={self.batch_size}, remainder="drop"): the dataset'
+                f" has {n} samples, so every batch would be dropped."
+                " Take a smaller batch_size."
+            )
+            raise DataError(msg)
+
+    def _check_batching(self) -> None:
+        if (self.batch_size is None) == (self.batch_sampler is None):
+            msg = "af.Data: give batch_size=, or batch_sampler= instead."
+            raise ArgumentError(msg)
         if self.order is not None and self.shuffle:
             msg = (
                 "af.Data(shuffle=True, order=...): an order of your own is not shuffled"
                 " again. Give one of the two."
             )
             raise ArgumentError(msg)
-        if len(self) == 0:
-            msg = f"af.Data: the dataset ({type(self.dataset).__name__}) is empty."
-            raise DataError(msg)
-        if self.updates_per_epoch == 0:
+        if self.batch_sampler is not None:
+            refuse_distributed(self.batch_sampler)
+            if self.order is not None or self.shuffle or self.remainder != "short":
+                msg = (
+                    "af.Data(batch_sampler=...): it says which samples come in which batch;"
+                    " leave out order=, shuffle= and remainder=."
+                )
+                raise ArgumentError(msg)
+        if isinstance(self.batch_size, budget) and self.remainder != "short":
             msg = (
-                f'af.Data(batch_size={self.batch_size}, remainder="drop"): the dataset'
-                f" has {len(self)} samples, so every batch would be dropped. Take a"
-                " smaller batch_size."
+                f"af.Data(batch_size=af.budget(...), remainder={self.remainder!r}): a batch"
+                " is as large as it is; leave remainder out."
             )
+            raise ArgumentError(msg)
+
+    def _check_stream(self) -> None:
+        kind = type(self.dataset).__name__
+        if isinstance(self.dataset, Iterator):
+            msg = (
+                f"af.Data: a {kind} can be read once only; expected an object whose __iter__"
+                " begins anew, as an IterableDataset's."
+            )
+            raise DataError(msg)
+        ordered = self.shuffle or self.order is not None
+        if ordered or not isinstance(self.batch_size, int):
+            msg = (
+                f"af.Data: {kind} is a stream, which comes in an order of its own. Give an"
+                " integer batch_size, and no shuffle=, order= or batch_sampler=; shuffle in"
+                " the stream itself."
+            )
+            raise ArgumentError(msg)
+        if self.sharded and (self.dispatch or self.remainder != "short"):
+            msg = (
+                "af.Data(sharded=True): each rank reads samples of its own, of which the"
+                " last batches are short; leave out dispatch= and remainder=."
+            )
+            raise ArgumentError(msg)
+        if self.num_workers and (self.dispatch or isinstance(self.dataset, DataLoader)):
+            msg = (
+                f"af.Data(num_workers={self.num_workers}): one process reads this stream;"
+                " leave it out, or let the stream itself have workers."
+            )
+            raise ArgumentError(msg)
+        if promised_length(self.dataset) == 0:
+            msg = f"af.Data: the dataset ({kind}) is empty."
             raise DataError(msg)
 
     @classmethod
-    def from_loader(cls, loader: "DataLoader[Any]") -> Self:
+    def mix(
+        cls,
+        datasets: Sequence[Any],
+        *,
+        weights: Sequence[float] | None = None,
+        shuffle: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Return data that take samples of several datasets, in proportion to weights.
+
+        An epoch has as many samples as all datasets together. In every 64 positions (or
+        more, for small weights) each dataset has its share, to one sample. A dataset goes
+        through its own samples epoch by epoch, however often that is in one of the mix's.
+
+        Args:
+            datasets: map-style; their samples collate with one another.
+            weights: one each; by default, their lengths.
+            shuffle: whether each has a shuffled order; which dataset is next is always drawn.
+            options: as of `Data`.
+
+        Example:
+            >>> data = Data.mix([range(3), range(10, 13)], weights=[2, 1], batch_size=6)
+            >>> len(data)
+            6
+        """
+        sources = tuple(source_of(each) for each in datasets)
+        lengths = tuple(len(each) for each in sources)
+        if not sources or not all(lengths):
+            msg = f"af.Data.mix: expected datasets with samples, got lengths {lengths}."
+            raise DataError(msg)
+        shares = lengths if weights is None else tuple(weights)
+        fits = len(shares) == len(sources) and all(
+            isinstance(each, (int, float)) and 0 < each < float("inf")
+            for each in shares
+        )
+        if not fits:
+            msg = (
+                f"af.Data.mix(weights={weights!r}): expected {len(sources)} finite numbers"
+                " above 0."
+            )
+            raise ArgumentError(msg)
+        order = Mixed(lengths, shares, Shuffled() if shuffle else Sequential())
+        return cls(Joined(sources), order=order, **options)
+
+    @classmethod
+    def zip(
+        cls,
+        *,
+        batch_size: Any,
+        shuffle: bool = False,
+        remainder: str = "short",
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        timeout: float = 300.0,
+        **datasets: Any,
+    ) -> Self:
+        """Return data whose samples are dicts, with a sample of each dataset by name.
+
+        An epoch is as long as the longest; the others begin again. With `shuffle`, each has
+        an order of its own, for data that are not paired (labelled and not, say). A batch's
+        `indices` have a column for each.
+
+        Example:
+            >>> data = Data.zip(a=torch.arange(4), b=torch.arange(2), batch_size=3)
+            >>> data.epoch(seed=0).order(np.arange(4)).tolist()
+            [[0, 0], [1, 1], [2, 0], [3, 1]]
+        """
+        parts = {name: source_of(each) for name, each in datasets.items()}
+        lengths = {name: len(each) for name, each in parts.items()}
+        if not parts or not all(lengths.values()):
+            msg = f"af.Data.zip: expected datasets with samples, got lengths {lengths}."
+            raise DataError(msg)
+        inner = Shuffled() if shuffle else Sequential()
+        return cls(
+            Zipped(parts),
+            batch_size=batch_size,
+            order=Side(tuple(parts), tuple(lengths.values()), inner),
+            remainder=remainder,
+            collate=collate,
+            num_workers=num_workers,
+            timeout=timeout,
+        )
+
+    @classmethod
+    def from_loader(cls, loader: "DataLoader[Any]", *, num_ranks: int = 1) -> Self:
         """Return what a torch DataLoader says, with its batch size as samples per update.
 
-        Kept: dataset, batch size, shuffling, drop_last, collate_fn, num_workers. Its own
-        random order is not: accelfn's is a function of the state's seed.
+        Kept: dataset, batch size, sampler or batch sampler, drop_last, collate_fn,
+        num_workers and timeout. A `shuffle=True` becomes accelfn's, which is a function of
+        the state's seed. Batches go to pinned memory wherever there is a GPU. What is not
+        kept is said in a warning.
+
+        Args:
+            loader: of torch, or torchdata's StatefulDataLoader.
+            num_ranks: where the loader's batch size is one rank's: of how many.
 
         Raises:
-            DataError: it has a sampler or a dataset of another kind.
+            DataError: it gives each rank a part already, or does not batch.
         """
-        if not isinstance(loader, DataLoader):
-            msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
-            raise DataError(msg)
-        sampler = loader.sampler
-        batched = type(loader.batch_sampler) is BatchSampler and loader.batch_size
-        plain = type(sampler) is SequentialSampler
-        random = (
-            type(sampler) is RandomSampler
-            and not sampler.replacement
-            and (sampler.num_samples == len(cast("Any", loader.dataset)))
-        )
-        if not batched or not (plain or random):
-            msg = (
-                f"from_loader: sampler {type(sampler).__name__} with batch sampler"
-                f" {type(loader.batch_sampler).__name__} is not kept. Give"
-                " af.Data(dataset, batch_size=..., order=lambda seed, epoch, n: ...)"
-                " the order that you want."
-            )
-            raise DataError(msg)
-        collate = loader.collate_fn
-        return cls(
-            loader.dataset,
-            batch_size=cast("int", loader.batch_size),
-            shuffle=random,
-            remainder="drop" if loader.drop_last else "short",
-            collate=None if collate is default_collate else collate,
-            num_workers=loader.num_workers,
-        )
+        return cls(**options_of(loader, num_ranks))
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is read from front to back, and not by index."""
+        return not isinstance(self.dataset, _SOURCES) and is_stream(self.dataset)
+
+    @cached_property
+    def source(self) -> Source:
+        """How samples are read, by index."""
+        if isinstance(self.dataset, _SOURCES):
+            return self.dataset
+        return source_of(self.dataset)
+
+    @cached_property
+    def ordering(self) -> Order:
+        """In which order samples come, by index."""
+        if _is_order(self.order):
+            return cast("Order", self.order)
+        if self.order is not None:
+            return Own(cast("OrderFunction", self.order))
+        return Shuffled() if self.shuffle else Sequential()
 
     def __len__(self) -> int:
-        """Return the number of samples.
+        """Return the number of samples of an epoch.
 
         Raises:
             DataError: the dataset does not know it.
         """
-        if self._rows is not None:
-            return len(self._rows)
-        if isinstance(self.dataset, Mapping) and not self.dataset:
-            return 0
-        unordered = isinstance(self.dataset, (IterableDataset, Mapping))
-        if unordered or not hasattr(self.dataset, "__getitem__"):
-            msg = (
-                f"af.Data: {type(self.dataset).__name__} cannot be read by index;"
-                " expected a dataset with __len__ and __getitem__."
-            )
-            raise DataError(msg)
-        try:
-            return len(self.dataset)
-        except (TypeError, NotImplementedError) as error:
-            msg = (
-                f"af.Data: {type(self.dataset).__name__} has no length; expected a"
-                " dataset with __len__."
-            )
-            raise DataError(msg) from error
+        if self.is_stream:
+            promised = promised_length(self.dataset)
+            if promised is None or self.sharded:
+                msg = (
+                    f"af.Data: the stream {type(self.dataset).__name__} does not say how"
+                    " many samples it has"
+                    f"{' on all ranks together' if self.sharded else ''}."
+                )
+                raise DataError(msg)
+            return promised
+        if self.batch_sampler is not None:
+            return len(self.source)
+        return self.ordering.num_samples(len(self.source))
 
     @property
     def updates_per_epoch(self) -> int:
-        """How many updates one pass over the data makes."""
-        return self.plan().updates_per_epoch
+        """How many updates one pass over the data makes.
+
+        Raises:
+            DataError: it is not known, or differs from epoch to epoch; then
+                `num_updates(epochs, seed=)` counts.
+        """
+        if self.batch_sampler is not None:
+            return len(self.batch_sampler)
+        if isinstance(self.batch_size, budget):
+            msg = (
+                "af.Data(batch_size=af.budget(...)).updates_per_epoch: epochs may have"
+                " different numbers of updates; ask data.num_updates(epochs, seed=...)."
+            )
+            raise DataError(msg)
+        return EvenCut(len(self), self.batch_size, self.remainder).updates_per_epoch
+
+    def num_updates(self, epochs: int, *, seed: int = 0) -> int:
+        """Return how many updates so many epochs make, for a state of this seed."""
+        if isinstance(self.batch_size, budget):
+            return sum(self.num_updates_of(i, seed=seed) for i in range(epochs))
+        return epochs * self.updates_per_epoch
+
+    def num_updates_of(self, epoch: int, *, seed: int, start: int = 0) -> int:
+        """Return how many updates an epoch makes from a sample on, for a state of this seed."""
+        if not start and self.batch_sampler is not None:
+            return self.updates_per_epoch
+        return self._cut(epoch, seed).num_batches(start)
+
+    def _cut(self, epoch: int, seed: int) -> Cut:
+        """Return where an epoch's batches end; its order is made only if they depend on it."""
+        if isinstance(self.batch_size, int):
+            return EvenCut(len(self), self.batch_size, self.remainder)
+        return self.epoch(seed=seed, number=epoch).cut
 
     def __repr__(self) -> str:
         """Show what the dataset is, not what is in it."""
-        order = (
-            "own order" if self.order else "shuffled" if self.shuffle else "in order"
+        kind = type(self.dataset).__name__
+        if self.is_stream:
+            return f"<Data of a stream ({kind}), batches of {self.batch_size}>"
+        if self.batch_sampler is not None:
+            batches = f"batches by {type(self.batch_sampler).__name__}"
+            return f"<Data of {len(self)} samples ({kind}), {batches}>"
+        size = self.batch_size
+        batches = (
+            f"batches of {size}" if isinstance(size, int) else f"batches in {size!r}"
         )
         return (
-            f"<Data of {len(self)} samples ({type(self.dataset).__name__}), {order}, batches"
-            f" of {self.batch_size}>"
+            f"<Data of {len(self)} samples ({kind}), {self.ordering.name}, {batches}>"
         )
 
-    def plan(self, *, rank: int = 0, world_size: int = 1) -> Plan:
-        """Return the plan in which one process takes every sample."""
-        return Plan(
-            num_samples=len(self),
-            batch_size=self.batch_size,
-            remainder=self.remainder,
-            world_rank=rank,
-            world_size=world_size,
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same where a run is resumed, as plain data."""
+        size = self.batch_size
+        facts: dict[str, Any] = {
+            "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
+            "remainder": self.remainder,
+        }
+        if self.is_stream:
+            return facts | {"fingerprint": self.fingerprint}
+        sampler = self.batch_sampler
+        order = self.ordering.name if sampler is None else type(sampler).__name__
+        return facts | {
+            "samples": len(self),
+            "order": order,
+            "fingerprint": self.fingerprint or fingerprint_of(self.source),
+        }
+
+    def in_order(self) -> "Data":
+        """Return the data with each sample once, in the dataset's order, to evaluate on."""
+        if self.is_stream or self.batch_sampler is not None:
+            return attrs.evolve(self, remainder="short")
+        order = self.order if isinstance(self.order, Side) else None
+        return attrs.evolve(self, shuffle=False, order=order, remainder="short")
+
+    def epoch(self, *, seed: int, number: int = 0) -> Epoch:
+        """Return one pass over the data: which index comes where, and where batches end."""
+        key = streams.key(seed, "data", number)
+        if self.batch_sampler is not None:
+            return self._sampled_epoch(seed, number, key)
+        size = self.batch_size if isinstance(self.batch_size, int) else None
+        order = self.ordering.of_epoch(
+            len(self.source), seed=seed, epoch=number, batch_size=size
         )
+        n = len(self)
+        if size is not None:
+            return Epoch(number, n, order, self._cut(number, seed), key)
+        cut = cast("budget", self.batch_size).cut(order(np.arange(n)))
+        made = Epoch(number, n, order, cut, key)
+        if getattr(self.ordering, "shuffles_batches", False):
+            made = made.shuffled_batches(streams.key(seed, "batches", number))
+        return made
 
-    def read(
-        self, plan: Plan, *, start: Cursor, seed: int, device: torch.device
-    ) -> Iterator[Batch]:
-        """Yield the batches of one epoch from a cursor on, on `device`."""
-        order = epoch_order(
-            n=len(self),
-            seed=seed,
-            epoch=start.epoch,
-            shuffle=self.shuffle,
-            own=self.order,
+    def _sampled_epoch(self, seed: int, number: int, key: int) -> Epoch:
+        name = type(self.batch_sampler).__name__
+        batches = drawn_once(self.batch_sampler, seed=seed, epoch=number)
+        empty = [i for i, batch in enumerate(batches) if not len(batch)]
+        if empty or not batches:
+            msg = f"{name} gave no samples for update {empty[0] if empty else 0}."
+            raise DataError(msg)
+        flat = checked(
+            np.concatenate([np.asarray(batch) for batch in batches]),
+            n=len(self.source),
+            where=name,
         )
-        source = self.dataset if self._rows is None else self._rows
-        fetch = Fetch(source, self.collate, streams.key(seed, "data", start.epoch))
-        drawn = _drawn(plan, start, _in_blocks(order, plan))
-        if self.num_workers:
-            pairs = _through_workers(fetch, drawn, self.num_workers)
-        else:
-            pairs = ((piece, fetch(piece[1])) for piece in drawn)
-        return _assembled(plan, start, pairs, device)
+        stops = np.cumsum([len(batch) for batch in batches])
+        return Epoch(number, len(flat), lambda at: flat[at], UnevenCut(stops), key)
+
+    def read(self, reading: Reading) -> Iterator[Batch]:
+        """Yield a rank's batches, on its device."""
+        return assembled(on_device(pairs_of(self, reading), reading.world.device))
+
+    def check_start(self, start: Cursor, *, seed: int) -> None:
+        """Raise if reading cannot begin at a cursor.
+
+        Raises:
+            BatchError: the epoch has no such sample.
+            DataError: a stream that cannot be put there.
+        """
+        if not self.is_stream:
+            used = self._cut(start.epoch, seed).used if start.samples else 1
+            if start.samples >= used:
+                msg = (
+                    f"The cursor stands at sample {start.samples} of epoch {start.epoch},"
+                    f" but an epoch of this data has {used}. Was the dataset or its batch"
+                    " size changed?"
+                )
+                raise BatchError(msg)
+            return
+        if start.samples == 0 or self.replay:
+            return
+        kind = type(self.dataset).__name__
+        if start.memory is None:
+            msg = (
+                f"{kind} is a stream without state, so it cannot go on at sample"
+                f" {start.samples} of epoch {start.epoch}. Give it state_dict() and"
+                " load_state_dict(), or af.Data(..., replay=True), which reads"
+                f" {start.samples} samples again to get there."
+            )
+            raise DataError(msg)
 
 
-_Piece: TypeAlias = tuple[Span, Indices]
-"""A micro-batch: its positions, and the dataset indices that are read for it."""
+_STREAMS_ONLY = ("sharded", "dispatch", "replay")
+_SOURCES = (Joined, Zipped)
 
 
-def _in_blocks(
-    order: Callable[[Indices], Indices], plan: Plan
-) -> Callable[[int, int], Indices]:
-    """Return `(start, stop) -> indices`, computing the order a block at a time."""
-    block, first, last = np.empty(0, np.int64), 0, 0
-
-    def indices(start: int, stop: int) -> Indices:
-        nonlocal block, first, last
-        if not first <= start <= stop <= last:
-            first, last = start, max(stop, min(start + _BLOCK, plan.num_samples))
-            block = order(np.arange(first, last, dtype=np.int64) % plan.num_samples)
-        return block[start - first : stop - first]
-
-    return indices
-
-
-def _drawn(
-    plan: Plan, start: Cursor, indices: Callable[[int, int], Indices]
-) -> Iterator[_Piece]:
-    """Yield this rank's micro-batches in order; an empty one reads one stand-in."""
-    for batch in plan.spans(start.samples):
-        drawn = indices(*batch)
-        for low, high in plan.parts(batch):
-            stop = high if high > low else low + 1
-            begin = min(low, batch[1] - 1) - batch[0]
-            yield (low, high), drawn[begin : begin + stop - low]
-
-
-def _through_workers(
-    fetch: Fetch, pieces: Iterator[_Piece], num_workers: int
-) -> Iterator[tuple[_Piece, Any]]:
-    """Yield the pieces with their values, read ahead by torch's DataLoader."""
-    sent: list[_Piece] = []
-
-    def to_workers() -> Iterator[Indices]:
-        for piece in pieces:
-            sent.append(piece)
-            yield piece[1]
-
-    loader: DataLoader[Any] = DataLoader(
-        cast("Any", _Fetched(fetch)),
-        batch_size=None,
-        sampler=cast("Any", to_workers()),
-        num_workers=num_workers,
-        collate_fn=_as_is,
-        timeout=300.0,
-        # DataLoader draws a base seed from the global generator unless it has its own
-        generator=torch.Generator().manual_seed(fetch.key),
-    )
-    try:
-        for value in loader:
-            yield sent.pop(0), value
-    except RuntimeError as error:
-        reading = sent[0][1].tolist()[:8] if sent else []
-        msg = (
-            f"A data worker failed while the samples at dataset indices {reading} ..."
-            f" were due: {error}"
-        )
-        raise DataError(msg) from error
-
-
-class _Fetched:
-    """A dataset whose index is an array of indices and whose sample is a micro-batch."""
-
-    def __init__(self, fetch: Fetch) -> None:
-        self.fetch = fetch
-
-    def __getitem__(self, indices: Indices) -> Any:
-        return self.fetch(indices)
-
-
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _assembled(
-    plan: Plan,
-    start: Cursor,
-    pairs: Iterator[tuple[_Piece, Any]],
-    device: torch.device,
-) -> Iterator[Batch]:
-    """Group the micro-batches of an update into a batch."""
-    move = partial(tree.to_device, device=device)
-    for batch in plan.spans(start.samples):
-        count = len(plan.parts(batch))
-        taken = [next(pairs) for _ in range(count)]
-        spans = [span for (span, _), _ in taken]
-        after = plan.after(start, batch)
-        yield Batch(
-            micro_batches=tuple([move(value) for _, value in taken]),
-            weights=tuple([high - low for low, high in spans]),
-            start=start,
-            cursor=after,
-            num_samples=batch[1] - batch[0],
-            parts_indices=tuple([indices for (_, indices), _ in taken]),
-            parts_filler=tuple([_filler(span, plan.num_samples) for span in spans]),
-        )
-        start = after
-
-
-def _filler(span: Span, num_samples: int) -> Filler:
-    low, high = span
-    if high == low:
-        return True
-    if high <= num_samples:
-        return False
-    return np.arange(low, high) >= num_samples
+def _is_order(value: Any) -> bool:
+    return hasattr(value, "of_epoch") and hasattr(value, "num_samples")

@@ -17,8 +17,8 @@ import safetensors.torch
 import torch
 
 from accelfn import tree
-from accelfn.checkpoint.codec import decode, encode
 from accelfn.checkpoint.save import fields_of, with_fields
+from accelfn.codec import decode, encode
 from accelfn.cursor import Cursor
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
@@ -178,8 +178,8 @@ def _plain(given: Any) -> Any:
     if not isinstance(given, Batch):
         return {"value": given}
     parts = attrs.asdict(given, recurse=False)
-    parts["start"] = [given.start.epoch, given.start.samples]
-    parts["cursor"] = [given.cursor.epoch, given.cursor.samples]
+    for name, cursor in (("start", given.start), ("cursor", given.cursor)):
+        parts[name] = None if cursor is None else cursor.to_plain()
     for name in ("parts_indices", "parts_filler"):
         parts[name] = tuple(torch.as_tensor(np.asarray(each)) for each in parts[name])
     return {"batch": parts}
@@ -190,7 +190,7 @@ def _batch_again(plain: Mapping[str, Any]) -> Any:
         return plain["value"]
     parts = dict(plain["batch"])
     for name in ("start", "cursor"):
-        parts[name] = Cursor(*parts[name])
+        parts[name] = None if parts[name] is None else Cursor(*parts[name])
     for name in ("parts_indices", "parts_filler"):
         parts[name] = tuple(each.numpy() for each in parts[name])
     return Batch(**parts)

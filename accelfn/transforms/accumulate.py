@@ -10,7 +10,7 @@ import torch
 from accelfn import tree
 from accelfn.backward import ValueAndGrad
 from accelfn.data import Batch, Plan
-from accelfn.data.plan import Span, even_part
+from accelfn.data.cut import Span, even_part
 from accelfn.errors import ArgumentError, BatchError
 from accelfn.grads import Grads
 from accelfn.loss import Metrics

@@ -68,7 +68,7 @@ def test_states_are_saved_as_they_were(tmp_path: Path) -> None:
     bundle = json.loads((tmp_path / "rank-00000.json").read_text())
     (fields,) = bundle["states"]
     assert fields["dict"]["step"] == 1
-    assert fields["dict"]["cursor"] == {"list": [0, 4]}
+    assert fields["dict"]["cursor"] == {"list": [0, 4, None]}
 
 
 def test_a_step_that_does_not_raise_leaves_nothing(tmp_path: Path) -> None:

@@ -8,23 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.data.order import shuffled
+from accelfn.data.cut import EvenCut
+from accelfn.data.permutation import shuffled
 from accelfn.streams import key
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
-
-
-def plan_for(
-    n: int, batch_size: int, remainder: str, rank: int, size: int, k: int
-) -> af.Plan:
-    return af.Plan(
-        num_samples=n,
-        batch_size=batch_size,
-        remainder=remainder,
-        rank=rank,
-        num_shares=size,
-        num_micro_batches=k,
-    )
 
 
 def state_of(data: af.Data, *, seed: int, setup: object) -> af.TrainState:
@@ -50,9 +38,10 @@ def test_parts_partition_every_batch(
     n: int, batch_size: int, remainder: str, size: int, k: int
 ) -> None:
     """Concatenated in rank order the parts are the batch; sizes differ by at most one."""
-    plans = [plan_for(n, batch_size, remainder, r, size, k) for r in range(size)]
-    batches = list(plans[0].spans(0))
-    assert len(batches) == plans[0].updates_per_epoch == plans[0].num_batches(0)
+    plans = [af.Plan(rank=r, num_shares=size, num_micro_batches=k) for r in range(size)]
+    cut = EvenCut(n, batch_size, remainder)
+    batches = list(cut.spans(0))
+    assert len(batches) == cut.updates_per_epoch == cut.num_batches(0)
     seen: list[int] = []
     for batch in batches:
         parts = [part for plan in plans for part in plan.parts(batch)]
@@ -80,15 +69,8 @@ def test_micro_batch_size_bounds_parts(
     """With micro_batch_size no part is larger, and every rank has as many parts."""
     made = []
     for rank in range(size):
-        plan = af.Plan(
-            num_samples=n,
-            batch_size=batch_size,
-            remainder=remainder,
-            rank=rank,
-            num_shares=size,
-            micro_batch_size=micro,
-        )
-        for batch in plan.spans(0):
+        plan = af.Plan(rank=rank, num_shares=size, micro_batch_size=micro)
+        for batch in EvenCut(n, batch_size, remainder).spans(0):
             parts = plan.parts(batch)
             assert all(high - low <= micro for low, high in parts)
             made.append((batch, len(parts)))

@@ -288,7 +288,7 @@ MUTANTS = [
         law="L36",
         test=test_equivalence.test_evaluation_sees_each_sample_once,
         place=evaluation.evaluate,
-        old="_measured(returned, batch.weights[0], fn)",
+        old="_measured(returned, batch.weights[0] or 0, fn)",
         new="_measured(returned, max(1, batch.weights[0]), fn)",
     ),
     Mutant(

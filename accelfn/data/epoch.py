@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An epoch as a value: which dataset index stands at each position, and where batches end."""
+
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+
+from accelfn.cursor import Cursor
+from accelfn.data.cut import Cut, Span
+from accelfn.data.orders import AtPositions, looked_up
+from accelfn.data.permutation import Indices, shuffled
+from accelfn.data.plan import Plan
+
+_BLOCK = 65_536  # positions whose order is computed at once; 0.5 MB
+
+
+@attrs.frozen(eq=False)
+class Epoch:
+    """One pass over the data.
+
+    Attributes:
+        number: from 0.
+        num_samples: positions of the order.
+        order: positions to dataset indices.
+        cut: where batches end.
+        key: of what reading draws.
+    """
+
+    number: int
+    num_samples: int
+    order: AtPositions
+    cut: Cut
+    key: int
+
+    def after(self, stop: int) -> Cursor:
+        """Return the cursor behind a batch that ends at position `stop`."""
+        if stop >= self.cut.used:
+            return Cursor(self.number + 1, 0)
+        return Cursor(self.number, stop)
+
+    def shuffled_batches(self, key: int) -> "Epoch":
+        """Return the epoch with its batches in a random order, the last one last."""
+        stops = np.fromiter((stop for _, stop in self.cut.spans(0)), np.int64)
+        starts = np.concatenate([[0], stops[:-1]])
+        indices = self.order(np.arange(self.num_samples))
+        whole = len(stops) - 1
+        turns = np.arange(len(stops))
+        if whole > 0:
+            turns[:whole] = shuffled(turns[:whole], n=whole, key=key)
+        sizes = (stops - starts)[turns]
+        ends = np.cumsum(sizes)
+        places = np.arange(self.num_samples)
+        batch = np.searchsorted(ends, places, side="right")
+        moved = starts[turns][batch] + places - (ends - sizes)[batch]
+        arranged = indices[moved]
+        return attrs.evolve(
+            self,
+            order=looked_up(arranged),
+            cut=type(self.cut)(ends),  # pyright: ignore[reportCallIssue]
+        )
+
+
+@attrs.frozen(eq=False)
+class Portion:
+    """What one rank takes of one update, before it is read.
+
+    Attributes:
+        start: where the data stand before it.
+        after: where they stand behind it.
+        num_samples: of the whole update.
+        spans: positions of the rank's micro-batches.
+        indices: of the samples to read for each; an empty one reads one stand-in.
+        own: how many of the epoch's positions are samples; those beyond are repeats.
+        key: of what reading draws.
+    """
+
+    start: Cursor
+    after: Cursor
+    num_samples: int
+    spans: tuple[Span, ...]
+    indices: tuple[Indices, ...]
+    own: int
+    key: int
+
+
+def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
+    """Yield what this rank takes of an epoch's updates from a cursor on."""
+    block, first, last = np.empty(0, np.int64), 0, 0
+    for low, high in epoch.cut.spans(start.samples):
+        if not first <= low <= high <= last:
+            first, last = low, max(high, min(low + _BLOCK, epoch.num_samples))
+            places = np.arange(first, last, dtype=np.int64)
+            if last > epoch.num_samples:  # padded: filled from the start of the order
+                places %= epoch.num_samples
+            block = epoch.order(places)
+        spans = plan.parts((low, high))
+        indices: list[Indices] = []
+        for begin, stop in spans:
+            # an empty part reads the sample beside it
+            at = begin - first if stop > begin else min(begin, high - 1) - first
+            indices.append(block[at : at + max(stop - begin, 1)])
+        after = epoch.after(high)
+        yield Portion(
+            start,
+            after,
+            high - low,
+            tuple(spans),
+            tuple(indices),
+            epoch.num_samples,
+            epoch.key,
+        )
+        start = after

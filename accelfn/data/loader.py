@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a torch DataLoader says, in the words of `Data`."""
+
+import warnings
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, default_collate
+
+from accelfn.data.orders import (
+    Sequential,
+    Shuffled,
+    order_of_sampler,
+    refuse_distributed,
+)
+from accelfn.data.stream import is_stream
+from accelfn.errors import ArgumentError, DataError
+
+_DEFAULTS = {
+    "worker_init_fn": "workers draw from streams of their own; seed in the dataset",
+    "generator": "the order comes from the state's seed",
+    "multiprocessing_context": "workers are started as torch does by default",
+}
+
+
+def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
+    """Return the arguments of `Data` that a loader stands for.
+
+    Raises:
+        DataError: it is no DataLoader, does not batch, or gives each rank a part already.
+    """
+    if not isinstance(loader, DataLoader):
+        msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
+        raise DataError(msg)
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        msg = (
+            f"from_loader(num_ranks={num_ranks!r}): expected an integer of at least 1."
+        )
+        raise ArgumentError(msg)
+    _say_what_is_lost(loader)
+    collate = loader.collate_fn
+    options = {
+        "dataset": loader.dataset,
+        "collate": None if collate is default_collate else collate,
+        "num_workers": loader.num_workers,
+        **({"timeout": loader.timeout} if loader.timeout else {}),
+    }
+    return options | _batching(loader, num_ranks)
+
+
+def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
+    size = loader.batch_size
+    if is_stream(loader.dataset):
+        if size is None:
+            return {"batch_size": num_ranks, "collate": _only}
+        remainder = "drop" if loader.drop_last else "short"
+        return {"batch_size": size * num_ranks, "remainder": remainder}
+    refuse_distributed(loader.sampler)
+    batches = loader.batch_sampler
+    if type(batches) is BatchSampler and size is not None:
+        order = order_of_sampler(loader.sampler)
+        shuffled = isinstance(order, Shuffled)
+        kept = None if isinstance(order, (Shuffled, Sequential)) else order
+        return {
+            "batch_size": size * num_ranks,
+            "shuffle": shuffled,
+            "order": kept,
+            "remainder": "drop" if loader.drop_last else "short",
+        }
+    if batches is None:
+        msg = (
+            "from_loader: this DataLoader does not batch (batch_size=None). Give"
+            " af.Data(dataset, batch_size=...)."
+        )
+        raise DataError(msg)
+    if num_ranks != 1:
+        msg = (
+            f"from_loader(num_ranks={num_ranks}): a batch of {type(batches).__name__} is an"
+            " update's, over all ranks; leave num_ranks out."
+        )
+        raise DataError(msg)
+    return {"batch_sampler": batches}
+
+
+def _only(samples: list[Any]) -> Any:
+    """Return the one batch that a stream of batches gives for an update."""
+    (sample,) = samples
+    return sample
+
+
+def _say_what_is_lost(loader: "DataLoader[Any]") -> None:
+    for name, instead in _DEFAULTS.items():
+        if getattr(loader, name, None) is not None:
+            warnings.warn(
+                f"from_loader: {name} is not kept: {instead}.",
+                UserWarning,
+                stacklevel=4,
+            )

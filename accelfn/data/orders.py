@@ -1,0 +1,545 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders: in which order an epoch takes the samples of a dataset, as a function.
+
+An order gives, for an epoch, a function from positions to dataset indices. It is pure: it
+depends on the seed and the epoch alone, so every rank computes the same one, and a resumed
+run computes what the uninterrupted one did.
+"""
+
+from collections.abc import Callable, Iterable, Sequence, Sized
+from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol, TypeAlias, cast
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from accelfn import streams
+from accelfn.data.permutation import Indices, shuffled, uniform
+from accelfn.errors import ArgumentError, DataError
+
+AtPositions: TypeAlias = Callable[[Indices], Indices]
+"""One epoch's order: positions to dataset indices."""
+OrderFunction: TypeAlias = Callable[[int, int, int], Sequence[int]]
+"""A user's own order: `(seed, epoch, n) -> indices`, which may be lazy."""
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class Order(Protocol):
+    """In which order the samples of a dataset come."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in a repr and in a checkpoint."""
+        ...
+
+    def num_samples(self, n: int) -> int:
+        """Return how many positions an epoch over n samples has."""
+        ...
+
+    def of_epoch(
+        self, n: int, *, seed: int, epoch: int, batch_size: int | None
+    ) -> AtPositions:
+        """Return one epoch's order; `batch_size` is None where batches differ in size."""
+        ...
+
+
+@attrs.frozen
+class Sequential:
+    """The dataset's own order."""
+
+    name: str = attrs.field(default="in order", init=False)
+
+    def num_samples(self, n: int) -> int:
+        """Take each sample once."""
+        return n
+
+    def of_epoch(self, n: int, **_: Any) -> AtPositions:
+        """Return the positions themselves."""
+        return _themselves
+
+
+@attrs.frozen
+class Shuffled:
+    """A permutation of its own for each epoch, with random access."""
+
+    name: str = attrs.field(default="shuffled", init=False)
+
+    def num_samples(self, n: int) -> int:
+        """Take each sample once."""
+        return n
+
+    def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
+        """Return the permutation; an index costs some 30 ns, wherever it is."""
+        key = streams.key(seed, "order", epoch)
+        return lambda positions: shuffled(positions, n=n, key=key)
+
+
+@attrs.frozen
+class Own:
+    """A user's function, its indices checked as they are read."""
+
+    function: OrderFunction
+
+    @property
+    def name(self) -> str:
+        """Its own."""
+        return f"own order {getattr(self.function, '__qualname__', '')}".strip()
+
+    def num_samples(self, n: int) -> int:
+        """Take n samples."""
+        return n
+
+    def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
+        """Call the function."""
+        indices = self.function(seed, epoch, n)
+        where = f"order(seed={seed}, epoch={epoch}, n={n})"
+        if len(indices) != n:
+            msg = f"{where} gave {len(indices)} indices; expected {n}."
+            raise DataError(msg)
+
+        def order(positions: Indices) -> Indices:
+            found = np.array([indices[int(p)] for p in positions])
+            return checked(found, n=n, where=where)
+
+        return order
+
+
+def _as_weights(values: Any) -> Floats:
+    weights = np.array(values, dtype=np.float64)
+    fits = weights.ndim == 1 and np.isfinite(weights).all() and (weights >= 0).all()
+    if not fits or not weights.any():
+        msg = (
+            "af.orders.weighted(weights): expected one finite number of 0 or more for each"
+            " sample, not all 0."
+        )
+        raise ArgumentError(msg)
+    return weights
+
+
+@attrs.frozen(eq=False, repr=False)
+class weighted:
+    """Samples in proportion to weights.
+
+    With replacement, each position draws on its own: a sample may come twice in an epoch,
+    or not at all. Without, the epoch is what drawing one sample after another would give
+    (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
+
+    Args:
+        weights: one a sample, 0 or more; they need not sum to 1.
+        num_samples: in an epoch; default as many as there are weights, or without
+            replacement as many as can be drawn.
+        replacement: whether a sample may come again.
+
+    Law: an epoch is a function of the seed and its number.
+
+    Cost: 8 bytes a sample. With replacement an index costs a binary search; without, an
+    epoch begins with a sort of all.
+
+    Example:
+        >>> from accelfn import Data, orders
+        >>> data = Data(["a", "b"], batch_size=4, order=orders.weighted([1, 0], num_samples=4))
+        >>> data.epoch(seed=0).order(np.arange(4))
+        array([0, 0, 0, 0])
+    """
+
+    weights: Floats = attrs.field(converter=_as_weights)
+    drawn: int | None = attrs.field(default=None, kw_only=True, alias="num_samples")
+    replacement: bool = attrs.field(default=True, kw_only=True)
+    name: str = attrs.field(default="weighted", init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse to draw more than there are."""
+        possible = int(np.count_nonzero(self.weights))
+        if self.drawn is None:
+            return
+        if not isinstance(self.drawn, int) or self.drawn < 1:
+            msg = f"af.orders.weighted(num_samples={self.drawn!r}): expected 1 or more."
+            raise ArgumentError(msg)
+        if not self.replacement and self.drawn > possible:
+            msg = (
+                f"af.orders.weighted(num_samples={self.drawn}, replacement=False): only"
+                f" {possible} samples have a weight above 0."
+            )
+            raise ArgumentError(msg)
+
+    def num_samples(self, n: int) -> int:
+        """Return how many positions an epoch has.
+
+        Raises:
+            DataError: the dataset has not as many samples as there are weights.
+        """
+        _check_one_each("weighted", "weights", self.weights, n)
+        if self.drawn is not None:
+            return self.drawn
+        return n if self.replacement else int(np.count_nonzero(self.weights))
+
+    def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
+        """Return an epoch's draws."""
+        key = streams.key(seed, "order", epoch)
+        if self.replacement:
+            below = np.cumsum(self.weights)
+            last = int(np.flatnonzero(self.weights)[-1])
+
+            def draw(positions: Indices) -> Indices:
+                at = uniform(positions, key=key) * below[-1]
+                return np.minimum(np.searchsorted(below, at, side="right"), last)
+
+            return draw
+        with np.errstate(divide="ignore"):  # a weight of 0 is never reached
+            arrival = -np.log1p(-uniform(np.arange(n), key=key)) / self.weights
+        arrival[self.weights == 0] = np.inf
+        return looked_up(np.argsort(arrival, kind="stable"))
+
+
+def _as_lengths(values: Any) -> Indices:
+    lengths = np.array(values)
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+        msg = "Expected the length of each sample, integers of 0 or more."
+        raise ArgumentError(msg)
+    return lengths.astype(np.int64)
+
+
+@attrs.frozen(eq=False, repr=False)
+class bucketed:
+    """Samples of like length together, so that little of a padded batch is padding.
+
+    The shuffled samples are sorted by length within windows, and the batches of a window
+    come in a random order.
+
+    Args:
+        lengths: of each sample.
+        window: how many samples are sorted together; the larger, the less padding, and the
+            less random the order.
+
+    Law: an epoch takes each sample once, and is a function of the seed and its number.
+
+    Cost: 8 bytes a sample, and a sort of one window at a time.
+
+    Example:
+        >>> from accelfn import Data, orders
+        >>> data = Data(range(6), batch_size=2, order=orders.bucketed([1, 9, 1, 9, 5, 5]))
+        >>> sorted(map(sorted, data.epoch(seed=0).order(np.arange(6)).reshape(3, 2).tolist()))
+        [[0, 2], [1, 3], [4, 5]]
+    """
+
+    lengths: Indices = attrs.field(converter=_as_lengths)
+    window: int = attrs.field(default=8192, kw_only=True)
+    name: str = attrs.field(default="bucketed", init=False)
+    shuffles_batches: bool = attrs.field(default=True, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the window."""
+        if not isinstance(self.window, int) or self.window < 1:
+            msg = f"af.orders.bucketed(window={self.window!r}): expected 1 or more."
+            raise ArgumentError(msg)
+
+    def num_samples(self, n: int) -> int:
+        """Take each sample once.
+
+        Raises:
+            DataError: the dataset has not as many samples as there are lengths.
+        """
+        _check_one_each("bucketed", "lengths", self.lengths, n)
+        return n
+
+    def of_epoch(
+        self, n: int, *, seed: int, epoch: int, batch_size: int | None
+    ) -> AtPositions:
+        """Return an epoch's order, computed a window at a time."""
+        key = streams.key(seed, "order", epoch)
+        step = batch_size or 1
+        window = -(-self.window // step) * step
+
+        def sorted_window(number: int) -> Indices:
+            places = np.arange(number * window, min((number + 1) * window, n))
+            indices = shuffled(places, n=n, key=key)
+            indices = indices[np.argsort(self.lengths[indices], kind="stable")]
+            if batch_size is None:
+                return indices
+            whole = len(indices) // step  # a short last batch stays the last
+            turns = shuffled(
+                np.arange(whole), n=max(whole, 1), key=streams.fold(key, number)
+            )
+            batches = indices[: whole * step].reshape(whole, step)[turns]
+            return np.concatenate([batches.reshape(-1), indices[whole * step :]])
+
+        def order(positions: Indices) -> Indices:
+            result = np.empty_like(positions)
+            numbers = positions // window
+            for number in np.unique(numbers).tolist():
+                here = numbers == number
+                result[here] = sorted_window(number)[positions[here] - number * window]
+            return result
+
+        return order
+
+
+@attrs.frozen(eq=False)
+class Sampled:
+    """A torch sampler, drawn once an epoch on every rank alike."""
+
+    sampler: Any
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse one that gives each rank a part of its own."""
+        refuse_distributed(self.sampler)
+
+    @property
+    def name(self) -> str:
+        """The sampler's class."""
+        return type(self.sampler).__name__
+
+    def num_samples(self, n: int) -> int:
+        """Return the sampler's length."""
+        return _length_of(self.sampler)
+
+    def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
+        """Draw the epoch."""
+        drawn = drawn_once(self.sampler, seed=seed, epoch=epoch)
+        return looked_up(checked(np.array(drawn), n=n, where=self.name))
+
+
+def _as_shares(weights: Any) -> tuple[Fraction, ...]:
+    shares = [Fraction(weight).limit_denominator(10**9) for weight in weights]
+    return tuple(share / sum(shares) for share in shares)
+
+
+@attrs.frozen
+class Mixed:
+    """Positions shared out among several datasets that lie one after the other.
+
+    Positions are counted through all epochs. In every block each dataset has its exact
+    share, to one sample; within its share it goes through its samples epoch after epoch of
+    its own, so none comes again before all have come.
+
+    Attributes:
+        lengths: of the datasets.
+        shares: of the positions; they sum to 1.
+        inner: the order of a dataset's own samples.
+    """
+
+    lengths: tuple[int, ...]
+    shares: tuple[Fraction, ...] = attrs.field(converter=_as_shares)
+    inner: Order
+
+    @property
+    def name(self) -> str:
+        """What is mixed, and in which proportion."""
+        shares = ":".join(str(share) for share in self.shares)
+        return f"mixed {shares}, {self.inner.name}"
+
+    @cached_property
+    def block(self) -> int:
+        """How many positions are shared out at once; at least four to the least share."""
+        return max(64, -(-4 // min(self.shares)))
+
+    def num_samples(self, n: int) -> int:
+        """Take as many as there are in all."""
+        return n
+
+    def used(self, blocks: int) -> list[int]:
+        """Return how many samples of each dataset came in the first blocks."""
+        ends, total = [0], Fraction(0)
+        for share in self.shares:
+            total += share
+            ends.append(int(total * self.block * blocks + Fraction(1, 2)))
+        return [stop - start for start, stop in pairwise(ends)]
+
+    def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
+        """Return an epoch's order, computed a block at a time."""
+        offsets = np.cumsum([0, *self.lengths])
+        inner: dict[tuple[int, int], AtPositions] = {}
+
+        def own_order(which: int, turn: int) -> AtPositions:
+            found = inner.get((which, turn))
+            if found is None:
+                key = streams.key(seed, "mix", which)
+                length = self.lengths[which]
+                found = inner[which, turn] = self.inner.of_epoch(
+                    length, seed=key, epoch=turn, batch_size=None
+                )
+            return found
+
+        def of_block(number: int) -> Indices:
+            before, after = self.used(number), self.used(number + 1)
+            counts = [stop - start for start, stop in zip(before, after, strict=True)]
+            key = streams.key(seed, "mix", number)
+            turns = shuffled(np.arange(self.block), n=self.block, key=key)
+            whose = np.repeat(np.arange(len(counts)), counts)[turns]
+            result = np.empty(self.block, np.int64)
+            for which, start in enumerate(before):
+                places = np.flatnonzero(whose == which)
+                turns, within = divmod(
+                    start + np.arange(len(places)), self.lengths[which]
+                )
+                for turn in np.unique(turns).tolist():
+                    here = turns == turn
+                    found = own_order(which, turn)(within[here])
+                    result[places[here]] = found + offsets[which]
+            return result
+
+        def order(positions: Indices) -> Indices:
+            through = positions + epoch * n
+            numbers = through // self.block
+            result = np.empty_like(positions)
+            for number in np.unique(numbers).tolist():
+                here = numbers == number
+                result[here] = of_block(number)[through[here] - number * self.block]
+            return result
+
+        return order
+
+
+@attrs.frozen
+class Side:
+    """Datasets side by side: a column of indices for each, in an order of its own.
+
+    An epoch is as long as the longest; the others begin again, in the order of their next
+    epoch.
+    """
+
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    inner: Order
+
+    @property
+    def name(self) -> str:
+        """What is zipped."""
+        return f"zipped {', '.join(self.names)}, {self.inner.name}"
+
+    def num_samples(self, n: int) -> int:
+        """Take the longest once."""
+        return n
+
+    def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
+        """Return an epoch's order; its result has a column for each dataset."""
+
+        def column(which: int, through: Indices) -> Indices:
+            length = self.lengths[which]
+            key = streams.key(seed, "zip", self.names[which])
+            turns, places = divmod(through, length)
+            found = np.empty_like(places)
+            for turn in np.unique(turns).tolist():
+                here = turns == turn
+                order = self.inner.of_epoch(
+                    length, seed=key, epoch=turn, batch_size=None
+                )
+                found[here] = order(places[here])
+            return found
+
+        def order(positions: Indices) -> Indices:
+            through = positions + epoch * n
+            columns = [column(which, through) for which in range(len(self.lengths))]
+            return np.stack(columns, axis=1)
+
+        return order
+
+
+def order_of_sampler(sampler: Any) -> Order:
+    """Return the order that a torch sampler stands for; a plain one is not drawn from."""
+    if type(sampler) is SequentialSampler:
+        return Sequential()
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        source = sampler.data_source
+        if sampler.num_samples == len(source):
+            return Shuffled()
+    return Sampled(sampler)
+
+
+def refuse_distributed(sampler: Any) -> None:
+    """Raise if a sampler gives each rank a part already."""
+    inner = getattr(sampler, "sampler", None)  # a batch sampler's
+    if isinstance(sampler, DistributedSampler) or isinstance(inner, DistributedSampler):
+        msg = (
+            "A DistributedSampler gives each rank a part already, and af.shard_data() would"
+            " cut it again. Give the dataset with shuffle=True, or the sampler that it wraps."
+        )
+        raise DataError(msg)
+
+
+def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
+    """Return what a sampler yields in an epoch, as a function of the seed and the epoch.
+
+    torch's, numpy's and Python's generators are set from both, a `generator` of its own
+    too, and `set_epoch` is called where there is one.
+
+    Raises:
+        DataError: it yields another number than its length says, or something else when it
+            is asked again: then a run could not be resumed.
+    """
+    first, again = (_drawn(sampler, seed, epoch) for _ in range(2))
+    kind, length = type(sampler).__name__, _length_of(sampler)
+    if len(first) != length:
+        msg = (
+            f"{kind} says that it has {length}, and gave {len(first)} in epoch {epoch}."
+        )
+        raise DataError(msg)
+    if first != again:
+        msg = (
+            f"{kind} gave two different epochs {epoch} when drawn twice, so a run could not"
+            " be resumed, and ranks would disagree. Let it draw from torch's, numpy's or"
+            " Python's default generators, a torch.Generator named `generator`, or what"
+            " set_epoch(epoch) tells."
+        )
+        raise DataError(msg)
+    return first
+
+
+def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    key = streams.key(seed, "sampler", epoch)
+    for each in (sampler, getattr(sampler, "sampler", None)):
+        if callable(getattr(each, "set_epoch", None)):
+            cast("Any", each).set_epoch(epoch)
+        own = getattr(each, "generator", None)
+        if isinstance(own, torch.Generator):
+            own.manual_seed(key)
+    with streams.drawing() as seeds:
+        seeds.begin(key)
+        return [_plain(each) for each in sampler]
+
+
+def _plain(index: Any) -> Any:
+    return [int(each) for each in index] if isinstance(index, (list, tuple)) else index
+
+
+def _length_of(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError) as error:
+        msg = f"{type(sampler).__name__} has no length; a sampler needs __len__."
+        raise DataError(msg) from error
+
+
+def checked(found: npt.NDArray[Any], *, n: int, where: str) -> Indices:
+    """Return indices as integers.
+
+    Raises:
+        DataError: they are no integers from 0 to n - 1.
+    """
+    whole = found.dtype.kind in "iu"
+    if not whole or (len(found) and (found.min() < 0 or found.max() >= n)):
+        wrong = [i for i in found.tolist() if not whole or not 0 <= i < n]
+        msg = f"{where} gave the indices {wrong[:5]}; expected integers from 0 to {n - 1}."
+        raise DataError(msg)
+    return found.astype(np.int64)
+
+
+def _check_one_each(order: str, what: str, values: Sized, n: int) -> None:
+    if len(values) != n:
+        msg = f"af.orders.{order}: {len(values)} {what} for a dataset of {n} samples."
+        raise DataError(msg)
+
+
+def _themselves(positions: Indices) -> Indices:
+    return positions
+
+
+def looked_up(indices: Indices) -> AtPositions:
+    """Return the order that an array says."""
+    return lambda positions: indices[positions]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which reader reads a dataset: by index or as a stream, here or in other processes."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import attrs
+from torch.utils.data import default_collate
+
+from accelfn.cursor import Cursor
+from accelfn.data.dispatch import read_dispatched
+from accelfn.data.epoch import Portion, portions
+from accelfn.data.fetch import Fetch
+from accelfn.data.plan import Plan
+from accelfn.data.read import Pair, Place, in_workers, read_ahead, read_here
+from accelfn.data.sharded import Sharded
+from accelfn.data.stream import Share, Stream, read_stream
+from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """Which batches are read, and for whom.
+
+    Attributes:
+        plan: which samples of an update are this rank's.
+        start: where to begin.
+        epochs: the number of the epoch before which to end; None: never.
+        seed: of the order, and of what reading draws.
+        world: in which ranks read.
+        update: of the state, for which the first batch is; it is named in errors.
+    """
+
+    plan: Plan
+    start: Cursor = attrs.field(factory=Cursor)
+    epochs: int | None
+    seed: int
+    world: World
+    update: int = 0
+
+
+def pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
+    """Yield what this rank takes of each update, and its values, on the CPU."""
+    if data.is_stream:
+        return _stream_pairs(data, reading)
+    taken, fetch = _portions(data, reading), Fetch(data.source, data.collate)
+    if not data.num_workers:
+        return read_here(taken, fetch)
+    return read_ahead(
+        taken,
+        fetch,
+        num_workers=data.num_workers,
+        timeout=data.timeout,
+        place=_place(reading),
+    )
+
+
+def _portions(data: "Data", reading: Reading) -> Iterator[Portion]:
+    start, epochs = reading.start, reading.epochs
+    while epochs is None or start.epoch < epochs:
+        epoch = data.epoch(seed=reading.seed, number=start.epoch)
+        yield from portions(epoch, reading.plan, start)
+        start = Cursor(start.epoch + 1)
+
+
+def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
+    collate = data.collate or default_collate
+    plan, start, epochs = reading.plan, reading.start, reading.epochs
+    if data.sharded:
+        sharded = Sharded(
+            dataset=data.dataset,
+            batch_size=data.batch_size,
+            collate=collate,
+            seed=reading.seed,
+            num_workers=data.num_workers,
+            timeout=data.timeout,
+            world=reading.world,
+        )
+        return sharded.portions(plan, start, epochs)
+    stream = Stream(
+        data.dataset, data.batch_size, data.remainder, collate, reading.seed
+    )
+    if data.dispatch:
+        return read_dispatched(stream, plan, start, epochs, reading.world)
+    if not data.num_workers:
+        return read_stream(stream, plan, start, epochs)
+    return in_workers(
+        Share(stream, plan, start, epochs),
+        num_workers=data.num_workers,
+        timeout=data.timeout,
+        place=_place(reading),
+    )
+
+
+def _place(reading: Reading) -> Place:
+    return Place(reading.world.rank, reading.world.size, reading.update)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that give each rank samples of its own: read by torchdata, kept in step.
+
+Ranks may have different numbers of samples, and learn at each update how many there are. One
+that has none left takes part with filler until all have ended.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any, cast
+
+import attrs
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from accelfn import streams
+from accelfn.collectives import all_gather
+from accelfn.cursor import Cursor
+from accelfn.data.cut import Span, even_part
+from accelfn.data.epoch import Portion
+from accelfn.data.fetch import Collate
+from accelfn.data.plan import Plan
+from accelfn.data.stream import Opened
+from accelfn.errors import DataError
+from accelfn.world import World
+
+
+class Counted(IterableDataset[Any]):
+    """A rank's stream in one worker, that knows how many samples it gave.
+
+    torchdata saves and restores it in each worker.
+    """
+
+    def __init__(self, dataset: Any, key: int, epoch: int) -> None:
+        """Take the stream, and the key of the rank's draws."""
+        self._dataset, self._key, self._epoch = dataset, key, epoch
+        self._start: tuple[int, Any] = (0, None)
+        self._opened: Opened | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield samples from where it stands."""
+        info = get_worker_info()
+        key = streams.fold(self._key, 0 if info is None else info.id)
+        (count, memory), self._start = self._start, (0, None)
+        self._opened = Opened(
+            self._dataset, key, Cursor(self._epoch, count, memory=memory)
+        )
+        while more := self._opened.read():
+            yield from more
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands."""
+        if self._opened is None:
+            return {"count": self._start[0], "memory": copy.deepcopy(self._start[1])}
+        return {"count": self._opened.position, "memory": self._opened.memory()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there at the next `iter`."""
+        self._start, self._opened = (state["count"], state["memory"]), None
+
+
+@attrs.frozen(eq=False)
+class Collated:
+    """Collates the micro-batches of a share; what a worker is given."""
+
+    collate: Collate
+    num_parts: int
+
+    def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
+        """Return how many samples there are, and their micro-batches."""
+        values: list[Any] = []
+        for i in range(self.num_parts):
+            begin, stop = even_part((0, len(samples)), i, self.num_parts)
+            at = min(begin, len(samples) - 1)
+            values.append(self.collate(samples[at : max(stop, at + 1)]))
+        return len(samples), values
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Sharded:
+    """A rank's own stream, and how it is read.
+
+    Attributes:
+        dataset: an iterable of this rank's samples.
+        batch_size: samples of an update, over all ranks.
+        collate: makes a batch of samples.
+        seed: of what is drawn.
+        num_workers: processes that read ahead.
+        timeout: seconds that one may take.
+        world: in which ranks keep in step.
+    """
+
+    dataset: Any
+    batch_size: int
+    collate: Collate
+    seed: int
+    num_workers: int
+    timeout: float
+    world: World
+
+    def portions(
+        self, plan: Plan, start: Cursor, epochs: int | None
+    ) -> Iterator[tuple[Portion, list[Any]]]:
+        """Yield this rank's part of every update."""
+        while epochs is None or start.epoch < epochs:
+            for portion, values in self._epoch(plan, start):
+                yield portion, values
+                start = portion.after
+
+    def _epoch(self, plan: Plan, start: Cursor) -> Iterator[tuple[Portion, list[Any]]]:
+        begin, end = even_part((0, self.batch_size), plan.world_rank, plan.world_size)
+        share = max(1, end - begin)
+        num_parts = len(plan.parts((0, self.batch_size)))
+        loader = self._loader(share, num_parts, start)
+        items = iter(loader)
+        item, cursor = next(items, None), start
+        values: list[Any] = []
+        while True:
+            count = 0
+            if item is not None:
+                count, values = item
+            elif not values and cursor.samples:
+                values = self._stand_in(num_parts, start.epoch)
+            memory = self._memory(loader) if item is not None else cursor.memory
+            item = next(items, None) if item is not None else None
+            counts, more = self._agreed(count, more=item is not None)
+            self._refuse_nothing(counts, values, cursor)
+            total, before = sum(counts), sum(counts[: self.world.rank])
+            first = cursor.samples + before
+            after = (
+                Cursor(start.epoch, cursor.samples + total, memory=memory)
+                if more
+                else Cursor(start.epoch + 1, 0)
+            )
+            own = (first, first + count)
+            yield _portion((cursor, after), total, own, num_parts), values
+            if not more:
+                return
+            cursor = after
+
+    def _loader(self, share: int, num_parts: int, start: Cursor) -> Any:
+        key = self._key(start.epoch)
+        with warnings.catch_warnings():  # torchdata calls what torch deprecates
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+            loader = StatefulDataLoader(
+                Counted(self.dataset, key, start.epoch),
+                batch_size=share,
+                num_workers=self.num_workers,
+                collate_fn=cast("Collate", Collated(self.collate, num_parts)),
+                timeout=self.timeout if self.num_workers else 0,
+                generator=torch.Generator().manual_seed(key),
+            )
+        if start.memory is not None:
+            if start.memory["num_workers"] != self.num_workers:
+                msg = (
+                    f"This stream was read by {start.memory['num_workers']} workers a rank,"
+                    f" each of its own part, and cannot go on with {self.num_workers}."
+                )
+                raise DataError(msg)
+            loader.load_state_dict(copy.deepcopy(start.memory["loader"]))
+        return loader
+
+    def _stand_in(self, num_parts: int, epoch: int) -> list[Any]:
+        """Return micro-batches of the rank's first sample, after it was resumed at its end."""
+        first = Opened(self.dataset, self._key(epoch), Cursor(epoch)).read()
+        return Collated(self.collate, num_parts)(first)[1]
+
+    def _key(self, epoch: int) -> int:
+        return streams.key(self.seed, "data", epoch, "rank", self.world.rank)
+
+    def _memory(self, loader: Any) -> dict[str, Any]:
+        return {
+            "num_workers": self.num_workers,
+            "loader": copy.deepcopy(loader.state_dict()),
+        }
+
+    def _agreed(self, count: int, *, more: bool) -> tuple[list[int], bool]:
+        """Return how many samples each rank has, and whether any has more."""
+        mine = torch.tensor([count, more], device=self.world.device)
+        rows = [
+            each.tolist() for each in all_gather(mine, self.world, label="lockstep")
+        ]
+        return [int(row[0]) for row in rows], any(row[1] for row in rows)
+
+    def _refuse_nothing(
+        self, counts: list[int], values: list[Any], cursor: Cursor
+    ) -> None:
+        if cursor.samples or all(counts):
+            return
+        without = [rank for rank, count in enumerate(counts) if not count]
+        msg = (
+            f"af.Data(sharded=True): rank {without[0]} of {self.world.size} got no sample in"
+            f" epoch {cursor.epoch}, and so has no stand-in to take part with. Samples by"
+            f" rank in the first update: {counts}."
+        )
+        raise DataError(msg)
+
+
+def _portion(
+    cursors: tuple[Cursor, Cursor], total: int, own: Span, num_parts: int
+) -> Portion:
+    spans = tuple(even_part(own, i, num_parts) for i in range(num_parts))
+    indices = tuple(np.arange(begin, max(stop, begin + 1)) for begin, stop in spans)
+    return Portion(*cursors, total, spans, indices, own=own[1], key=0)

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources: what samples are read from, by their index.
+
+A dataset made of tensors is gathered by one indexing call a tensor, which is some ten times
+the speed of fetching and stacking sample by sample; so is a table of Arrow. Any other
+map-style dataset is asked through `__getitems__` where it has one, else item by item.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias, cast
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._pytree import tree_structure
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+
+from accelfn import tree
+from accelfn.data.permutation import Indices
+from accelfn.errors import DataError
+
+Begin: TypeAlias = Callable[[int], object]
+"""Called with a sample's place in the micro-batch before the sample is read."""
+
+
+class Source(Protocol):
+    """Samples by index."""
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether reading runs no code of the user's, so that nothing is drawn."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
+        """Return the samples at these indices, calling `begin` as each is read."""
+        ...
+
+    def batch(self, indices: Indices, begin: Begin) -> Any:
+        """Return those samples as one batch, as torch's collate makes it."""
+        ...
+
+
+@attrs.frozen
+class Rows:
+    """A dataset made of tensors: a tree of them, and which of their rows are samples."""
+
+    tensors: Any
+    picked: torch.Tensor | None = None
+    is_pure: bool = attrs.field(default=True, init=False)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        if self.picked is not None:
+            return len(self.picked)
+        return len(tree.tensor_leaves(self.tensors)[0])
+
+    def subset(self, indices: Sequence[int]) -> "Rows":
+        """Return the rows at these indices as a dataset; nothing is copied."""
+        picked = torch.as_tensor(indices, dtype=torch.int64)
+        return Rows(
+            self.tensors, picked if self.picked is None else self.picked[picked]
+        )
+
+    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
+        """Return rows one by one."""
+        rows = self._rows(indices).tolist()
+        return [tree.tree_map(partial(_at, row), self.tensors) for row in rows]
+
+    def batch(self, indices: Indices, begin: Begin) -> Any:
+        """Return the rows at these indices, as tensors of their own."""
+        where = self._rows(indices)
+        if isinstance(self.tensors, tuple):  # the common case, without the tree walk
+            leaves = cast("tuple[Any, ...]", self.tensors)
+            if type(leaves) is tuple and all(type(t) is torch.Tensor for t in leaves):
+                return tuple(t.index_select(0, where) for t in leaves)
+        return tree.tree_map(lambda leaf: leaf.index_select(0, where), self.tensors)
+
+    def _rows(self, indices: Indices) -> torch.Tensor:
+        where = torch.from_numpy(indices)  # pyright: ignore[reportUnknownMemberType]
+        return where if self.picked is None else self.picked[where]
+
+
+@attrs.frozen
+class Table:
+    """An Arrow table, known by its `take`, `column_names` and `num_rows`.
+
+    A sample is a dict by column. A batch has tensors of the columns of numbers, and lists
+    of the others.
+    """
+
+    table: Any
+    is_pure: bool = attrs.field(default=True, init=False)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.table.num_rows
+
+    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
+        """Return rows as dicts of Python values."""
+        return self.table.take(indices).to_pylist()
+
+    def batch(self, indices: Indices, begin: Begin) -> Any:
+        """Return columns."""
+        taken = self.table.take(indices)
+        return {name: self._column(taken, name) for name in taken.column_names}
+
+    def _column(self, taken: Any, name: str) -> Any:
+        column = taken.column(name)
+        if column.null_count:
+            msg = (
+                f"Column {name!r} of the table has a null among these rows; fill it, or give"
+                " af.Data(collate=...), which gets rows as dicts."
+            )
+            raise DataError(msg)
+        values = column.to_numpy()
+        if values.dtype.kind in "biuf":
+            return torch.from_numpy(values.copy())
+        return default_collate(column.to_pylist())
+
+
+@attrs.frozen
+class Items:
+    """Any other map-style dataset."""
+
+    dataset: Any
+    is_pure: bool = attrs.field(default=False, init=False)
+
+    def __len__(self) -> int:
+        """Return the number of samples.
+
+        Raises:
+            DataError: the dataset does not know it, or cannot be read by index.
+        """
+        kind = type(self.dataset).__name__
+        if isinstance(self.dataset, Mapping) and not self.dataset:
+            return 0
+        unordered = isinstance(self.dataset, (IterableDataset, Mapping))
+        if unordered or not hasattr(self.dataset, "__getitem__"):
+            msg = (
+                f"af.Data: {kind} cannot be read by index; expected a dataset with __len__"
+                " and __getitem__."
+            )
+            raise DataError(msg)
+        try:
+            return len(self.dataset)
+        except (TypeError, NotImplementedError) as error:
+            msg = f"af.Data: {kind} has no length; expected a dataset with __len__."
+            raise DataError(msg) from error
+
+    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
+        """Return items; one that cannot be read is named in the error."""
+        dataset, within = self.dataset, indices.tolist()
+        while type(dataset) is Subset:  # its __getitems__ would hide the samples
+            within = [int(dataset.indices[i]) for i in within]
+            dataset = cast("Any", dataset).dataset
+        fetch_all = getattr(dataset, "__getitems__", None)
+        if callable(fetch_all):
+            begin(0)
+            return list(cast("Iterable[Any]", fetch_all(within)))
+        items: list[Any] = []
+        for place, index in enumerate(within):
+            begin(place)
+            try:
+                items.append(dataset[index])
+            except Exception as error:
+                error.add_note(
+                    f"This was raised by {type(dataset).__name__}[{index}]: the sample at"
+                    f" dataset index {indices[place]}."
+                )
+                raise
+        return items
+
+    def batch(self, indices: Indices, begin: Begin) -> Any:
+        """Return items, collated."""
+        return default_collate(self.samples(indices, begin))
+
+
+@attrs.frozen
+class Joined:
+    """Sources that lie one after the other, as one."""
+
+    parts: tuple[Source, ...]
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether reading runs no code of the user's."""
+        return all(part.is_pure for part in self.parts)
+
+    def __len__(self) -> int:
+        """Return the number of samples of all."""
+        return sum(len(part) for part in self.parts)
+
+    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
+        """Return the samples, each of its own part."""
+        found: list[Any] = [None] * len(indices)
+        for part, here, own in self._by_part(indices):
+            samples = part.samples(own, lambda i, here=here: begin(int(here[i])))
+            for place, sample in zip(here.tolist(), samples, strict=True):
+                found[place] = sample
+        return found
+
+    def batch(self, indices: Indices, begin: Begin) -> Any:
+        """Return the samples as one batch; of parts made of tensors without a list."""
+        if not _are_alike(self.parts):
+            return default_collate(self.samples(indices, begin))
+        pieces = [
+            (torch.from_numpy(here), part.batch(own, begin))
+            for part, here, own in self._by_part(indices)
+        ]
+        places = torch.cat([here for here, _ in pieces]).argsort()
+        return tree.tree_map_all(
+            lambda *leaves: torch.cat(leaves).index_select(0, places),
+            *[values for _, values in pieces],
+        )
+
+    def _by_part(self, indices: Indices) -> list[tuple[Source, Indices, Indices]]:
+        """Return each part with the places that it fills, and its own indices of them."""
+        ends = np.cumsum([len(part) for part in self.parts])
+        which = np.searchsorted(ends, indices, side="right")
+        return [
+            (
+                self.parts[number],
+                (here := np.flatnonzero(which == number)),
+                indices[here] - (ends[number] - len(self.parts[number])),
+            )
+            for number in np.unique(which).tolist()
+        ]
+
+
+@attrs.frozen
+class Zipped:
+    """Sources side by side; an index is a row with one for each."""
+
+    parts: Mapping[str, Source]
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether reading runs no code of the user's."""
+        return all(part.is_pure for part in self.parts.values())
+
+    def __len__(self) -> int:
+        """Return the number of samples of the longest."""
+        return max(len(part) for part in self.parts.values())
+
+    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
+        """Return dicts with a sample of each."""
+        columns = [
+            part.samples(np.ascontiguousarray(indices[:, i]), begin)
+            for i, part in enumerate(self.parts.values())
+        ]
+        return [
+            dict(zip(self.parts, row, strict=True))
+            for row in zip(*columns, strict=True)
+        ]
+
+    def batch(self, indices: Indices, begin: Begin) -> Any:
+        """Return a dict with a batch of each."""
+        return {
+            name: part.batch(np.ascontiguousarray(indices[:, i]), begin)
+            for i, (name, part) in enumerate(self.parts.items())
+        }
+
+
+def _at(row: int, leaf: torch.Tensor) -> torch.Tensor:
+    return leaf[row]
+
+
+def _are_alike(parts: Sequence[Source]) -> bool:
+    """Whether all are made of tensors, in the same containers."""
+    shapes = {
+        str(tree_structure(part.tensors)) if isinstance(part, Rows) else None
+        for part in parts
+    }
+    return len(shapes) == 1 and None not in shapes
+
+
+def source_of(dataset: Any) -> Source:
+    """Return how a map-style dataset is read best."""
+    rows = rows_of(dataset)
+    if rows is not None:
+        return rows
+    marks = ("take", "column_names", "num_rows", "to_pylist")
+    if all(hasattr(dataset, mark) for mark in marks):
+        return Table(dataset)
+    return Items(dataset)
+
+
+def rows_of(dataset: Any) -> Rows | None:
+    """Return the dataset as rows of tensors; None where it is not made of tensors.
+
+    A subclass of TensorDataset or Subset may change what an item is, and is asked for them.
+
+    Raises:
+        DataError: its tensors differ in how many rows they have.
+    """
+    if type(dataset) is Subset:
+        inner = rows_of(dataset.dataset)
+        return None if inner is None else inner.subset(dataset.indices)
+    columns = tuple(dataset.tensors) if type(dataset) is TensorDataset else dataset
+    if not isinstance(columns, (torch.Tensor, np.ndarray, tuple, Mapping)):
+        return None
+    tensors = tree.tree_map(_as_tensor, cast("Any", columns))
+    leaves = tree.tree_leaves(tensors)
+    if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return None
+    lengths = {len(leaf) if leaf.ndim else -1 for leaf in leaves}
+    if len(lengths) > 1 or -1 in lengths:
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        msg = (
+            f"The dataset's tensors have shapes {shapes}; expected one number of rows"
+            " in all."
+        )
+        raise DataError(msg)
+    return Rows(tensors)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Return an array of numbers as a tensor over the same memory, if it can be one."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
+        return leaf
+    array = cast("npt.NDArray[Any]", leaf)
+    if any(stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():  # read-only memory is fine: rows are copied out
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)

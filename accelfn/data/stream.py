@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams: datasets that are read from front to back, and cannot be asked by index.
+
+Every process reads the whole stream and keeps the samples at its own positions, so the order
+does not depend on ranks or workers, and no sample is seen twice. Where the stream stands is
+what its own `state_dict()` says; that travels with each batch.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from accelfn import streams
+from accelfn.cursor import Cursor
+from accelfn.data.cut import Span
+from accelfn.data.epoch import Portion
+from accelfn.data.fetch import Collate
+from accelfn.data.plan import Plan
+from accelfn.errors import DataError
+
+_LOG = logging.getLogger("accelfn")
+_BEFORE = -1
+"""The position whose key is that of what is drawn before the first sample."""
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset can be iterated over, and not asked by index."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def promised_length(dataset: Any) -> int | None:
+    """Return how many samples a stream says it has, if it says it."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def is_stateful(dataset: Any) -> bool:
+    """Whether it can say where it stands, and be put there."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+class Opened:
+    """One epoch of a stream, from a cursor on, a sample at a time.
+
+    What the stream draws from default generators comes from (seed, epoch, position).
+    """
+
+    def __init__(self, dataset: Any, key: int, start: Cursor) -> None:
+        """Begin the epoch, and go to the cursor."""
+        self.position = start.samples
+        self._dataset, self._key, self._epoch = dataset, key, start.epoch
+        if callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(start.epoch)
+        knows = is_stateful(dataset)
+        memory = copy.deepcopy(start.memory)
+        with streams.drawing() as draws:
+            draws.begin(streams.fold(key, _BEFORE))
+            if memory is not None and knows:
+                dataset.load_state_dict(memory)
+            self._iterator: Any = iter(dataset)
+            if memory is not None and not knows:
+                self._iterator.load_state_dict(memory)
+        both = (dataset, self._iterator)
+        self._knowing: Any = next((each for each in both if is_stateful(each)), None)
+        if start.samples and memory is None:
+            self._read_again(start.samples)
+
+    def read(self) -> list[Any]:
+        """Return the next sample in a list, or an empty one at the end."""
+        with streams.drawing() as draws:
+            draws.begin(streams.fold(self._key, self.position))
+            try:
+                sample = next(self._iterator)
+            except StopIteration:
+                return []
+            except Exception as error:
+                error.add_note(
+                    f"This was raised by {type(self._dataset).__name__} as sample"
+                    f" {self.position} of epoch {self._epoch} was read."
+                )
+                raise
+        self.position += 1
+        return [sample]
+
+    def memory(self) -> Any:
+        """Return what the stream says of its place, as a value of its own."""
+        if self._knowing is None:
+            return None
+        return copy.deepcopy(self._knowing.state_dict())
+
+    def _read_again(self, count: int) -> None:
+        _LOG.warning(
+            "Reading %d samples of %s again, to go on behind them.",
+            count,
+            type(self._dataset).__name__,
+        )
+        self.position = 0
+        while self.position < count and self.read():
+            pass
+
+
+@attrs.frozen(eq=False)
+class Stream:
+    """A stream and how it is cut into updates.
+
+    Attributes:
+        dataset: an iterable.
+        batch_size: samples of an update, over all ranks.
+        remainder: what becomes of a short last batch.
+        collate: makes a batch of samples.
+        seed: of what is drawn.
+    """
+
+    dataset: Any
+    batch_size: int
+    remainder: str
+    collate: Collate
+    seed: int
+
+    def portions(
+        self, plans: Sequence[Plan], start: Cursor, epochs: int | None
+    ) -> Iterator[tuple[list[Portion], list[Any]]]:
+        """Yield, for every update, what the ranks of these plans take, and its samples."""
+        while epochs is None or start.epoch < epochs:
+            for low, samples, own, after in self._epoch(start):
+                span = (low, low + len(samples))
+                cut = [_portion(plan, start, after, span, own) for plan in plans]
+                yield cut, samples
+                start = after
+
+    def values(self, portion: Portion, samples: Sequence[Any]) -> list[Any]:
+        """Return a rank's collated micro-batches of an update that has these samples."""
+        low = portion.start.samples
+        found: list[Any] = []
+        for begin, stop in portion.spans:
+            at = begin - low if stop > begin else min(begin - low, len(samples) - 1)
+            found.append(self.collate(list(samples[at : at + max(stop - begin, 1)])))
+        return found
+
+    def _epoch(self, start: Cursor) -> Iterator[tuple[int, list[Any], int, Cursor]]:
+        """Yield each update's place, samples, the end of what is no repeat, and cursor."""
+        size, drop = self.batch_size, self.remainder == "drop"
+        ahead = (
+            size if drop else 1
+        )  # whether a batch is the last is known before it is given
+        opened = Opened(self.dataset, self._key(start.epoch), start)
+        low, samples, memories = start.samples, list[Any](), dict[int, Any]()
+        head: list[Any] | None = [] if low == 0 else None
+        while True:
+            while len(samples) < size + ahead and (more := opened.read()):
+                samples += more
+                if head is not None and len(head) < size:
+                    head += more
+                if (opened.position - start.samples) % size == 0:
+                    memories[opened.position] = opened.memory()
+            self._check_promise(opened.position, start.epoch, ended=False)
+            ended = len(samples) < size + ahead
+            taken, samples = samples[:size], samples[size:]
+            if not taken or (drop and len(taken) < size):
+                self._refuse_nothing(start, len(taken))
+            is_last = ended and (not samples or (drop and len(samples) < size))
+            own = low + len(taken)
+            if is_last:
+                self._check_promise(opened.position, start.epoch, ended=True)
+                if self.remainder == "pad":
+                    taken += self._repeats(head, size - len(taken), start.epoch)
+                yield low, taken, own, Cursor(start.epoch + 1, 0)
+                return
+            yield low, taken, own, Cursor(start.epoch, own, memory=memories.pop(own))
+            low = own
+
+    def _repeats(self, head: list[Any] | None, count: int, epoch: int) -> list[Any]:
+        """Return the first samples of the epoch, cyclically; read again after a resume."""
+        if count and head is None:
+            again = Opened(self.dataset, self._key(epoch), Cursor(epoch))
+            head = []
+            while len(head) < self.batch_size and (more := again.read()):
+                head += more
+        return [head[i % len(head)] for i in range(count)] if head else []
+
+    def _key(self, epoch: int) -> int:
+        return streams.key(self.seed, "data", epoch)
+
+    def _check_promise(self, position: int, epoch: int, *, ended: bool) -> None:
+        promised = promised_length(self.dataset)
+        if promised is None or (position <= promised and not ended):
+            return
+        if position != promised:
+            less = "only " if position < promised else "at least "
+            msg = (
+                f"{type(self.dataset).__name__} says that it has {promised} samples, and"
+                f" gave {less}{position} in epoch {epoch}. Let its __len__ say what it"
+                " yields, or leave __len__ out."
+            )
+            raise DataError(msg)
+
+    def _refuse_nothing(self, start: Cursor, count: int) -> None:
+        kind = type(self.dataset).__name__
+        if start.samples:
+            msg = (
+                f"{kind} ended where it was to go on, at sample {start.samples} of epoch"
+                f" {start.epoch}. Was it changed?"
+            )
+        elif count:
+            msg = (
+                f'af.Data(batch_size={self.batch_size}, remainder="drop"): {kind} has'
+                f" {count} samples, so every batch would be dropped."
+            )
+        else:
+            msg = (
+                f"{kind} gave no sample in epoch {start.epoch}. An iterator ends for good:"
+                " give an object whose __iter__ begins anew."
+            )
+        raise DataError(msg)
+
+
+def _portion(plan: Plan, start: Cursor, after: Cursor, span: Span, own: int) -> Portion:
+    """Return a rank's part of an update with samples at these positions."""
+    spans = tuple(plan.parts(span))
+    firsts = [min(begin, span[1] - 1) for begin, _ in spans]
+    indices = tuple(
+        np.arange(first, max(stop, first + 1))
+        for first, (_, stop) in zip(firsts, spans, strict=True)
+    )
+    return Portion(start, after, span[1] - span[0], spans, indices, own, key=0)
+
+
+def read_stream(
+    stream: Stream, plan: Plan, start: Cursor, epochs: int | None
+) -> Iterator[tuple[Portion, list[Any]]]:
+    """Read a rank's portions in this process."""
+    for (portion,), samples in stream.portions([plan], start, epochs):
+        yield portion, stream.values(portion, samples)
+
+
+class Share(IterableDataset[Any]):
+    """What one worker of several reads for a rank: every so many updates."""
+
+    def __init__(
+        self, stream: Stream, plan: Plan, start: Cursor, epochs: int | None
+    ) -> None:
+        """Take what is to be read."""
+        self._stream, self._plan = stream, plan
+        self._start, self._epochs = start, epochs
+
+    def __iter__(self) -> Iterator[tuple[Portion, list[Any]]]:
+        """Read the whole stream, and collate this worker's updates."""
+        number, count = as_one_reader()
+        updates: Iterable[Any] = self._stream.portions(
+            [self._plan], self._start, self._epochs
+        )
+        for i, ((portion,), samples) in enumerate(updates):
+            if i % count == number:
+                yield portion, self._stream.values(portion, samples)
+
+
+def as_one_reader() -> tuple[int, int]:
+    """Return which worker of how many this is, and let no dataset find out.
+
+    One that shards itself by torch's `get_worker_info()` then yields all its samples.
+    """
+    info = get_worker_info()
+    torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
+    return (0, 1) if info is None else (info.id, info.num_workers)
