@@ -93,8 +93,8 @@ def encode(tree: Any, tensors: dict[str, torch.Tensor], *, path: str = "state") 
         return {type(tree).__name__: coded}
     msg = (
         f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
-        " strings, numbers, booleans and None are saved. Keep its state_dict() in the"
-        " slot instead."
+        " strings, numbers, booleans and None are saved or sent. Give its state_dict()"
+        " instead."
     )
     raise PlainDataError(msg)
 

@@ -44,10 +44,8 @@ def gather_valid(values: Any, batch: Batch, world: World) -> Any:
     alone = world.size == 1 or sum(row[1] for row in told) > batch.num_samples
     if isinstance(values, list):
         valid = [values[place] for place in kept.tolist()]
-        if alone:
-            return valid
         data = codec.to_bytes(valid, path="values")
-        parts = gather_bytes(data, world, label="gather_valid")
+        parts = [data] if alone else gather_bytes(data, world, label="gather_valid")
         return [each for part in parts for each in codec.from_bytes(part)]
     if alone:
         return tree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], values)

@@ -13,10 +13,9 @@ import hashlib
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-import numpy.random.mtrand as legacy
 import torch
 
 _MASK = (1 << 64) - 1
@@ -105,8 +104,8 @@ class drawing(AbstractContextManager["drawing"]):
         """Keep the generators' states."""
         self._torch = _default.get_state()
         self._python = random.getstate()
-        self._numpy = legacy.get_bit_generator()
-        legacy.set_bit_generator(np.random.MT19937(0))
+        self._numpy = _legacy().get_bit_generator()
+        _legacy().set_bit_generator(np.random.MT19937(0))
         return self
 
     def begin(self, seed: int) -> None:
@@ -119,4 +118,11 @@ class drawing(AbstractContextManager["drawing"]):
         """Put the generators back."""
         _default.set_state(self._torch)
         random.setstate(self._python)
-        legacy.set_bit_generator(self._numpy)
+        _legacy().set_bit_generator(self._numpy)
+
+
+def _legacy() -> Any:
+    """Return where numpy's global generator is; imported when data are read, and not before."""
+    from numpy.random import mtrand  # noqa: PLC0415
+
+    return mtrand

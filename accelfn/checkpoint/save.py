@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ import torch
 from accelfn.codec import decode, encode, pack, unpack
 from accelfn.collectives import checksum, gather_text
 from accelfn.cursor import Cursor
-from accelfn.errors import CheckpointError, PlainDataError
+from accelfn.errors import ArgumentError, CheckpointError, PlainDataError
 from accelfn.lease import Lease
 from accelfn.state import TrainState
 
@@ -83,6 +83,7 @@ def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
                 "differs_by_rank": differing,
                 "optimizer": _optimizer_name(state),
                 "transforms": [each.name for each in state.setup],
+                "data": None if state.data is None else state.data.facts,
                 "files": [digest for digest in digests if digest],
             }
             _write_flushed(partial / _MANIFEST, _sealed(manifest))
@@ -93,16 +94,23 @@ def save(state: TrainState, directory: str | os.PathLike[str]) -> None:
     _agreed(state, "commit", commit)
 
 
-def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
+def load(
+    state: TrainState, directory: str | os.PathLike[str], *, allow: Sequence[str] = ()
+) -> TrainState:
     """Return the saved state, with the definition of the given one; call it on all ranks.
+
+    Any number of ranks goes on at the very same sample. Other data do not: their length,
+    batch size, order and fingerprint (a hash of some samples) must be those of the save.
 
     Args:
         state: says model, optimizer, setup, data and world; it is not changed.
         directory: that `save` wrote.
+        allow: what may differ in the data, of "samples", "batch_size", "remainder",
+            "order" and "fingerprint".
 
     Raises:
         CheckpointError: a file is missing, changed or of another format, or model,
-            transforms or world differ from what was saved; the differences are listed.
+            transforms, data or world differ from what was saved; the differences are listed.
     """
     state.lease.check()
     folder = Path(directory)
@@ -116,6 +124,7 @@ def load(state: TrainState, directory: str | os.PathLike[str]) -> TrainState:
             f" optimizer is {_optimizer_name(state)}."
         )
         raise CheckpointError(msg)
+    _check_data(state, manifest, folder, allow)
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         _check_tensors(f"{folder}: {field}", saved[field], current)
     return with_fields(state, saved)
@@ -323,6 +332,36 @@ def _check_transforms(
             f"{folder}: the setup differs from the saved one: slots of transforms that"
             f" are gone {gone}, transforms without a saved slot {new}. Load into a"
             " state of the saved setup, then use state.with_setup."
+        )
+        raise CheckpointError(msg)
+
+
+def _check_data(
+    state: TrainState, manifest: Mapping[str, Any], folder: Path, allow: Sequence[str]
+) -> None:
+    """Refuse to go on with other data."""
+    saved = manifest.get("data")
+    if saved is None or state.data is None:
+        return
+    facts = state.data.facts
+    names = dict.fromkeys((*saved, *facts))
+    unknown = sorted(set(allow) - names.keys())
+    if unknown:
+        msg = f"af.load(allow={tuple(allow)!r}): expected some of {tuple(names)}."
+        raise ArgumentError(msg)
+    changed = [
+        name
+        for name in names
+        if name not in allow and saved.get(name) != facts.get(name)
+    ]
+    if changed:
+        listed = "\n".join(
+            f"  {name}: {saved.get(name)!r}, now {facts.get(name)!r}"
+            for name in changed
+        )
+        msg = (
+            f"{folder} was saved with other data:\n{listed}\nIf that is meant, say so:"
+            f" af.load(..., allow={tuple(changed)!r})."
         )
         raise CheckpointError(msg)
 

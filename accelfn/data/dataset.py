@@ -34,7 +34,7 @@ from accelfn.data.orders import (
 from accelfn.data.read import assembled
 from accelfn.data.reading import Reading, pairs_of
 from accelfn.data.sources import Joined, Source, Zipped, source_of
-from accelfn.data.stream import is_stream, promised_length
+from accelfn.data.stream import is_stream, promised_length, stateless
 from accelfn.errors import ArgumentError, BatchError, DataError
 
 
@@ -426,8 +426,9 @@ class Data:
             f"<Data of {len(self)} samples ({kind}), {self.ordering.name}, {batches}>"
         )
 
+    @cached_property
     def facts(self) -> dict[str, Any]:
-        """Return what must be the same where a run is resumed, as plain data."""
+        """What must be the same where a run is resumed, as plain data."""
         size = self.batch_size
         facts: dict[str, Any] = {
             "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
@@ -504,17 +505,18 @@ class Data:
                 )
                 raise BatchError(msg)
             return
-        if start.samples == 0 or self.replay:
+        if start.samples == 0 or start.memory is not None:
             return
-        kind = type(self.dataset).__name__
-        if start.memory is None:
+        if self.sharded:
             msg = (
-                f"{kind} is a stream without state, so it cannot go on at sample"
-                f" {start.samples} of epoch {start.epoch}. Give it state_dict() and"
-                " load_state_dict(), or af.Data(..., replay=True), which reads"
-                f" {start.samples} samples again to get there."
+                f"af.Data(sharded=True): the cursor at sample {start.samples} of epoch"
+                f" {start.epoch} does not say where each rank's stream"
+                f" ({type(self.dataset).__name__}) stands. Take the cursor of a batch or of"
+                " af.load; af.seek knows none."
             )
             raise DataError(msg)
+        if not self.replay:
+            raise DataError(stateless(self.dataset, start))
 
 
 _STREAMS_ONLY = ("sharded", "dispatch", "replay")

@@ -8,7 +8,7 @@ import attrs
 
 from accelfn import streams
 from accelfn.data.permutation import Indices
-from accelfn.data.sources import Source
+from accelfn.data.sources import Source, collated
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
@@ -41,10 +41,15 @@ class Fetch:
     source: Source
     collate: Collate | None
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether reading runs no code of the user's, so that nothing is drawn."""
+        return self.collate is None and self.source.is_pure
+
     def __call__(self, task: Task) -> Any:
         """Return the collated samples."""
-        if self.collate is None and self.source.is_pure:
-            return self.source.batch(task.indices, _nothing)
+        if self.is_pure:
+            return self.source.batch(task.indices, nothing)
         with streams.drawing() as draws:
 
             def begin(place: int) -> None:
@@ -52,8 +57,9 @@ class Fetch:
 
             if self.collate is None:
                 return self.source.batch(task.indices, begin)
-            return self.collate(self.source.samples(task.indices, begin))
+            samples = self.source.samples(task.indices, begin)
+            return collated(self.collate, samples, task.indices)
 
 
-def _nothing(_place: int) -> None:
+def nothing(_place: int) -> None:
     """Set no generator: nothing draws."""

@@ -57,7 +57,7 @@ def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
     refuse_distributed(loader.sampler)
     batches = loader.batch_sampler
     if type(batches) is BatchSampler and size is not None:
-        order = order_of_sampler(loader.sampler)
+        order = order_of_sampler(loader.sampler, len(loader.dataset))
         shuffled = isinstance(order, Shuffled)
         kept = None if isinstance(order, (Shuffled, Sequential)) else order
         return {

@@ -7,9 +7,8 @@ run computes what the uninterrupted one did.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from fractions import Fraction
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol, TypeAlias, cast
 
 import attrs
@@ -305,11 +304,6 @@ class Sampled:
         return looked_up(checked(np.array(drawn), n=n, where=self.name))
 
 
-def _as_shares(weights: Any) -> tuple[Fraction, ...]:
-    shares = [Fraction(weight).limit_denominator(10**9) for weight in weights]
-    return tuple(share / sum(shares) for share in shares)
-
-
 @attrs.frozen
 class Mixed:
     """Positions shared out among several datasets that lie one after the other.
@@ -320,24 +314,31 @@ class Mixed:
 
     Attributes:
         lengths: of the datasets.
-        shares: of the positions; they sum to 1.
+        weights: in which proportion each has its share of the positions.
         inner: the order of a dataset's own samples.
     """
 
     lengths: tuple[int, ...]
-    shares: tuple[Fraction, ...] = attrs.field(converter=_as_shares)
+    weights: tuple[float, ...]
     inner: Order
 
     @property
     def name(self) -> str:
         """What is mixed, and in which proportion."""
-        shares = ":".join(str(share) for share in self.shares)
-        return f"mixed {shares}, {self.inner.name}"
+        weights = ":".join(f"{weight:g}" for weight in self.weights)
+        return f"mixed {weights}, {self.inner.name}"
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """The weights as integers of the very same proportion."""
+        ratios = [float(weight).as_integer_ratio() for weight in self.weights]
+        whole = max(below for _, below in ratios)  # powers of two
+        return tuple(above * (whole // below) for above, below in ratios)
 
     @cached_property
     def block(self) -> int:
         """How many positions are shared out at once; at least four to the least share."""
-        return max(64, -(-4 // min(self.shares)))
+        return max(64, -(-4 * sum(self.shares) // min(self.shares)))
 
     def num_samples(self, n: int) -> int:
         """Take as many as there are in all."""
@@ -345,10 +346,9 @@ class Mixed:
 
     def used(self, blocks: int) -> list[int]:
         """Return how many samples of each dataset came in the first blocks."""
-        ends, total = [0], Fraction(0)
-        for share in self.shares:
-            total += share
-            ends.append(int(total * self.block * blocks + Fraction(1, 2)))
+        whole, positions = sum(self.shares), self.block * blocks
+        sums = accumulate(self.shares, initial=0)
+        ends = [(2 * each * positions + whole) // (2 * whole) for each in sums]
         return [stop - start for start, stop in pairwise(ends)]
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
@@ -441,14 +441,16 @@ class Side:
         return order
 
 
-def order_of_sampler(sampler: Any) -> Order:
-    """Return the order that a torch sampler stands for; a plain one is not drawn from."""
-    if type(sampler) is SequentialSampler:
+def order_of_sampler(sampler: Any, n: int) -> Order:
+    """Return the order that a torch sampler over n samples stands for.
+
+    One that takes each of them once, in order or shuffled, is not drawn from.
+    """
+    if type(sampler) is SequentialSampler and len(sampler) == n:
         return Sequential()
-    if type(sampler) is RandomSampler and not sampler.replacement:
-        source = sampler.data_source
-        if sampler.num_samples == len(source):
-            return Shuffled()
+    once = type(sampler) is RandomSampler and not sampler.replacement
+    if once and sampler.num_samples == len(sampler.data_source) == n:
+        return Shuffled()
     return Sampled(sampler)
 
 

@@ -39,9 +39,12 @@ class Plan:
 
     def parts(self, batch: Span) -> list[Span]:
         """Return this rank's micro-batches of a global batch."""
-        share = even_part(batch, self.rank, self.num_shares)
-        count = self.num_micro_batches
+        share, count = batch, self.num_micro_batches
+        if self.num_shares > 1:
+            share = even_part(batch, self.rank, self.num_shares)
         if self.micro_batch_size is not None:
             largest = -(-(batch[1] - batch[0]) // self.num_shares)
             count = max(1, -(-largest // self.micro_batch_size))
+        if count == 1:
+            return [share]
         return [even_part(share, i, count) for i in range(count)]

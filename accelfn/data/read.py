@@ -2,19 +2,19 @@
 """Reading: portions into batches, in this process or in others that read ahead."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
-import attrs
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from accelfn.cursor import Cursor
 from accelfn.data.batch import Batch, Filler
-from accelfn.data.cut import Span
 from accelfn.data.epoch import Portion
-from accelfn.data.fetch import Fetch, Task
-from accelfn.errors import DataError
+from accelfn.data.fetch import Fetch, Task, nothing
+from accelfn.data.sources import shown
+from accelfn.data.workers import Place, watched
 
 Pair: TypeAlias = tuple[Portion, list[Any]]
 """What was to be read, and the values of its micro-batches."""
@@ -33,17 +33,13 @@ def tasks_of(portion: Portion) -> list[Task]:
 
 def read_here(portions: Iterable[Portion], fetch: Fetch) -> Iterator[Pair]:
     """Read in this process, as each is asked for."""
+    if fetch.is_pure:
+        gather = fetch.source.batch
+        for portion in portions:
+            yield portion, [gather(indices, nothing) for indices in portion.indices]
+        return
     for portion in portions:
         yield portion, [fetch(task) for task in tasks_of(portion)]
-
-
-@attrs.frozen
-class Place:
-    """Where reading happens, for errors: a rank, and the update that the first batch is for."""
-
-    rank: int
-    size: int
-    update: int
 
 
 def read_ahead(
@@ -60,36 +56,43 @@ def read_ahead(
         DataError: a process was killed or did not answer; what it was to read is named.
     """
     sent: deque[Portion] = deque()
+    num_read, values = 0, list[Any]()
 
     def to_workers() -> Iterator[Task]:
         for portion in portions:
             sent.append(portion)
             yield from tasks_of(portion)
 
-    def received() -> Iterator[Pair]:
-        values: list[Any] = []
-        for value in _loader(
-            _Fetched(fetch), num_workers, timeout, sampler=to_workers()
-        ):
-            values.append(value)
-            if len(values) == len(sent[0].spans):
-                yield sent.popleft(), values
-                values = []
+    def due() -> tuple[int, str]:
+        return num_read, _in_flight(sent)
 
-    return _explained(received(), place, timeout, lambda: _in_flight(sent))
+    loader = _loader(_Fetched(fetch), num_workers, timeout, sampler=to_workers())
+    for value in watched(loader, timeout=timeout, place=place, due=due):
+        values.append(value)
+        if len(values) == len(sent[0].spans):
+            num_read += 1
+            yield sent.popleft(), values
+            values = []
 
 
 def in_workers(
-    share: Any, *, num_workers: int, timeout: float, place: Place
+    share: Any, start: Cursor, *, num_workers: int, timeout: float, place: Place
 ) -> Iterator[Pair]:
     """Read a stream in other processes, an update a turn.
 
     Raises:
         DataError: a process was killed or did not answer.
     """
-    return _explained(
-        iter(_loader(share, num_workers, timeout)), place, timeout, lambda: ""
-    )
+    num_read, after = 0, start
+
+    def due() -> tuple[int, str]:
+        where = f"sample {after.samples} of epoch {after.epoch}"
+        return num_read, f"Being read was the stream from {where} on."
+
+    loader = _loader(share, num_workers, timeout)
+    for portion, values in watched(loader, timeout=timeout, place=place, due=due):
+        num_read, after = num_read + 1, portion.after
+        yield portion, values
 
 
 def _loader(
@@ -107,40 +110,10 @@ def _loader(
     )
 
 
-def _explained(
-    pairs: Iterator[Pair],
-    place: Place,
-    timeout: float,
-    in_flight: Callable[[], str],
-) -> Iterator[Pair]:
-    """Yield what workers read; if one ends or hangs, say what was being read."""
-    num_read = 0
-    try:
-        for pair in pairs:
-            yield pair
-            num_read += 1
-    except RuntimeError as error:
-        said = str(error)
-        if "DataLoader timed out" in said:
-            said = f"it gave nothing for {timeout:g} s, its timeout."
-        elif "DataLoader worker" not in said:  # what a dataset raised is its own
-            raise
-        msg = (
-            f"A data worker of rank {place.rank} of {place.size} failed while the batch of"
-            f" update {place.update + num_read} was due: {said}\n{in_flight()}".rstrip()
-        )
-        raise DataError(msg) from error
-
-
 def _in_flight(sent: Iterable[Portion]) -> str:
-    rows = [indices.tolist() for portion in sent for indices in portion.indices]
-    listed = [
-        f"  {row}" if len(row) <= 8 else f"  [{str(row[:8])[1:-1]}, ...]"
-        for row in rows
-    ]
-    return "Being read were the samples at these dataset indices:\n" + "\n".join(
-        listed[:8]
-    )
+    rows = [indices for portion in sent for indices in portion.indices]
+    listed = "\n".join(f"  {shown(row)}" for row in rows[:8])
+    return f"Being read were the samples at these dataset indices:\n{listed}"
 
 
 class _Fetched:
@@ -150,7 +123,11 @@ class _Fetched:
         self.fetch = fetch
 
     def __getitem__(self, task: Task) -> Any:
-        return self.fetch(task)
+        try:
+            return self.fetch(task)
+        except StopIteration as error:  # a loader would take it for the end
+            msg = "A dataset or collate function raised StopIteration."
+            raise RuntimeError(msg) from error
 
 
 def _as_is(value: Any) -> Any:
@@ -158,25 +135,25 @@ def _as_is(value: Any) -> Any:
 
 
 def assembled(pairs: Iterable[Pair]) -> Iterator[Batch]:
-    """Yield batches of what was read."""
+    """Yield batches of what was read; their filler is stand-ins, and what repeats."""
     for portion, values in pairs:
-        spans = portion.spans
+        start, after, num_samples, spans, indices, own, _ = portion
         yield Batch(
             micro_batches=tuple(values),
             weights=tuple([high - low for low, high in spans]),
-            start=portion.start,
-            cursor=portion.after,
-            num_samples=portion.num_samples,
-            parts_indices=portion.indices,
-            parts_filler=tuple([filler(span, portion.own) for span in spans]),
+            start=start,
+            cursor=after,
+            num_samples=num_samples,
+            parts_indices=indices,
+            parts_filler=tuple(
+                [
+                    low == high or (high > own and _beyond(low, high, own))
+                    for low, high in spans
+                ]
+            ),
         )
 
 
-def filler(span: Span, num_samples: int) -> Filler:
-    """Return which samples of a micro-batch are filler: a stand-in, or beyond the epoch."""
-    low, high = span
-    if high == low:
-        return True
-    if high <= num_samples:
-        return False
-    return np.arange(low, high) >= num_samples
+def _beyond(low: int, high: int, own: int) -> Filler:
+    """Return which positions of a micro-batch repeat samples, beyond the epoch's own."""
+    return np.arange(low, high) >= own

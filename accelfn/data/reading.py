@@ -12,9 +12,10 @@ from accelfn.data.dispatch import read_dispatched
 from accelfn.data.epoch import Portion, portions
 from accelfn.data.fetch import Fetch
 from accelfn.data.plan import Plan
-from accelfn.data.read import Pair, Place, in_workers, read_ahead, read_here
+from accelfn.data.read import Pair, in_workers, read_ahead, read_here
 from accelfn.data.sharded import Sharded
-from accelfn.data.stream import Share, Stream, read_stream
+from accelfn.data.stream import Share, Stream, read_stream, say_cost
+from accelfn.data.workers import Place
 from accelfn.world import World
 
 if TYPE_CHECKING:
@@ -78,17 +79,22 @@ def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
             num_workers=data.num_workers,
             timeout=data.timeout,
             world=reading.world,
+            replay=data.replay,
+            update=reading.update,
         )
         return sharded.portions(plan, start, epochs)
     stream = Stream(
         data.dataset, data.batch_size, data.remainder, collate, reading.seed
     )
+    if start.samples and start.memory is None and reading.world.is_main:
+        say_cost(data.dataset, start.samples)
     if data.dispatch:
         return read_dispatched(stream, plan, start, epochs, reading.world)
     if not data.num_workers:
         return read_stream(stream, plan, start, epochs)
     return in_workers(
         Share(stream, plan, start, epochs),
+        start,
         num_workers=data.num_workers,
         timeout=data.timeout,
         place=_place(reading),

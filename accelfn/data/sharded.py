@@ -14,7 +14,6 @@ import attrs
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from accelfn import streams
 from accelfn.collectives import all_gather
@@ -23,7 +22,8 @@ from accelfn.data.cut import Span, even_part
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Collate
 from accelfn.data.plan import Plan
-from accelfn.data.stream import Opened
+from accelfn.data.stream import Opened, say_cost, stateless
+from accelfn.data.workers import Place, watched
 from accelfn.errors import DataError
 from accelfn.world import World
 
@@ -34,9 +34,10 @@ class Counted(IterableDataset[Any]):
     torchdata saves and restores it in each worker.
     """
 
-    def __init__(self, dataset: Any, key: int, epoch: int) -> None:
-        """Take the stream, and the key of the rank's draws."""
+    def __init__(self, dataset: Any, key: int, epoch: int, *, replay: bool) -> None:
+        """Take the stream, the key of the rank's draws, and whether to read again."""
         self._dataset, self._key, self._epoch = dataset, key, epoch
+        self._replay = replay
         self._start: tuple[int, Any] = (0, None)
         self._opened: Opened | None = None
 
@@ -45,6 +46,11 @@ class Counted(IterableDataset[Any]):
         info = get_worker_info()
         key = streams.fold(self._key, 0 if info is None else info.id)
         (count, memory), self._start = self._start, (0, None)
+        if count and memory is None:
+            if not self._replay:
+                raise DataError(stateless(self._dataset, Cursor(self._epoch, count)))
+            if info is None or info.id == 0:
+                say_cost(self._dataset, count)
         self._opened = Opened(
             self._dataset, key, Cursor(self._epoch, count, memory=memory)
         )
@@ -91,6 +97,8 @@ class Sharded:
         num_workers: processes that read ahead.
         timeout: seconds that one may take.
         world: in which ranks keep in step.
+        replay: whether a stream without state is read again to resume it.
+        update: for which the first batch is; it is named in errors.
     """
 
     dataset: Any
@@ -100,22 +108,27 @@ class Sharded:
     num_workers: int
     timeout: float
     world: World
+    replay: bool = False
+    update: int = 0
 
     def portions(
         self, plan: Plan, start: Cursor, epochs: int | None
     ) -> Iterator[tuple[Portion, list[Any]]]:
         """Yield this rank's part of every update."""
+        update = self.update
         while epochs is None or start.epoch < epochs:
-            for portion, values in self._epoch(plan, start):
+            for portion, values in self._epoch(plan, start, update):
                 yield portion, values
-                start = portion.after
+                start, update = portion.after, update + 1
 
-    def _epoch(self, plan: Plan, start: Cursor) -> Iterator[tuple[Portion, list[Any]]]:
+    def _epoch(
+        self, plan: Plan, start: Cursor, update: int
+    ) -> Iterator[tuple[Portion, list[Any]]]:
         begin, end = even_part((0, self.batch_size), plan.world_rank, plan.world_size)
         share = max(1, end - begin)
         num_parts = len(plan.parts((0, self.batch_size)))
         loader = self._loader(share, num_parts, start)
-        items = iter(loader)
+        items = self._items(loader, start, update)
         item, cursor = next(items, None), start
         values: list[Any] = []
         while True:
@@ -141,12 +154,33 @@ class Sharded:
                 return
             cursor = after
 
+    def _items(self, loader: Any, start: Cursor, update: int) -> Iterator[Any]:
+        """Yield what the loader gives."""
+        if not self.num_workers:
+            yield from loader
+            return
+        num_read = 0
+
+        def due() -> tuple[int, str]:
+            what = f"rank {self.world.rank}'s own stream, in epoch {start.epoch}"
+            return num_read, f"Being read was {what}."
+
+        place = Place(self.world.rank, self.world.size, update)
+        given = watched(loader, timeout=self.timeout, place=place, due=due)
+        for num_read, item in enumerate(given, 1):  # noqa: B007 - `due` reads it
+            yield item
+
     def _loader(self, share: int, num_parts: int, start: Cursor) -> Any:
+        # costs as much to import as all of accelfn
+        from torchdata.stateful_dataloader import (  # noqa: PLC0415
+            StatefulDataLoader,
+        )
+
         key = self._key(start.epoch)
         with warnings.catch_warnings():  # torchdata calls what torch deprecates
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = StatefulDataLoader(
-                Counted(self.dataset, key, start.epoch),
+                Counted(self.dataset, key, start.epoch, replay=self.replay),
                 batch_size=share,
                 num_workers=self.num_workers,
                 collate_fn=cast("Collate", Collated(self.collate, num_parts)),

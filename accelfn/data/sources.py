@@ -8,7 +8,7 @@ map-style dataset is asked through `__getitems__` where it has one, else item by
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeAlias, cast
 
 import attrs
@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_structure
-from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from accelfn import tree
 from accelfn.data.permutation import Indices
@@ -55,6 +61,14 @@ class Rows:
     picked: torch.Tensor | None = None
     is_pure: bool = attrs.field(default=True, init=False)
 
+    @cached_property
+    def columns(self) -> tuple[torch.Tensor, ...] | None:
+        """The tensors, where they are a plain tuple: no batch then walks a tree."""
+        if type(self.tensors) is not tuple:
+            return None
+        leaves = cast("tuple[Any, ...]", self.tensors)
+        return leaves if all(type(leaf) is torch.Tensor for leaf in leaves) else None
+
     def __len__(self) -> int:
         """Return the number of samples."""
         if self.picked is not None:
@@ -75,11 +89,11 @@ class Rows:
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return the rows at these indices, as tensors of their own."""
-        where = self._rows(indices)
-        if isinstance(self.tensors, tuple):  # the common case, without the tree walk
-            leaves = cast("tuple[Any, ...]", self.tensors)
-            if type(leaves) is tuple and all(type(t) is torch.Tensor for t in leaves):
-                return tuple(t.index_select(0, where) for t in leaves)
+        where = torch.from_numpy(indices)  # pyright: ignore[reportUnknownMemberType]
+        if self.picked is not None:
+            where = self.picked[where]
+        if self.columns is not None:
+            return tuple([column.index_select(0, where) for column in self.columns])
         return tree.tree_map(lambda leaf: leaf.index_select(0, where), self.tensors)
 
     def _rows(self, indices: Indices) -> torch.Tensor:
@@ -157,13 +171,13 @@ class Items:
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return items; one that cannot be read is named in the error."""
         dataset, within = self.dataset, indices.tolist()
-        while type(dataset) is Subset:  # its __getitems__ would hide the samples
+        while type(dataset) is Subset:  # its __getitems__ hides the samples, as Stack's
             within = [int(dataset.indices[i]) for i in within]
             dataset = cast("Any", dataset).dataset
         fetch_all = getattr(dataset, "__getitems__", None)
-        if callable(fetch_all):
+        if callable(fetch_all) and type(dataset) is not StackDataset:
             begin(0)
-            return list(cast("Iterable[Any]", fetch_all(within)))
+            return _fetched(cast("Any", fetch_all), type(dataset).__name__, within)
         items: list[Any] = []
         for place, index in enumerate(within):
             begin(place)
@@ -179,7 +193,7 @@ class Items:
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return items, collated."""
-        return default_collate(self.samples(indices, begin))
+        return collated(default_collate, self.samples(indices, begin), indices)
 
 
 @attrs.frozen
@@ -209,7 +223,7 @@ class Joined:
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return the samples as one batch; of parts made of tensors without a list."""
         if not _are_alike(self.parts):
-            return default_collate(self.samples(indices, begin))
+            return collated(default_collate, self.samples(indices, begin), indices)
         pieces = [
             (torch.from_numpy(here), part.batch(own, begin))
             for part, here, own in self._by_part(indices)
@@ -266,6 +280,44 @@ class Zipped:
             name: part.batch(np.ascontiguousarray(indices[:, i]), begin)
             for i, (name, part) in enumerate(self.parts.items())
         }
+
+
+def _fetched(
+    fetch_all: Callable[[list[int]], Iterable[Any]], kind: str, wanted: list[int]
+) -> list[Any]:
+    """Return what a dataset's `__getitems__` gives, if it is as many as were asked for."""
+    try:
+        found = list(fetch_all(wanted))
+    except Exception as error:
+        error.add_note(f"This was raised by {kind}.__getitems__({shown(wanted)}).")
+        raise
+    if len(found) != len(wanted):
+        msg = (
+            f"{kind}.__getitems__({shown(wanted)}) gave {len(found)} samples; expected a"
+            f" list of {len(wanted)}, one for each index."
+        )
+        raise DataError(msg)
+    return found
+
+
+def collated(
+    collate: Callable[[list[Any]], Any], samples: list[Any], indices: Indices
+) -> Any:
+    """Return samples as a batch; an error says which they are."""
+    try:
+        return collate(samples)
+    except Exception as error:
+        error.add_note(
+            "This was raised as a batch was made of the samples at dataset indices"
+            f" {shown(indices)}."
+        )
+        raise
+
+
+def shown(indices: Sequence[int] | Indices) -> str:
+    """Return the first few of some indices, as text."""
+    listed = [str(each) for each in indices[:8]]
+    return f"[{', '.join([*listed, *(['...'] if len(indices) > 8 else [])])}]"
 
 
 def _at(row: int, leaf: torch.Tensor) -> torch.Tensor:

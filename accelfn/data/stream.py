@@ -49,6 +49,37 @@ def is_stateful(dataset: Any) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
+def say_cost(dataset: Any, count: int) -> None:
+    """Log that so many samples are read again."""
+    _LOG.warning(
+        "Reading %d samples of %s again, to go on behind them.",
+        count,
+        type(dataset).__name__,
+    )
+
+
+def stateless(dataset: Any, cursor: Cursor) -> str:
+    """Return why a stream cannot go on at a cursor, and what to do."""
+    kind, where = (
+        type(dataset).__name__,
+        f"sample {cursor.samples} of epoch {cursor.epoch}",
+    )
+    again = (
+        f"af.Data(..., replay=True), which reads {cursor.samples} samples again to get"
+        " there."
+    )
+    if is_stateful(dataset):
+        return (
+            f"{kind} is a stream, and the cursor at {where} does not hold its state:"
+            " af.seek knows none. Take the cursor of a batch or of af.load, or give"
+            f" {again}"
+        )
+    return (
+        f"{kind} is a stream without state, so it cannot go on at {where}. Give it"
+        f" state_dict() and load_state_dict(), or {again}"
+    )
+
+
 class Opened:
     """One epoch of a stream, from a cursor on, a sample at a time.
 
@@ -99,11 +130,6 @@ class Opened:
         return copy.deepcopy(self._knowing.state_dict())
 
     def _read_again(self, count: int) -> None:
-        _LOG.warning(
-            "Reading %d samples of %s again, to go on behind them.",
-            count,
-            type(self._dataset).__name__,
-        )
         self.position = 0
         while self.position < count and self.read():
             pass
@@ -218,8 +244,8 @@ class Stream:
             )
         else:
             msg = (
-                f"{kind} gave no sample in epoch {start.epoch}. An iterator ends for good:"
-                " give an object whose __iter__ begins anew."
+                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or ends for"
+                " good, as an iterator does. Give an object whose __iter__ begins anew."
             )
         raise DataError(msg)
 

@@ -12,6 +12,8 @@ from rounds import compared, timed
 
 # an installed package has its bytecode; an editable one may be told not to keep it
 INSTALLED = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+# torch leaves a collection of all its objects due, which comes a little sooner or later
+COLLECTS_NOTHING = "import gc; gc.disable(); "
 STATEMENTS = ("import torch", "import torch, accelfn")
 
 
@@ -24,4 +26,8 @@ def measure(rounds: int) -> list[Figure]:
 def start(statement: str, times: int) -> None:
     """Run Python with that statement and nothing else."""
     for _ in range(times):
-        subprocess.run([sys.executable, "-c", statement], check=True, env=INSTALLED)
+        subprocess.run(
+            [sys.executable, "-c", COLLECTS_NOTHING + statement],
+            check=True,
+            env=INSTALLED,
+        )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`save` and `load`: bitwise, or refused with what differs."""
 
+import itertools
 import json
 import math
 from functools import partial
@@ -352,6 +353,73 @@ def test_loading_into_another_state(saved, case):
     options, words = OTHERS[case]
     with pytest.raises(af.CheckpointError, match=words):
         af.load(fresh(**options), saved)
+
+
+OTHER_DATA = {
+    "samples": {
+        "data": af.Data(X[:7], batch_size=3),
+        "changed": ("fingerprint", "samples"),
+    },
+    "batch_size": {"data": af.Data(X, batch_size=4), "changed": ("batch_size",)},
+    "remainder": {
+        "data": af.Data(X, batch_size=3, remainder="drop"),
+        "changed": ("remainder",),
+    },
+    "order": {"data": af.Data(X, batch_size=3, shuffle=True), "changed": ("order",)},
+    "fingerprint": {
+        "data": af.Data(X + 1, batch_size=3),
+        "changed": ("fingerprint",),
+    },
+}
+
+
+@pytest.mark.parametrize("case", OTHER_DATA)
+def test_going_on_with_other_data(saved, case):
+    """It is refused with both values, unless it is said to be meant."""
+    folder = saved
+    changed = OTHER_DATA[case]["changed"]
+    other = fresh(data=OTHER_DATA[case]["data"])
+    with pytest.raises(af.CheckpointError, match="was saved with other data") as raised:
+        af.load(other, folder)
+    told = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:-1]]
+    assert sorted(told) == sorted(changed)
+    assert all(repr(name) in str(raised.value) for name in changed)
+    assert af.load(other, folder, allow=changed).step == 2
+
+
+def test_loading_without_data(saved):
+    """A state that only evaluates needs none."""
+    folder = saved
+    assert af.load(fresh(data=None), folder).step == 2
+
+
+def test_allowing_what_is_no_fact(saved):
+    """A name that nothing has is refused."""
+    folder = saved
+    with pytest.raises(af.ArgumentError, match="allow="):
+        af.load(fresh(), folder, allow=("size",))
+
+
+class Noisy(list):
+    def __getitem__(self, index):
+        return X[index] + torch.randn(3)
+
+
+class Counting(list):
+    def __getitem__(self, index):
+        return X[index], next(counter)
+
+
+counter = itertools.count()
+
+
+@pytest.mark.parametrize("kind", [Noisy, Counting])
+def test_data_that_is_augmented_has_one_fingerprint(kind):
+    """What draws is seeded, and what differs each time that it is read tells nothing."""
+    one, other = (af.Data(kind(range(8)), batch_size=3).facts for _ in range(2))
+    assert one == other
+    named = af.Data(kind(range(8)), batch_size=3, fingerprint="noisy 1")
+    assert named.facts["fingerprint"] == "noisy 1"
 
 
 def test_loading_across_buffers(tmp_path):

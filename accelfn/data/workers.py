@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes of torch's loaders: what they raise, and what is said when one fails.
+
+torch raises the end of a worker wherever the main process happens to be, in the middle of a
+step, say. Here it is raised where a batch is asked for, with what was being read. This and
+ending the workers needs attributes of torch's iterators that are not public.
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import attrs
+from torch.utils.data._utils import signal_handling
+
+from accelfn.errors import DataError
+
+_torch: Any = signal_handling
+
+
+@attrs.frozen
+class Place:
+    """Where reading happens, for errors: a rank, and the update that the first batch is for."""
+
+    rank: int
+    size: int
+    update: int
+
+
+def watched(
+    loader: Any, *, timeout: float, place: Place, due: Callable[[], tuple[int, str]]
+) -> Iterator[Any]:
+    """Yield what a loader's workers give, and end them.
+
+    Args:
+        loader: of torch or torchdata, with workers.
+        timeout: that the loader has, in seconds.
+        place: where this is.
+        due: says how many updates have been read, and what is being read.
+
+    Raises:
+        DataError: a worker was killed or did not answer. What a dataset raises is raised as
+            it is.
+    """
+    values = iter(loader)
+    try:
+        while True:
+            try:
+                with _listening(values):
+                    value = next(values)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                said = _failure(str(error), timeout)
+                if said is None:
+                    raise
+                if "timed out" in str(error):
+                    _terminate(values)
+                num_read, being_read = due()
+                msg = (
+                    f"A data worker of rank {place.rank} of {place.size} failed while the"
+                    f" batch of update {place.update + num_read} was due: {said}\n{being_read}"
+                )
+                raise DataError(msg) from error
+            yield value
+    finally:
+        # left to the garbage collector, it waits 5 s for each worker
+        values._shutdown_workers()
+
+
+def _failure(said: str, timeout: float) -> str | None:
+    """Return what torch says of a worker's end; None of anything else."""
+    if "DataLoader timed out" in said:
+        return (
+            f"it gave nothing for {timeout:g} s, its timeout. It hangs, or what it read"
+            " cannot be sent to another process; then its own output says so."
+        )
+    return said if "DataLoader worker (pid" in said else None
+
+
+def _terminate(values: Any) -> None:
+    """End workers of which one hangs, so that nothing waits for it."""
+    for worker in values._workers:
+        worker.terminate()
+
+
+class _listening(AbstractContextManager[None]):
+    """Let torch's signal handler raise the end of a worker, inside a `with` block only."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Any) -> None:
+        """Take a loader's iterator; outside of the block, its workers are not its own."""
+        self._values = values
+
+    def __enter__(self) -> None:
+        """Listen, and look whether a worker has ended since."""
+        values = self._values
+        if not values._worker_pids_set:
+            pids = tuple([worker.pid for worker in values._workers])
+            _torch._set_worker_pids(id(values), pids)
+            values._worker_pids_set = True
+        for worker, expected in zip(
+            values._workers, values._workers_status, strict=True
+        ):
+            if expected and worker.exitcode is not None:
+                self._forget()
+                msg = f"DataLoader worker (pid {worker.pid}) {_ending(worker.exitcode)}"
+                raise RuntimeError(msg)
+
+    def __exit__(self, *error: object) -> None:
+        """Listen no more."""
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._values._worker_pids_set:
+            _torch._remove_worker_pids(id(self._values))
+            self._values._worker_pids_set = False
+
+
+def _ending(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"exited unexpectedly with exit code {exitcode}."
+    return f"is killed by signal: {signal.Signals(-exitcode).name}."
