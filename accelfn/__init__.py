@@ -20,9 +20,19 @@ from accelfn.batches import batches as batches
 from accelfn.batches import seek as seek
 from accelfn.checkpoint import load as load
 from accelfn.checkpoint import save as save
+from accelfn.collectives import all_ranks as all_ranks
+from accelfn.collectives import any_rank as any_rank
 from accelfn.collectives import barrier as barrier
+from accelfn.collectives import broadcast as broadcast
+from accelfn.collectives import broadcast_object as broadcast_object
+from accelfn.collectives import gather as gather
+from accelfn.collectives import gather_objects as gather_objects
+from accelfn.collectives import gather_ragged as gather_ragged
 from accelfn.collectives import mean as mean
+from accelfn.collectives import pad_across as pad_across
 from accelfn.collectives import print_once as print_once
+from accelfn.collectives import reduce as reduce
+from accelfn.collectives import scatter as scatter
 from accelfn.cursor import Cursor as Cursor
 from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
@@ -37,6 +47,7 @@ from accelfn.errors import DataError as DataError
 from accelfn.errors import Error as Error
 from accelfn.errors import GradsError as GradsError
 from accelfn.errors import LaunchError as LaunchError
+from accelfn.errors import LengthError as LengthError
 from accelfn.errors import LossError as LossError
 from accelfn.errors import ModelError as ModelError
 from accelfn.errors import NonFiniteLossError as NonFiniteLossError

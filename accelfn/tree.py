@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Containers of tensors: what a batch, a slot or a prediction may be.
 
-A tree is a tensor, or a dict, list, tuple, namedtuple of trees; any other object is a leaf
-that is passed through untouched.
+A tree is a tensor, or a dict, list, tuple, namedtuple, dataclass or attrs record of trees; any
+other object is a leaf that is passed through untouched.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, cast
 
+import attrs
 import torch
 
 from accelfn.errors import BatchError
 
 
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:  # noqa: PLR0911 - one a kind
     """Return the same containers with `fn(leaf)` in place of every leaf."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
@@ -28,7 +31,33 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
         return tuple(parts)
     if isinstance(tree, list):
         return [tree_map(fn, value) for value in cast("list[Any]", tree)]
+    if _fields(type(tree)):
+        return _map_record(fn, tree)
     return fn(tree)
+
+
+def _map_record(fn: Callable[[Any], Any], record: Any) -> Any:
+    changes = {
+        argument: tree_map(fn, getattr(record, name))
+        for name, argument in _fields(type(record)).items()
+    }
+    replace = attrs.evolve if attrs.has(type(record)) else dataclasses.replace
+    return cast("Any", replace)(record, **changes)
+
+
+@cache
+def _fields(kind: type) -> Mapping[str, str]:
+    """Return the fields of a dataclass or attrs record, with their names as arguments.
+
+    accelfn's own records, a state among them, are leaves.
+    """
+    if kind.__module__.partition(".")[0] == __package__:
+        return {}
+    if attrs.has(kind) and not hasattr(kind, "__attrs_init__"):
+        return {e.name: e.alias or e.name for e in attrs.fields(kind) if e.init}
+    if dataclasses.is_dataclass(kind):
+        return {each.name: each.name for each in dataclasses.fields(kind) if each.init}
+    return {}
 
 
 def tree_map_all(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -54,6 +83,9 @@ def _gather(tree: Any, leaves: list[Any]) -> None:
     elif isinstance(tree, Mapping):
         for value in cast("Mapping[Any, Any]", tree).values():
             _gather(value, leaves)
+    elif names := _fields(type(tree)):
+        for name in names:
+            _gather(getattr(tree, name), leaves)
     else:
         leaves.append(tree)
 

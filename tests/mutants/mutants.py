@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All mutants."""
 
-from tests.mutants import of_data, of_ranks, of_steps
+from tests.mutants import of_collectives, of_data, of_ranks, of_steps
 
-MUTANTS = [*of_ranks.MUTANTS, *of_steps.MUTANTS, *of_data.MUTANTS]
+MUTANTS = [
+    *of_ranks.MUTANTS,
+    *of_collectives.MUTANTS,
+    *of_steps.MUTANTS,
+    *of_data.MUTANTS,
+]

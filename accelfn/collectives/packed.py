@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives: the few calls in which ranks talk, each with a label and a named failure.
+"""Tensors across ranks: each call has a label, and its failure a name.
 
 Tensors travel packed in one contiguous buffer: one call for any number of them, and
 non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
@@ -97,15 +97,17 @@ def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) ->
         unpack_(flat, same)
 
 
-def broadcast_(tensors: Sequence[torch.Tensor], world: World, *, label: str) -> None:
-    """Give every rank the values of rank 0, in place, in one call a dtype."""
+def broadcast_(
+    tensors: Sequence[torch.Tensor], world: World, *, label: str, root: int = 0
+) -> None:
+    """Give every rank the values of rank `root`, in place, in one call a dtype."""
     if world.size == 1:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = pack(same)
         with naming(label, world):
-            dist.broadcast(flat, group=world.group, group_src=0)
+            dist.broadcast(flat, group=world.group, group_src=root)
         unpack_(flat, same)
 
 
@@ -134,21 +136,36 @@ def all_gather_rows(
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-def scatter_bytes(parts: Sequence[bytes] | None, world: World, *, label: str) -> bytes:
-    """Return this rank's part of what rank 0 has for each; others give None."""
+def broadcast_bytes(
+    data: bytes | None, world: World, *, label: str, root: int = 0
+) -> bytes:
+    """Return what rank `root` has; others give None."""
+    if data is not None and world.size == 1:
+        return data
+    size = torch.tensor([len(data or b"")], device=world.device)
+    broadcast_([size], world, label=label, root=root)
+    buffer = _as_tensor(data or b"", int(size)).to(world.device)
+    broadcast_([buffer], world, label=label, root=root)
+    return buffer.cpu().numpy().tobytes()
+
+
+def scatter_bytes(
+    parts: Sequence[bytes] | None, world: World, *, label: str, root: int = 0
+) -> bytes:
+    """Return this rank's part of what rank `root` has for each; others give None."""
     if parts is not None and world.size == 1:
         return parts[0]
     sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     if parts is not None:
         sizes = torch.tensor([len(part) for part in parts], device=world.device)
-    broadcast_([sizes], world, label=label)
+    broadcast_([sizes], world, label=label, root=root)
     mine, longest = int(sizes[world.rank]), int(sizes.max())
     buffer = torch.zeros(longest, dtype=torch.uint8, device=world.device)
     padded = None
     if parts is not None:
         padded = [_as_tensor(part, longest).to(world.device) for part in parts]
     with naming(label, world):
-        dist.scatter(buffer, padded, group=world.group, group_src=0)
+        dist.scatter(buffer, padded, group=world.group, group_src=root)
     return buffer[:mine].cpu().numpy().tobytes()
 
 

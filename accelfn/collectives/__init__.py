@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives: the few calls in which ranks talk, each with a label and a named failure."""
+
+from accelfn.collectives.objects import broadcast_object as broadcast_object
+from accelfn.collectives.objects import gather_objects as gather_objects
+from accelfn.collectives.objects import scatter as scatter
+from accelfn.collectives.packed import all_gather as all_gather
+from accelfn.collectives.packed import all_gather_rows as all_gather_rows
+from accelfn.collectives.packed import all_reduce_ as all_reduce_
+from accelfn.collectives.packed import barrier as barrier
+from accelfn.collectives.packed import broadcast_ as broadcast_
+from accelfn.collectives.packed import check_replicas as check_replicas
+from accelfn.collectives.packed import checksum as checksum
+from accelfn.collectives.packed import gather_bytes as gather_bytes
+from accelfn.collectives.packed import gather_text as gather_text
+from accelfn.collectives.packed import mean as mean
+from accelfn.collectives.packed import naming as naming
+from accelfn.collectives.packed import pack as pack
+from accelfn.collectives.packed import print_once as print_once
+from accelfn.collectives.packed import scatter_bytes as scatter_bytes
+from accelfn.collectives.packed import sum_ as sum_
+from accelfn.collectives.packed import unpack_ as unpack_
+from accelfn.collectives.trees import all_ranks as all_ranks
+from accelfn.collectives.trees import any_rank as any_rank
+from accelfn.collectives.trees import broadcast as broadcast
+from accelfn.collectives.trees import gather as gather
+from accelfn.collectives.trees import gather_ragged as gather_ragged
+from accelfn.collectives.trees import pad_across as pad_across
+from accelfn.collectives.trees import reduce as reduce

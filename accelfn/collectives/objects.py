@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on objects: plain data and tensors, as bytes.
+
+They travel as safetensors and JSON. Pickle, which runs code of whoever wrote it, is used where it
+is asked for by name.
+"""
+
+import pickle as _pickle
+from collections.abc import Sequence
+from typing import Any
+
+from accelfn import codec
+from accelfn.collectives.packed import broadcast_bytes, gather_bytes, scatter_bytes
+from accelfn.collectives.trees import check_root
+from accelfn.errors import ArgumentError
+from accelfn.world import World
+
+
+def gather_objects(
+    value: Any, world: World, *, pickle: bool = False, label: str = "gather_objects"
+) -> list[Any]:
+    """Return every rank's object in rank order, on all ranks.
+
+    Args:
+        value: tensors, strings, numbers, booleans, None, and dicts, lists and tuples of them;
+            it may differ between ranks in everything.
+        world: whose ranks take part.
+        pickle: whether it is something else, and all ranks are to be trusted.
+        label: what the ranks are doing.
+
+    Cost: two gathers: of the lengths, and of as many bytes as the longest has.
+
+    Raises:
+        PlainDataError: it is something else, and `pickle` is False.
+    """
+    data = _written(value, pickle=pickle)
+    parts = gather_bytes(data, world, label=label)
+    return [_read(each, world, pickle=pickle) for each in parts]
+
+
+def broadcast_object(
+    value: Any,
+    world: World,
+    *,
+    root: int = 0,
+    pickle: bool = False,
+    label: str = "broadcast_object",
+) -> Any:
+    """Return the object that rank `root` has, on all ranks; what others give is not looked at.
+
+    Args, Raises: as `gather_objects`.
+
+    Cost: two broadcasts: of the length, and of the bytes.
+    """
+    check_root("broadcast_object", root, world)
+    data = _written(value, pickle=pickle) if world.rank == root else None
+    return _read(
+        broadcast_bytes(data, world, root=root, label=label), world, pickle=pickle
+    )
+
+
+def scatter(
+    values: Sequence[Any] | None, world: World, *, root: int = 0, label: str = "scatter"
+) -> Any:
+    """Return this rank's one of the values that rank `root` has, one for each rank.
+
+    Args:
+        values: on `root`, a tree of tensors and plain data for each rank, of any shapes; it
+            is not looked at elsewhere.
+        world: whose ranks take part.
+        root: the rank that has them.
+        label: what the ranks are doing.
+
+    Law: gathering what was scattered gives it back.
+
+    Cost: a broadcast of the lengths, and a scatter of as many bytes as the longest has.
+
+    Raises:
+        ArgumentError: there is not one value for each rank.
+        PlainDataError: a value is neither a tensor nor plain data.
+    """
+    check_root("scatter", root, world)
+    parts = None
+    if world.rank == root:
+        if values is None or len(values) != world.size:
+            count = None if values is None else len(values)
+            msg = f"af.scatter: rank {root} gave {count} values for {world.size} ranks."
+            raise ArgumentError(msg)
+        parts = [_written(each, pickle=False) for each in values]
+    data = scatter_bytes(parts, world, root=root, label=label)
+    return _read(data, world, pickle=False)
+
+
+def _written(value: Any, *, pickle: bool) -> bytes:
+    return _pickle.dumps(value) if pickle else codec.to_bytes(value)
+
+
+def _read(data: bytes, world: World, *, pickle: bool) -> Any:
+    if pickle:
+        return _pickle.loads(data)  # noqa: S301 - asked for by name
+    return codec.from_bytes(data, str(world.device))

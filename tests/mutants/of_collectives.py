@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in what ranks exchange: trees and objects."""
+
+from accelfn.collectives import objects, packed, trees
+from tests.laws import test_collectives_on_trees as laws
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        name="the last rank comes first",
+        says="gathered trees are in another order than the ranks",
+        law="L49",
+        test=laws.test_gathered_trees_split_into_the_ranks_own,
+        place=trees._gathered,
+        old="for parts in by_rank]",
+        new="for parts in by_rank[::-1]]",
+    ),
+    Mutant(
+        name="a mean is a sum",
+        says="a mean over ranks is not divided",
+        law="L49",
+        test=laws.test_reduced_trees_are_combined_element_by_element,
+        place=trees._reduced,
+        old="flat = flat / world.size",
+        new="pass",
+    ),
+    Mutant(
+        name="booleans wrap around",
+        says="two true flags sum to none",
+        law="L49",
+        test=laws.test_booleans_are_counted_and_combined,
+        place=trees._reduced,
+        old='elif dtype is torch.bool and op != "sum"',
+        new="elif dtype is torch.bool",
+    ),
+    Mutant(
+        name="every root is rank 0",
+        says="a broadcast gives rank 0's values, whichever was asked for",
+        law="L49",
+        test=laws.test_broadcast_trees_are_the_root_s,
+        place=packed.broadcast_,
+        old="group_src=root",
+        new="group_src=0",
+    ),
+    Mutant(
+        name="lengths of rank 0",
+        says="every rank is taken to have as many rows as rank 0",
+        law="L48",
+        test=laws.test_ragged_trees_are_gathered_without_padding,
+        place=trees.gather_ragged,
+        old="[row[i] for row in lengths]",
+        new="[lengths[0][i] for row in lengths]",
+    ),
+    Mutant(
+        name="filling at the wrong end",
+        says="padding stands before the values unless it is to",
+        law="L48",
+        test=laws.test_padding_is_as_long_as_the_longest,
+        place=trees.pad_across,
+        old="if first else",
+        new="if not first else",
+    ),
+    Mutant(
+        name="a scattered part too many",
+        says="each rank gets the next one's object",
+        law="L49",
+        test=laws.test_objects_arrive_whole,
+        place=objects.scatter,
+        old="for each in values]",
+        new="for each in [*values[1:], values[0]]]",
+    ),
+    Mutant(
+        name="gradients of others are lost",
+        says="a gathered part gets only its own rank's gradient",
+        law="L49",
+        test=laws.test_gathering_is_differentiated,
+        place=trees._Gather.backward,
+        old='(total,) = _reduced([gradient], world, "sum", f"{ctx.label}: gradient")',
+        new="total = gradient",
+    ),
+    Mutant(
+        name="a contrastive loss of its own",
+        says="under DDP the gradients of other ranks' losses are left out",
+        law="L1",
+        test=laws.test_contrastive_losses_are_those_of_one_process,
+        place=trees._Gather.backward,
+        old='(total,) = _reduced([gradient], world, "sum", f"{ctx.label}: gradient")',
+        new="total = gradient",
+    ),
+    Mutant(
+        name="complex numbers are ordered",
+        says="the greatest of complex numbers has the greatest real and imaginary parts",
+        law="L49",
+        test=laws.test_what_cannot_travel_is_refused,
+        args={"case": "complex greatest"},
+        place=trees._reduced,
+        old='op not in ("sum", "mean")',
+        new='op not in ("sum", "mean", "max")',
+    ),
+]
