@@ -33,6 +33,10 @@ from accelfn.collectives import pad_across as pad_across
 from accelfn.collectives import print_once as print_once
 from accelfn.collectives import reduce as reduce
 from accelfn.collectives import scatter as scatter
+from accelfn.control import assert_replicas_agree as assert_replicas_agree
+from accelfn.control import main_first as main_first
+from accelfn.control import on_rank as on_rank
+from accelfn.control import print_in_order as print_in_order
 from accelfn.cursor import Cursor as Cursor
 from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
