@@ -34,6 +34,10 @@ class DataError(Error, ValueError):
     """A dataset, or a way to draw from it, that cannot be used: no samples, no length."""
 
 
+class LengthError(DataError, TypeError):
+    """A stream does not say how many samples it has; `list` then does without."""
+
+
 class BatchError(Error, ValueError):
     """A batch that does not follow its state, or cannot be split or counted."""
 

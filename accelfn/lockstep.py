@@ -41,11 +41,17 @@ def lockstep(
     Raises:
         DataError: ranks ended apart, and `ends="together"`; or one has no batch at all to
             stand in, and `ends="last"`.
-        ArgumentError: `ends` is another word.
+        ArgumentError: `ends` is another word, or there is nothing to iterate over.
     """
     if ends not in _ENDS:
         expected = ", ".join(map(repr, _ENDS))
         msg = f"af.lockstep(ends={ends!r}): expected one of {expected}."
+        raise ArgumentError(msg)
+    if not isinstance(iterable, Iterable):
+        msg = (
+            f"af.lockstep({type(iterable).__name__}): expected this rank's batches, as an"
+            " iterable; an empty list where it has none."
+        )
         raise ArgumentError(msg)
     return _together(iter(iterable), world, ends)
 

@@ -51,6 +51,9 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
         places += [max(stop, 1) - 1] * (longest - len(places))
 
     def part(each: Any) -> Any:
+        if isinstance(each, Mapping):
+            items = cast("Mapping[Any, Any]", each).items()
+            return {name: part(inner) for name, inner in items}
         if len(places) == stop - start:
             return each[start:stop]
         if isinstance(each, (torch.Tensor, np.ndarray)):
@@ -58,9 +61,6 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
         picked = [each[place] for place in places]
         return "".join(picked) if isinstance(each, str) else _like(each, picked)
 
-    if isinstance(values, Mapping):
-        items = cast("Mapping[Any, Any]", values).items()
-        return cast("T", {name: part(each) for name, each in items})
     return part(values)
 
 

@@ -3,8 +3,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -194,6 +196,132 @@ def test_ranks_in_a_test(tmp_path: Path) -> None:
     assert float(apart.group(1)) < 1e-12
     assert "SharedNoise() keeps the laws" in printed
     assert "GradNoise() breaks the law 'replicas_agree'" in printed
+
+
+def test_a_streamed_text(tmp_path: Path) -> None:
+    """The loss falls; started again, the last updates write the very same text."""
+    *told, text = output_of(tmp_path, "08_streamed_text.py").splitlines()
+    losses = [float(each) for each in re.findall(r"loss': ([\d.]+)", "\n".join(told))]
+
+    assert [each.split(",")[0] for each in told] == [
+        f"update {number}" for number in range(50, 301, 50)
+    ]
+    assert losses[-1] < losses[0] < 3.0
+    assert text.startswith("'The statement is")
+    assert output_of(tmp_path, "08_streamed_text.py").splitlines() == [text]
+
+
+WATCHED = """\
+import sys, zlib
+from importlib.util import module_from_spec, spec_from_file_location
+import accelfn as af
+
+spec = spec_from_file_location("streamed_text", sys.argv[1])
+example = module_from_spec(spec)
+spec.loader.exec_module(example)
+loss_of = example.loss_fn
+
+def watched(model, batch):
+    loss = loss_of(model, batch)
+    print(zlib.crc32(batch.numpy().tobytes()), loss.item().hex(), file=seen, flush=True)
+    return loss
+
+example.loss_fn = watched
+with af.World.from_env(device="cpu") as world, open(f"{sys.argv[2]}-{world.rank}", "w") as seen:
+    example.train(world, epochs=1, every=10)
+"""
+
+
+class Watched:
+    """The eighth example on two ranks, each of which writes down its batches and losses."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        (folder / "watched.py").write_text(WATCHED, encoding="utf-8")
+
+    def start(self, name: str) -> "subprocess.Popen[bytes]":
+        """Start it."""
+        words = ["watched.py", str(FOLDER / "08_streamed_text.py"), name]
+        return subprocess.Popen(
+            [sys.executable, *LAUNCH_2, *words],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+        )
+
+    def lines(self, name: str) -> list[list[str]]:
+        """Return what each rank wrote so far."""
+        files = [self.folder / f"{name}-{rank}" for rank in range(2)]
+        return [f.read_text().splitlines() if f.exists() else [] for f in files]
+
+    def newest(self) -> int:
+        """Return the update of the newest checkpoint; 0 where there is none."""
+        whole = (self.folder / "text-checkpoints").glob("[0-9]*")
+        return max((int(each.name) for each in whole), default=0)
+
+
+def tree_of(pid: int) -> set[int]:
+    """Return the processes that this one and its children started, itself included."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
+            continue
+        if state != "Z":
+            parents[int(stat.parent.name)] = int(parent)
+    found = {pid}
+    while more := {p for p, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def kill_all(process: "subprocess.Popen[bytes]") -> int:
+    """Kill a process and all that it started, none of which can clean up; count them."""
+    process.send_signal(signal.SIGSTOP)  # it starts and ends no more
+    doomed = tree_of(process.pid)
+    for pid in doomed:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    while any(_is_alive(pid) for pid in doomed):
+        time.sleep(0.01)
+    return len(doomed)
+
+
+@pytest.mark.ranks(2)
+def test_a_streamed_text_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """After SIGKILL to ranks and workers in mid-epoch, what is left is the very same.
+
+    Batches are compared by checksum, losses by their bits, on both ranks.
+    """
+    undisturbed, killed = Watched(tmp_path / "whole"), Watched(tmp_path / "killed")
+    assert undisturbed.start("run").wait(120) == 0
+    whole = undisturbed.lines("run")
+    process = killed.start("first")
+    while min(map(len, killed.lines("first"))) < 25:
+        assert process.poll() is None
+        time.sleep(0.01)
+
+    assert kill_all(process) >= 1 + 2 + 2 * 2
+    begun, newest = killed.lines("first"), killed.newest()
+    assert killed.start("second").wait(120) == 0
+    rest = killed.lines("second")
+
+    assert len(whole[0]) == len(whole[1]) == len(set(whole[0] + whole[1])) // 2
+    assert 20 <= newest <= len(begun[0]) < len(whole[0])
+    assert [
+        each[: len(first)] for each, first in zip(whole, begun, strict=True)
+    ] == begun
+    assert [each[newest:] for each in whole] == rest
 
 
 def custom_on(world: af.World) -> str:

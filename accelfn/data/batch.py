@@ -16,7 +16,7 @@ Filler: TypeAlias = bool | npt.NDArray[np.bool_]
 """Whether samples are filler: all of a micro-batch, none, or one by one."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, slots=False)  # a dict is filled sooner than slots
 class Batch:
     """This rank's share of one update's samples.
 
@@ -78,7 +78,7 @@ class Batch:
     def filler(self) -> torch.Tensor:
         """Which of those samples are filler, as booleans."""
         masks = [
-            np.broadcast_to(np.asarray(filler, bool), indices.shape)
+            np.broadcast_to(np.asarray(filler, bool), len(indices))
             for indices, filler in zip(
                 self.parts_indices, self.parts_filler, strict=True
             )

@@ -7,16 +7,19 @@ import attrs
 import numpy as np
 
 from accelfn.data.cut import UnevenCut
+from accelfn.data.orders import as_counts
 from accelfn.data.permutation import Indices
 from accelfn.errors import ArgumentError, DataError
 
 
 def _as_costs(values: Any) -> Indices:
-    costs = np.array(values)
-    if costs.ndim != 1 or costs.dtype.kind not in "iu" or (costs < 0).any():
-        msg = "af.budget(costs): expected one integer a sample, 0 or more."
+    return as_counts(values, "af.budget(costs)")
+
+
+def _is_flag(_owner: object, field: Any, value: object) -> None:
+    if not isinstance(value, bool):
+        msg = f"af.budget({field.name}={value!r}): expected True or False."
         raise ArgumentError(msg)
-    return costs.astype(np.int64)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -44,11 +47,12 @@ class budget:
 
     costs: Indices = attrs.field(converter=_as_costs)
     limit: int = attrs.field(kw_only=True)
-    padded: bool = attrs.field(default=True, kw_only=True)
+    padded: bool = attrs.field(default=True, validator=_is_flag, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         """Check that every sample fits."""
-        if not isinstance(self.limit, int) or self.limit < 1:
+        limit = self.limit
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             msg = f"af.budget(limit={self.limit!r}): expected an integer of at least 1."
             raise ArgumentError(msg)
         large = np.flatnonzero(self.costs > self.limit)
@@ -56,14 +60,20 @@ class budget:
             first = int(large[0])
             msg = (
                 f"af.budget(limit={self.limit}): sample {first} alone costs"
-                f" {self.costs[first]}, and so {len(large)} samples in all. Leave them out,"
-                " cut them, or take a larger limit."
+                f" {self.costs[first]}; too large are {len(large)} of {len(self.costs)}"
+                " samples. Leave them out, cut them, or take a larger limit."
             )
             raise DataError(msg)
 
     def __repr__(self) -> str:
         """Show the limit, not the costs."""
         return f"a budget of {self.limit}"
+
+    def check(self, n: int) -> None:
+        """Raise unless there is a cost for each of n samples."""
+        if len(self.costs) != n:
+            msg = f"af.budget: {len(self.costs)} costs for a dataset of {n} samples."
+            raise DataError(msg)
 
     def cut(self, indices: Indices) -> UnevenCut:
         """Return where batches end, of samples that come in this order."""

@@ -34,8 +34,8 @@ from accelfn.data.orders import (
 from accelfn.data.read import assembled
 from accelfn.data.reading import Reading, pairs_of
 from accelfn.data.sources import Joined, Source, Zipped, source_of
-from accelfn.data.stream import is_stream, promised_length, stateless
-from accelfn.errors import ArgumentError, BatchError, DataError
+from accelfn.data.stream import first_state, is_stream, promised_length, stateless
+from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
 
 
 def _is_batch_size(_owner: object, _field: object, value: object) -> None:
@@ -68,14 +68,23 @@ def _is_num_workers(_owner: object, _field: object, value: object) -> None:
 
 
 def _is_duration(_owner: object, _field: object, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        msg = f"af.Data(timeout={value!r}): expected seconds, above 0."
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < cast("float", value) < float("inf"):
+        msg = (
+            f"af.Data(timeout={value!r}): expected a finite number of seconds above 0."
+        )
         raise ArgumentError(msg)
 
 
 def _is_flag(_owner: object, field: Any, value: object) -> None:
     if not isinstance(value, bool):
         msg = f"af.Data({field.name}={value!r}): expected True or False."
+        raise ArgumentError(msg)
+
+
+def _is_text(_owner: object, field: Any, value: object) -> None:
+    if value is not None and not isinstance(value, str):
+        msg = f"af.Data({field.name}={value!r}): expected a string, or None."
         raise ArgumentError(msg)
 
 
@@ -132,28 +141,32 @@ class Data:
 
     dataset: Any
     batch_size: Any = attrs.field(default=None, validator=_is_batch_size, kw_only=True)
-    shuffle: bool = attrs.field(default=False, kw_only=True)
+    shuffle: bool = _flag()
     remainder: str = attrs.field(default="short", validator=_is_remainder, kw_only=True)
     collate: Collate | None = attrs.field(default=None, kw_only=True)
     num_workers: int = attrs.field(default=0, validator=_is_num_workers, kw_only=True)
     order: Order | OrderFunction | None = attrs.field(default=None, kw_only=True)
     batch_sampler: Any = attrs.field(default=None, kw_only=True)
     timeout: float = attrs.field(default=300.0, validator=_is_duration, kw_only=True)
-    fingerprint: str | None = attrs.field(default=None, kw_only=True)
+    fingerprint: str | None = attrs.field(
+        default=None, validator=_is_text, kw_only=True
+    )
     sharded: bool = _flag()
     dispatch: bool = _flag()
     replay: bool = _flag()
+    first: Any = attrs.field(default=None, init=False)
+    """A stream's own state before it is read, with which each epoch begins."""
 
     def __attrs_post_init__(self) -> None:
         """Look at the dataset once, and refuse what cannot be together."""
-        for name in ("collate", "order"):
-            value = getattr(self, name)
-            if value is not None and not callable(value) and not _is_order(value):
-                msg = f"af.Data({name}={value!r}): expected a function."
-                raise ArgumentError(msg)
+        if self.collate is not None and not callable(self.collate):
+            msg = f"af.Data(collate={self.collate!r}): expected a function."
+            raise ArgumentError(msg)
+        self._check_order()
         self._check_batching()
         if self.is_stream:
             self._check_stream()
+            object.__setattr__(self, "first", first_state(self.dataset))
             return
         given = [name for name in _STREAMS_ONLY if getattr(self, name)]
         if given:
@@ -166,6 +179,8 @@ class Data:
             msg = f"af.Data: the dataset ({type(self.dataset).__name__}) is empty."
             raise DataError(msg)
         n = len(self)
+        if isinstance(self.batch_size, budget):
+            self.batch_size.check(len(self.source))
         if isinstance(self.batch_size, int) and not self.updates_per_epoch:
             msg = (
                 f'af.Data(batch_size={self.batch_size}, remainder="drop"): the dataset'
@@ -174,9 +189,22 @@ class Data:
             )
             raise DataError(msg)
 
+    def _check_order(self) -> None:
+        order: Any = self.order
+        is_uncalled = isinstance(order, type) and _is_order(order)  # orders.weighted
+        if order is None or ((callable(order) or _is_order(order)) and not is_uncalled):
+            return
+        msg = (
+            f"af.Data(order={order!r}): expected a function (seed, epoch, n) -> indices, or"
+            " what one of af.orders returns. Give a torch sampler to a DataLoader, and that"
+            " to af.Data.from_loader."
+        )
+        raise ArgumentError(msg)
+
     def _check_batching(self) -> None:
         if (self.batch_size is None) == (self.batch_sampler is None):
-            msg = "af.Data: give batch_size=, or batch_sampler= instead."
+            given = "neither" if self.batch_size is None else "both"
+            msg = f"af.Data: got {given}; give batch_size=, or batch_sampler= instead."
             raise ArgumentError(msg)
         if self.order is not None and self.shuffle:
             msg = (
@@ -185,6 +213,14 @@ class Data:
             )
             raise ArgumentError(msg)
         if self.batch_sampler is not None:
+            kind = type(self.batch_sampler).__name__
+            if not all(hasattr(self.batch_sampler, m) for m in ("__iter__", "__len__")):
+                msg = (
+                    f"af.Data(batch_sampler=...): {kind} is not iterable, or has no length;"
+                    " expected lists of indices, or an object with __iter__ and __len__"
+                    " that yields them."
+                )
+                raise ArgumentError(msg)
             refuse_distributed(self.batch_sampler)
             if self.order is not None or self.shuffle or self.remainder != "short":
                 msg = (
@@ -201,6 +237,9 @@ class Data:
 
     def _check_stream(self) -> None:
         kind = type(self.dataset).__name__
+        if isinstance(self.dataset, (set, frozenset)):
+            msg = f"af.Data: a {kind} has no order; give it as a sorted list."
+            raise DataError(msg)
         if isinstance(self.dataset, Iterator):
             msg = (
                 f"af.Data: a {kind} can be read once only; expected an object whose __iter__"
@@ -242,9 +281,10 @@ class Data:
     ) -> Self:
         """Return data that take samples of several datasets, in proportion to weights.
 
-        An epoch has as many samples as all datasets together. In every 64 positions (or
-        more, for small weights) each dataset has its share, to one sample. A dataset goes
-        through its own samples epoch by epoch, however often that is in one of the mix's.
+        An epoch has as many samples as all datasets together. Since the run
+        began each dataset has had its share to within one sample, wherever 64 positions (or
+        more, for small weights) end, and so within two in each 64. A dataset goes through
+        its own samples epoch by epoch, however often that is in one of the mix's.
 
         Args:
             datasets: map-style; their samples collate with one another.
@@ -257,12 +297,19 @@ class Data:
             >>> len(data)
             6
         """
+        taken = sorted({"order", "batch_sampler"} & options.keys())
+        if taken:
+            msg = f"af.Data.mix({taken[0]}=...): the mix is the order; leave it out."
+            raise ArgumentError(msg)
+        if not isinstance(datasets, Sequence):
+            msg = f"af.Data.mix({datasets!r}): expected a list of datasets."
+            raise ArgumentError(msg)
         sources = tuple(source_of(each) for each in datasets)
         lengths = tuple(len(each) for each in sources)
         if not sources or not all(lengths):
             msg = f"af.Data.mix: expected datasets with samples, got lengths {lengths}."
             raise DataError(msg)
-        shares = lengths if weights is None else tuple(weights)
+        shares = lengths if weights is None else _listed(weights)
         fits = len(shares) == len(sources) and all(
             isinstance(each, (int, float)) and 0 < each < float("inf")
             for each in shares
@@ -304,6 +351,12 @@ class Data:
         if not parts or not all(lengths.values()):
             msg = f"af.Data.zip: expected datasets with samples, got lengths {lengths}."
             raise DataError(msg)
+        if isinstance(batch_size, budget):
+            msg = (
+                f"af.Data.zip(batch_size={batch_size!r}): samples of several datasets have"
+                " no one cost; expected an integer."
+            )
+            raise ArgumentError(msg)
         inner = Shuffled() if shuffle else Sequential()
         return cls(
             Zipped(parts),
@@ -358,7 +411,7 @@ class Data:
         """Return the number of samples of an epoch.
 
         Raises:
-            DataError: the dataset does not know it.
+            LengthError: the dataset does not know it.
         """
         if self.is_stream:
             promised = promised_length(self.dataset)
@@ -366,9 +419,10 @@ class Data:
                 msg = (
                     f"af.Data: the stream {type(self.dataset).__name__} does not say how"
                     " many samples it has"
-                    f"{' on all ranks together' if self.sharded else ''}."
+                    f"{' on all ranks together' if self.sharded else ''}. Do without a"
+                    " length: give a schedule its num_updates=, and count as you read."
                 )
-                raise DataError(msg)
+                raise LengthError(msg)
             return promised
         if self.batch_sampler is not None:
             return len(self.source)
@@ -393,7 +447,14 @@ class Data:
         return EvenCut(len(self), self.batch_size, self.remainder).updates_per_epoch
 
     def num_updates(self, epochs: int, *, seed: int = 0) -> int:
-        """Return how many updates so many epochs make, for a state of this seed."""
+        """Return how many updates so many epochs make, for a state of this seed.
+
+        Raises:
+            ArgumentError: `epochs` is not a number of 0 or more.
+        """
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
+            msg = f"af.Data.num_updates(epochs={epochs!r}): expected an integer, 0 or more."
+            raise ArgumentError(msg)
         if isinstance(self.batch_size, budget):
             return sum(self.num_updates_of(i, seed=seed) for i in range(epochs))
         return epochs * self.updates_per_epoch
@@ -446,10 +507,22 @@ class Data:
 
     def in_order(self) -> "Data":
         """Return the data with each sample once, in the dataset's order, to evaluate on."""
-        if self.is_stream or self.batch_sampler is not None:
-            return attrs.evolve(self, remainder="short")
-        order = self.order if isinstance(self.order, Side) else None
-        return attrs.evolve(self, shuffle=False, order=order, remainder="short")
+        if self.is_stream:
+            data = attrs.evolve(self, remainder="short")
+            object.__setattr__(data, "first", self.first)  # it may be read by now
+            return data
+        size = self.batch_size
+        if self.batch_sampler is not None:  # as large as its largest
+            stops = [stop for _, stop in self.epoch(seed=0).cut.spans(0)]
+            size = int(np.diff(stops, prepend=0).max())
+        return attrs.evolve(
+            self,
+            batch_size=size,
+            batch_sampler=None,
+            shuffle=False,
+            order=self.order if isinstance(self.order, Side) else None,
+            remainder="short",
+        )
 
     def epoch(self, *, seed: int, number: int = 0) -> Epoch:
         """Return one pass over the data: which index comes where, and where batches end."""
@@ -470,9 +543,13 @@ class Data:
         return made
 
     def _sampled_epoch(self, seed: int, number: int, key: int) -> Epoch:
-        name = type(self.batch_sampler).__name__
+        name = f"batch_sampler ({type(self.batch_sampler).__name__})"
         batches = drawn_once(self.batch_sampler, seed=seed, epoch=number)
-        empty = [i for i, batch in enumerate(batches) if not len(batch)]
+        wrong = [each for each in batches if not isinstance(each, list)]
+        if wrong:
+            msg = f"{name} gave {wrong[0]!r} for an update; expected a list of indices."
+            raise DataError(msg)
+        empty = [i for i, batch in enumerate(batches) if not batch]
         if empty or not batches:
             msg = f"{name} gave no samples for update {empty[0] if empty else 0}."
             raise DataError(msg)
@@ -521,6 +598,13 @@ class Data:
 
 _STREAMS_ONLY = ("sharded", "dispatch", "replay")
 _SOURCES = (Joined, Zipped)
+
+
+def _listed(weights: Any) -> tuple[Any, ...]:
+    """Return weights as a tuple, those of a tensor or an array too."""
+    if hasattr(weights, "tolist"):
+        weights = weights.tolist()
+    return tuple(weights) if isinstance(weights, (list, tuple)) else ()
 
 
 def _is_order(value: Any) -> bool:

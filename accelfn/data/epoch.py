@@ -13,7 +13,8 @@ from accelfn.data.orders import AtPositions, looked_up
 from accelfn.data.permutation import Indices, shuffled
 from accelfn.data.plan import Plan
 
-_BLOCK = 65_536  # positions whose order is computed at once; 0.5 MB
+_FIRST_BLOCK, _BLOCK = 4_096, 65_536
+"""Positions whose order is computed at once: few at first, so that a start is quick."""
 
 
 @attrs.frozen(eq=False)
@@ -82,12 +83,13 @@ class Portion(NamedTuple):
 
 def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
     """Yield what this rank takes of an epoch's updates from a cursor on."""
-    block, first, last = np.empty(0, np.int64), 0, 0
+    block, first, last, size = np.empty(0, np.int64), 0, 0, _FIRST_BLOCK
     num_samples, used, key = epoch.num_samples, epoch.cut.used, epoch.key
     following = Cursor(epoch.number + 1)
     for low, high in epoch.cut.spans(start.samples):
         if not first <= low <= high <= last:
-            first, last = low, max(high, min(low + _BLOCK, num_samples))
+            first, last = low, max(high, min(low + size, num_samples))
+            size = min(4 * size, _BLOCK)
             places = np.arange(first, last, dtype=np.int64)
             if last > num_samples:  # padded: filled from the start of the order
                 places %= num_samples

@@ -2,13 +2,15 @@
 """What a torch DataLoader says, in the words of `Data`."""
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
+import attrs
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from accelfn.data.orders import (
     Sequential,
     Shuffled,
+    is_plain,
     order_of_sampler,
     refuse_distributed,
 )
@@ -31,7 +33,8 @@ def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
     if not isinstance(loader, DataLoader):
         msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
         raise DataError(msg)
-    if not isinstance(num_ranks, int) or num_ranks < 1:
+    is_count = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
+    if not is_count or num_ranks < 1:
         msg = (
             f"from_loader(num_ranks={num_ranks!r}): expected an integer of at least 1."
         )
@@ -51,13 +54,13 @@ def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
     size = loader.batch_size
     if is_stream(loader.dataset):
         if size is None:
-            return {"batch_size": num_ranks, "collate": _only}
+            return {"batch_size": num_ranks, "collate": _Lone(loader.collate_fn)}
         remainder = "drop" if loader.drop_last else "short"
         return {"batch_size": size * num_ranks, "remainder": remainder}
     refuse_distributed(loader.sampler)
     batches = loader.batch_sampler
-    if type(batches) is BatchSampler and size is not None:
-        order = order_of_sampler(loader.sampler, len(loader.dataset))
+    if is_plain(batches, BatchSampler) and size is not None:
+        order = order_of_sampler(loader.sampler, len(cast("Any", loader.dataset)))
         shuffled = isinstance(order, Shuffled)
         kept = None if isinstance(order, (Shuffled, Sequential)) else order
         return {
@@ -81,10 +84,15 @@ def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
     return {"batch_sampler": batches}
 
 
-def _only(samples: list[Any]) -> Any:
-    """Return the one batch that a stream of batches gives for an update."""
-    (sample,) = samples
-    return sample
+@attrs.frozen
+class _Lone:
+    """Take the one batch that a stream of batches gives, as the loader would."""
+
+    convert: Any
+
+    def __call__(self, samples: list[Any]) -> Any:
+        (sample,) = samples
+        return self.convert(sample)
 
 
 def _say_what_is_lost(loader: "DataLoader[Any]") -> None:

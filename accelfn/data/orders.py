@@ -6,6 +6,7 @@ depends on the seed and the epoch alone, so every rank computes the same one, an
 run computes what the uninterrupted one did.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence, Sized
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -98,6 +99,10 @@ class Own:
         """Call the function."""
         indices = self.function(seed, epoch, n)
         where = f"order(seed={seed}, epoch={epoch}, n={n})"
+        if not hasattr(indices, "__len__") or not hasattr(indices, "__getitem__"):
+            kind = type(indices).__name__
+            msg = f"{where} gave a {kind}; expected {n} indices, as a sequence."
+            raise DataError(msg)
         if len(indices) != n:
             msg = f"{where} gave {len(indices)} indices; expected {n}."
             raise DataError(msg)
@@ -110,15 +115,57 @@ class Own:
 
 
 def _as_weights(values: Any) -> Floats:
-    weights = np.array(values, dtype=np.float64)
-    fits = weights.ndim == 1 and np.isfinite(weights).all() and (weights >= 0).all()
+    weights = _array(values)
+    numbers = weights.ndim == 1 and weights.dtype.kind in "biuf"
+    fits = numbers and np.isfinite(weights).all() and (weights >= 0).all()
     if not fits or not weights.any():
         msg = (
-            "af.orders.weighted(weights): expected one finite number of 0 or more for each"
-            " sample, not all 0."
+            f"af.orders.weighted(weights): got {_seen(weights)}; expected one finite number"
+            " of 0 or more for each sample, not all 0."
         )
         raise ArgumentError(msg)
-    return weights
+    return weights.astype(np.float64)
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """Return values as an array, of objects if nothing else can hold them."""
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of different lengths
+        return np.array([*values, None], dtype=object)[:-1]
+
+
+def _seen(found: npt.NDArray[Any]) -> str:
+    """Return how values look that are not what they should be."""
+    first = (
+        ", ".join(map(repr, found[:3].tolist())) if found.ndim else repr(found.item())
+    )
+    more = ", ..." if found.ndim and len(found) > 3 else ""
+    return f"[{first}{more}]" if found.ndim else first
+
+
+def as_counts(values: Any, where: str) -> Indices:
+    """Return one integer a sample.
+
+    Raises:
+        ArgumentError: something else was given.
+    """
+    counts = _array(values)
+    if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
+        msg = f"{where}: got {_seen(counts)}; expected one integer a sample, 0 or more."
+        raise ArgumentError(msg)
+    return counts.astype(np.int64)
+
+
+def _is_flag(owner: object, field: Any, value: object) -> None:
+    if not isinstance(value, bool):
+        kind = type(owner).__name__
+        msg = f"af.orders.{kind}({field.name}={value!r}): expected True or False."
+        raise ArgumentError(msg)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -149,7 +196,7 @@ class weighted:
 
     weights: Floats = attrs.field(converter=_as_weights)
     drawn: int | None = attrs.field(default=None, kw_only=True, alias="num_samples")
-    replacement: bool = attrs.field(default=True, kw_only=True)
+    replacement: bool = attrs.field(default=True, validator=_is_flag, kw_only=True)
     name: str = attrs.field(default="weighted", init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -157,7 +204,7 @@ class weighted:
         possible = int(np.count_nonzero(self.weights))
         if self.drawn is None:
             return
-        if not isinstance(self.drawn, int) or self.drawn < 1:
+        if not _is_count(self.drawn):
             msg = f"af.orders.weighted(num_samples={self.drawn!r}): expected 1 or more."
             raise ArgumentError(msg)
         if not self.replacement and self.drawn > possible:
@@ -197,11 +244,7 @@ class weighted:
 
 
 def _as_lengths(values: Any) -> Indices:
-    lengths = np.array(values)
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
-        msg = "Expected the length of each sample, integers of 0 or more."
-        raise ArgumentError(msg)
-    return lengths.astype(np.int64)
+    return as_counts(values, "af.orders.bucketed(lengths)")
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -234,7 +277,7 @@ class bucketed:
 
     def __attrs_post_init__(self) -> None:
         """Check the window."""
-        if not isinstance(self.window, int) or self.window < 1:
+        if not _is_count(self.window):
             msg = f"af.orders.bucketed(window={self.window!r}): expected 1 or more."
             raise ArgumentError(msg)
 
@@ -308,9 +351,9 @@ class Sampled:
 class Mixed:
     """Positions shared out among several datasets that lie one after the other.
 
-    Positions are counted through all epochs. In every block each dataset has its exact
-    share, to one sample; within its share it goes through its samples epoch after epoch of
-    its own, so none comes again before all have come.
+    Positions are counted through all epochs. At the end of every block each dataset has
+    had its exact share, to within one sample; it goes through its samples epoch after epoch
+    of its own, so none comes again before all have come.
 
     Attributes:
         lengths: of the datasets.
@@ -446,12 +489,22 @@ def order_of_sampler(sampler: Any, n: int) -> Order:
 
     One that takes each of them once, in order or shuffled, is not drawn from.
     """
-    if type(sampler) is SequentialSampler and len(sampler) == n:
+    if is_plain(sampler, SequentialSampler) and len(sampler) == n:
         return Sequential()
-    once = type(sampler) is RandomSampler and not sampler.replacement
-    if once and sampler.num_samples == len(sampler.data_source) == n:
+    if (
+        is_plain(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source) == n
+    ):
         return Shuffled()
     return Sampled(sampler)
+
+
+def is_plain(sampler: Any, kind: type) -> bool:
+    """Whether it is torch's own of a kind, or torchdata's, which only adds a state."""
+    same = ("torchdata.stateful_dataloader.sampler", kind.__name__)
+    found = type(sampler)
+    return found is kind or (found.__module__, found.__name__) == same
 
 
 def refuse_distributed(sampler: Any) -> None:
@@ -507,7 +560,12 @@ def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
 
 
 def _plain(index: Any) -> Any:
-    return [int(each) for each in index] if isinstance(index, (list, tuple)) else index
+    """Return an index, or a list of them, as plain integers; anything else as it is."""
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        return cast("Any", index).tolist()
+    if isinstance(index, (list, tuple)):
+        return [_plain(each) for each in cast("list[Any]", index)]
+    return operator.index(index) if hasattr(index, "__index__") else index
 
 
 def _length_of(sampler: Any) -> int:

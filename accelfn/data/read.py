@@ -138,19 +138,19 @@ def assembled(pairs: Iterable[Pair]) -> Iterator[Batch]:
     """Yield batches of what was read; their filler is stand-ins, and what repeats."""
     for portion, values in pairs:
         start, after, num_samples, spans, indices, own, _ = portion
+        weights: list[int] = []
+        filler: list[Filler] = []
+        for low, high in spans:
+            weights.append(high - low)
+            filler.append(low == high or (high > own and _beyond(low, high, own)))
         yield Batch(
             micro_batches=tuple(values),
-            weights=tuple([high - low for low, high in spans]),
+            weights=tuple(weights),
             start=start,
             cursor=after,
             num_samples=num_samples,
             parts_indices=indices,
-            parts_filler=tuple(
-                [
-                    low == high or (high > own and _beyond(low, high, own))
-                    for low, high in spans
-                ]
-            ),
+            parts_filler=tuple(filler),
         )
 
 

@@ -80,11 +80,17 @@ def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
             timeout=data.timeout,
             world=reading.world,
             replay=data.replay,
+            first=data.first,
             update=reading.update,
         )
         return sharded.portions(plan, start, epochs)
     stream = Stream(
-        data.dataset, data.batch_size, data.remainder, collate, reading.seed
+        data.dataset,
+        data.batch_size,
+        data.remainder,
+        collate,
+        reading.seed,
+        data.first,
     )
     if start.samples and start.memory is None and reading.world.is_main:
         say_cost(data.dataset, start.samples)

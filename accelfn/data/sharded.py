@@ -34,15 +34,20 @@ class Counted(IterableDataset[Any]):
     torchdata saves and restores it in each worker.
     """
 
-    def __init__(self, dataset: Any, key: int, epoch: int, *, replay: bool) -> None:
-        """Take the stream, the key of the rank's draws, and whether to read again."""
+    def __init__(
+        self, dataset: Any, key: int, epoch: int, *, replay: bool, first: Any
+    ) -> None:
+        """Take the stream, its first state, the key of its draws, whether to read again."""
         self._dataset, self._key, self._epoch = dataset, key, epoch
-        self._replay = replay
+        self._replay, self._first = replay, first
         self._start: tuple[int, Any] = (0, None)
         self._opened: Opened | None = None
+        self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield samples from where it stands."""
+        """Yield samples from where it stands; of one epoch, and so none after its end."""
+        if self._ended:
+            return
         info = get_worker_info()
         key = streams.fold(self._key, 0 if info is None else info.id)
         (count, memory), self._start = self._start, (0, None)
@@ -51,21 +56,23 @@ class Counted(IterableDataset[Any]):
                 raise DataError(stateless(self._dataset, Cursor(self._epoch, count)))
             if info is None or info.id == 0:
                 say_cost(self._dataset, count)
-        self._opened = Opened(
-            self._dataset, key, Cursor(self._epoch, count, memory=memory)
-        )
+        start = Cursor(self._epoch, count, memory=memory)
+        self._opened = Opened(self._dataset, key, start, self._first)
         while more := self._opened.read():
             yield from more
+        self._ended = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return where it stands."""
-        if self._opened is None:
-            return {"count": self._start[0], "memory": copy.deepcopy(self._start[1])}
-        return {"count": self._opened.position, "memory": self._opened.memory()}
+        count, memory = self._start[0], copy.deepcopy(self._start[1])
+        if self._opened is not None:
+            count, memory = self._opened.position, self._opened.memory()
+        return {"count": count, "memory": memory, "ended": self._ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there at the next `iter`."""
         self._start, self._opened = (state["count"], state["memory"]), None
+        self._ended = state["ended"]
 
 
 @attrs.frozen(eq=False)
@@ -99,6 +106,7 @@ class Sharded:
         world: in which ranks keep in step.
         replay: whether a stream without state is read again to resume it.
         update: for which the first batch is; it is named in errors.
+        first: the dataset's state before it is read.
     """
 
     dataset: Any
@@ -110,6 +118,7 @@ class Sharded:
     world: World
     replay: bool = False
     update: int = 0
+    first: Any = None
 
     def portions(
         self, plan: Plan, start: Cursor, epochs: int | None
@@ -131,6 +140,7 @@ class Sharded:
         items = self._items(loader, start, update)
         item, cursor = next(items, None), start
         values: list[Any] = []
+        held: tuple[Any, ...] = ()
         while True:
             count = 0
             if item is not None:
@@ -149,7 +159,12 @@ class Sharded:
                 else Cursor(start.epoch + 1, 0)
             )
             own = (first, first + count)
-            yield _portion((cursor, after), total, own, num_parts), values
+            portion = _portion((cursor, after), total, own, num_parts)
+            if count:
+                held = portion.indices
+            elif held:  # the stand-in is the last batch
+                portion = portion._replace(indices=held)
+            yield portion, values
             if not more:
                 return
             cursor = after
@@ -180,7 +195,13 @@ class Sharded:
         with warnings.catch_warnings():  # torchdata calls what torch deprecates
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = StatefulDataLoader(
-                Counted(self.dataset, key, start.epoch, replay=self.replay),
+                Counted(
+                    self.dataset,
+                    key,
+                    start.epoch,
+                    replay=self.replay,
+                    first=self.first,
+                ),
                 batch_size=share,
                 num_workers=self.num_workers,
                 collate_fn=cast("Collate", Collated(self.collate, num_parts)),
@@ -199,7 +220,8 @@ class Sharded:
 
     def _stand_in(self, num_parts: int, epoch: int) -> list[Any]:
         """Return micro-batches of the rank's first sample, after it was resumed at its end."""
-        first = Opened(self.dataset, self._key(epoch), Cursor(epoch)).read()
+        start = Cursor(epoch)
+        first = Opened(self.dataset, self._key(epoch), start, self.first).read()
         return Collated(self.collate, num_parts)(first)[1]
 
     def _key(self, epoch: int) -> int:

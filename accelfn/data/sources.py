@@ -78,20 +78,24 @@ class Rows:
     def subset(self, indices: Sequence[int]) -> "Rows":
         """Return the rows at these indices as a dataset; nothing is copied."""
         picked = torch.as_tensor(indices, dtype=torch.int64)
+        wrong = picked[(picked < -len(self)) | (picked >= len(self))]
+        if len(wrong):
+            msg = f"A Subset picks sample {int(wrong[0])} of a dataset that has {len(self)}."
+            raise DataError(msg)
+        picked = torch.where(picked < 0, picked + len(self), picked)
         return Rows(
             self.tensors, picked if self.picked is None else self.picked[picked]
         )
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return rows one by one."""
+        """Return rows one by one; a collate of the user's may draw behind them."""
+        begin(0)
         rows = self._rows(indices).tolist()
         return [tree.tree_map(partial(_at, row), self.tensors) for row in rows]
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return the rows at these indices, as tensors of their own."""
-        where = torch.from_numpy(indices)  # pyright: ignore[reportUnknownMemberType]
-        if self.picked is not None:
-            where = self.picked[where]
+        where = self._rows(indices)
         if self.columns is not None:
             return tuple([column.index_select(0, where) for column in self.columns])
         return tree.tree_map(lambda leaf: leaf.index_select(0, where), self.tensors)
@@ -117,7 +121,8 @@ class Table:
         return self.table.num_rows
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return rows as dicts of Python values."""
+        """Return rows as dicts of Python values, behind which a collate may draw."""
+        begin(0)
         return self.table.take(indices).to_pylist()
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
@@ -136,7 +141,13 @@ class Table:
         values = column.to_numpy()
         if values.dtype.kind in "biuf":
             return torch.from_numpy(values.copy())
-        return default_collate(column.to_pylist())
+        try:
+            return default_collate(column.to_pylist())
+        except Exception as error:
+            error.add_note(
+                f"This was raised as a batch was made of column {name!r} of the table."
+            )
+            raise
 
 
 @attrs.frozen
@@ -374,12 +385,28 @@ def rows_of(dataset: Any) -> Rows | None:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Return an array of numbers as a tensor over the same memory, if it can be one."""
+    """Return an array of numbers as a tensor over the same memory, if it can be one.
+
+    Raises:
+        DataError: torch has no such numbers, or some are masked.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach() if leaf.requires_grad else leaf
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
     array = cast("npt.NDArray[Any]", leaf)
+    if isinstance(array, np.ma.MaskedArray):
+        msg = "The dataset is a masked array; give its filled(...)."
+        raise DataError(msg)
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
     with warnings.catch_warnings():  # read-only memory is fine: rows are copied out
         warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array)
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError) as error:
+            msg = (
+                f"The dataset is an array of {array.dtype.str!r}, which torch does not have;"
+                " give its astype(np.float32), or another dtype of torch's."
+            )
+            raise DataError(msg) from error

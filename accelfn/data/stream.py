@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accelfn import streams
@@ -71,13 +72,40 @@ def stateless(dataset: Any, cursor: Cursor) -> str:
     if is_stateful(dataset):
         return (
             f"{kind} is a stream, and the cursor at {where} does not hold its state:"
-            " af.seek knows none. Take the cursor of a batch or of af.load, or give"
-            f" {again}"
+            " af.seek knows none, and the samples in a shuffle buffer of datasets are not"
+            " in its own. Take the cursor of a batch or of af.load, shuffle without a"
+            f" buffer, or give {again}"
         )
     return (
         f"{kind} is a stream without state, so it cannot go on at {where}. Give it"
         f" state_dict() and load_state_dict(), or {again}"
     )
+
+
+def _is_lossy(dataset: Any) -> bool:
+    """Whether a state leaves samples out: those in a shuffle buffer of `datasets`."""
+    inside = [getattr(dataset, "_ex_iterable", None)]
+    for each in inside:
+        if hasattr(each, "buffer_size"):
+            return True
+        inner = getattr(each, "ex_iterable", None)
+        inside += [inner] if inner is not None else getattr(each, "ex_iterables", [])
+    return False
+
+
+def first_state(dataset: Any) -> Any:
+    """Return what a stream says of its place before it is read; None if it says nothing.
+
+    A loader is not asked: it would start its workers, and begins anew by itself. Of those
+    of torchdata.nodes, one that was asked ignores the state that it is given next.
+    """
+    is_nodes = type(dataset).__module__.startswith("torchdata.nodes")
+    if not is_stateful(dataset) or isinstance(dataset, DataLoader) or is_nodes:
+        return None
+    try:
+        return copy.deepcopy(dataset.state_dict())
+    except Exception:  # noqa: BLE001 - it has a place only once it is read
+        return None
 
 
 class Opened:
@@ -86,12 +114,24 @@ class Opened:
     What the stream draws from default generators comes from (seed, epoch, position).
     """
 
-    def __init__(self, dataset: Any, key: int, start: Cursor) -> None:
-        """Begin the epoch, and go to the cursor."""
+    def __init__(
+        self, dataset: Any, key: int, start: Cursor, first: Any = None
+    ) -> None:
+        """Begin the epoch, and go to the cursor.
+
+        `first` is the dataset's state before it was read: one that remembers where another
+        loop left it begins anew.
+        """
         self.position = start.samples
         self._dataset, self._key, self._epoch = dataset, key, start.epoch
+        if start.memory is None and first is not None:
+            dataset.load_state_dict(copy.deepcopy(first))
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(start.epoch)
+        for each in (dataset, getattr(dataset, "sampler", None)):  # a loader's
+            own = getattr(each, "generator", None)
+            if isinstance(own, torch.Generator):
+                own.manual_seed(key)
         knows = is_stateful(dataset)
         memory = copy.deepcopy(start.memory)
         with streams.drawing() as draws:
@@ -125,7 +165,7 @@ class Opened:
 
     def memory(self) -> Any:
         """Return what the stream says of its place, as a value of its own."""
-        if self._knowing is None:
+        if self._knowing is None or _is_lossy(self._dataset):
             return None
         return copy.deepcopy(self._knowing.state_dict())
 
@@ -145,6 +185,7 @@ class Stream:
         remainder: what becomes of a short last batch.
         collate: makes a batch of samples.
         seed: of what is drawn.
+        first: the dataset's state before it is read.
     """
 
     dataset: Any
@@ -152,6 +193,7 @@ class Stream:
     remainder: str
     collate: Collate
     seed: int
+    first: Any = None
 
     def portions(
         self, plans: Sequence[Plan], start: Cursor, epochs: int | None
@@ -179,7 +221,7 @@ class Stream:
         ahead = (
             size if drop else 1
         )  # whether a batch is the last is known before it is given
-        opened = Opened(self.dataset, self._key(start.epoch), start)
+        opened = Opened(self.dataset, self._key(start.epoch), start, self.first)
         low, samples, memories = start.samples, list[Any](), dict[int, Any]()
         head: list[Any] | None = [] if low == 0 else None
         while True:
@@ -208,7 +250,7 @@ class Stream:
     def _repeats(self, head: list[Any] | None, count: int, epoch: int) -> list[Any]:
         """Return the first samples of the epoch, cyclically; read again after a resume."""
         if count and head is None:
-            again = Opened(self.dataset, self._key(epoch), Cursor(epoch))
+            again = Opened(self.dataset, self._key(epoch), Cursor(epoch), self.first)
             head = []
             while len(head) < self.batch_size and (more := again.read()):
                 head += more
@@ -255,7 +297,7 @@ def _portion(plan: Plan, start: Cursor, after: Cursor, span: Span, own: int) -> 
     spans = tuple(plan.parts(span))
     firsts = [min(begin, span[1] - 1) for begin, _ in spans]
     indices = tuple(
-        np.arange(first, max(stop, first + 1))
+        np.arange(first, max(stop, first + 1)) % own  # repeats are the first samples
         for first, (_, stop) in zip(firsts, spans, strict=True)
     )
     return Portion(start, after, span[1] - span[0], spans, indices, own, key=0)

@@ -51,8 +51,8 @@ def watched(
                     value = next(values)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                said = _failure(str(error), timeout)
+            except (RuntimeError, OSError, EOFError) as error:
+                said = _failure(error, timeout)
                 if said is None:
                     raise
                 if "timed out" in str(error):
@@ -69,14 +69,19 @@ def watched(
         values._shutdown_workers()
 
 
-def _failure(said: str, timeout: float) -> str | None:
-    """Return what torch says of a worker's end; None of anything else."""
+def _failure(error: Exception, timeout: float) -> str | None:
+    """Return what an error says of a worker's end; None if a dataset raised it."""
+    said = str(error)
     if "DataLoader timed out" in said:
         return (
             f"it gave nothing for {timeout:g} s, its timeout. It hangs, or what it read"
             " cannot be sent to another process; then its own output says so."
         )
-    return said if "DataLoader worker (pid" in said else None
+    if "DataLoader worker (pid" in said:
+        return said
+    if isinstance(error, (OSError, EOFError)) and "DataLoader worker" not in said:
+        return f"it ended before what it had read was taken over ({error!r})."
+    return None
 
 
 def _terminate(values: Any) -> None:

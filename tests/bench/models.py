@@ -5,14 +5,16 @@ The learning rate is 0. An update costs the same, and the weights do not drift t
 numbers are denormal, and slow, after the thousands of updates that a benchmark takes.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import cycle, islice
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Source: TypeAlias = Callable[[int], Iterable[Batch]]
@@ -46,3 +48,24 @@ def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the loss, as accelfn wants it; other loops have this line inline."""
     inputs, targets = batch
     return cross_entropy(model(inputs), targets)
+
+
+class Arrays(Dataset):
+    """Rows of arrays of one length, item by item."""
+
+    def __init__(self, *columns: Any) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return tuple(column[index] for column in self.columns)
+
+
+class Slow(Arrays):
+    """Rows that take a millisecond each, as if they were decoded or fetched."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        time.sleep(0.001)
+        return super().__getitem__(index)

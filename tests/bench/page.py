@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from suite import Benchmark
 
-_DISTRIBUTIONS = ("accelfn", "torch", "accelerate", "lightning-fabric")
+_DISTRIBUTIONS = ("accelfn", "torch", "accelerate", "lightning-fabric", "torchdata")
 
 _HEAD = """\
 # Benchmarks
@@ -23,7 +23,7 @@ This page is written by `python -m nox -s bench`; run it to have the figures of 
 Contestants run in turn in one process: each round runs a block of every one,
 in an order that turns round every other time.
 A ratio is the median, over the rounds, of a contestant's time
-over that of the hand-written loop in the same round;
+over that of the first line's in the same round;
 the middle half of the rounds lies between the two figures beside it.
 Each process has one torch thread, the garbage collector is off while time is taken,
 and the learning rate is 0, so that no weight drifts to where numbers are slow.
@@ -80,7 +80,9 @@ def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ..
     """Return a header and a row for each figure."""
     absolute = benchmark.figure == "itself"
     counted = any(figure.all_reduces is not None for figure in figures)
-    told = ("ms",) if absolute else (_COSTS[benchmark.figure], benchmark.figure)
+    told = (
+        (benchmark.unit,) if absolute else (_COSTS[benchmark.figure], benchmark.figure)
+    )
     header = ("", *told, "middle half", "target")
     rows = [header + (("all-reduces",) if counted else ())]
     for figure in figures:
@@ -104,14 +106,14 @@ def _number(value: float, benchmark: Benchmark) -> str:
         case "added":
             return f"{value:.0f} ms"
         case "itself":
-            return f"{value:.2f} ms"
+            return f"{value:.2f} {benchmark.unit}"
         case "ratio":
             return f"{value:.3f}"
 
 
 def _middle_half(figure: Figure, benchmark: Benchmark) -> str:
     digits = 0 if benchmark.figure == "added" else 2
-    unit = "" if benchmark.figure == "ratio" else " ms"
+    unit = "" if benchmark.figure == "ratio" else f" {benchmark.unit}"
     return f"{figure.low:.{digits}f} to {figure.high:.{digits}f}{unit}"
 
 
@@ -121,7 +123,7 @@ def _verdict(benchmark: Benchmark, figure: Figure) -> str:
     if target is None:
         return ""
     met = "met" if figure.value <= target else "not met"
-    unit = "" if benchmark.figure == "ratio" else " ms"
+    unit = "" if benchmark.figure == "ratio" else f" {benchmark.unit}"
     return f"≤ {target:g}{unit}, {met}"
 
 

@@ -72,3 +72,9 @@ def compared(
             )
         )
     return figures
+
+
+def itself(cost: float, base: float) -> float:
+    """Return a cost that is compared with nothing."""
+    del base
+    return cost

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from figures import Figure
-from rounds import compared, timed
+from rounds import compared, itself, timed
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,12 +25,7 @@ def measure(rounds: int) -> list[Figure]:
     taken = timed(tests, rounds=rounds, steps=1)
     many = {"a simulated collective, 4 ranks": collectives}
     taken |= timed(many, rounds=rounds, steps=100)
-    return compared(taken, how=_itself)
-
-
-def _itself(cost: float, base: float) -> float:
-    del base
-    return cost
+    return compared(taken, how=itself)
 
 
 def train(world: World) -> float:

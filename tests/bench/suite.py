@@ -20,6 +20,7 @@ class Benchmark:
         figure: what is told of a contestant: the "ratio" of its cost to the base's, what it
             "added" to that, in ms, or the cost "itself".
         nproc: how many processes take part.
+        unit: of the cost "itself".
     """
 
     name: str
@@ -31,6 +32,7 @@ class Benchmark:
     quick_rounds: int
     figure: Literal["ratio", "added", "itself"] = "ratio"
     nproc: int = 1
+    unit: str = "ms"
 
 
 SUITE = (
@@ -59,6 +61,69 @@ SUITE = (
         targets=(("accelfn", 0.85),),
         rounds=24,
         quick_rounds=4,
+    ),
+    Benchmark(
+        name="data",
+        module="data",
+        title="Reading rows of tensors and of arrays",
+        how=(
+            "16,000 rows of 64 floats and a class, batch 32, shuffled, one process; nothing "
+            "is trained, and a step is a batch read. Tensors are a TensorDataset; arrays are a "
+            "pair of numpy's, which accelfn is given as they are, and the others as a dataset "
+            "of rows. One block is an epoch of 500 batches. A ratio of 0.125 is eight times "
+            "the samples per second."
+        ),
+        targets=(("accelfn, tensors", 0.125), ("accelfn, arrays", 0.125)),
+        rounds=24,
+        quick_rounds=4,
+    ),
+    Benchmark(
+        name="data_workers",
+        module="data_workers",
+        title="Reading samples that take a millisecond each, by two workers",
+        how=(
+            "1,600 samples, each of which sleeps for a millisecond, batch 32, shuffled, two "
+            "worker processes; a step is a batch read. One block is three epochs of 50 "
+            "batches. accelfn starts its workers once a block; torch's DataLoader once an "
+            "epoch, or, with persistent_workers, once for all blocks."
+        ),
+        targets=(("accelfn", 1.0),),
+        rounds=12,
+        quick_rounds=2,
+    ),
+    Benchmark(
+        name="data_scale",
+        module="data_scale",
+        title="The first batch of 10^12 samples: time",
+        how=(
+            "A process that has imported accelfn and made its data and state reads a first "
+            "batch of 32 of a shuffled dataset whose samples are their indices: from the "
+            "start, or from sample 9·10^11 of the epoch on. Beside it, a process in which "
+            "torch's RandomSampler draws its first index of 10^8."
+        ),
+        targets=(
+            ("accelfn, 10^12 samples", 10),
+            ("accelfn, 10^12 samples, from 9·10^11 on", 10),
+        ),
+        rounds=4,
+        quick_rounds=2,
+        figure="itself",
+    ),
+    Benchmark(
+        name="data_memory",
+        module="data_memory",
+        title="The first batch of 10^12 samples: memory",
+        how=(
+            "The same starts: the peak of the process's memory, over what it had before."
+        ),
+        targets=(
+            ("accelfn, 10^12 samples", 20),
+            ("accelfn, 10^12 samples, from 9·10^11 on", 20),
+        ),
+        rounds=4,
+        quick_rounds=2,
+        figure="itself",
+        unit="MiB",
     ),
     Benchmark(
         name="ddp",
