@@ -204,6 +204,37 @@ def test_seeking_gives_the_batches_that_a_run_had_left(n, batch_size, epoch, dat
     assert later.params["weight"] is state.params["weight"]
 
 
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ({"samples": 1.5}, r"samples=1\.5"),
+        ({"samples": True}, "samples=True"),
+        ({"samples": 1, "epoch": -1}, "epoch=-1"),
+        ({"samples": 1, "epoch": "0"}, "epoch='0'"),
+    ],
+)
+def test_seeking_to_no_place(place, words):
+    """What is no count is refused with its name and value."""
+    with pytest.raises(af.ArgumentError, match=rf"{words}.*0 or more"):
+        af.seek(make(), **place)
+
+
+def test_seeking_where_nothing_is_used():
+    """Samples that are dropped cannot be sought."""
+    state = make(remainder="drop")
+    with pytest.raises(af.BatchError, match="sample 8 of epoch 0.*has 8"):
+        af.seek(state, 8)
+
+
+def test_seeking_without_data():
+    """A state without data has no place in them."""
+    state = af.TrainState.create(
+        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    with pytest.raises(af.StateError, match="data=None"):
+        af.seek(state, 0)
+
+
 def test_seeking_beyond_the_epoch_is_refused():
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(1, 1),

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 import accelfn as af
+from accelfn.testing import simulate
 
 torch.set_num_threads(1)
 
@@ -225,6 +226,14 @@ ARGUMENTS = {
     "remainder None": {"remainder": None},
     "collate 42": {"collate": 42},
     "order 42": {"order": 42},
+    "shuffle yes": {"shuffle": "yes"},
+    "shuffle 1": {"shuffle": 1},
+    "timeout 0": {"timeout": 0},
+    "timeout None": {"timeout": None},
+    "timeout nan": {"timeout": math.nan},
+    "timeout inf": {"timeout": math.inf},
+    "timeout True": {"timeout": True},
+    "fingerprint 3": {"fingerprint": 3},
 }
 
 
@@ -354,6 +363,27 @@ def test_padding_goes_round():
     """A batch larger than the dataset goes round it."""
     (batch,) = read(af.Data(X[:3], batch_size=8, remainder="pad"))
     assert batch.indices.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("remainder", ["short", "pad"])
+def test_fewer_samples_than_ranks(remainder):
+    """Ranks beyond the samples take part with weight 0, or with repeats if it is padded."""
+
+    def program(world):
+        data = af.Data(X[:2], batch_size=4, remainder=remainder)
+        (batch,) = read(data, world=world, setup=af.shard_data())
+        return batch.indices.tolist(), batch.weights, batch.filler.tolist()
+
+    rest = {
+        "short": (([1], (0,), [True]), ([1], (0,), [True])),
+        "pad": (([0], (1,), [True]), ([1], (1,), [True])),
+    }
+    expected = (([0], (1,), [False]), ([1], (1,), [False]), *rest[remainder])
+    assert expected == simulate(4, program).results
+    with pytest.raises(
+        af.DataError, match="2 samples, so every batch would be dropped"
+    ):
+        af.Data(X[:2], batch_size=4, remainder="drop")
 
 
 # Workers.

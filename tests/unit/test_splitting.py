@@ -88,3 +88,26 @@ def test_what_is_no_sequence_is_refused(wrong: Any) -> None:
 def test_nothing_cannot_be_padded() -> None:
     with pytest.raises(af.ArgumentError, match="nothing to repeat"):
         parts([], 2, pad=True)
+
+
+def test_nested_dicts_and_views() -> None:
+    """A dict in a dict is split too, and a tensor's part shares its memory."""
+    rows = torch.arange(4)
+    first, second = parts({"a": {"b": rows}, "c": range(4)}, 2)
+    assert first["a"]["b"].tolist() == [0, 1]
+    assert second["c"] == range(2, 4)
+    assert first["a"]["b"].data_ptr() == rows.data_ptr()
+
+
+@pytest.mark.parametrize("wrong", [{"a": 3}, {"a": [1], "b": 3}, iter([1])])
+def test_what_is_no_sequence_inside_is_refused(wrong: Any) -> None:
+    """A dict of something else, or an iterator, is refused with its kind."""
+    with pytest.raises(
+        af.ArgumentError, match="expected a sequence.*got (int|list_it)"
+    ):
+        af.split(wrong, af.World.single())
+
+
+def test_an_empty_dict_has_empty_parts() -> None:
+    """A dict of nothing is a dict of nothing on every rank."""
+    assert parts({}, 2) == [{}, {}]

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams as data: empty, too short, without state, resumed, sharded; what is said of each."""
+
+import logging
+
+import attrs
+import pytest
+import torch
+import torchdata.nodes
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import accelfn as af
+from accelfn.testing import simulate
+
+torch.set_num_threads(1)
+
+
+class Plain(IterableDataset):
+    """So many samples, and no state."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter([torch.tensor([float(i)]) for i in range(self.n)])
+
+
+class Promising(Plain):
+    """Says one length and has another."""
+
+    def __init__(self, n, says):
+        super().__init__(n)
+        self.says = says
+
+    def __len__(self):
+        return self.says
+
+
+class Stateful(Plain):
+    """Knows where it stands."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < self.n:
+            self.place += 1
+            yield torch.tensor([float(self.place - 1)])
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def make(data, world=None, cursor=None):
+    """Return a small state over data, at a cursor."""
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        data=data,
+        world=world,
+        setup=af.shard_data(),
+    )
+    return state if cursor is None else attrs.evolve(state, cursor=cursor)
+
+
+def read(data, epochs=1, **options):
+    """Return the batches of some epochs."""
+    return list(af.batches(make(data, **options), epochs=epochs))
+
+
+def flat(batches):
+    """Return the values of batches, a list a batch."""
+    return [batch.value.reshape(-1).tolist() for batch in batches]
+
+
+WAYS = {
+    "here": {},
+    "workers": {"num_workers": 2},
+    "dispatched": {"dispatch": True},
+    "sharded": {"sharded": True},
+    "sharded workers": {"sharded": True, "num_workers": 1},
+}
+UNSHARDED = [name for name in WAYS if not name.startswith("sharded")]
+
+
+# Lengths.
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_empty_stream(way):
+    """A stream without samples is refused as it is read, whoever reads it."""
+    with pytest.raises(af.DataError, match="no sample in epoch 0"):
+        read(af.Data(Plain(0), batch_size=2, **WAYS[way]))
+
+
+def test_an_iterator_in_disguise():
+    """One that ends for good is refused in its second epoch, and told apart if it can be."""
+
+    class Once:
+        def __init__(self):
+            self.samples = iter([1, 2])
+
+        def __iter__(self):
+            return self.samples
+
+    with pytest.raises(
+        af.DataError, match=r"no sample in epoch 1.*__iter__ begins anew"
+    ):
+        read(af.Data(Once(), batch_size=2), epochs=2)
+
+
+def test_a_rank_without_samples():
+    """Of ranks with streams of their own, one without is named, with all their counts."""
+    words = r"rank 0 of 2 got no sample in epoch 0.*: \[0, 1\]"
+    with pytest.raises(af.DataError, match=words):
+        simulate(
+            2,
+            lambda world: read(
+                af.Data(Plain(3 * world.rank), batch_size=2, sharded=True), world=world
+            ),
+        )
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_fewer_samples_than_ranks(dispatch):
+    """Ranks beyond the samples take part with weight 0, or with repeats if it is padded."""
+
+    def run(remainder):
+        data = af.Data(Plain(2), batch_size=4, remainder=remainder, dispatch=dispatch)
+        return simulate(
+            4,
+            lambda world: [
+                (b.value.item(), b.weights, b.filler.tolist())
+                for b in read(data, world=world)
+            ],
+        ).results
+
+    counts = [[(0.0, (1,), [False])], [(1.0, (1,), [False])]]
+    assert run("short") == (*counts, *[[(1.0, (0,), [True])]] * 2)
+    assert run("pad") == (*counts, [(0.0, (1,), [True])], [(1.0, (1,), [True])])
+    with pytest.raises(
+        af.DataError, match="2 samples, so every batch would be dropped"
+    ):
+        run("drop")
+
+
+@pytest.mark.parametrize("remainder", ["short", "pad", "drop"])
+@pytest.mark.parametrize("way", UNSHARDED)
+@pytest.mark.parametrize(
+    ("n", "says", "words"),
+    [
+        (3, 5, "says that it has 5 samples, and gave only 3"),
+        (4, 8, "says that it has 8 samples, and gave only 4"),
+        (7, 5, r"says that it has 5 samples, and gave at least [67]"),
+        (4, 2, r"says that it has 2 samples, and gave at least [34]"),
+    ],
+)
+def test_a_length_that_is_not_kept(n, says, words, way, remainder):
+    """A stream shorter or longer than its `__len__` is refused with both numbers."""
+    data = af.Data(Promising(n, says), batch_size=2, remainder=remainder, **WAYS[way])
+    with pytest.raises(af.DataError, match=rf"Promising {words} in epoch 0.*__len__"):
+        read(data)
+
+
+@pytest.mark.parametrize("way", UNSHARDED)
+def test_a_length_that_is_kept(way):
+    """`len` is what is read."""
+    data = af.Data(Promising(7, 7), batch_size=2, **WAYS[way])
+    assert len(data) == 7
+    assert len(af.batches(make(data), epochs=2)) == len(read(data, epochs=2)) == 8
+    assert len(af.batches(make(data, cursor=af.Cursor(0, 4)), epochs=1)) == 2
+
+
+@pytest.mark.parametrize("data", [Plain(3), Promising(3, 3)])
+def test_streams_that_have_no_length(data):
+    """One without `__len__`, or a rank's own, has none to ask for; `list` does without."""
+    options = {"sharded": isinstance(data, Promising)}
+    data = af.Data(data, batch_size=2, **options)
+    for ask in (len, lambda each: each.updates_per_epoch, lambda e: e.num_updates(2)):
+        with pytest.raises(
+            af.LengthError, match="does not say how many samples"
+        ) as error:
+            ask(data)
+        assert isinstance(error.value, (TypeError, ValueError))
+    with pytest.raises(af.LengthError):
+        len(af.batches(make(data), epochs=1))
+    assert flat(list(af.batches(make(data), epochs=1))) == [[0, 1], [2]]
+
+
+# Going on.
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_state_there_is_no_going_on(way):
+    """Resuming a stream without state is refused, with what to do and what it costs."""
+    data = af.Data(Plain(10), batch_size=4, **WAYS[way])
+    cursor = read(data)[0].cursor
+    words = r"Plain is a stream without state.*sample 4 of epoch 0.*state_dict\(\).*"
+    with pytest.raises(
+        af.DataError, match=words + r"replay=True\), which reads 4 samples"
+    ):
+        read(data, cursor=cursor)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reading_again(way, caplog):
+    """With replay=True the rest is the very one, and one line says what it costs."""
+    data = af.Data(Plain(10), batch_size=4, replay=True, **WAYS[way])
+    whole = read(data)
+    with caplog.at_level(logging.WARNING, "accelfn"):
+        rest = read(data, cursor=whole[0].cursor)
+    assert flat(rest) == flat(whole[1:]) == [[4, 5, 6, 7], [8, 9]]
+    if way != "sharded workers":  # there, the worker says it
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "accelfn"]
+        assert line == "Reading 4 samples of Plain again, to go on behind them."
+
+
+def test_reading_again_on_ranks(caplog):
+    """One line for all ranks, not one each."""
+    data = af.Data(Plain(10), batch_size=4, replay=True)
+    with caplog.at_level(logging.WARNING, "accelfn"):
+        simulate(3, lambda world: read(data, world=world, cursor=af.Cursor(0, 4)))
+    assert sum(r.name == "accelfn" for r in caplog.records) == 1
+
+
+def test_seeking_in_a_stream():
+    """A place that no state was taken at is refused, or read up to; not within a rank's own."""
+    words = r"Stateful is a stream.*does not hold its state.*af\.seek.*replay=True"
+    stateful = af.Data(Stateful(10), batch_size=4)
+    with pytest.raises(af.DataError, match=words):
+        list(af.batches(af.seek(make(stateful), 3), epochs=1))
+    again = af.Data(Stateful(10), batch_size=4, replay=True)
+    rest = flat(af.batches(af.seek(make(again), 3), epochs=1))
+    assert rest == [[3, 4, 5, 6], [7, 8, 9]]
+    for replay in (False, True):
+        own = af.Data(Stateful(10), batch_size=4, sharded=True, replay=replay)
+        with pytest.raises(af.DataError, match="does not say where each rank's stream"):
+            list(af.batches(af.seek(make(own), 4), epochs=1))
+
+
+@pytest.mark.parametrize("way", UNSHARDED)
+def test_going_on_behind_the_end(way):
+    """A cursor that the stream does not reach is refused."""
+    data = af.Data(Stateful(10), batch_size=4, replay=True, **WAYS[way])
+    with pytest.raises(af.DataError, match="ended where it was to go on, at sample 40"):
+        read(data, cursor=af.Cursor(0, 40))
+
+
+def test_another_number_of_workers():
+    """Workers with parts of their own cannot be resumed by another number of them."""
+    data = af.Data(Stateful(10), batch_size=2, sharded=True, num_workers=1)
+    cursor = read(data)[0].cursor
+    with pytest.raises(af.DataError, match=r"read by 1 workers a rank.*go on with 0"):
+        read(attrs.evolve(data, num_workers=0), cursor=cursor)
+
+
+STREAMS = {
+    "own": (lambda: Stateful(10), {}),
+    "own, sharded": (lambda: Stateful(10), {"sharded": True}),
+    "own, workers": (lambda: Stateful(10), {"num_workers": 2}),
+    "own, dispatched": (lambda: Stateful(10), {"dispatch": True}),
+    "StatefulDataLoader": (
+        lambda: StatefulDataLoader(Stateful(10), batch_size=None),
+        {},
+    ),
+    "StatefulDataLoader, items": (
+        lambda: StatefulDataLoader(torch.arange(10.0), batch_size=None),
+        {},
+    ),
+    "StatefulDataLoader, shuffled": (
+        lambda: StatefulDataLoader(
+            torch.arange(10.0), shuffle=True, collate_fn=lambda samples: samples[0]
+        ),
+        {},
+    ),
+    "StatefulDataLoader, workers": (
+        lambda: StatefulDataLoader(Stateful(10), batch_size=None, num_workers=1),
+        {},
+    ),
+    "nodes": (
+        lambda: torchdata.nodes.Loader(torchdata.nodes.IterableWrapper(range(10))),
+        {},
+    ),
+    "nodes, threads": (
+        lambda: torchdata.nodes.Loader(
+            torchdata.nodes.ParallelMapper(
+                torchdata.nodes.IterableWrapper(range(10)), abs, num_workers=1
+            )
+        ),
+        {},
+    ),
+}
+STEP = af.make_step(lambda model, x: model(x.reshape(-1, 1).float()).square().mean())
+
+
+@pytest.mark.parametrize("done", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", STREAMS)
+def test_resumed_from_a_checkpoint(name, done, tmp_path):
+    """A fresh stream put where the saved one stood gives the very rest, in later epochs too.
+
+    Cuts lie in an epoch, at its end and in the second; the stream's state is plain data.
+    """
+    make_stream, options = STREAMS[name]
+
+    def data():
+        return af.Data(make_stream(), batch_size=4, **options)
+
+    whole = flat(read(data(), epochs=2))
+    state = make(data())
+    for batch, _ in zip(af.batches(state, epochs=2), range(done), strict=False):
+        state, _ = STEP(state, batch)
+    af.save(state, tmp_path / "saved")
+    later = af.load(make(data()), tmp_path / "saved")
+    assert len(whole) == 6
+    assert flat(af.batches(later, epochs=2)) == whole[done:]
+
+
+def test_a_state_that_is_no_plain_data(tmp_path):
+    """What a stream's state holds beyond plain data is named as it is saved."""
+
+    class Objects(Stateful):
+        def state_dict(self):
+            return {"place": self.place, "seen": {1, 2}}
+
+    state = make(af.Data(Objects(10), batch_size=4))
+    state, _ = STEP(state, next(iter(af.batches(state))))
+    with pytest.raises(af.Error, match=r"seen is a set; only tensors"):
+        af.save(state, tmp_path / "saved")
+
+
+# What excludes each other.
+
+REFUSED = {
+    "shuffle": ({"shuffle": True}, "order of its own.*shuffle in the stream itself"),
+    "order": ({"order": lambda *_: []}, "order of its own"),
+    "budget": ({"batch_size": af.budget([1], limit=1)}, "integer batch_size"),
+    "batch_sampler": (
+        {"batch_size": None, "batch_sampler": [[0]]},
+        "integer batch_size",
+    ),
+    "both": ({"sharded": True, "dispatch": True}, "leave out dispatch="),
+    "padded": ({"sharded": True, "remainder": "pad"}, "leave out .*remainder="),
+    "workers": (
+        {"dispatch": True, "num_workers": 2},
+        "num_workers=2.*one process reads",
+    ),
+    "a word": ({"sharded": "yes"}, "sharded='yes'.*True or False"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_options_that_a_stream_cannot_have(case):
+    """Options that exclude each other are refused with what to leave out."""
+    options, words = REFUSED[case]
+    with pytest.raises(af.ArgumentError, match=words):
+        af.Data(Plain(3), **{"batch_size": 2, **options})
+
+
+@pytest.mark.parametrize("name", ["sharded", "dispatch", "replay"])
+def test_options_that_only_a_stream_can_have(name):
+    """What is read by index is no stream."""
+    with pytest.raises(
+        af.ArgumentError, match=rf"{name}=True.*read by index.*leave it"
+    ):
+        af.Data([1, 2], batch_size=1, **{name: True})
+
+
+def test_a_loader_with_workers_is_not_read_by_workers():
+    """A DataLoader as the stream has workers of its own."""
+    loader = DataLoader(Plain(3), batch_size=None)
+    with pytest.raises(af.ArgumentError, match="let the stream itself have workers"):
+        af.Data(loader, batch_size=2, num_workers=1)
+
+
+def test_a_rank_that_has_ended_stands_in():
+    """What it takes part with is filler throughout, and `gather_valid` leaves it out."""
+
+    def run(world):
+        data = af.Data(Plain(2 + 4 * world.rank), batch_size=4, sharded=True)
+        return [
+            (
+                batch.weights,
+                af.gather_valid(batch.value.reshape(-1), batch, world).tolist(),
+            )
+            for batch in read(data, world=world)
+        ]
+
+    first, second = simulate(2, run)
+    assert [weights for weights, _ in first] == [(2,), (0,), (0,)]
+    assert [kept for _, kept in first] == [[0, 1, 0, 1], [2, 3], [4, 5]]
+    assert [kept for _, kept in first] == [kept for _, kept in second]

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Data.from_loader`: what a torch DataLoader says is kept, or said to be lost."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import accelfn as af
+from accelfn.testing import simulate
+
+torch.set_num_threads(1)
+
+X = torch.arange(10.0).reshape(10, 1)
+
+
+class Stream(IterableDataset):
+    """Seven samples from front to back."""
+
+    def __iter__(self):
+        return iter(torch.arange(7.0))
+
+
+class Told(Sampler):
+    """Another order each epoch, by what set_epoch tells."""
+
+    def __init__(self):
+        self.epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        return iter([(i + self.epoch) % 10 for i in range(10)])
+
+
+class Hidden(Sampler):
+    """Another order each time, by a count that nobody sees."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        self.count += 1
+        return iter([(i + self.count) % 10 for i in range(10)])
+
+
+class Short(Sampler):
+    """Says ten and gives eight."""
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        return iter(range(8))
+
+
+def read(data, world=None, epochs=1):
+    """Return the batches of some epochs."""
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        data=data,
+        world=world,
+        setup=af.shard_data(),
+    )
+    return list(af.batches(state, epochs=epochs))
+
+
+def indices(loader, epochs=1):
+    """Return the dataset indices of a loader's data, a list a batch."""
+    data = af.Data.from_loader(loader)
+    return [batch.indices.tolist() for batch in read(data, epochs=epochs)]
+
+
+def values(loader, world=None, **options):
+    """Return the values of a loader's data, a list a batch, without filler."""
+    data = af.Data.from_loader(loader, **options)
+    return [batch.value[~batch.filler].tolist() for batch in read(data, world)]
+
+
+# What is kept.
+
+
+def test_options_that_are_kept():
+    """Sizes, remainder, workers, timeout and collate function are the loader's."""
+    loader = DataLoader(
+        X, batch_size=3, drop_last=True, num_workers=1, timeout=7, collate_fn=len
+    )
+    data = af.Data.from_loader(loader)
+    assert (3, "drop", 1, 7, len) == (
+        data.batch_size,
+        data.remainder,
+        data.num_workers,
+        data.timeout,
+        data.collate,
+    )
+    assert af.Data.from_loader(DataLoader(X)).timeout == 300
+
+
+def test_batch_size_of_a_rank():
+    """With num_ranks, the loader's batch size is one rank's."""
+    assert (
+        af.Data.from_loader(DataLoader(X, batch_size=4), num_ranks=3).batch_size == 12
+    )
+
+
+@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
+def test_plain_loaders_are_functions(make):
+    """In order or shuffled, it is an order that needs no sampler."""
+    assert af.Data.from_loader(make(X)).ordering.name == "in order"
+    assert af.Data.from_loader(make(X, shuffle=True)).shuffle is True
+
+
+def test_what_changes_only_speed_is_not_spoken_of():
+    """Pinned memory, prefetch and persistent workers change no batch; no warning."""
+    loader = DataLoader(X, num_workers=1, persistent_workers=True, prefetch_factor=4)
+    assert af.Data.from_loader(loader).num_workers == 1
+
+
+def test_weighted_sampler():
+    """A WeightedRandomSampler draws as many as it says, of those that have weight."""
+    sampler = WeightedRandomSampler([1.0] * 5 + [0.0] * 5, 6)
+    first, second = indices(DataLoader(X, batch_size=4, sampler=sampler))
+    assert (len(first), len(second)) == (4, 2)
+    assert set(first + second) <= set(range(5))
+
+
+def test_sampler_over_some():
+    """A sampler over some samples makes an epoch of those."""
+    sampler = SubsetRandomSampler([1, 2, 3, 8])
+    drawn = indices(DataLoader(X, batch_size=3, sampler=sampler))
+    assert sorted(drawn[0] + drawn[1]) == [1, 2, 3, 8]
+
+
+def test_sampler_with_a_generator():
+    """A sampler's own generator is set from (seed, epoch), so it can be resumed."""
+    seeds = iter(range(2))
+
+    def loader():
+        generator = torch.Generator().manual_seed(next(seeds))
+        return DataLoader(
+            X,
+            batch_size=5,
+            sampler=RandomSampler(X, replacement=True, generator=generator),
+        )
+
+    first, again = (indices(loader(), epochs=2) for _ in range(2))
+    assert first == again
+    assert first[:2] != first[2:]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_set_epoch_is_called(within):
+    """A sampler hears of the epoch, also one inside a batch sampler."""
+    loader = (
+        DataLoader(X, batch_sampler=BatchSampler(Told(), 5, drop_last=False))
+        if within
+        else DataLoader(X, batch_size=5, sampler=Told())
+    )
+    expected = [[(i + epoch) % 10 for i in range(10)] for epoch in range(2)]
+    drawn = indices(loader, epochs=2)
+    assert expected == [drawn[0] + drawn[1], drawn[2] + drawn[3]]
+
+
+def test_own_batches():
+    """A batch sampler's batches are the updates; they may differ in size."""
+    batches = [[3, 1], [4], [1, 5, 9]]
+    assert batches == indices(DataLoader(X, batch_sampler=batches))
+
+
+# Streams.
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_loader_of_a_stream(drop):
+    """A stream's loader says batch size and remainder."""
+    loader = DataLoader(Stream(), batch_size=3, drop_last=drop)
+    assert [[0, 1, 2], [3, 4, 5], [6]][: 3 - drop] == values(loader)
+
+
+def test_loader_of_a_stream_of_batches():
+    """A stream that batches itself gives each rank a batch an update, converted."""
+    loader = DataLoader(Stream(), batch_size=None, collate_fn=lambda x: (x + 100)[None])
+    assert [[float(100 + i)] for i in range(7)] == values(loader)
+    first, second = simulate(2, lambda world: values(loader, world, num_ranks=2))
+    assert first == [[100], [102], [104], [106]]
+    assert second == [[101], [103], [105], []]
+
+
+# What is not kept is said, or refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("worker_init_fn", {"worker_init_fn": print}, "seed in the dataset"),
+        ("generator", {"generator": torch.Generator()}, "the state's seed"),
+        (
+            "multiprocessing_context",
+            {"multiprocessing_context": "spawn", "num_workers": 1},
+            "as torch does by default",
+        ),
+    ],
+)
+def test_what_is_lost_is_said(name, options, words):
+    """An option that is not kept is named in a warning, with what is done instead."""
+    with pytest.warns(UserWarning, match=f"{name} is not kept: .*{words}"):
+        af.Data.from_loader(DataLoader(X, **options))
+
+
+REFUSED = {
+    "no loader": (lambda: X, {}, "expected a torch DataLoader, got Tensor"),
+    "no batches": (
+        lambda: DataLoader(X, batch_size=None),
+        {},
+        r"batch_size=None.*Give af\.Data\(dataset, batch_size=",
+    ),
+    "part of a rank": (
+        lambda: DataLoader(X, sampler=DistributedSampler(X, 2, 0)),
+        {},
+        r"DistributedSampler gives each rank a part already.*shuffle=True",
+    ),
+    "batches of a rank": (
+        lambda: DataLoader(
+            X,
+            batch_sampler=BatchSampler(DistributedSampler(X, 2, 0), 2, drop_last=False),
+        ),
+        {},
+        "DistributedSampler gives each rank a part already",
+    ),
+    "own batches of ranks": (
+        lambda: DataLoader(X, batch_sampler=[[0], [1]]),
+        {"num_ranks": 2},
+        "num_ranks=2.*over all ranks; leave num_ranks out",
+    ),
+    "nothing left": (
+        lambda: DataLoader(X, batch_size=11, drop_last=True),
+        {},
+        'batch_size=11, remainder="drop".*10 samples',
+    ),
+    **{
+        f"num_ranks={each!r}": (
+            lambda: DataLoader(X),
+            {"num_ranks": each},
+            rf"num_ranks={each!r}\): expected an integer of at least 1",
+        )
+        for each in (0, -1, "2", 1.5, True)
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_loaders(case):
+    """What would train on other samples than meant is refused, with what to write."""
+    make, options, words = REFUSED[case]
+    with pytest.raises(af.Error, match=words):
+        af.Data.from_loader(make(), **options)
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (Hidden, "two different epochs 0 when drawn twice.*set_epoch"),
+        (Short, "says that it has .*, and gave .* in epoch 0"),
+    ],
+)
+def test_samplers_that_cannot_be_resumed(sampler, words, within):
+    """A sampler with a state of its own, or a wrong length, is refused as it is read."""
+    loader = (
+        DataLoader(X, batch_sampler=BatchSampler(sampler(), 2, drop_last=False))
+        if within
+        else DataLoader(X, batch_size=2, sampler=sampler())
+    )
+    with pytest.raises(af.DataError, match=words):
+        indices(loader)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([], "gave no samples for update 0"),
+        ([[0], []], "gave no samples for update 1"),
+        ([0, 1], "gave 0 for an update; expected a list of indices"),
+        ([[0.5]], r"indices \[0.5\]; expected integers from 0 to 9"),
+        ([[3, 10]], r"indices \[10\]; expected integers from 0 to 9"),
+        ([[-1]], r"indices \[-1\]; expected integers from 0 to 9"),
+    ],
+)
+def test_batches_that_are_none(batches, words):
+    """A batch sampler that gives something else than indices is refused."""
+    with pytest.raises(af.DataError, match=rf"batch_sampler \(list\) .*{words}"):
+        read(af.Data(X, batch_sampler=batches))
+
+
+def test_indices_in_tensors_and_arrays():
+    """A batch of indices may be a tensor or an array."""
+    batches = [torch.tensor([3, 1]), torch.tensor([4]).numpy(), (5, 6)]
+    read_batches = read(af.Data(X, batch_sampler=batches))
+    assert [batch.indices.tolist() for batch in read_batches] == [[3, 1], [4], [5, 6]]

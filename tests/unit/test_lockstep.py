@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lockstep`: ranks that run out, in each of the three ways; what is refused."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+
+torch.set_num_threads(1)
+
+LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+
+
+def run(lengths, **options):
+    """Return what each rank gets of so many batches of its own: (value, weights)."""
+
+    def program(world):
+        mine = [10 * world.rank + i for i in range(lengths[world.rank])]
+        return [
+            (batch.value, batch.weights, batch.filler.tolist())
+            for batch in af.lockstep(mine, world, **options)
+        ]
+
+    return simulate(len(lengths), program).results
+
+
+@given(lengths=LENGTHS)
+def test_with_last_every_batch_counts_once(lengths):
+    """All ranks get as many as the longest has; each own batch counts once, in order."""
+    if max(lengths) and not min(lengths):
+        without = lengths.index(0)
+        with pytest.raises(af.DataError, match=f"rank {without} of .* has no batch"):
+            run(lengths)
+        return
+    for rank, got in enumerate(run(lengths)):
+        assert len(got) == max(lengths)
+        mine = [10 * rank + i for i in range(lengths[rank])]
+        assert [value for value, weights, _ in got if weights != (0,)] == mine
+        rest = got[len(mine) :]
+        assert all((value, w) == (mine[-1], (0,)) for value, w, _ in rest)
+
+
+@given(lengths=LENGTHS)
+def test_with_first_all_end_with_the_shortest(lengths):
+    """Ranks stop together, before the first that has none."""
+    for rank, got in enumerate(run(lengths, ends="first")):
+        assert [value for value, _, _ in got] == [
+            10 * rank + i for i in range(min(lengths))
+        ]
+        assert all(weights == (None,) for _, weights, _ in got)
+
+
+@given(lengths=LENGTHS)
+def test_with_together_the_rank_that_ran_out_is_named(lengths):
+    """Equal lengths pass; of unequal ones rank and batch are named, with the others'."""
+    if len(set(lengths)) == 1:
+        assert {len(got) for got in run(lengths, ends="together")} == {lengths[0]}
+        return
+    shortest = min(lengths)
+    words = (
+        f"rank {lengths.index(shortest)} ran out at batch {shortest}, others have"
+        f" {shortest + 1} or more"
+    )
+    with pytest.raises(af.DataError, match=words):
+        run(lengths, ends="together")
+
+
+def test_a_list_is_micro_batches():
+    """A rank's list is its micro-batches, whose weights are all 0 once it has ended."""
+    (batch,) = af.lockstep([[1, 2]], af.World.single())
+    assert (batch.micro_batches, batch.weights) == ((1, 2), (None, None))
+
+    def program(world):
+        return [b.weights for b in af.lockstep([[1, 2]] * (1 + world.rank), world)]
+
+    first, second = simulate(2, program)
+    assert first == [(None, None), (0, 0)]
+    assert second == [(None, None), (None, None)]
+
+
+def test_nothing_at_all_ends_at_once():
+    """Where no rank has a batch, there is none."""
+    assert run([0, 0]) == ([], [])
+
+
+@pytest.mark.parametrize("ends", ["never", None, 0])
+def test_another_word(ends):
+    """An end that is unknown is refused with the three that are, before anything is read."""
+    with pytest.raises(af.ArgumentError, match=r"ends=.*'last', 'first', 'together'"):
+        af.lockstep([1], af.World.single(), ends=ends)
+
+
+@pytest.mark.parametrize("given_value", [None, 3])
+def test_what_is_no_iterable(given_value):
+    """Something else than batches is refused by its kind."""
+    kind = type(given_value).__name__
+    with pytest.raises(af.ArgumentError, match=rf"lockstep\({kind}\).*as an iterable"):
+        af.lockstep(given_value, af.World.single())
+
+
+def test_an_iterable_that_raises():
+    """A rank's own error is raised there as it is."""
+
+    def broken():
+        yield 1
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        list(af.lockstep(broken(), af.World.single()))

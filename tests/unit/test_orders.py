@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders, budgets, mixes and zips: their arguments, and what says that they are wrong."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, RandomSampler
+
+import accelfn as af
+
+torch.set_num_threads(1)
+
+X = torch.arange(10)
+ONES = [1] * 10
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def make(data):
+    """Return a small state over data."""
+    return af.TrainState.create(
+        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, data=data
+    )
+
+
+def read(data, epochs=1):
+    """Return the batches of some epochs."""
+    return list(af.batches(make(data), epochs=epochs))
+
+
+# What is refused.
+
+WORDS = ["[-1]", "[1.5]", "'ab'", "[[1], [1, 2]]", "None", "[nan]"]
+NO_COUNTS = dict(
+    zip(WORDS, [[-1], [1.5], "ab", [[1], [1, 2]], None, [np.nan]], strict=True)
+)
+NO_WEIGHTS = {k: v for k, v in NO_COUNTS.items() if k != "[1.5]"} | {
+    "[0, 0]": [0, 0],
+    "[]": [],
+    "[inf]": [np.inf],
+}
+
+
+@pytest.mark.parametrize("given", NO_COUNTS)
+@pytest.mark.parametrize(
+    ("make_it", "name"),
+    [
+        (lambda values: af.budget(values, limit=2), r"af.budget(costs)"),
+        (af.orders.bucketed, r"af.orders.bucketed(lengths)"),
+    ],
+)
+def test_counts_that_are_none(make_it, name, given):
+    """What is no integer a sample is refused with its first values."""
+    with pytest.raises(
+        af.ArgumentError, match="one integer a sample, 0 or more"
+    ) as error:
+        make_it(NO_COUNTS[given])
+    assert f"{name}: got {given};" in str(error.value)
+
+
+@pytest.mark.parametrize("given", NO_WEIGHTS)
+def test_weights_that_are_none(given):
+    """What is no finite number of 0 or more a sample is refused with its first values."""
+    with pytest.raises(af.ArgumentError, match="finite number of 0 or more") as error:
+        af.orders.weighted(NO_WEIGHTS[given])
+    assert f"af.orders.weighted(weights): got {given};" in str(error.value)
+
+
+def test_tensors_arrays_and_lists_are_alike():
+    """Costs, lengths and weights may be any of the three."""
+    array = np.array([1, 2, 3, 4])
+    for make_order in (af.orders.weighted, af.orders.bucketed):
+        orders = [
+            [
+                b.indices.tolist()
+                for b in read(af.Data(range(4), batch_size=size, order=order))
+            ]
+            for values in (array.tolist(), array, torch.tensor(array))
+            for size, order in [(af.budget(values, limit=4), make_order(values))]
+        ]
+        assert orders[0] == orders[1] == orders[2]
+
+
+def test_weights_are_copied():
+    """An array that is changed later changes no order."""
+    weights = np.array([1.0, 0.0])
+    order = af.orders.weighted(weights)
+    weights[:] = [0.0, 1.0]
+    assert [
+        b.indices.tolist() for b in read(af.Data(range(2), batch_size=2, order=order))
+    ] == [[0, 0]]
+
+
+ARGUMENTS = {
+    "limit=0": lambda: af.budget([1], limit=0),
+    "limit=True": lambda: af.budget([1], limit=True),
+    "limit=1.5": lambda: af.budget([1], limit=1.5),
+    "padded='no'": lambda: af.budget([1], limit=1, padded="no"),
+    "num_samples=0": lambda: af.orders.weighted([1], num_samples=0),
+    "num_samples=1.5": lambda: af.orders.weighted([1], num_samples=1.5),
+    "num_samples=2, replacement=False": lambda: af.orders.weighted(
+        [1, 0], num_samples=2, replacement=False
+    ),
+    "replacement=2": lambda: af.orders.weighted([1], replacement=2),
+    "window=0": lambda: af.orders.bucketed([1], window=0),
+    "window=True": lambda: af.orders.bucketed([1], window=True),
+    "epochs=-1": lambda: af.Data(X, batch_size=1).num_updates(-1),
+    "epochs=True": lambda: af.Data(X, batch_size=1).num_updates(True),  # noqa: FBT003
+}
+
+
+@pytest.mark.parametrize("given", ARGUMENTS)
+def test_arguments_are_named_with_their_values(given):
+    """A count or flag that is none is refused by name and value."""
+    with pytest.raises(af.ArgumentError) as error:
+        ARGUMENTS[given]()
+    assert f"({given})" in str(error.value)
+
+
+MISFITS = {
+    "weights": {"batch_size": 2, "order": af.orders.weighted([1])},
+    "lengths": {"batch_size": 2, "order": af.orders.bucketed([1])},
+    "costs": {"batch_size": af.budget([1], limit=1)},
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_not_one_each(what):
+    """Another number of weights, lengths or costs than samples is refused with both."""
+    with pytest.raises(af.DataError, match=f"1 {what} for a dataset of 10 samples"):
+        af.Data(X, **MISFITS[what])
+
+
+def test_a_sample_that_fits_no_budget():
+    """It is named with its cost, and how many there are of its kind."""
+    with pytest.raises(
+        af.DataError, match=r"limit=4\): sample 1 alone costs 5.*2 of 3"
+    ):
+        af.budget([1, 5, 6], limit=4)
+
+
+@pytest.mark.parametrize(
+    "order", [[1, 2], RandomSampler(X), af.orders.weighted, "shuffled"]
+)
+def test_orders_that_are_none(order):
+    """A list, a sampler or an order that was not called is refused with what to give."""
+    with pytest.raises(af.ArgumentError, match=r"\(seed, epoch, n\) -> .*from_loader"):
+        af.Data(X, batch_size=2, order=order)
+
+
+@pytest.mark.parametrize("given", [None, iter(range(10)), 3])
+def test_own_orders_that_give_no_indices(given):
+    """A function that returns no sequence is refused with what it returned."""
+    kind = type(given).__name__
+    data = af.Data(X, batch_size=2, order=lambda *_: given)
+    with pytest.raises(
+        af.DataError, match=rf"n=10\) gave a {kind}; expected 10 indices"
+    ):
+        read(data)
+
+
+class Backwards:
+    """A lazy order: a class whose instances are sequences."""
+
+    def __init__(self, seed, epoch, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, place):
+        return self.n - 1 - place
+
+
+@pytest.mark.parametrize("order", [Backwards, lambda *_: torch.arange(9, -1, -1)])
+def test_own_orders_may_be_lazy_or_tensors(order):
+    """A class or a tensor does as well as a list."""
+    (batch,) = read(af.Data(X, batch_size=10, order=order))
+    assert batch.indices.tolist() == list(range(9, -1, -1))
+
+
+EXCLUDED = {
+    "got neither": {},
+    "got both": {"batch_size": 1, "batch_sampler": [[1]]},
+    "leave out order=": {"batch_sampler": [[1]], "shuffle": True},
+    "leave out order=, shuffle= and": {"batch_sampler": [[1]], "remainder": "pad"},
+    "leave out order=, shuffle=": {"batch_sampler": [[1]], "order": lambda *_: X},
+    "Give one of the two": {"batch_size": 1, "shuffle": True, "order": lambda *_: X},
+    "leave remainder out": {
+        "batch_size": af.budget(ONES, limit=1),
+        "remainder": "drop",
+    },
+    "int is not iterable": {"batch_sampler": 3},
+    "generator is not iterable, or has no length": {
+        "batch_sampler": (i for i in [[1]])
+    },
+}
+
+
+@pytest.mark.parametrize("words", EXCLUDED)
+def test_options_that_exclude_each_other(words):
+    """Options that contradict each other are refused with what to leave out."""
+    with pytest.raises(af.ArgumentError, match=words):
+        af.Data(X, **EXCLUDED[words])
+
+
+MIXES = {
+    "got lengths ()": (af.DataError, [], {}),
+    "got lengths (10, 0)": (af.DataError, [X, []], {}),
+    "expected a list of datasets": (af.ArgumentError, 3, {}),
+    "weights=[1]): expected 2 finite": (af.ArgumentError, [X, X], {"weights": [1]}),
+    "weights=[1, 0]): expected 2 finite": (
+        af.ArgumentError,
+        [X, X],
+        {"weights": [1, 0]},
+    ),
+    "weights=[1, nan])": (af.ArgumentError, [X, X], {"weights": [1, np.nan]}),
+    "weights='ab')": (af.ArgumentError, [X, X], {"weights": "ab"}),
+    "weights=3)": (af.ArgumentError, [X, X], {"weights": 3}),
+    "mix(order=...)": (af.ArgumentError, [X, X], {"order": lambda *_: X}),
+    "mix(batch_sampler=...)": (af.ArgumentError, [X, X], {"batch_sampler": [[1]]}),
+    "Stream cannot be read by index": (af.DataError, [X, Stream()], {}),
+    "Joined is read by index": (af.ArgumentError, [X, X], {"sharded": True}),
+}
+
+
+@pytest.mark.parametrize("words", MIXES)
+def test_mixes_that_cannot_be(words):
+    """What cannot be mixed is refused with what was given."""
+    kind, parts, options = MIXES[words]
+    with pytest.raises(kind) as error:
+        af.Data.mix(parts, batch_size=2, **options)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "weights", [(1, 3), np.array([1, 3]), torch.tensor([1.0, 3.0])]
+)
+def test_weights_of_a_mix(weights):
+    """They may be any sequence of numbers."""
+    data = af.Data.mix([X, X + 100], weights=weights, batch_size=4)
+    assert "mixed 1:3" in repr(data)
+
+
+ZIPS = {
+    "got lengths {}": (af.DataError, {}),
+    "'b': 0}": (af.DataError, {"a": X, "b": []}),
+    "Stream cannot be read by index": (af.DataError, {"a": Stream()}),
+    "no one cost; expected an integer": (
+        af.ArgumentError,
+        {"a": X, "batch_size": af.budget(ONES, limit=2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("words", ZIPS)
+def test_zips_that_cannot_be(words):
+    """What cannot be put side by side is refused with what was given."""
+    kind, options = ZIPS[words]
+    with pytest.raises(kind) as error:
+        af.Data.zip(**{"batch_size": 2, **options})
+    assert words in str(error.value)
+
+
+def test_a_budget_has_no_one_number_of_updates():
+    """It may differ from epoch to epoch; the refusal names the question that has an answer."""
+    data = af.Data(X, batch_size=af.budget(range(1, 11), limit=20), shuffle=True)
+    with pytest.raises(af.DataError, match=r"ask data\.num_updates\(epochs, seed="):
+        _ = data.updates_per_epoch
+    assert data.num_updates(2, seed=0) == len(read(data, epochs=2))

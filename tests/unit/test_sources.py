@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What samples are read from: arrays, tables, datasets of other libraries; never wrong."""
+
+import re
+import tracemalloc
+
+import attrs
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from datasets.distributed import split_dataset_by_node
+from torch import nn
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
+
+import accelfn as af
+from accelfn.testing import simulate
+
+torch.set_num_threads(1)
+
+X = torch.arange(20.0).reshape(10, 2)
+TEXTS = [str(index) for index in range(10)]
+ROWS = {"x": list(range(10)), "text": TEXTS}
+
+
+def make(data, world=None, cursor=None):
+    """Return a small state over data, at a cursor."""
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        data=data,
+        world=world,
+        setup=af.shard_data(),
+    )
+    return state if cursor is None else attrs.evolve(state, cursor=cursor)
+
+
+def read(dataset, **options):
+    """Return the batches of an epoch."""
+    data = af.Data(dataset, **{"batch_size": 4, **options})
+    return list(af.batches(make(data), epochs=1))
+
+
+def values(dataset, **options):
+    """Return the values of an epoch."""
+    return [batch.value for batch in read(dataset, **options)]
+
+
+# Arrays and tensors.
+
+
+def mapped(folder):
+    """Return an array on disk."""
+    array = np.memmap(folder / "x", dtype=np.float32, mode="w+", shape=(10, 2))
+    array[:] = X.numpy()
+    array.flush()
+    return np.memmap(folder / "x", dtype=np.float32, mode="r", shape=(10, 2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("wrap", [lambda array: array, lambda a: {"x": {"y": a}}])
+def test_memory_mapped_array(wrap, workers, tmp_path):
+    """An array on disk is read by row, shuffled too, in any container."""
+    for batch in read(wrap(mapped(tmp_path)), shuffle=True, num_workers=workers):
+        value = batch.value if torch.is_tensor(batch.value) else batch.value["x"]["y"]
+        assert torch.equal(X[batch.indices], value)
+
+
+KINDS = {
+    "list": (list(range(10, 20)), lambda i: 10 + i),
+    "range": (range(10, 20), lambda i: 10 + i),
+    "float16": (X.numpy().astype(np.float16), lambda i: X[i].half()),
+    "broadcast": (np.broadcast_to(np.float32(1), (10, 2)), lambda _: torch.ones(2)),
+    "parameter": (nn.Parameter(X.clone()), lambda i: X[i]),
+    "sparse": (X.to_sparse(), lambda i: X[i]),
+    "concatenated": (ConcatDataset([list(X[:3]), list(X[3:])]), lambda i: X[i]),
+    "Subset of Subset": (
+        Subset(Subset(list(X), range(9, -1, -1)), range(9, -1, -1)),
+        lambda i: X[i],
+    ),
+    "Subset from the end": (Subset(X, range(-10, 0)), lambda i: X[i]),
+    "Subset by array": (Subset(X.numpy(), np.arange(10)), lambda i: X[i]),
+    "table": (pa.table({"x": X[:, 0].numpy()}), lambda i: {"x": X[i, 0]}),
+    "chunked table": (
+        pa.concat_tables([pa.table({"x": [i, i + 1]}) for i in range(0, 10, 2)]),
+        lambda i: {"x": torch.tensor(i)},
+    ),
+    "record batch": (
+        pa.RecordBatch.from_pydict({"x": list(range(10))}),
+        lambda i: {"x": torch.tensor(i)},
+    ),
+    "datasets": (datasets.Dataset.from_dict(ROWS), lambda i: {"x": i, "text": str(i)}),
+    "datasets of torch": (
+        datasets.Dataset.from_dict(ROWS).with_format("torch"),
+        lambda i: {"x": torch.tensor(i), "text": str(i)},
+    ),
+    "datasets of numpy": (
+        datasets.Dataset.from_dict({"x": list(range(10))}).with_format("numpy"),
+        lambda i: {"x": torch.tensor(i)},
+    ),
+}
+
+
+def is_same(batch, expected):
+    """Whether a collated value has these samples."""
+    if isinstance(batch, dict):
+        return all(is_same(batch[k], [e[k] for e in expected]) for k in expected[0])
+    if isinstance(batch, list):
+        return batch == expected
+    rows = torch.stack([torch.as_tensor(each) for each in expected])
+    return torch.equal(batch.to_dense().reshape(rows.shape), rows)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_read_at_its_index(kind, shuffle):
+    """However it is stored, sample i is sample i, in order and shuffled."""
+    dataset, sample = KINDS[kind]
+    seen = []
+    for batch in read(dataset, shuffle=shuffle):
+        assert is_same(batch.value, [sample(i) for i in batch.indices.tolist()])
+        seen += batch.indices.tolist()
+    assert sorted(seen) == list(range(10))
+
+
+@pytest.mark.parametrize("kind", ["datasets", "table", "concatenated"])
+def test_workers_read_the_same(kind):
+    """Two processes read what one does."""
+    dataset, sample = KINDS[kind]
+    for batch in read(dataset, num_workers=2):
+        assert is_same(batch.value, [sample(i) for i in batch.indices.tolist()])
+
+
+def test_parts_of_a_split_dataset():
+    """torch's random_split gives datasets like any other."""
+    parts = random_split(TensorDataset(X), [7, 3])
+    seen = torch.cat([value[0] for part in parts for value in values(part)])
+    assert torch.equal(X, seen[seen[:, 0].argsort()])
+
+
+def test_batches_of_a_parameter_have_no_graph():
+    """Data that were given with requires_grad take no part in the backward pass."""
+    (batch,) = read(nn.Parameter(X.clone()), batch_size=10)
+    assert not batch.value.requires_grad
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.rand(1)
+
+
+def test_stacked_datasets_draw_by_sample():
+    """A StackDataset's noise does not depend on the batch size."""
+    seen = [
+        torch.cat(
+            [value["a"] for value in values(StackDataset(a=Noisy()), batch_size=n)]
+        )
+        for n in (3, 10)
+    ]
+    assert torch.equal(*seen)
+
+
+def test_columns_of_a_table():
+    """Numbers and booleans become tensors, text and lists what torch's collate makes."""
+    rows = {"f": [0.5, 1.5], "b": [True, False], "t": ["a", "b"], "l": [[1, 2], [3, 4]]}
+    (value,) = values(pa.table(rows))
+    assert value["f"].tolist() == rows["f"]
+    assert value["b"].tolist() == rows["b"]
+    assert value["t"] == rows["t"]
+    assert torch.stack(value["l"]).T.tolist() == rows["l"]
+    assert values(pa.table(rows), collate=list)[0][1] == {
+        k: v[1] for k, v in rows.items()
+    }
+
+
+def test_rows_made_by_a_transform():
+    """A transform of datasets is called, and draws what (seed, epoch) says."""
+
+    def noisy(rows):
+        return {"y": [torch.rand(1) for _ in rows["x"]]}
+
+    rows = datasets.Dataset.from_dict(ROWS).with_transform(noisy)
+    first, again = (torch.cat([v["y"] for v in values(rows)]) for _ in range(2))
+    assert torch.equal(first, again)
+    assert len(first.unique()) == 10
+
+
+class Fewer(Noisy):
+    def __getitems__(self, wanted):
+        return [self[index] for index in wanted[1:]]
+
+
+REFUSED = {
+    "no such dtype": (
+        np.arange(3, dtype=np.longdouble),
+        r"array of '.*', which torch does not have; give its astype",
+    ),
+    "other byte order": (np.arange(3, dtype=">f4"), r"array of '>f4'.*astype"),
+    "masked": (np.ma.masked_array([1.0, 2.0], [0, 1]), r"masked array; give.*filled"),
+    "Subset beyond": (Subset(X, [3, 30]), "picks sample 30 of a dataset that has 10"),
+    "Subset before": (Subset(X, [-11]), "picks sample -11 of a dataset that has 10"),
+    "datasets, empty": (datasets.Dataset.from_dict({"x": []}), r"\(Dataset\) is empty"),
+    "table, empty": (pa.table({"x": []}), r"\(Table\) is empty"),
+    "several splits": (
+        datasets.DatasetDict(train=datasets.Dataset.from_dict(ROWS)),
+        "DatasetDict cannot be read by index",
+    ),
+    "set": ({1, 2}, "set has no order; give it as a sorted list"),
+    "data": (af.Data(X, batch_size=2), "Data cannot be read by index"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_when_data_is_made(case):
+    """What would be read wrongly is refused at once, with what to give instead."""
+    dataset, words = REFUSED[case]
+    with pytest.raises(af.DataError, match=words):
+        af.Data(dataset, batch_size=2)
+
+
+FAILING = {
+    "null": (pa.table({"x": [1, None]}), af.DataError, "Column 'x'.*null.*collate="),
+    "no collate": (
+        pa.table({"x": pa.array([1, 2], pa.timestamp("s"))}),
+        TypeError,
+        "column 'x' of the table",
+    ),
+    "objects": ([object()], TypeError, r"dataset indices \[0\]"),
+    "fewer": (Fewer(), af.DataError, r"Fewer.__getitems__\(\[0, 1, 2, 3\]\) gave 3"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_refused_when_read(case):
+    """What cannot become a batch is named: a column, or the samples."""
+    dataset, kind, words = FAILING[case]
+    with pytest.raises(kind) as error:
+        read(dataset)
+    said = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert re.search(words, said)
+
+
+# Streams of datasets.
+
+
+def streamed():
+    return datasets.Dataset.from_dict(ROWS).to_iterable_dataset(num_shards=4)
+
+
+def numbers(samples):
+    return [sample["x"] for sample in samples]
+
+
+def stream_data(stream, **options):
+    return af.Data(stream, **{"batch_size": 3, "collate": numbers, **options})
+
+
+def listed(data, **options):
+    return list(af.batches(make(data, **options), epochs=1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_of_datasets_resumes_at_every_batch(workers):
+    """Its own state, made plain, puts a fresh one at the very next sample."""
+    whole = listed(stream_data(streamed()))
+    assert [b.value for b in whole] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    for done, batch in enumerate(whole[:-1], 1):
+        data = stream_data(streamed(), num_workers=workers)
+        rest = listed(data, cursor=batch.cursor)
+        assert [b.value for b in rest] == [b.value for b in whole[done:]]
+
+
+def test_a_shuffle_buffer_is_not_resumed_from_its_state():
+    """datasets does not save its buffer: that is refused, or the stream is read again."""
+
+    def shuffled():
+        return streamed().shuffle(seed=1, buffer_size=3)
+
+    whole = listed(stream_data(shuffled()))
+    cursor = whole[1].cursor
+    with pytest.raises(af.DataError, match=r"shuffle buffer.*replay=True.*6 samples"):
+        listed(stream_data(shuffled()), cursor=cursor)
+    rest = listed(stream_data(shuffled(), replay=True), cursor=cursor)
+    assert [b.value for b in rest] == [b.value for b in whole[2:]]
+
+
+def test_epochs_of_a_shuffled_stream_differ():
+    """set_epoch of datasets is called, so that each epoch has its own order."""
+    data = stream_data(streamed().shuffle(seed=1, buffer_size=10), batch_size=10)
+    first, second = (b.value for b in af.batches(make(data), epochs=2))
+    assert sorted(first) == sorted(second) == ROWS["x"]
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda stream, world: stream.shard(world.size, world.rank),
+        lambda stream, world: split_dataset_by_node(stream, world.rank, world.size),
+    ],
+)
+def test_streams_sharded_by_datasets(part):
+    """Each rank reads its own part, and resumes in it; together they have each sample once."""
+
+    def run(world, cursors=None):
+        data = stream_data(part(streamed(), world), batch_size=4, sharded=True)
+        read_batches = listed(data, world=world, cursor=cursors and cursors[world.rank])
+        kept = [
+            value
+            for b in read_batches
+            for value, filler in zip(b.value, b.filler.tolist(), strict=True)
+            if not filler
+        ]
+        return kept, [b.value for b in read_batches], read_batches[0].cursor
+
+    whole = simulate(2, run).results
+    assert sorted(whole[0][0] + whole[1][0]) == ROWS["x"]
+    rest = simulate(2, lambda world: run(world, [each[2] for each in whole])).results
+    assert [each[1][1:] for each in whole] == [each[1] for each in rest]
+
+
+# Size.
+
+
+class Huge(Dataset):
+    def __len__(self):
+        return 10**12
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_any_number_of_samples_needs_no_memory(shuffle):
+    """An epoch over 10**12 samples starts, and resumes at 9 * 10**11, in 20 MB."""
+    state = make(af.Data(Huge(), batch_size=8, shuffle=shuffle))
+    tracemalloc.start()
+    first = next(iter(af.batches(state, epochs=1)))
+    later = af.seek(state, 9 * 10**11)
+    resumed = next(iter(af.batches(later, epochs=1)))
+    left = len(af.batches(later, epochs=1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20_000_000
+    assert left == 10**11 // 8
+    for batch in (first, resumed):
+        assert batch.value.tolist() == batch.indices.tolist()
+        assert 0 <= batch.indices.min() <= batch.indices.max() < 10**12
+    if not shuffle:
+        assert resumed.indices[0] == 9 * 10**11

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes that are killed, hang or raise: who, when and what is said at once."""
+
+import os
+import re
+import signal
+import time
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import accelfn as af
+from accelfn.testing import simulate
+
+torch.set_num_threads(1)
+
+
+def make(data, **options):
+    """Return a small state over data."""
+    return af.TrainState.create(
+        model=partial(nn.Linear, 1, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=data,
+        **options,
+    )
+
+
+def read(data, **options):
+    """Return the batches of an epoch."""
+    return list(af.batches(make(data, **options), epochs=1))
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(1000)
+
+
+def leave():
+    os._exit(3)
+
+
+def plant():
+    message = "planted"
+    raise KeyError(message)
+
+
+def stop():
+    raise StopIteration
+
+
+class Items(Dataset):
+    """Ten samples, of which the eighth does something else."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 7:
+            self.does()
+        return torch.tensor([float(index)])
+
+
+class Many(Items):
+    def __getitems__(self, wanted):
+        return [self[index] for index in wanted]
+
+
+class Stream(IterableDataset):
+    """The same, as a stream."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def __iter__(self):
+        for index in range(10):
+            if index == 7:
+                self.does()
+            yield torch.tensor([float(index)])
+
+
+KINDS = {
+    "items": (Items, {}, r"dataset indices:\n(  \[.*\]\n)*  \[4, 5, 6, 7\]"),
+    "many": (Many, {}, r"dataset indices:\n(  \[.*\]\n)*  \[4, 5, 6, 7\]"),
+    "stream": (Stream, {}, r"the stream from sample \d+ of epoch 0 on"),
+    "sharded": (Stream, {"sharded": True}, r"rank 0's own stream, in epoch 0"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("does", "words"), [(kill, "pid"), (leave, "pid"), (hang, "0.5 s, its timeout")]
+)
+def test_a_worker_that_ends_or_hangs(kind, does, words):
+    """Rank, update and what was being read are named, with torch's own word for it."""
+    make_dataset, options, being_read = KINDS[kind]
+    timeout = 0.5 if does is hang else 300  # an end is noticed without it
+    data = af.Data(
+        make_dataset(does), batch_size=4, num_workers=2, timeout=timeout, **options
+    )
+    with pytest.raises(af.DataError, match=r"rank 0 of 1.*update \d+ was due") as error:
+        read(data)
+    assert words in str(error.value) or "taken over" in str(error.value)
+    error.match(being_read)
+    assert error.value.__cause__ is not None
+
+
+def test_rank_and_update_are_those_of_the_state():
+    """A resumed rank's error names its own rank, and the update that the state makes."""
+    data = af.Data(Items(kill), batch_size=4, num_workers=1)
+    _, state = simulate(2, lambda world: make(data, world=world))
+    state = attrs.evolve(state, step=41, cursor=af.Cursor(0, 4))
+    with pytest.raises(af.DataError, match="rank 1 of 2.*update 41 was due") as error:
+        list(af.batches(state, epochs=1))
+    error.match(r"\[4, 5, 6, 7\]\n  \[8, 9\]")
+
+
+def test_a_worker_that_ends_while_the_step_computes():
+    """Its end is raised where the next batch is asked for, not in the middle of a step."""
+    state = make(af.Data(Items(kill), batch_size=1, num_workers=1))
+    computed = []
+
+    def loop():
+        for batch in af.batches(state, epochs=1):
+            deadline = time.monotonic() + 0.1
+            while time.monotonic() < deadline:  # handlers run between any two of these
+                pass
+            computed.append(batch.indices.tolist())
+
+    with pytest.raises(af.DataError, match="SIGKILL|exited unexpectedly"):
+        loop()
+    assert computed == [[index] for index in range(len(computed))]
+
+
+def test_micro_batches_in_flight():
+    """What was being read is listed by micro-batch, and a long list is cut."""
+    data = af.Data(Items(hang), batch_size=10, num_workers=1, timeout=0.5)
+    with pytest.raises(af.DataError, match=r"\[0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\]"):
+        read(data)
+    with pytest.raises(af.DataError, match=r"\n  \[5, 6, 7, 8, 9\]$"):
+        read(data, setup=af.accumulate(num_micro_batches=2))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "note"),
+    [
+        ("items", r"Items\[7\]: the sample at dataset index 7"),
+        ("many", r"Many\.__getitems__\(\[4, 5, 6, 7\]\)"),
+        ("stream", r"Stream as sample 7 of epoch 0"),
+        ("sharded", r"Stream as sample 7 of epoch 0"),
+    ],
+)
+def test_a_dataset_that_raises(kind, note, workers):
+    """Its own exception arrives, with its traceback and the index of the sample."""
+    make_dataset, options, _ = KINDS[kind]
+    data = af.Data(make_dataset(plant), batch_size=4, num_workers=workers, **options)
+    with pytest.raises(KeyError, match="planted") as error:
+        read(data)
+    said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
+    assert workers == 0 or "in plant" in said  # the other process's traceback
+    assert re.search(note, said)
+
+
+def test_a_dispatched_stream_that_raises():
+    """What rank 0 could not read is raised there as it is."""
+    with pytest.raises(KeyError, match="planted"):
+        read(af.Data(Stream(plant), batch_size=4, dispatch=True))
+
+
+def runtime():
+    message = "planted in DataLoader worker process"
+    raise RuntimeError(message)
+
+
+def missing():
+    message = "planted"
+    raise FileNotFoundError(message)
+
+
+@pytest.mark.parametrize("does", [runtime, missing])
+@pytest.mark.parametrize("kind", ["items", "stream"])
+def test_errors_that_look_like_a_failed_worker(kind, does):
+    """A dataset's own RuntimeError or OSError is not taken for the end of a worker."""
+    data = af.Data(KINDS[kind][0](does), batch_size=4, num_workers=1)
+    with pytest.raises((RuntimeError, FileNotFoundError), match="planted") as error:
+        read(data)
+    assert not isinstance(error.value, af.Error)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["items", "many"])
+def test_stop_iteration_does_not_end_the_epoch(kind, workers):
+    """A dataset that raises StopIteration fails; no loader takes it for the end."""
+    data = af.Data(KINDS[kind][0](stop), batch_size=4, num_workers=workers)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        read(data)
+
+
+def refuse(samples):
+    message = f"planted over {len(samples)}"
+    raise ValueError(message)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_function_that_raises(workers):
+    """Its error says of which samples a batch was made."""
+    data = af.Data(Items(int), batch_size=4, collate=refuse, num_workers=workers)
+    with pytest.raises(ValueError, match="planted over 4") as error:
+        read(data)
+    said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
+    assert "made of the samples at dataset indices [0, 1, 2, 3]" in said
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_do_not_collate(workers):
+    """Samples of different shapes are named by their indices."""
+    samples = [torch.ones(1), torch.ones(1), torch.ones(2), torch.ones(1)]
+    data = af.Data(samples, batch_size=2, num_workers=workers)
+    with pytest.raises(RuntimeError, match="size") as error:
+        read(data)
+    said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
+    assert "indices [2, 3]" in said
+
+
+def nothing(_samples):
+    return None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_function_that_returns_nothing(workers):
+    """What it returns is the batch's value, whatever it is; a step then refuses it."""
+    data = af.Data(Items(int), batch_size=5, collate=nothing, num_workers=workers)
+    assert [batch.value for batch in read(data)] == [None, None]
+    step = af.make_step(lambda model, batch: model(batch).square().mean())
+    with pytest.raises((TypeError, AttributeError, af.Error)):
+        step(make(data), read(data)[0])
+
+
+def unsendable(_samples):
+    return lambda: None
+
+
+def test_a_batch_that_cannot_be_sent(capfd):
+    """What cannot be pickled is said to be a reason why a worker gave nothing."""
+    data = af.Data(
+        Items(int), batch_size=5, collate=unsendable, num_workers=1, timeout=0.5
+    )
+    with pytest.raises(af.DataError, match=r"0\.5 s.*cannot be sent to another"):
+        read(data)
+    assert "pickle" in capfd.readouterr().err
+
+
+def test_breaking_off_ends_the_workers():
+    """A loop that is left leaves no process behind."""
+    data = af.Data(Items(int), batch_size=1, num_workers=2)
+    before = {child.pid for child in torch.multiprocessing.active_children()}
+    for _ in af.batches(make(data)):
+        running = {child.pid for child in torch.multiprocessing.active_children()}
+        break
+    assert len(running - before) == 2
+    left = {child.pid for child in torch.multiprocessing.active_children()}
+    assert not left - before
