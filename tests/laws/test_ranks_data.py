@@ -2,15 +2,27 @@
 """The data of ranks: one global order for every world, and honest lengths."""
 
 import attrs
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.laws.reading import (
+    REMAINDERS,
+    Drawing,
+    few,
+    in_legs,
+    joined,
+    on_one_core,
+    plain,
+    read,
+)
 from tests.laws.worlds import single
 from tests.strategies import Run, runs
 
+pytestmark = on_one_core
 sizes = st.integers(1, 5)
 
 
@@ -157,3 +169,113 @@ def test_augmentation_does_not_depend_on_the_world(
         seen |= part
         assert all(torch.equal(row, expected[where]) for where, row in part.items())
     assert seen.keys() == expected.keys()
+
+
+lengths = st.one_of(st.integers(1, 20), st.integers(21, 200))
+
+
+@st.composite
+def drawing(draw: st.DrawFn, num_workers: int = 0) -> af.Data:
+    """Draw shuffled data whose samples are augmented, with a batch in them."""
+    n = draw(lengths)
+    remainder = draw(REMAINDERS)
+    largest = min(n, 24) if remainder == "drop" else 24
+    return af.Data(
+        Drawing(n),
+        batch_size=draw(st.integers(min(largest, max(1, n // 15)), largest)),
+        shuffle=True,
+        remainder=remainder,
+        num_workers=num_workers,
+    )
+
+
+LEGS = st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=4)
+
+
+@given(data=drawing(), legs=LEGS, last=st.integers(1, 8), parts=st.integers(1, 3))
+def test_a_run_goes_on_with_other_numbers_of_ranks(
+    data: af.Data, legs: list[tuple[int, int]], last: int, parts: int
+) -> None:
+    """Cut again and again, on other ranks each time, a run has the batches of one process."""
+    found = in_legs(legs, lambda _world: data, last, parts=parts)
+    assert [update for ranks in found for update in joined(ranks)] == joined(
+        [read(single(), data)]
+    )
+
+
+@given(data=drawing(), cuts=st.tuples(st.integers(0, 15), st.integers(0, 15)))
+def test_elastic_runs_see_each_sample_once(
+    data: af.Data, cuts: tuple[int, int]
+) -> None:
+    """On 4 ranks, then 2, then 3, every epoch has each sample once, but those dropped."""
+    found = in_legs([(4, cuts[0]), (2, cuts[1])], lambda _world: data, 3)
+    seen = [i for ranks in found for update in joined(ranks) for i in update]
+    used = len(data)
+    if data.remainder == "drop":
+        used -= used % data.batch_size
+    assert len(seen) == 2 * used
+    for epoch in (seen[:used], seen[used:]):
+        assert len(set(epoch)) == used
+        assert set(epoch) <= set(range(len(data)))
+
+
+@given(data=drawing(), size=st.integers(1, 8), draw=st.data())
+def test_a_run_goes_on_at_any_sample(
+    data: af.Data, size: int, draw: st.DataObject
+) -> None:
+    """From any sample of an epoch on, a batch's or not, the rest of the order comes."""
+    whole = [i for batch in read(single(), data) for i in own(batch)]
+    used = len(whole) // 2
+    at = draw.draw(st.integers(0, used - 1))
+    epoch = draw.draw(st.integers(0, 1))
+    start = af.Cursor(epoch, at)
+    ranks = list(simulate(size, lambda world: read(world, data, start=start)))
+    rest = [i for update in joined(ranks) for i in update]
+    assert rest == whole[epoch * used + at :]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@given(
+    data=st.data(),
+    size=st.integers(1, 2),
+    parts=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+@few
+def test_workers_change_nothing(
+    workers: int, data: st.DataObject, size: int, parts: int, seed: int
+) -> None:
+    """Values and draws are those read without workers, whole or cut with batches read ahead."""
+    given = data.draw(drawing(workers))
+    here = attrs.evolve(given, num_workers=0)
+    stop = data.draw(st.integers(1, 5))
+
+    def one(world: af.World) -> None:
+        expected = plain(read(world, here, parts=parts, seed=seed))
+        first = read(world, given, parts=parts, seed=seed, stop=stop)
+        cursor = first[-1].cursor
+        rest = read(world, given, parts=parts, seed=seed, start=cursor)
+        assert plain([*first, *rest]) == expected
+
+    simulate(size, one)
+
+
+@given(data=drawing(), size=st.integers(1, 8), parts=st.integers(1, 3))
+def test_draws_are_of_a_place(data: af.Data, size: int, parts: int) -> None:
+    """What torch, numpy and Python draw is a place's on any ranks, and no other place's."""
+
+    def rows(world: af.World, seed: int) -> dict[tuple[int, int], list[float]]:
+        found = {}
+        for batch in read(world, data, parts=parts, seed=seed):
+            values = torch.cat(batch.micro_batches)[~batch.filler].tolist()
+            found |= {(batch.epoch, int(row[0])): row[1:] for row in values}
+        return found
+
+    expected = rows(single(), 0)
+    found: dict[tuple[int, int], list[float]] = {}
+    for part in simulate(size, lambda world: rows(world, 0)):
+        found |= part
+    assert found == expected
+    other = rows(single(), 2**32)
+    for column in zip(*expected.values(), *other.values(), strict=True):
+        assert len(set(column)) == len(expected) + len(other)

@@ -3,6 +3,7 @@
 
 import sys
 import time
+import warnings
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -28,6 +29,7 @@ def main() -> int:
     from tests.mutants.page import PAGE, page
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     console = Console(highlight=False)
     start, outcomes = time.perf_counter(), []
     for mutant in MUTANTS:

@@ -225,7 +225,7 @@ MUTANTS = [
         law="L49",
         test=test_collectives.test_broadcast_gives_the_values_of_rank_0,
         place=collectives.broadcast_,
-        old="group_src=0",
+        old="group_src=root",
         new="group_src=world.size - 1",
     ),
     Mutant(

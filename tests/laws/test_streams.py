@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams are read as if by index: one order, each sample once, and resumed anywhere."""
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.reading import (
+    REMAINDERS,
+    Counting,
+    Dividing,
+    Drawing,
+    Placed,
+    Remembering,
+    few,
+    in_legs,
+    joined,
+    on_one_core,
+    own,
+    plain,
+    read,
+)
+from tests.laws.worlds import single
+
+pytestmark = on_one_core
+STATEFUL = {"of the dataset": Remembering, "of its iterators": Placed}
+READ = {"each": {}, "by rank 0": {"dispatch": True}}
+"""Who reads a stream."""
+sizes = st.integers(1, 8)
+lengths = st.one_of(st.integers(1, 12), st.integers(13, 200))
+
+
+@attrs.frozen
+class Case:
+    """A stream of n numbers, and how it is read."""
+
+    n: int
+    batch_size: int
+    remainder: str = "short"
+    workers: int = 0
+    parts: int = 1
+    seed: int = 0
+
+    def data(self, dataset: object, **options: Any) -> af.Data:
+        """Return the data."""
+        sized = {"batch_size": self.batch_size, "remainder": self.remainder}
+        return af.Data(dataset, num_workers=self.workers, **{**sized, **options})
+
+    def alone(self) -> list[af.Batch]:
+        """Return what one process reads, without workers."""
+        data = attrs.evolve(self, workers=0).data(Counting(self.n))
+        return read(single(), data, parts=self.parts, seed=self.seed)
+
+
+@st.composite
+def cases(draw: st.DrawFn, workers: int = 0) -> Case:
+    """Draw a case that has a batch."""
+    n = draw(lengths)
+    remainder = draw(REMAINDERS)
+    largest = min(n, 12) if remainder == "drop" else 12
+    return Case(
+        n,
+        draw(st.integers(max(1, min(largest, n // 15)), largest)),
+        remainder,
+        workers,
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 3)),
+    )
+
+
+def told(batches: list[af.Batch]) -> list[Any]:
+    """Return all that batches say but what filler drew, which is another reading's."""
+    found = []
+    for values, *rest, filler, size, start, stop, ends in plain(batches):
+        rows = [row for part in values for row in part]
+        kept = [row[:1] if no else row for row, no in zip(rows, filler, strict=True)]
+        found.append(
+            (list(map(len, values)), kept, *rest, filler, size, start, stop, ends)
+        )
+    return found
+
+
+def is_the_map(
+    case: Case, size: int, dataset: Callable[[int], Any], **how: Any
+) -> None:
+    """Check that every rank reads of the stream what it reads by index."""
+    by_index = attrs.evolve(case, workers=0)
+
+    def one(world: af.World) -> None:
+        options = {"parts": case.parts, "seed": case.seed}
+        expected = read(world, by_index.data(Drawing(case.n)), **options)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]  # noqa: NPY002
+        found = read(world, case.data(dataset(case.n), **how), **options)
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]  # noqa: NPY002
+        assert told(found) == told(expected)
+        assert sum(batch.ends_epoch for batch in found) == 2
+        assert found[-1].ends_epoch
+        assert torch.equal(before[0], after[0])
+        assert before[1] == after[1]
+        assert before[2].tolist() == after[2].tolist()
+
+    simulate(size, one)
+
+
+@given(case=cases(), size=sizes, kind=st.sampled_from([Counting, Remembering, Placed]))
+def test_a_stream_is_read_as_if_by_index(
+    case: Case, size: int, kind: Callable[[int], Any]
+) -> None:
+    """Values, draws, weights, filler and ends are those of a map-style dataset, on any ranks."""
+    is_the_map(case, size, kind)
+
+
+@given(case=cases(), size=sizes, kind=st.sampled_from([Counting, Remembering, Placed]))
+def test_dispatched_is_as_if_each_read(
+    case: Case, size: int, kind: Callable[[int], Any]
+) -> None:
+    """With dispatch=True every rank has, bitwise, what it would have read itself."""
+    is_the_map(case, size, kind, dispatch=True)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@given(
+    data=st.data(), size=st.integers(1, 3), kind=st.sampled_from([Counting, Dividing])
+)
+@few
+def test_workers_read_as_one(
+    workers: int, data: st.DataObject, size: int, kind: Callable[[int], Any]
+) -> None:
+    """Workers change nothing, and a stream that divides itself among them loses nothing."""
+    is_the_map(data.draw(cases(workers)), size, kind)
+
+
+@given(case=cases(), size=sizes)
+def test_a_stream_comes_once(case: Case, size: int) -> None:
+    """Every epoch has each sample once; drop leaves out, and pad repeats, as many as it says."""
+    ranks = list(simulate(size, lambda world: read(world, case.data(Counting(case.n)))))
+    seen = [i for update in joined(ranks) for i in update]
+    used = case.n
+    if case.remainder == "drop":
+        used -= case.n % case.batch_size
+    assert seen == [*range(used), *range(used)]
+    last = [batches[-1] for batches in ranks]
+    repeats = [i for b in last for i in b.indices[b.filler].tolist()]
+    weight = sum(sum(batch.weights) for batch in last)
+    short = case.n % case.batch_size
+    expected = short if case.remainder == "short" and short else case.batch_size
+    assert weight == expected == last[0].num_samples
+    values = [x for b in last for part in b.micro_batches for x in part[:, 0].tolist()]
+    if case.remainder == "pad" and short and size == 1 and case.parts == 1:
+        assert len(repeats) == case.batch_size - short
+        head = [i % case.n for i in range(case.batch_size - short)]
+        assert values[short:] == head
+
+
+# resuming
+
+
+@given(
+    case=cases(),
+    legs=st.lists(st.tuples(sizes, st.integers(0, 6)), max_size=3),
+    kind=st.sampled_from(sorted(STATEFUL)),
+    how=st.sampled_from(sorted(READ)),
+)
+def test_a_stream_goes_on_where_it_was_cut(
+    case: Case, legs: list[tuple[int, int]], kind: str, how: str
+) -> None:
+    """Cut at any updates, on other ranks each time, a stateful stream gives the very rest."""
+
+    def make(_world: af.World) -> af.Data:
+        return case.data(STATEFUL[kind](case.n), **READ[how])
+
+    found = in_legs(legs, make, parts=case.parts, seed=case.seed)
+    updates = [update for ranks in found for update in zip(*ranks, strict=True)]
+    expected = case.alone()
+    assert len(updates) == len(expected)
+    for update, whole in zip(updates, expected, strict=True):
+        for batch in update:
+            places = batch.start, batch.cursor, batch.num_samples, batch.ends_epoch
+            assert places == (
+                whole.start,
+                whole.cursor,
+                whole.num_samples,
+                whole.ends_epoch,
+            )
+        rows = [
+            row
+            for batch in update
+            for part, weight in zip(batch.micro_batches, batch.weights, strict=True)
+            for row in part[:weight].tolist()
+        ]
+        once = zip(whole.micro_batches, whole.weights, strict=True)
+        assert rows == [row for part, weight in once for row in part[:weight].tolist()]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@given(
+    data=st.data(),
+    legs=st.lists(st.tuples(st.integers(1, 2), st.integers(0, 3)), max_size=2),
+    kind=st.sampled_from(sorted(STATEFUL)),
+)
+@few
+def test_workers_that_read_ahead_are_resumed(
+    workers: int, data: st.DataObject, legs: list[tuple[int, int]], kind: str
+) -> None:
+    """What workers had read ahead of a cut comes again, and nothing else does."""
+    case = attrs.evolve(data.draw(cases(workers)), parts=1)
+    found = in_legs(legs, lambda _: case.data(STATEFUL[kind](case.n)), seed=case.seed)
+    updates = [update for ranks in found for update in joined(ranks)]
+    assert updates == [own([batch]) for batch in case.alone()]
+
+
+@given(case=cases(), cuts=st.lists(st.integers(0, 40), min_size=2, max_size=2))
+def test_elastic_streams_come_once(case: Case, cuts: list[int]) -> None:
+    """On 4 ranks, then 2, then 3, each epoch has each sample once, in the stream's order."""
+    legs = [(4, cuts[0]), (2, cuts[1])]
+    found = in_legs(legs, lambda _: case.data(Remembering(case.n)), 3, parts=case.parts)
+    seen = [i for ranks in found for update in joined(ranks) for i in update]
+    used = case.n - (case.n % case.batch_size if case.remainder == "drop" else 0)
+    assert seen == [*range(used), *range(used)]
+
+
+@given(case=cases(), at=st.integers(0, 20))
+def test_a_stream_is_read_again(case: Case, at: int) -> None:
+    """Without a state it goes on at a cut only with replay=True, and then gives the rest."""
+    given = case.data(Counting(case.n))
+    whole = read(single(), given)
+    cursor = whole[min(at, len(whole) - 1)].cursor
+    rest = whole[min(at, len(whole) - 1) + 1 :]
+    if cursor.samples:
+        with pytest.raises(af.DataError, match="stream without state"):
+            read(single(), given, start=cursor)
+    again = read(single(), case.data(Counting(case.n), replay=True), start=cursor)
+    assert plain(again) == plain(rest)
+
+
+@given(
+    case=cases(),
+    kind=st.sampled_from(sorted(STATEFUL)),
+    how=st.sampled_from(sorted(READ)),
+    saves=st.sets(st.integers(0, 30), max_size=2),
+    peeks=st.sets(st.integers(0, 30), max_size=3),
+    size=st.integers(1, 3),
+)
+def test_saving_and_peeking_change_nothing(
+    case: Case, kind: str, how: str, saves: set[int], peeks: set[int], size: int
+) -> None:
+    """A stream whose state is saved, or read on from in another loop, comes as if it was not."""
+
+    def make() -> af.Data:
+        return case.data(STATEFUL[kind](case.n), **READ[how])
+
+    def one(world: af.World) -> None:
+        expected = plain(read(world, make()))
+        found = []
+        step = af.make_step(lambda net, batch: net(batch[:, :1].float()).mean())
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+            data=make(),
+            setup=af.shard_data() if world.size == 1 else SHARDED,
+            world=world,
+        )
+        for i, batch in enumerate(af.batches(state, epochs=2)):
+            found.append(batch)
+            state, _ = step(state, batch)
+            if i in saves:
+                with tempfile.TemporaryDirectory() as folder:
+                    af.save(state, Path(folder) / str(world.rank))
+            if i in peeks:
+                rest = read(world, make(), start=state.cursor, stop=2)
+                assert plain(rest) == expected[i + 1 : i + 3]
+        assert plain(found) == expected
+
+    simulate(size, one)
+
+
+SHARDED = af.chain(af.shard_data(), af.wrap_ddp())
+
+
+# streams that give each rank samples of its own
+
+OF_RANKS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+def of_rank(counts: list[int], kind: Callable[..., Any], case: Case) -> Any:
+    """Return a function that gives a rank's own data: so many samples from 100 times it."""
+
+    def make(world: af.World) -> af.Data:
+        dataset = kind(counts[world.rank], 100 * world.rank)
+        return af.Data(
+            dataset,
+            batch_size=case.batch_size,
+            num_workers=case.workers,
+            sharded=True,
+        )
+
+    return make
+
+
+def numbers_of(batch: af.Batch) -> list[int]:
+    """Return the samples that count."""
+    return [
+        int(x)
+        for part, weight in zip(batch.micro_batches, batch.weights, strict=True)
+        for x in part[:weight, 0].tolist()
+    ]
+
+
+def check_sharded(ranks: list[list[af.Batch]], counts: list[int], case: Case) -> None:
+    """Check that each rank's samples come once an epoch, and ranks agree on all else."""
+    places = [
+        [(b.start, b.cursor, b.num_samples, b.ends_epoch) for b in batches]
+        for batches in ranks
+    ]
+    assert all(each == places[0] for each in places)
+    for rank, batches in enumerate(ranks):
+        mine = [100 * rank + i for i in range(counts[rank])]
+        for epoch in (0, 1):
+            of_epoch = [b for b in batches if b.epoch == epoch]
+            seen = [x for batch in of_epoch for x in numbers_of(batch)]
+            assert (seen if case.workers < 2 else sorted(seen)) == mine
+            ends = [batch.ends_epoch for batch in of_epoch]
+            assert ends == [False] * (len(ends) - 1) + [True]
+    for update in zip(*ranks, strict=True):
+        weights = [sum(batch.weights) for batch in update]
+        assert sum(weights) == update[0].num_samples <= max(case.batch_size, len(ranks))
+        assert weights == [int((~batch.filler).sum()) for batch in update]
+        assert any(weights)
+
+
+def check_resumed(found: list[af.Batch], expected: list[af.Batch]) -> None:
+    """Check that a rank's batches are those of an uninterrupted run, but for stand-ins."""
+    assert len(found) == len(expected)
+    for one, two in zip(found, expected, strict=True):
+        assert one.weights == two.weights
+        assert (one.start, one.cursor) == (two.start, two.cursor)
+        assert (one.num_samples, one.ends_epoch) == (two.num_samples, two.ends_epoch)
+        rows = [
+            [part[:weight].tolist() for part, weight in zip(*both, strict=True)]
+            for both in ((b.micro_batches, b.weights) for b in (one, two))
+        ]
+        assert rows[0] == rows[1]
+
+
+@given(counts=OF_RANKS, batch_size=st.integers(1, 12), parts=st.integers(1, 3))
+def test_ranks_with_unequal_streams_see_each_sample_once(
+    counts: list[int], batch_size: int, parts: int
+) -> None:
+    """With sharded=True ranks end together; what counts is each rank's samples, once."""
+    case = Case(0, batch_size)
+    make = of_rank(counts, Remembering, case)
+    ranks = simulate(len(counts), lambda world: read(world, make(world), parts=parts))
+    check_sharded(list(ranks), counts, case)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@given(counts=st.lists(st.integers(1, 7), min_size=1, max_size=2), data=st.data())
+@few
+def test_workers_of_unequal_streams_see_each_sample_once(
+    workers: int, counts: list[int], data: st.DataObject
+) -> None:
+    """With workers too, whether whole or cut and resumed, in which their state is kept."""
+    case = Case(0, data.draw(st.integers(1, 6)), workers=workers)
+    make = of_rank(counts, Remembering, case)
+    whole = simulate(len(counts), lambda world: read(world, make(world)))
+    check_sharded(list(whole), counts, case)
+    stop = data.draw(st.integers(1, len(whole[0])))
+    legs = in_legs([(len(counts), stop)], make, len(counts))
+    for rank, expected in enumerate(whole):
+        check_resumed([batch for leg in legs for batch in leg[rank]], expected)
+
+
+@given(
+    counts=OF_RANKS,
+    batch_size=st.integers(1, 12),
+    parts=st.integers(1, 3),
+    cuts=st.lists(st.integers(1, 5), max_size=3),
+    kind=st.sampled_from(sorted(STATEFUL)),
+)
+def test_unequal_streams_go_on_where_they_were_cut(
+    counts: list[int], batch_size: int, parts: int, cuts: list[int], kind: str
+) -> None:
+    """Cut at any updates, behind a rank's end too, every rank has the very rest."""
+    make = of_rank(counts, STATEFUL[kind], Case(0, batch_size))
+    whole = simulate(len(counts), lambda world: read(world, make(world), parts=parts))
+    size = len(counts)
+    legs = in_legs([(size, cut) for cut in cuts], make, size, parts=parts)
+    for rank, expected in enumerate(whole):
+        check_resumed([batch for leg in legs for batch in leg[rank]], expected)
+
+
+# draws
+
+
+@given(
+    n=st.integers(2, 20),
+    batch_size=st.integers(1, 6),
+    how=st.sampled_from(sorted(READ)),
+    seed=st.integers(0, 2**40),
+)
+def test_a_stream_draws_anew_at_every_place(
+    n: int, batch_size: int, how: str, seed: int
+) -> None:
+    """What torch, numpy and Python draw differs between positions, epochs and seeds."""
+    rows = []
+    for each in (seed, seed + 2**32):
+        data = af.Data(Counting(n), batch_size=batch_size, **READ[how])
+        for batch in read(single(), data, seed=each):
+            rows += batch.value[:, 1:].tolist()
+    for column in zip(*rows, strict=True):
+        assert len(set(column)) == 4 * n
