@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 
 from accelfn.data.cut import UnevenCut
-from accelfn.data.orders import as_counts
+from accelfn.data.orders.numbers import as_counts
 from accelfn.data.permutation import Indices
 from accelfn.errors import ArgumentError, DataError
 

@@ -3,93 +3,56 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import attrs
 import numpy as np
-from torch.utils.data import DataLoader
 
 from accelfn import streams
 from accelfn.cursor import Cursor
 from accelfn.data.batch import Batch
 from accelfn.data.budget import budget
-from accelfn.data.cut import REMAINDERS, Cut, EvenCut, UnevenCut
+from accelfn.data.checks import (
+    check_indexed,
+    check_options,
+    check_stream,
+    is_batch_size,
+    is_duration,
+    is_flag,
+    is_num_workers,
+    is_order,
+    is_remainder,
+    is_text,
+)
+from accelfn.data.cut import Cut, EvenCut, UnevenCut
 from accelfn.data.device import on_device
 from accelfn.data.epoch import Epoch
 from accelfn.data.fetch import Collate
 from accelfn.data.fingerprint import fingerprint_of
 from accelfn.data.loader import options_of
-from accelfn.data.orders import (
-    Mixed,
+from accelfn.data.mixed import Joined, mixed
+from accelfn.data.orders.order import (
     Order,
     OrderFunction,
     Own,
     Sequential,
     Shuffled,
-    Side,
     checked,
-    drawn_once,
-    refuse_distributed,
 )
+from accelfn.data.orders.samplers import drawn_once
 from accelfn.data.read import assembled
 from accelfn.data.reading import Reading, pairs_of
-from accelfn.data.sources import Joined, Source, Zipped, source_of
+from accelfn.data.sources import Source, source_of
 from accelfn.data.stream import first_state, is_stream, promised_length, stateless
+from accelfn.data.zipped import Side, Zipped, zipped
 from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
 
-
-def _is_batch_size(_owner: object, _field: object, value: object) -> None:
-    if value is None or isinstance(value, budget):
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = (
-            f"af.Data(batch_size={value!r}): expected an integer of at least 1, or"
-            " af.budget(costs, limit=...)."
-        )
-        raise ArgumentError(msg)
-
-
-def _is_remainder(_owner: object, _field: object, value: object) -> None:
-    if value not in REMAINDERS:
-        msg = (
-            f"af.Data(remainder={value!r}): expected one of"
-            f" {', '.join(map(repr, REMAINDERS))}."
-        )
-        raise ArgumentError(msg)
-
-
-def _is_num_workers(_owner: object, _field: object, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        msg = (
-            f"af.Data(num_workers={value!r}): expected a number of processes, 0 or"
-            " more."
-        )
-        raise ArgumentError(msg)
-
-
-def _is_duration(_owner: object, _field: object, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < cast("float", value) < float("inf"):
-        msg = (
-            f"af.Data(timeout={value!r}): expected a finite number of seconds above 0."
-        )
-        raise ArgumentError(msg)
-
-
-def _is_flag(_owner: object, field: Any, value: object) -> None:
-    if not isinstance(value, bool):
-        msg = f"af.Data({field.name}={value!r}): expected True or False."
-        raise ArgumentError(msg)
-
-
-def _is_text(_owner: object, field: Any, value: object) -> None:
-    if value is not None and not isinstance(value, str):
-        msg = f"af.Data({field.name}={value!r}): expected a string, or None."
-        raise ArgumentError(msg)
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 def _flag() -> Any:
-    return attrs.field(default=False, kw_only=True, validator=_is_flag)
+    return attrs.field(default=False, kw_only=True, validator=is_flag)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -140,17 +103,15 @@ class Data:
     """
 
     dataset: Any
-    batch_size: Any = attrs.field(default=None, validator=_is_batch_size, kw_only=True)
+    batch_size: Any = attrs.field(default=None, validator=is_batch_size, kw_only=True)
     shuffle: bool = _flag()
-    remainder: str = attrs.field(default="short", validator=_is_remainder, kw_only=True)
+    remainder: str = attrs.field(default="short", validator=is_remainder, kw_only=True)
     collate: Collate | None = attrs.field(default=None, kw_only=True)
-    num_workers: int = attrs.field(default=0, validator=_is_num_workers, kw_only=True)
+    num_workers: int = attrs.field(default=0, validator=is_num_workers, kw_only=True)
     order: Order | OrderFunction | None = attrs.field(default=None, kw_only=True)
     batch_sampler: Any = attrs.field(default=None, kw_only=True)
-    timeout: float = attrs.field(default=300.0, validator=_is_duration, kw_only=True)
-    fingerprint: str | None = attrs.field(
-        default=None, validator=_is_text, kw_only=True
-    )
+    timeout: float = attrs.field(default=300.0, validator=is_duration, kw_only=True)
+    fingerprint: str | None = attrs.field(default=None, validator=is_text, kw_only=True)
     sharded: bool = _flag()
     dispatch: bool = _flag()
     replay: bool = _flag()
@@ -159,116 +120,12 @@ class Data:
 
     def __attrs_post_init__(self) -> None:
         """Look at the dataset once, and refuse what cannot be together."""
-        if self.collate is not None and not callable(self.collate):
-            msg = f"af.Data(collate={self.collate!r}): expected a function."
-            raise ArgumentError(msg)
-        self._check_order()
-        self._check_batching()
+        check_options(self)
         if self.is_stream:
-            self._check_stream()
+            check_stream(self)
             object.__setattr__(self, "first", first_state(self.dataset))
-            return
-        given = [name for name in _STREAMS_ONLY if getattr(self, name)]
-        if given:
-            msg = (
-                f"af.Data({given[0]}=True): {type(self.dataset).__name__} is read by index,"
-                " not a stream; leave it out."
-            )
-            raise ArgumentError(msg)
-        if len(self.source) == 0:
-            msg = f"af.Data: the dataset ({type(self.dataset).__name__}) is empty."
-            raise DataError(msg)
-        n = len(self)
-        if isinstance(self.batch_size, budget):
-            self.batch_size.check(len(self.source))
-        if isinstance(self.batch_size, int) and not self.updates_per_epoch:
-            msg = (
-                f'af.Data(batch_size={self.batch_size}, remainder="drop"): the dataset'
-                f" has {n} samples, so every batch would be dropped."
-                " Take a smaller batch_size."
-            )
-            raise DataError(msg)
-
-    def _check_order(self) -> None:
-        order: Any = self.order
-        is_uncalled = isinstance(order, type) and _is_order(order)  # orders.weighted
-        if order is None or ((callable(order) or _is_order(order)) and not is_uncalled):
-            return
-        msg = (
-            f"af.Data(order={order!r}): expected a function (seed, epoch, n) -> indices, or"
-            " what one of af.orders returns. Give a torch sampler to a DataLoader, and that"
-            " to af.Data.from_loader."
-        )
-        raise ArgumentError(msg)
-
-    def _check_batching(self) -> None:
-        if (self.batch_size is None) == (self.batch_sampler is None):
-            given = "neither" if self.batch_size is None else "both"
-            msg = f"af.Data: got {given}; give batch_size=, or batch_sampler= instead."
-            raise ArgumentError(msg)
-        if self.order is not None and self.shuffle:
-            msg = (
-                "af.Data(shuffle=True, order=...): an order of your own is not shuffled"
-                " again. Give one of the two."
-            )
-            raise ArgumentError(msg)
-        if self.batch_sampler is not None:
-            kind = type(self.batch_sampler).__name__
-            if not all(hasattr(self.batch_sampler, m) for m in ("__iter__", "__len__")):
-                msg = (
-                    f"af.Data(batch_sampler=...): {kind} is not iterable, or has no length;"
-                    " expected lists of indices, or an object with __iter__ and __len__"
-                    " that yields them."
-                )
-                raise ArgumentError(msg)
-            refuse_distributed(self.batch_sampler)
-            if self.order is not None or self.shuffle or self.remainder != "short":
-                msg = (
-                    "af.Data(batch_sampler=...): it says which samples come in which batch;"
-                    " leave out order=, shuffle= and remainder=."
-                )
-                raise ArgumentError(msg)
-        if isinstance(self.batch_size, budget) and self.remainder != "short":
-            msg = (
-                f"af.Data(batch_size=af.budget(...), remainder={self.remainder!r}): a batch"
-                " is as large as it is; leave remainder out."
-            )
-            raise ArgumentError(msg)
-
-    def _check_stream(self) -> None:
-        kind = type(self.dataset).__name__
-        if isinstance(self.dataset, (set, frozenset)):
-            msg = f"af.Data: a {kind} has no order; give it as a sorted list."
-            raise DataError(msg)
-        if isinstance(self.dataset, Iterator):
-            msg = (
-                f"af.Data: a {kind} can be read once only; expected an object whose __iter__"
-                " begins anew, as an IterableDataset's."
-            )
-            raise DataError(msg)
-        ordered = self.shuffle or self.order is not None
-        if ordered or not isinstance(self.batch_size, int):
-            msg = (
-                f"af.Data: {kind} is a stream, which comes in an order of its own. Give an"
-                " integer batch_size, and no shuffle=, order= or batch_sampler=; shuffle in"
-                " the stream itself."
-            )
-            raise ArgumentError(msg)
-        if self.sharded and (self.dispatch or self.remainder != "short"):
-            msg = (
-                "af.Data(sharded=True): each rank reads samples of its own, of which the"
-                " last batches are short; leave out dispatch= and remainder=."
-            )
-            raise ArgumentError(msg)
-        if self.num_workers and (self.dispatch or isinstance(self.dataset, DataLoader)):
-            msg = (
-                f"af.Data(num_workers={self.num_workers}): one process reads this stream;"
-                " leave it out, or let the stream itself have workers."
-            )
-            raise ArgumentError(msg)
-        if promised_length(self.dataset) == 0:
-            msg = f"af.Data: the dataset ({kind}) is empty."
-            raise DataError(msg)
+        else:
+            check_indexed(self)
 
     @classmethod
     def mix(
@@ -301,27 +158,8 @@ class Data:
         if taken:
             msg = f"af.Data.mix({taken[0]}=...): the mix is the order; leave it out."
             raise ArgumentError(msg)
-        if not isinstance(datasets, Sequence):
-            msg = f"af.Data.mix({datasets!r}): expected a list of datasets."
-            raise ArgumentError(msg)
-        sources = tuple(source_of(each) for each in datasets)
-        lengths = tuple(len(each) for each in sources)
-        if not sources or not all(lengths):
-            msg = f"af.Data.mix: expected datasets with samples, got lengths {lengths}."
-            raise DataError(msg)
-        shares = lengths if weights is None else _listed(weights)
-        fits = len(shares) == len(sources) and all(
-            isinstance(each, (int, float)) and 0 < each < float("inf")
-            for each in shares
-        )
-        if not fits:
-            msg = (
-                f"af.Data.mix(weights={weights!r}): expected {len(sources)} finite numbers"
-                " above 0."
-            )
-            raise ArgumentError(msg)
-        order = Mixed(lengths, shares, Shuffled() if shuffle else Sequential())
-        return cls(Joined(sources), order=order, **options)
+        source, order = mixed(datasets, weights=weights, shuffle=shuffle)
+        return cls(source, order=order, **options)
 
     @classmethod
     def zip(
@@ -346,22 +184,17 @@ class Data:
             >>> data.epoch(seed=0).order(np.arange(4)).tolist()
             [[0, 0], [1, 1], [2, 0], [3, 1]]
         """
-        parts = {name: source_of(each) for name, each in datasets.items()}
-        lengths = {name: len(each) for name, each in parts.items()}
-        if not parts or not all(lengths.values()):
-            msg = f"af.Data.zip: expected datasets with samples, got lengths {lengths}."
-            raise DataError(msg)
         if isinstance(batch_size, budget):
             msg = (
                 f"af.Data.zip(batch_size={batch_size!r}): samples of several datasets have"
                 " no one cost; expected an integer."
             )
             raise ArgumentError(msg)
-        inner = Shuffled() if shuffle else Sequential()
+        source, order = zipped(datasets, shuffle=shuffle)
         return cls(
-            Zipped(parts),
+            source,
             batch_size=batch_size,
-            order=Side(tuple(parts), tuple(lengths.values()), inner),
+            order=order,
             remainder=remainder,
             collate=collate,
             num_workers=num_workers,
@@ -401,7 +234,7 @@ class Data:
     @cached_property
     def ordering(self) -> Order:
         """In which order samples come, by index."""
-        if _is_order(self.order):
+        if is_order(self.order):
             return cast("Order", self.order)
         if self.order is not None:
             return Own(cast("OrderFunction", self.order))
@@ -596,16 +429,4 @@ class Data:
             raise DataError(stateless(self.dataset, start))
 
 
-_STREAMS_ONLY = ("sharded", "dispatch", "replay")
 _SOURCES = (Joined, Zipped)
-
-
-def _listed(weights: Any) -> tuple[Any, ...]:
-    """Return weights as a tuple, those of a tensor or an array too."""
-    if hasattr(weights, "tolist"):
-        weights = weights.tolist()
-    return tuple(weights) if isinstance(weights, (list, tuple)) else ()
-
-
-def _is_order(value: Any) -> bool:
-    return hasattr(value, "of_epoch") and hasattr(value, "num_samples")

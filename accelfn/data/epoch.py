@@ -9,7 +9,7 @@ import numpy as np
 
 from accelfn.cursor import Cursor
 from accelfn.data.cut import Cut, Span
-from accelfn.data.orders import AtPositions, looked_up
+from accelfn.data.orders.order import AtPositions, looked_up
 from accelfn.data.permutation import Indices, shuffled
 from accelfn.data.plan import Plan
 

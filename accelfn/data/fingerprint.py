@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from accelfn import streams, tree
-from accelfn.data.sources import Source, Zipped
+from accelfn.data.sources import Source
+from accelfn.data.zipped import Zipped
 
 _PROBES = 8
 """How many samples are read: the first, the last, and between."""

@@ -7,9 +7,8 @@ from typing import Any, cast
 import attrs
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from accelfn.data.orders import (
-    Sequential,
-    Shuffled,
+from accelfn.data.orders.order import Sequential, Shuffled
+from accelfn.data.orders.samplers import (
     is_plain,
     order_of_sampler,
     refuse_distributed,

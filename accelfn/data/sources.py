@@ -15,7 +15,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils._pytree import tree_structure
 from torch.utils.data import (
     IterableDataset,
     StackDataset,
@@ -207,92 +206,6 @@ class Items:
         return collated(default_collate, self.samples(indices, begin), indices)
 
 
-@attrs.frozen
-class Joined:
-    """Sources that lie one after the other, as one."""
-
-    parts: tuple[Source, ...]
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether reading runs no code of the user's."""
-        return all(part.is_pure for part in self.parts)
-
-    def __len__(self) -> int:
-        """Return the number of samples of all."""
-        return sum(len(part) for part in self.parts)
-
-    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return the samples, each of its own part."""
-        found: list[Any] = [None] * len(indices)
-        for part, here, own in self._by_part(indices):
-            samples = part.samples(own, lambda i, here=here: begin(int(here[i])))
-            for place, sample in zip(here.tolist(), samples, strict=True):
-                found[place] = sample
-        return found
-
-    def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return the samples as one batch; of parts made of tensors without a list."""
-        if not _are_alike(self.parts):
-            return collated(default_collate, self.samples(indices, begin), indices)
-        pieces = [
-            (torch.from_numpy(here), part.batch(own, begin))
-            for part, here, own in self._by_part(indices)
-        ]
-        places = torch.cat([here for here, _ in pieces]).argsort()
-        return tree.tree_map_all(
-            lambda *leaves: torch.cat(leaves).index_select(0, places),
-            *[values for _, values in pieces],
-        )
-
-    def _by_part(self, indices: Indices) -> list[tuple[Source, Indices, Indices]]:
-        """Return each part with the places that it fills, and its own indices of them."""
-        ends = np.cumsum([len(part) for part in self.parts])
-        which = np.searchsorted(ends, indices, side="right")
-        return [
-            (
-                self.parts[number],
-                (here := np.flatnonzero(which == number)),
-                indices[here] - (ends[number] - len(self.parts[number])),
-            )
-            for number in np.unique(which).tolist()
-        ]
-
-
-@attrs.frozen
-class Zipped:
-    """Sources side by side; an index is a row with one for each."""
-
-    parts: Mapping[str, Source]
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether reading runs no code of the user's."""
-        return all(part.is_pure for part in self.parts.values())
-
-    def __len__(self) -> int:
-        """Return the number of samples of the longest."""
-        return max(len(part) for part in self.parts.values())
-
-    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return dicts with a sample of each."""
-        columns = [
-            part.samples(np.ascontiguousarray(indices[:, i]), begin)
-            for i, part in enumerate(self.parts.values())
-        ]
-        return [
-            dict(zip(self.parts, row, strict=True))
-            for row in zip(*columns, strict=True)
-        ]
-
-    def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return a dict with a batch of each."""
-        return {
-            name: part.batch(np.ascontiguousarray(indices[:, i]), begin)
-            for i, (name, part) in enumerate(self.parts.items())
-        }
-
-
 def _fetched(
     fetch_all: Callable[[list[int]], Iterable[Any]], kind: str, wanted: list[int]
 ) -> list[Any]:
@@ -333,15 +246,6 @@ def shown(indices: Sequence[int] | Indices) -> str:
 
 def _at(row: int, leaf: torch.Tensor) -> torch.Tensor:
     return leaf[row]
-
-
-def _are_alike(parts: Sequence[Source]) -> bool:
-    """Whether all are made of tensors, in the same containers."""
-    shapes = {
-        str(tree_structure(part.tensors)) if isinstance(part, Rows) else None
-        for part in parts
-    }
-    return len(shapes) == 1 and None not in shapes
 
 
 def source_of(dataset: Any) -> Source:

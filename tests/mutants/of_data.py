@@ -14,7 +14,8 @@ from accelfn.checkpoint.save import (
     save,
     with_fields,
 )
-from accelfn.data import cut, epoch, fetch, orders, permutation, plan, read, reading
+from accelfn.data import cut, epoch, fetch, permutation, plan, read, reading
+from accelfn.data.orders import order
 from tests.laws import (
     test_faults,
     test_ranks_data,
@@ -120,7 +121,7 @@ MUTANTS = [
         says="the order's key leaves out the epoch",
         law="L40",
         test=test_sharding.test_order_changes_with_epoch_and_seed,
-        place=orders.Shuffled.of_epoch,
+        place=order.Shuffled.of_epoch,
         old='streams.key(seed, "order", epoch)',
         new='streams.key(seed, "order")',
     ),

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `Data` refuses, as it is made."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.utils.data import DataLoader
+
+from accelfn.data.budget import budget
+from accelfn.data.cut import REMAINDERS
+from accelfn.data.orders.samplers import refuse_distributed
+from accelfn.data.stream import promised_length
+from accelfn.errors import ArgumentError, DataError
+
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
+
+_STREAMS_ONLY = ("sharded", "dispatch", "replay")
+
+
+def is_batch_size(_owner: object, _field: object, value: object) -> None:
+    """Refuse what is no number of samples, budget or None; attrs validators, all of these."""
+    if value is None or isinstance(value, budget):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        msg = (
+            f"af.Data(batch_size={value!r}): expected an integer of at least 1, or"
+            " af.budget(costs, limit=...)."
+        )
+        raise ArgumentError(msg)
+
+
+def is_remainder(_owner: object, _field: object, value: object) -> None:
+    """Refuse any other word."""
+    if value not in REMAINDERS:
+        msg = (
+            f"af.Data(remainder={value!r}): expected one of"
+            f" {', '.join(map(repr, REMAINDERS))}."
+        )
+        raise ArgumentError(msg)
+
+
+def is_num_workers(_owner: object, _field: object, value: object) -> None:
+    """Refuse what is no number of processes."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        msg = (
+            f"af.Data(num_workers={value!r}): expected a number of processes, 0 or"
+            " more."
+        )
+        raise ArgumentError(msg)
+
+
+def is_duration(_owner: object, _field: object, value: object) -> None:
+    """Refuse what is no time to wait."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < cast("float", value) < float("inf"):
+        msg = (
+            f"af.Data(timeout={value!r}): expected a finite number of seconds above 0."
+        )
+        raise ArgumentError(msg)
+
+
+def is_flag(_owner: object, field: Any, value: object) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        msg = f"af.Data({field.name}={value!r}): expected True or False."
+        raise ArgumentError(msg)
+
+
+def is_text(_owner: object, field: Any, value: object) -> None:
+    """Refuse anything but text and None."""
+    if value is not None and not isinstance(value, str):
+        msg = f"af.Data({field.name}={value!r}): expected a string, or None."
+        raise ArgumentError(msg)
+
+
+def is_order(value: Any) -> bool:
+    """Whether it is an order, and not a function that says one."""
+    return hasattr(value, "of_epoch") and hasattr(value, "num_samples")
+
+
+def check_options(data: "Data") -> None:
+    """Refuse options that cannot be together, whatever the dataset."""
+    if data.collate is not None and not callable(data.collate):
+        msg = f"af.Data(collate={data.collate!r}): expected a function."
+        raise ArgumentError(msg)
+    _check_order(data)
+    _check_batching(data)
+
+
+def check_indexed(data: "Data") -> None:
+    """Refuse what does not go with a dataset that is read by index."""
+    given = [name for name in _STREAMS_ONLY if getattr(data, name)]
+    if given:
+        msg = (
+            f"af.Data({given[0]}=True): {type(data.dataset).__name__} is read by index,"
+            " not a stream; leave it out."
+        )
+        raise ArgumentError(msg)
+    if len(data.source) == 0:
+        msg = f"af.Data: the dataset ({type(data.dataset).__name__}) is empty."
+        raise DataError(msg)
+    n = len(data)
+    if isinstance(data.batch_size, budget):
+        data.batch_size.check(len(data.source))
+    if isinstance(data.batch_size, int) and not data.updates_per_epoch:
+        msg = (
+            f'af.Data(batch_size={data.batch_size}, remainder="drop"): the dataset'
+            f" has {n} samples, so every batch would be dropped."
+            " Take a smaller batch_size."
+        )
+        raise DataError(msg)
+
+
+def _check_order(data: "Data") -> None:
+    order: Any = data.order
+    is_uncalled = isinstance(order, type) and is_order(order)  # orders.weighted
+    if order is None or ((callable(order) or is_order(order)) and not is_uncalled):
+        return
+    msg = (
+        f"af.Data(order={order!r}): expected a function (seed, epoch, n) -> indices, or"
+        " what one of af.orders returns. Give a torch sampler to a DataLoader, and that"
+        " to af.Data.from_loader."
+    )
+    raise ArgumentError(msg)
+
+
+def _check_batching(data: "Data") -> None:
+    if (data.batch_size is None) == (data.batch_sampler is None):
+        given = "neither" if data.batch_size is None else "both"
+        msg = f"af.Data: got {given}; give batch_size=, or batch_sampler= instead."
+        raise ArgumentError(msg)
+    if data.order is not None and data.shuffle:
+        msg = (
+            "af.Data(shuffle=True, order=...): an order of your own is not shuffled"
+            " again. Give one of the two."
+        )
+        raise ArgumentError(msg)
+    if data.batch_sampler is not None:
+        kind = type(data.batch_sampler).__name__
+        if not all(hasattr(data.batch_sampler, m) for m in ("__iter__", "__len__")):
+            msg = (
+                f"af.Data(batch_sampler=...): {kind} is not iterable, or has no length;"
+                " expected lists of indices, or an object with __iter__ and __len__"
+                " that yields them."
+            )
+            raise ArgumentError(msg)
+        refuse_distributed(data.batch_sampler)
+        if data.order is not None or data.shuffle or data.remainder != "short":
+            msg = (
+                "af.Data(batch_sampler=...): it says which samples come in which batch;"
+                " leave out order=, shuffle= and remainder=."
+            )
+            raise ArgumentError(msg)
+    if isinstance(data.batch_size, budget) and data.remainder != "short":
+        msg = (
+            f"af.Data(batch_size=af.budget(...), remainder={data.remainder!r}): a batch"
+            " is as large as it is; leave remainder out."
+        )
+        raise ArgumentError(msg)
+
+
+def check_stream(data: "Data") -> None:
+    """Refuse what does not go with a stream."""
+    kind = type(data.dataset).__name__
+    if isinstance(data.dataset, (set, frozenset)):
+        msg = f"af.Data: a {kind} has no order; give it as a sorted list."
+        raise DataError(msg)
+    if isinstance(data.dataset, Iterator):
+        msg = (
+            f"af.Data: a {kind} can be read once only; expected an object whose __iter__"
+            " begins anew, as an IterableDataset's."
+        )
+        raise DataError(msg)
+    ordered = data.shuffle or data.order is not None
+    if ordered or not isinstance(data.batch_size, int):
+        msg = (
+            f"af.Data: {kind} is a stream, which comes in an order of its own. Give an"
+            " integer batch_size, and no shuffle=, order= or batch_sampler=; shuffle in"
+            " the stream itself."
+        )
+        raise ArgumentError(msg)
+    if data.sharded and (data.dispatch or data.remainder != "short"):
+        msg = (
+            "af.Data(sharded=True): each rank reads samples of its own, of which the"
+            " last batches are short; leave out dispatch= and remainder=."
+        )
+        raise ArgumentError(msg)
+    if data.num_workers and (data.dispatch or isinstance(data.dataset, DataLoader)):
+        msg = (
+            f"af.Data(num_workers={data.num_workers}): one process reads this stream;"
+            " leave it out, or let the stream itself have workers."
+        )
+        raise ArgumentError(msg)
+    if promised_length(data.dataset) == 0:
+        msg = f"af.Data: the dataset ({kind}) is empty."
+        raise DataError(msg)
