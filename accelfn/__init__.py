@@ -18,6 +18,8 @@ from accelfn.backward import value_and_grad as value_and_grad
 from accelfn.batches import Batches as Batches
 from accelfn.batches import batches as batches
 from accelfn.batches import seek as seek
+from accelfn.checkpoint import CheckpointStore as CheckpointStore
+from accelfn.checkpoint import Loaded as Loaded
 from accelfn.checkpoint import load as load
 from accelfn.checkpoint import save as save
 from accelfn.collectives import all_ranks as all_ranks
@@ -45,9 +47,12 @@ from accelfn.data import budget as budget
 from accelfn.data import orders as orders
 from accelfn.errors import ArgumentError as ArgumentError
 from accelfn.errors import BatchError as BatchError
+from accelfn.errors import CheckpointCorruptError as CheckpointCorruptError
 from accelfn.errors import CheckpointError as CheckpointError
+from accelfn.errors import CheckpointWriteError as CheckpointWriteError
 from accelfn.errors import CompositionError as CompositionError
 from accelfn.errors import DataError as DataError
+from accelfn.errors import DirectoryInUseError as DirectoryInUseError
 from accelfn.errors import Error as Error
 from accelfn.errors import GradsError as GradsError
 from accelfn.errors import LaunchError as LaunchError
@@ -76,6 +81,7 @@ from accelfn.state import TrainState as TrainState
 from accelfn.step import build as build
 from accelfn.step import make_step as make_step
 from accelfn.step import release as release
+from accelfn.stopping import stopping as stopping
 from accelfn.transform import Transform as Transform
 from accelfn.transform import chain as chain
 from accelfn.transform import transform as transform

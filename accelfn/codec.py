@@ -7,9 +7,11 @@ pickle, in or out.
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+import attrs
 import safetensors.torch
 import torch
 
@@ -24,6 +26,36 @@ _DTYPES = frozenset(
     )
 )
 _PLAIN = (str, int, bool, type(None))
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-\[\]]{0,199}")
+
+
+class Table(dict[str, torch.Tensor]):
+    """Tensors by name: where each stands in its tree, if that is a plain name.
+
+    Attributes:
+        objects: whether objects with a `state_dict()` may stand beside them.
+    """
+
+    def __init__(self, *, objects: bool = False) -> None:
+        """Begin without any."""
+        super().__init__()
+        self.objects = objects
+        self._names: dict[int, str] = {}
+
+    def put(self, tensor: torch.Tensor, path: str) -> str:
+        """Return a tensor's name; one that stands in two places has one.
+
+        Raises:
+            PlainDataError: it has no values of its own that could be saved.
+        """
+        _check_storable(tensor, path)
+        name = self._names.get(id(tensor))
+        if name is None:
+            name = path
+            if not _NAME.fullmatch(path) or path in self:
+                name = f"<{len(self)}>"  # which no path is
+            self[name], self._names[id(tensor)] = tensor, name
+        return name
 
 
 def to_bytes(tree: Any, *, path: str = "value") -> bytes:
@@ -32,7 +64,7 @@ def to_bytes(tree: Any, *, path: str = "value") -> bytes:
     Raises:
         PlainDataError: something is neither a tensor nor plain data.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = Table()
     return pack(encode(tree, tensors, path=path), tensors)
 
 
@@ -62,35 +94,30 @@ def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tenso
     return json.loads(header["__metadata__"]["state"]), tensors
 
 
-def encode(tree: Any, tensors: dict[str, torch.Tensor], *, path: str = "state") -> Any:
-    """Return the tree as JSON data; its tensors are put into `tensors` under short keys.
+def encode(tree: Any, tensors: Table, *, path: str = "state") -> Any:
+    """Return the tree as JSON data; its tensors are put into the table.
+
+    An object that has a `state_dict()` is encoded as that, where the table allows it.
 
     Raises:
         PlainDataError: something is neither a tensor nor plain data.
     """
     if isinstance(tree, torch.Tensor):
-        return {"tensor": _stored(tree, tensors, path)}
+        return {"tensor": tensors.put(tree, path)}
     if type(tree) in _PLAIN:
         return tree
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"float": repr(tree)}
     if isinstance(tree, Mapping):
-        items = cast("Mapping[Any, Any]", tree)
-        for key in items:
-            if not isinstance(key, str):
-                msg = f"{path} has the key {key!r}; keys are saved as strings only."
-                raise PlainDataError(msg)
-        return {
-            "dict": {
-                k: encode(v, tensors, path=f"{path}.{k}") for k, v in items.items()
-            }
-        }
+        return _encode_items(cast("Mapping[Any, Any]", tree), tensors, path)
     if type(tree) in (list, tuple):
         sequence = cast("list[Any]", tree)
         coded = [
             encode(v, tensors, path=f"{path}[{i}]") for i, v in enumerate(sequence)
         ]
         return {type(tree).__name__: coded}
+    if tensors.objects and has_state(tree):
+        return {"object": encode(tree.state_dict(), tensors, path=path)}
     msg = (
         f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
         " strings, numbers, booleans and None are saved or sent. Give its state_dict()"
@@ -99,40 +126,99 @@ def encode(tree: Any, tensors: dict[str, torch.Tensor], *, path: str = "state") 
     raise PlainDataError(msg)
 
 
+def _encode_items(items: Mapping[Any, Any], tensors: Table, path: str) -> Any:
+    for key in items:
+        if type(key) not in (str, int):
+            msg = (
+                f"{path} has the key {key!r}; keys are saved as strings and integers"
+                " only."
+            )
+            raise PlainDataError(msg)
+    coded = {k: encode(v, tensors, path=f"{path}.{k}") for k, v in items.items()}
+    if all(isinstance(key, str) for key in coded):
+        return {"dict": coded}
+    return {"pairs": [[key, value] for key, value in coded.items()]}
+
+
+def has_state(value: Any) -> bool:
+    """Whether an object can say, and be told, its state."""
+    asked = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(callable(each) for each in asked)
+
+
+def tensors_in(coded: Any) -> Iterator[str]:
+    """Yield the names of the tensors in an encoded tree."""
+    if not isinstance(coded, dict):
+        return
+    ((kind, inside),) = cast("dict[str, Any]", coded).items()
+    match kind:
+        case "tensor":
+            yield inside
+            return
+        case "dict":
+            parts = inside.values()
+        case "pairs":
+            parts = [value for _, value in inside]
+        case "object":
+            parts = [inside]
+        case _:
+            parts = [] if kind == "float" else inside
+    for part in parts:
+        yield from tensors_in(part)
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """What an object's `state_dict()` said, to be loaded into such an object."""
+
+    state: Any
+
+
 def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the tree again, with tensors from the table."""
-    if isinstance(coded, dict):
-        ((kind, inside),) = cast("dict[str, Any]", coded).items()
-        match kind:
-            case "tensor":
-                return tensors[inside]
-            case "float":
-                return float(inside)
-            case "dict":
-                return {key: decode(value, tensors) for key, value in inside.items()}
-            case "list":
-                return [decode(value, tensors) for value in inside]
-            case "tuple":
-                return tuple(decode(value, tensors) for value in inside)
-            case _:
-                msg = f"The manifest has an entry of unknown kind {kind!r}."
-                raise PlainDataError(msg)
-    return coded
+    """Return the tree again, with tensors from the table; a `Held` in place of an object.
+
+    Raises:
+        PlainDataError: it is no encoded tree.
+    """
+
+    def inner(value: Any) -> Any:
+        return decode(value, tensors)
+
+    makers: dict[str, Callable[[Any], Any]] = {
+        "tensor": lambda name: tensors[name],
+        "float": float,
+        "dict": lambda items: {key: inner(value) for key, value in items.items()},
+        "pairs": lambda items: {key: inner(value) for key, value in items},
+        "object": lambda state: Held(inner(state)),
+        "list": lambda values: [inner(value) for value in values],
+        "tuple": lambda values: tuple(inner(value) for value in values),
+    }
+    if not isinstance(coded, dict):
+        return coded
+    ((kind, inside),) = cast("dict[str, Any]", coded).items()
+    if kind not in makers:
+        msg = f"The manifest has an entry of unknown kind {kind!r}."
+        raise PlainDataError(msg)
+    return makers[kind](inside)
 
 
-def _stored(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> str:
-    for key, seen in tensors.items():
-        if seen is tensor:
-            return key
-    if tensor.is_meta or tensor.layout is not torch.strided:
+def _check_storable(tensor: torch.Tensor, path: str) -> None:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
         msg = (
-            f"{path} is a {tensor.layout} tensor on {tensor.device}; only dense tensors"
-            " with values are saved."
+            f"{path} is a {kind} tensor on {tensor.device}; only dense tensors"
+            " with values are saved. Give its to_dense(), or its parts."
+        )
+        raise PlainDataError(msg)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        msg = (
+            f"{path} is a {type(tensor).__name__}, of whose own making nothing would be"
+            " saved. Give its parts as plain tensors."
         )
         raise PlainDataError(msg)
     if tensor.dtype not in _DTYPES:
-        msg = f"{path} is a {tensor.dtype} tensor, which safetensors cannot hold."
+        msg = (
+            f"{path} is a {tensor.dtype} tensor, which safetensors cannot hold. Give it as"
+            " another dtype; a complex128 one as torch.view_as_real of it."
+        )
         raise PlainDataError(msg)
-    key = f"t{len(tensors):05d}"
-    tensors[key] = tensor
-    return key

@@ -102,6 +102,18 @@ class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be written, or does not fit the state it is loaded into."""
 
 
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written; those that were are as they were."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint's files are missing, or not what was saved."""
+
+
+class DirectoryInUseError(CheckpointError):
+    """Another job writes its checkpoints to this directory."""
+
+
 class PlainDataError(Error, TypeError):
     """Something that is to be saved or sent is neither a tensor nor plain data."""
 

@@ -16,6 +16,7 @@ It is made of a class by `@transform`; accelfn's own are made the same way:
 | `after_update` | `(state, slot) -> (state, slot)` | the state after the optimizer |
 | `eval_params` | `(state, slot) -> params` | what is evaluated and exported |
 | `finalize` | `(state, slot) -> (state, slot)` | what is owed at the end |
+| `merge` | `slots -> (weights, slot)` | how ranks that differ become one, to load them |
 | `engine` | `-> engine` | how the model lies over the ranks |
 
 Leftmost is outermost; values flow left to right.
@@ -55,6 +56,7 @@ _ARGUMENTS = {
     "after_update": ("state", "slot"),
     "eval_params": ("state", "slot"),
     "finalize": ("state", "slot"),
+    "merge": ("slots",),
     "engine": ("state",),
 }
 FIELDS = tuple(_ARGUMENTS)

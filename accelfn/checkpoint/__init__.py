@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving and loading a state: safetensors and JSON, no pickle anywhere."""
 
-from accelfn.checkpoint.save import load as load
+from accelfn.checkpoint.load import load as load
+from accelfn.checkpoint.partial import Loaded as Loaded
 from accelfn.checkpoint.save import save as save
+from accelfn.checkpoint.store import CheckpointStore as CheckpointStore

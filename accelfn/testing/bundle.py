@@ -17,8 +17,8 @@ import safetensors.torch
 import torch
 
 from accelfn import tree
-from accelfn.checkpoint.save import fields_of, with_fields
-from accelfn.codec import decode, encode
+from accelfn.checkpoint.fields import fields_of, with_fields
+from accelfn.codec import Table, decode, encode
 from accelfn.cursor import Cursor
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
@@ -104,7 +104,7 @@ def _write(
     error: Exception,
 ) -> Path:
     """Write one rank's bundle; the JSON last, so that it is there when all is."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = Table(objects=True)
     kept = [state for _, state in leaves(states)]
     world = kept[0].definition.world
     path = folder / f"rank-{world.rank:05d}.json"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train ranks apart, and average their parameters every few updates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
@@ -86,6 +86,11 @@ class local_sgd:
         if state.step > slot["since"]:
             average_(self._averaged(state), slot["weight"], state.world)
         return state, {"weight": 0, "since": state.step}
+
+    def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
+        """Average by the weight of what each rank has seen; go on as after an average."""
+        weights = [float(slot["weight"]) for slot in slots]
+        return weights, {**slots[0], "weight": 0}
 
     def eval_params(self, state: TrainState, slot: Slot) -> Mapping[str, torch.Tensor]:
         """Return the average over ranks; a collective unless they were just averaged."""

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from figures import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from suite import Benchmark
+from suite import SUITE, Benchmark
 
 _DISTRIBUTIONS = ("accelfn", "torch", "accelerate", "lightning-fabric", "torchdata")
 
@@ -19,6 +19,7 @@ _HEAD = """\
 # Benchmarks
 
 This page is written by `python -m nox -s bench`; run it to have the figures of your machine.
+With names behind `--`, as `python -m nox -s bench -- step`, those sections are written anew.
 
 Contestants run in turn in one process: each round runs a block of every one,
 in an order that turns round every other time.
@@ -45,24 +46,38 @@ def table(benchmark: Benchmark, figures: Sequence[Figure]) -> Table:
 
 
 def page(
-    found: Mapping[Benchmark, Sequence[Figure]], rounds: Mapping[Benchmark, int]
+    found: Mapping[Benchmark, Sequence[Figure]],
+    rounds: Mapping[Benchmark, int],
+    before: str = "",
 ) -> str:
-    """Return the page."""
-    overview = [("benchmark", "accelfn", "target")]
+    """Return the page; what was not run again is as it was `before`."""
+    rows, sections = _parts(before)
     for benchmark, figures in found.items():
         contestant, _ = benchmark.targets[0]
         mine = next(f for f in figures if f.contestant == contestant)
         link = f"[{benchmark.title}](#{_anchor(benchmark.title)})"
         value = _number(mine.value, benchmark)
-        overview.append((link, value, _verdict(benchmark, mine)))
-    parts = [_HEAD, f"{machine()}\n", _markdown(overview)]
-    for benchmark, figures in found.items():
-        parts += [
-            f"## {benchmark.title}\n",
-            f"{benchmark.how} {rounds[benchmark]} rounds.\n",
-            _markdown(cells(benchmark, figures)),
-        ]
-    return "\n".join(parts)
+        row = _row((link, value, _verdict(benchmark, mine)))
+        rows[benchmark.title] = row
+        sections[benchmark.title] = (
+            f"## {benchmark.title}\n\n"
+            f"{benchmark.how} {rounds[benchmark]} rounds.\n\n"
+            f"{_markdown(cells(benchmark, figures))}\n{machine()}\n"
+        )
+    listed = [each.title for each in SUITE if each.title in sections]
+    overview = _markdown([("benchmark", "accelfn", "target")])
+    overview += "".join(rows[title] for title in listed)
+    return "\n".join([_HEAD, overview, *(sections[title] for title in listed)])
+
+
+def _parts(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the rows of a page's overview, and its sections, by title."""
+    rows = {
+        m[1]: m[0] for m in re.finditer(r"^\| \[(.+?)\]\(#.*\n", text, re.MULTILINE)
+    }
+    pieces = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+    sections = {each.partition("\n")[0][3:]: f"{each.rstrip()}\n" for each in pieces}
+    return rows, sections
 
 
 def machine() -> str:
@@ -134,4 +149,8 @@ def _anchor(title: str) -> str:
 def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
     header, *body = rows
     rule = ("---", *["---:"] * (len(header) - 1))
-    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *body))
+    return "".join(map(_row, (header, rule, *body)))
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |\n"

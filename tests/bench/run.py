@@ -43,9 +43,11 @@ def main() -> None:
     for benchmark in chosen:
         found[benchmark] = measured(benchmark, rounds[benchmark])
         console.print(table(benchmark, found[benchmark]))
-    if not words.names:
-        PAGE.write_text(page(found, rounds), encoding="utf-8")
-        console.print(f"Written to {PAGE.relative_to(HERE.parents[1])}.")
+    if words.names and words.quick:
+        return
+    before = PAGE.read_text(encoding="utf-8") if words.names else ""
+    PAGE.write_text(page(found, rounds, before), encoding="utf-8")
+    console.print(f"Written to {PAGE.relative_to(HERE.parents[1])}.")
 
 
 def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:

@@ -3,17 +3,8 @@
 
 from accelfn import codec
 from accelfn.batches import Batches
-from accelfn.checkpoint.save import (
-    _flush_directory,
-    _prints,
-    _rank_to_read,
-    _read_manifest,
-    _read_rank,
-    _write_flushed,
-    fields_of,
-    save,
-    with_fields,
-)
+from accelfn.checkpoint import commit, disk, elastic, fields, files
+from accelfn.checkpoint.manifest import Manifest
 from accelfn.data import cut, epoch, fetch, permutation, plan, read, reading
 from accelfn.data.orders import order
 from tests.laws import (
@@ -184,7 +175,7 @@ MUTANTS = [
         says="a loaded state goes on with the seed of the state that it was loaded into",
         law="L42",
         test=test_resume.test_cut_and_resumed_runs_are_uninterrupted_ones,
-        place=with_fields,
+        place=fields.with_fields,
         old='seed=saved["seed"]',
         new="seed=state.seed",
     ),
@@ -193,7 +184,7 @@ MUTANTS = [
         says="momentum and moments are not loaded",
         law="L41",
         test=test_resume.test_cut_and_resumed_runs_are_uninterrupted_ones,
-        place=with_fields,
+        place=fields.with_fields,
         old='opt_state=saved["opt_state"]',
         new="opt_state={}",
     ),
@@ -202,7 +193,7 @@ MUTANTS = [
         says="a state that was saved goes on without what its transforms had kept",
         law="L43",
         test=test_resume.test_saving_changes_nothing,
-        place=fields_of,
+        place=fields.fields_of,
         old="return {",
         new="for slot in state.slots.values():\n"
         "        for kept in slot.values() if isinstance(slot, dict) else ():\n"
@@ -214,8 +205,8 @@ MUTANTS = [
         says="what tells ranks' states apart leaves out the values",
         law="L42",
         test=test_resume.test_ranks_resume_bitwise,
-        place=_prints,
-        old='text += f" {key}={sums[key]}"',
+        place=commit.digests,
+        old="digest.update(files.bytes_of(tensor))",
         new="pass",
     ),
     Mutant(
@@ -223,27 +214,36 @@ MUTANTS = [
         says="what is saved counts the samples of one rank, not of all",
         law="L45",
         test=test_resume.test_another_number_of_ranks_goes_on,
-        place=fields_of,
+        place=fields.fields_of,
         old="state.cursor.to_plain()",
         new="[state.cursor.epoch, state.cursor.samples // state.world.size, None]",
     ),
     Mutant(
         name="ranks' parameters are mixed",
-        says="a checkpoint of ranks that differ is loaded by another number of ranks",
+        says="another number of ranks goes on with rank 0's parameters",
         law="L45",
-        test=test_resume.test_ranks_that_differ_are_not_mixed,
-        place=_rank_to_read,
-        old='if differing == ["buffers"]:',
-        new="if differing:",
+        test=test_resume.test_ranks_that_differ_are_averaged,
+        place=elastic.Source.tensors,
+        old="if self.weights is None:",
+        new="if True:",
+    ),
+    Mutant(
+        name="what differs is rank 0's",
+        says="a user's own entries that differ are taken of rank 0 by any number of ranks",
+        law="L45",
+        test=test_resume.test_ranks_that_differ_in_what_has_no_mean_are_refused,
+        place=elastic._averaging,
+        old="if without or len(merging) != 1:",
+        new="if not merging:\n        return source\n    if without:",
     ),
     Mutant(
         name="an alias is lost",
         says="one tensor in two places is saved, and loaded, as two",
         law="L41",
         test=test_storage.test_any_tree_comes_back,
-        place=codec._stored,
-        old="if seen is tensor:",
-        new="if False:",
+        place=codec.Table.put,
+        old="name = self._names.get(id(tensor))",
+        new="name = None",
     ),
     Mutant(
         name="a tuple is a list",
@@ -259,35 +259,35 @@ MUTANTS = [
         says="values are converted on their way to the file",
         law="L41",
         test=test_storage.test_any_tree_comes_back,
-        place=codec.pack,
-        old="tensor.detach().cpu()",
-        new="tensor.detach().cpu().nan_to_num()",
+        place=files.bytes_of,
+        old="tensor.detach()",
+        new="tensor.detach().nan_to_num()",
     ),
     Mutant(
         name="the time is in the file",
         says="saving the same state twice writes different bytes",
         law="L44",
         test=test_storage.test_what_is_loaded_is_saved_alike,
-        place=codec.pack,
-        old='{"state": json.dumps(coded)}',
-        new='{"state": json.dumps(coded), "at": str(__import__("time").time_ns())}',
+        place=files._header,
+        old="dict(metadata)",
+        new='{**metadata, "at": str(__import__("time").time_ns())}',
     ),
     Mutant(
         name="the tensors' digest is not compared",
         says="a file that has changed on the disk is loaded",
         law="L41",
         test=test_storage.test_any_change_of_a_file_is_noticed,
-        place=_read_rank,
-        old="hashlib.sha256(data).hexdigest() != digests[rank]",
-        new="False",
+        place=files._compare,
+        old="if digest.so_far() != expected:",
+        new="if False:",
     ),
     Mutant(
         name="the manifest's digest is not compared",
         says="a manifest that has changed on the disk is believed",
         law="L41",
         test=test_storage.test_any_change_of_a_file_is_noticed,
-        place=_read_manifest,
-        old="if seal != _digest(manifest):",
+        place=Manifest.from_bytes.__func__,
+        old='if seal != _digest({"format": version, **plain}):',
         new="if False:",
     ),
     Mutant(
@@ -295,16 +295,16 @@ MUTANTS = [
         says="a checkpoint has its name before all that is in it is written",
         law="L52",
         test=test_storage.test_a_save_that_is_cut_off_leaves_nothing_or_all,
-        place=save,
+        place=commit.write,
         old="""\
-            _write_flushed(partial / _MANIFEST, _sealed(manifest))
-            _flush_directory(partial)
-            partial.rename(final)
+        disk.write(save.partial / NAME, [manifest.to_bytes()])
+        disk.flush(save.partial)
+        disk.rename(save.partial, save.final)
 """,
         new="""\
-            partial.rename(final)
-            _write_flushed(final / _MANIFEST, _sealed(manifest))
-            _flush_directory(final)
+        disk.rename(save.partial, save.final)
+        disk.write(save.final / NAME, [manifest.to_bytes()])
+        disk.flush(save.final)
 """,
     ),
     Mutant(
@@ -312,16 +312,16 @@ MUTANTS = [
         says="a checkpoint has its name before the other ranks have written their files",
         law="L52",
         test=test_faults.test_a_save_in_which_a_rank_fails_leaves_nothing_or_all,
-        place=save,
-        old='digests = _agreed(state, "write tensors", write)',
-        new="digests = [write()] * world.size",
+        place=commit.write,
+        old='written = save.agreed(exchange, "write its file", write_file)',
+        new="written = [write_file()] * save.size",
     ),
     Mutant(
         name="files are not flushed",
         says="a crash of the machine leaves a checkpoint with empty files",
         law="L52",
         test=test_storage.test_everything_is_on_the_disk_before_it_has_its_name,
-        place=_write_flushed,
+        place=disk.write,
         old="os.fsync(file.fileno())",
         new="pass",
     ),
@@ -330,7 +330,7 @@ MUTANTS = [
         says="a crash of the machine leaves a checkpoint without its files",
         law="L52",
         test=test_storage.test_everything_is_on_the_disk_before_it_has_its_name,
-        place=_flush_directory,
+        place=disk.flush,
         old="os.fsync(handle)",
         new="pass",
     ),

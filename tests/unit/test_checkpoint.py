@@ -180,10 +180,9 @@ UNSAVEABLE = {
     "array": (np.zeros(3), r"slots\.mine.*ndarray"),
     "function": (len, r"slots\.mine.*builtin"),
     "deep": ({"a": [1, {"b": object()}]}, r"slots\.mine\.a\[1\]\.b.*object"),
-    "integer key": ({1: 2}, r"slots\.mine.*key 1"),
+    "tuple key": ({(1, 2): 2}, r"slots\.mine.*key \(1, 2\)"),
     "sparse": (torch.eye(3).to_sparse(), r"slots\.mine.*sparse"),
     "meta": (torch.empty(3, device="meta"), r"slots\.mine.*meta"),
-    "optimizer": (torch.optim.SGD([torch.ones(1)], lr=1.0), r"slots\.mine.*SGD"),
 }
 
 
@@ -198,6 +197,28 @@ def test_unsaveable_slot(case, tmp_path):
     assert not (tmp_path / "saved").exists()
     af.save(state.with_slot("mine", 1), tmp_path / "saved")
     STEP(state, X)
+
+
+def test_objects_with_a_state(tmp_path):
+    """An object in a slot is saved by its state_dict(), and loaded into one of its kind."""
+
+    def scheduler(updates):
+        optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+        made = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(updates):
+            optimizer.step()
+            made.step()
+        return made
+
+    mine = {"of": [scheduler(3)], "keys": {1: "one", "two": 2}}
+    af.save(make().with_slot("mine", mine), tmp_path / "saved")
+    target = make().with_slot("mine", {"of": [scheduler(0)]})
+    loaded = af.load(target, tmp_path / "saved").slots["mine"]
+    assert loaded["of"][0].state_dict() == mine["of"][0].state_dict()
+    assert loaded["keys"] == mine["keys"]
+    assert target.slots["mine"]["of"][0].last_epoch == 0
+    with pytest.raises(af.CheckpointError, match=r"slots\.mine\.of\[0\].*with_slot"):
+        af.load(make(), tmp_path / "saved")
 
 
 def test_existing_directory(saved):
@@ -236,8 +257,8 @@ def test_directory_below_a_file(tmp_path):
 
 def test_leftover_of_an_interrupted_save(tmp_path):
     """What an interrupted save left does not stand in the way."""
-    (tmp_path / ".partial-saved").mkdir()
-    (tmp_path / ".partial-saved" / "manifest.json").write_text("{")
+    (tmp_path / ".tmp-saved").mkdir()
+    (tmp_path / ".tmp-saved" / "manifest.json").write_text("{")
     af.save(make(), tmp_path / "saved")
     assert values(make()) == values(af.load(fresh(), tmp_path / "saved"))
 
@@ -338,8 +359,8 @@ class Renamed(nn.Module):
 
 
 OTHERS = {
-    "width": ({"model": partial(net, 5)}, r"0\.weight is \(4, 3\).*\(5, 3\)"),
-    "names": ({"model": Renamed}, r"missing.*other\.weight.*unexpected.*0\.weight"),
+    "width": ({"model": partial(net, 5)}, r"0\.weight saved as \(4, 3\).*\(5, 3\)"),
+    "names": ({"model": Renamed}, r"(?s)missing.*other\.weight.*unexpected.*0\.weight"),
     "dtype": ({"model": lambda: net().double()}, r"0\.weight.*float32.*float64"),
     "no ema": ({"setup": None}, r"gone \['ema'\].*with_setup"),
     "another": ({"setup": af.chain(af.ema(0.9), af.ema(0.5, name="b"))}, r"\['b'\]"),
@@ -429,7 +450,7 @@ def test_loading_across_buffers(tmp_path):
     with_norm = lambda: nn.Sequential(  # noqa: E731
         nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)
     )
-    with pytest.raises(af.CheckpointError, match=r"buffers.*missing.*running_mean"):
+    with pytest.raises(af.CheckpointError, match=r"(?s)buffers.*missing.*running_mean"):
         af.load(fresh(model=with_norm), tmp_path / "saved")
 
 

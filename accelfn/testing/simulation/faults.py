@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import distributed
 
 from accelfn.errors import ArgumentError
+from accelfn.stopping import deliver
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -148,7 +149,8 @@ class Terminate:
     """The rank gets SIGTERM: the process's handler runs in it, or it ends as by a kill.
 
     Python runs real signal handlers in the main thread only, and ranks are threads: the
-    handler that `signal.getsignal` finds is called in the rank's thread instead.
+    rank's `af.stopping` is told instead, or else the handler that `signal.getsignal` finds is
+    called in the rank's thread.
     """
 
     rank: int = attrs.field(validator=_is_count)
@@ -229,6 +231,8 @@ def _is_in_ddp() -> bool:
 
 
 def _terminate() -> None:
+    if deliver(signal.SIGTERM):
+        return
     handler = signal.getsignal(signal.SIGTERM)
     if callable(handler):
         handler(signal.SIGTERM, None)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The save protocol: files, then a manifest, then the name, and all ranks agree.
+
+In turn, each when all ranks are through with the one before:
+
+1. rank 0 makes a directory `.tmp-NAME`;
+2. ranks say by digests what they hold: what is equal on all is divided among them;
+3. each writes its file, and flushes it;
+4. rank 0 writes the manifest with all digests, flushes the directory, and gives it its
+   name by one rename, which it flushes too.
+
+Until the rename there is no checkpoint; behind it there is a whole one.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+import safetensors
+import torch
+
+from accelfn.checkpoint import disk, files
+from accelfn.checkpoint.manifest import NAME, Manifest, rank_file
+from accelfn.checkpoint.slices import Slice
+from accelfn.errors import CheckpointError, CheckpointWriteError, PlainDataError
+
+Exchange: TypeAlias = Callable[[str, str], list[str]]
+"""What is done, and a rank's text: the texts of all ranks, in rank order."""
+
+_FAILURES = (OSError, CheckpointError, PlainDataError, safetensors.SafetensorError)
+
+
+@attrs.frozen(kw_only=True)
+class Contents:
+    """What one rank saves.
+
+    Attributes:
+        units: plain data by unit.
+        tensors: those that it refers to.
+        slices: which slice of a sharded tensor this rank holds, by name.
+        facts: what the manifest says beside: optimizer, transforms, data, kept.
+    """
+
+    units: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    slices: Mapping[str, Slice]
+    facts: Mapping[str, Any]
+
+
+@attrs.frozen(kw_only=True)
+class Save:
+    """Where a checkpoint is written, and by whom.
+
+    Attributes:
+        final: the directory to be.
+        step: of the state.
+        rank: of the world.
+        size: of the world.
+    """
+
+    final: Path
+    step: int
+    rank: int
+    size: int
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written until it is whole."""
+        return partial_of(self.final)
+
+    def agreed(
+        self, exchange: Exchange, what: str, act: Callable[[], str | None]
+    ) -> list[str]:
+        """Act on every rank and return all results, or raise on every rank.
+
+        Raises:
+            CheckpointWriteError: a rank could not; it and its reason are named.
+        """
+        failure: Exception | None = None
+        try:
+            outcome = f"ok {act() or ''}"
+        except _FAILURES as error:
+            failure, outcome = error, f"failed {error}"
+        outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
+        for rank, text in enumerate(outcomes):
+            if text.startswith("failed "):
+                if self.rank == 0 and what != "begin":
+                    with suppress(OSError):
+                        disk.remove(self.partial)
+                msg = (
+                    f"The state of step {self.step} was not saved: rank {rank} could not"
+                    f" {what}: {text[7:]}"
+                )
+                raise CheckpointWriteError(msg) from failure
+        return [text[3:] for text in outcomes]
+
+
+def partial_of(final: Path) -> Path:
+    """Return the name of a checkpoint until it is whole."""
+    return final.parent / f".tmp-{final.name}"
+
+
+def begin(save: Save) -> None:
+    """Make the directory; remove what an interrupted save of this name has left."""
+    if save.rank:
+        return
+    if save.final.exists():
+        msg = (
+            f"{save.final} exists already; save to a new directory, such as"
+            f" {save.final.name}-2."
+        )
+        raise CheckpointError(msg)
+    disk.remove(save.partial)
+    disk.create(save.partial)
+
+
+def write(save: Save, contents: Contents, exchange: Exchange) -> None:
+    """Write a checkpoint whose directory was begun, and give it its name.
+
+    Raises:
+        CheckpointWriteError: on every rank, if any rank could not.
+    """
+    said = save.agreed(exchange, "say what it holds", lambda: _said(save, contents))
+    ranks = [json.loads(text) for text in said]
+    sharded = _sharded(ranks)
+    per_rank, trees_by_rank = _differing(ranks, sharded)
+    mine = _mine(save, contents.tensors, per_rank, sharded)
+    name = rank_file(save.rank)
+
+    def write_file() -> str:
+        metadata = {"format": "pt", "step": str(save.step), "rank": name[5:10]}
+        try:
+            file = files.write(save.partial / name, mine, metadata)
+        except OSError as error:
+            raise _explained(error, save.partial / name, mine) from error
+        return json.dumps(file.to_plain())
+
+    written = save.agreed(exchange, "write its file", write_file)
+
+    def name_it() -> None:
+        if save.rank:
+            return
+        manifest = Manifest(
+            **contents.facts,
+            step=save.step,
+            world_size=save.size,
+            trees=contents.units,
+            trees_by_rank=trees_by_rank,
+            per_rank=per_rank,
+            sharded=sharded,
+            files={
+                rank_file(rank): files.File.from_plain(json.loads(text))
+                for rank, text in enumerate(written)
+            },
+        )
+        disk.write(save.partial / NAME, [manifest.to_bytes()])
+        disk.flush(save.partial)
+        disk.rename(save.partial, save.final)
+
+    save.agreed(exchange, "write the manifest", name_it)
+
+
+def _said(save: Save, contents: Contents) -> str:
+    """Return what tells this rank's values from another's, and which slices it holds."""
+    whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
+    said = {
+        "units": contents.units,
+        "tensors": digests(whole) if save.size > 1 else dict.fromkeys(whole),
+        "slices": {
+            name: {"dtype": files.name_of(contents.tensors[name].dtype)}
+            | attrs.asdict(place)
+            for name, place in contents.slices.items()
+        },
+    }
+    return json.dumps(said)
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return SHA-256 of each tensor's dtype, shape and values."""
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(files.bytes_of(tensor))
+        found[name] = digest.hexdigest()
+    return found
+
+
+def _sharded(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return where the slices of each sharded tensor are: of equal ones, the first rank's."""
+    found: dict[str, Any] = {}
+    for rank, each in enumerate(ranks):
+        for name, place in each["slices"].items():
+            whole = {"dtype": place["dtype"], "shape": place["shape"], "slices": {}}
+            slices = found.setdefault(name, whole)["slices"]
+            box = {"offset": place["offset"], "size": place["size"]}
+            if 0 not in place["size"] and box not in slices.values():
+                slices[rank_file(rank)] = box
+    return found
+
+
+def _differing(
+    ranks: Sequence[Mapping[str, Any]], sharded: Mapping[str, Any]
+) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
+    """Return the tensors, and the trees of units, that are not the same on all ranks."""
+    names = dict.fromkeys(name for each in ranks for name in each["tensors"])
+    own = [n for n in names if len({each["tensors"].get(n) for each in ranks}) > 1]
+    units = dict.fromkeys(name for each in ranks for name in each["units"])
+    apart = [
+        unit
+        for unit in units
+        if any(each["units"].get(unit) != ranks[0]["units"].get(unit) for each in ranks)
+    ]
+    trees = [
+        {unit: each["units"][unit] for unit in apart if unit in each["units"]}
+        for each in ranks
+    ]
+    kept = tuple(name for name in own if name not in sharded)
+    return kept, tuple(trees) if apart else ()
+
+
+def _mine(
+    save: Save,
+    tensors: Mapping[str, torch.Tensor],
+    per_rank: Sequence[str],
+    sharded: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that this rank writes: its own, and its part of what all have."""
+    common = sorted(tensors.keys() - set(per_rank) - sharded.keys())
+    sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in common]
+    total, before, mine = max(sum(sizes), 1), 0, set(per_rank)
+    mine |= {n for n, at in sharded.items() if rank_file(save.rank) in at["slices"]}
+    for name, size in zip(common, sizes, strict=True):
+        place = (2 * before + size) * save.size // (2 * total)
+        if min(place, save.size - 1) == save.rank:
+            mine.add(name)
+        before += size
+    return {name: tensor for name, tensor in tensors.items() if name in mine}
+
+
+def _explained(
+    error: OSError, path: Path, tensors: Mapping[str, torch.Tensor]
+) -> OSError:
+    """Return the error with how much room there was."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return error
+    needed = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
+    free = shutil.disk_usage(path.parent).free
+    reason = f"{os.strerror(error.errno)} (needs {needed:,} bytes, {free:,} are free)"
+    return OSError(error.errno, reason, str(path))

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files a rank reads: those of as many ranks, or of any other number."""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from accelfn import tree
+from accelfn.checkpoint import files
+from accelfn.checkpoint.fields import decoded, encoded, fields_of
+from accelfn.checkpoint.manifest import Manifest
+from accelfn.checkpoint.slices import Slice, assembled, is_sharded, like, slice_of
+from accelfn.codec import decode, tensors_in
+from accelfn.errors import CheckpointError
+from accelfn.state import TrainState
+
+
+@attrs.frozen(kw_only=True)
+class Source:
+    """A checkpoint as one rank reads it.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it holds.
+        rank: as which rank it is read.
+        device: on which tensors are to be.
+        verify: whether to compare digests.
+        weights: of the ranks in the mean of what was theirs; None: as this rank had it.
+        sharded: the state's DTensors, by name.
+        slots: those that take the place of the ranks' own, where there is a mean.
+    """
+
+    folder: Path
+    manifest: Manifest
+    rank: int = 0
+    device: str = "cpu"
+    verify: bool = True
+    weights: tuple[float, ...] | None = None
+    slots: Mapping[str, Any] = attrs.field(factory=dict)
+    sharded: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+
+    def fields(self) -> dict[str, Any]:
+        """Return all fields."""
+        trees = {
+            unit: self.manifest.tree_of(unit, self.rank)
+            for unit in self.manifest.trees
+            if unit.removeprefix("slots.") not in self.slots
+        }
+        names = {name for tree in trees.values() for name in tensors_in(tree)}
+        fields = decoded(trees, self.tensors(names))
+        return {**fields, "slots": {**fields["slots"], **self.slots}}
+
+    def tensors(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+        """Return tensors by name; where the state has a DTensor, its slice as one."""
+        apart = {n for n in names if n in self.manifest.sharded or n in self.sharded}
+        found = self._resliced(apart)
+        whole = names - apart
+        if self.weights is None:
+            return found | self._as(self.rank, whole)
+        own = whole & set(self.manifest.per_rank)
+        found |= self._as(0, whole)
+        moving = {
+            n for n in own if found[n].is_floating_point() or found[n].is_complex()
+        }
+        return found | self._mean(moving)
+
+    def _as(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+        """Return tensors as a rank had them."""
+        places = {name: self.manifest.file_of(name, rank) for name in names}
+        found = self._read({(file, name) for name, file in places.items()})
+        return {name: found[file, name] for name, file in places.items()}
+
+    def _read(
+        self, places: AbstractSet[tuple[str, str]]
+    ) -> dict[tuple[str, str], torch.Tensor]:
+        """Return tensors by file and name, each file read once."""
+        found: dict[tuple[str, str], torch.Tensor] = {}
+        for file in sorted({file for file, _ in places}):
+            tensors = files.read(
+                self.folder / file,
+                self.manifest.files[file],
+                {name for each, name in places if each == file},
+                device=self.device,
+                verify=self.verify,
+            )
+            found |= {(file, name): tensor for name, tensor in tensors.items()}
+        return found
+
+    def _resliced(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+        """Return tensors of which slices were saved, or are wanted."""
+        plans = {name: self._plan(name) for name in names}
+        read = self._read(
+            {(f, name) for name, plan in plans.items() for f in plan.overlapping}
+        )
+        found: dict[str, torch.Tensor] = {}
+        for name, plan in plans.items():
+            parts = [(plan.parts[f], read[f, name]) for f in plan.overlapping]
+            tensor = assembled(plan.target, plan.dtype, parts).to(self.device)
+            wanted = self.sharded.get(name)
+            found[name] = tensor if wanted is None else like(tensor, wanted)
+        return found
+
+    def _plan(self, name: str) -> "_Plan":
+        saved = self.manifest.sharded.get(name)
+        if saved is None:
+            file = self.manifest.file_of(name, self.rank)
+            entry = self.manifest.files[file].tensors[name]
+            dtype, shape = entry.dtype, tuple(entry.shape)
+            parts = {file: Slice.whole(shape)}
+        else:
+            dtype, shape = saved["dtype"], tuple(saved["shape"])
+            parts = {
+                file: Slice(shape, tuple(box["offset"]), tuple(box["size"]))
+                for file, box in saved["slices"].items()
+            }
+        wanted = self.sharded.get(name)
+        target = None if wanted is None else slice_of(wanted)
+        if target is not None and target.shape != shape:
+            msg = (
+                f"{self.folder}: {name} was saved as {shape}, and the state's is"
+                f" {target.shape}."
+            )
+            raise CheckpointError(msg)
+        return _Plan(target or Slice.whole(shape), files.DTYPES[dtype], parts)
+
+    def _mean(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+        """Return the means over ranks, reading one rank's at a time."""
+        weights = self.weights or ()
+        total = sum(weights)
+        sums: dict[str, torch.Tensor] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for rank, weight in enumerate(weights):
+            share = weight / total if total else 1 / len(weights)
+            for name, tensor in self._as(rank, names).items():
+                dtypes[name] = tensor.dtype
+                wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+                sums[name] = wide * share + sums.get(name, 0)
+        return {name: each.to(dtypes[name]) for name, each in sums.items()}
+
+
+@attrs.frozen
+class _Plan:
+    """How a slice is made of those that were saved."""
+
+    target: Slice
+    dtype: torch.dtype
+    parts: Mapping[str, Slice]
+
+    @property
+    def overlapping(self) -> list[str]:
+        """The files of which something is needed."""
+        return [f for f, part in self.parts.items() if self.target.within(part)]
+
+
+def source_of(
+    state: TrainState, manifest: Manifest, folder: Path, *, verify: bool
+) -> Source:
+    """Return how this rank reads a checkpoint.
+
+    Raises:
+        CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
+    """
+    world, differs = state.world, manifest.differs
+    source = Source(
+        folder=folder,
+        manifest=manifest,
+        device=str(world.device),
+        verify=verify,
+        sharded=_sharded(state),
+    )
+    if not differs or differs == ("buffers",):
+        as_saved = differs and manifest.world_size == world.size
+        return attrs.evolve(source, rank=world.rank if as_saved else 0)
+    if manifest.world_size == world.size:
+        return attrs.evolve(source, rank=world.rank)
+    return _averaging(state, source)
+
+
+def _sharded(state: TrainState) -> Mapping[str, torch.Tensor]:
+    """Return a state's DTensors, by the names under which they are saved."""
+    fields = fields_of(state)
+    if not any(map(is_sharded, tree.tree_leaves(fields))):
+        return {}
+    return encoded(fields)[1].sharded
+
+
+def _averaging(state: TrainState, source: Source) -> Source:
+    """Return the source with the ranks' weights in a mean."""
+    manifest = source.manifest
+    merging = [e for e in state.setup.having("merge") if e.name in manifest.transforms]
+    with_mean = {"params", "buffers", "opt_state"}
+    with_mean |= {f"slots.{each.name}" for each in state.setup}
+    apart = {
+        unit
+        for trees in manifest.trees_by_rank
+        for unit in trees
+        if unit not in {f"slots.{each.name}" for each in merging}
+    }
+    without = sorted((set(manifest.differs) - with_mean) | apart)
+    if without or len(merging) != 1:
+        what = ", ".join(without or manifest.differs)
+        msg = (
+            f"{source.folder} was saved on {manifest.world_size} ranks whose {what}"
+            f" differed, and this world has {state.world.size}. Load it on as many, or save"
+            " where ranks agree."
+        )
+        raise CheckpointError(msg)
+    (transform,) = merging
+    slots = [_slot(source, transform.name, i) for i in range(manifest.world_size)]
+    weights, slot = transform.merge(slots)
+    return attrs.evolve(source, weights=tuple(weights), slots={transform.name: slot})
+
+
+def _slot(source: Source, name: str, rank: int) -> Any:
+    """Return a transform's slot as a rank had it."""
+    tree = source.manifest.tree_of(f"slots.{name}", rank)
+    of_rank = attrs.evolve(source, rank=rank)
+    return decode(tree, of_rank.tensors(set(tensors_in(tree))))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints a directory has, and which of them are kept."""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelfn.checkpoint import disk, files
+from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest
+from accelfn.errors import CheckpointError
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def name_of(step: int) -> str:
+    """Return the name of a step's checkpoint; names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+def steps_in(directory: Path) -> tuple[int, ...]:
+    """Return the steps of which a directory has checkpoints, in rising order."""
+    if not directory.is_dir():
+        return ()
+    found = [
+        int(match[1])
+        for path in directory.iterdir()
+        if (match := _STEP.fullmatch(path.name)) and (path / NAME).is_file()
+    ]
+    return tuple(sorted(found))
+
+
+def verify(folder: Path) -> Manifest:
+    """Read all of a checkpoint again, and return its manifest.
+
+    Raises:
+        CheckpointCorruptError: something in it is not what was written.
+    """
+    manifest = read_manifest(folder)
+    for name, file in manifest.files.items():
+        files.read(folder / name, file, frozenset())
+    return manifest
+
+
+def best_of(directory: Path, metric: str, mode: str) -> list[int]:
+    """Return the steps whose checkpoints have a metric, the best first."""
+    found: list[tuple[float, int]] = []
+    for step in steps_in(directory):
+        try:
+            value = read_manifest(directory / name_of(step)).metrics.get(metric)
+        except CheckpointError:  # it is none of the best; loading it says why
+            continue
+        if value is not None and not math.isnan(value):
+            found.append((-value if mode == "max" else value, step))
+    return [step for _, step in sorted(found)]
+
+
+def remove_others(directory: Path, kept: Sequence[int]) -> None:
+    """Remove all checkpoints but some: first their names, then what they were.
+
+    So a crash between leaves a directory that is no checkpoint, not half of one.
+    """
+    for step in steps_in(directory):
+        if step not in kept:
+            gone = directory / f".tmp-{name_of(step)}.gone"
+            disk.remove(gone)
+            disk.rename(directory / name_of(step), gone)
+            disk.remove(gone)

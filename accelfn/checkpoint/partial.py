@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a part of a checkpoint, and saying aloud which."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from accelfn.checkpoint import compare
+from accelfn.checkpoint.commit import digests
+from accelfn.checkpoint.elastic import Source
+from accelfn.checkpoint.fields import FIELDS, fields_of, with_fields
+from accelfn.errors import ArgumentError, CheckpointError
+from accelfn.state import TrainState
+
+
+@attrs.frozen(kw_only=True)
+class Loaded:
+    """What a partial load did.
+
+    Attributes:
+        state: the given state with what was loaded.
+        loaded: the names that were loaded, as `params.head.weight`.
+        missing: the state's names that the checkpoint lacks, or that were not asked for; they
+            are as they were.
+        unexpected: the checkpoint's names that the state has no place for.
+        cast: what was converted, from which dtype to which.
+    """
+
+    state: TrainState = attrs.field(repr=False)
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    cast: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        rows = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.missing)}"]
+        for what in ("missing", "unexpected"):
+            names = getattr(self, what)
+            if names:
+                rows.append(f"{what} {len(names)}: {compare.some(names)}")
+        rows += [f"cast {name}: {how}" for name, how in self.cast.items()]
+        return "\n".join(rows)
+
+
+def _are_fields(_owner: object, _field: object, value: tuple[str, ...]) -> None:
+    for name in value:
+        field, dot, inside = name.partition(".")
+        if field not in FIELDS or (dot and (field != "slots" or not inside)):
+            msg = (
+                f"af.load(only={value!r}): expected some of {FIELDS}, or slots by name as"
+                ' "slots.ema".'
+            )
+            raise ArgumentError(msg)
+
+
+def _word(*words: str) -> Any:
+    def check(_owner: object, field: Any, value: object) -> None:
+        if value not in words:
+            expected = " or ".join(f'"{word}"' for word in words)
+            msg = f"af.load({field.name}={value!r}): expected {expected}."
+            raise ArgumentError(msg)
+
+    return attrs.field(kw_only=True, validator=check)
+
+
+@attrs.frozen
+class Wanted:
+    """Which fields to load, and what may be amiss with them."""
+
+    only: tuple[str, ...] = attrs.field(validator=_are_fields)
+    missing: str = _word("error", "init")
+    extra: str = _word("error", "ignore")
+    cast: bool = attrs.field(kw_only=True)
+
+    def of(self, field: str, names: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of a field that are asked for."""
+        if field in self.only:
+            return dict(names)
+        return {n: value for n, value in names.items() if f"{field}.{n}" in self.only}
+
+    def refuses(self, found: compare.Differences) -> bool:
+        """Whether something is amiss that may not be."""
+        return bool(
+            found.shapes
+            or (found.dtypes and not self.cast)
+            or (found.missing and self.missing == "error")
+            or (found.unexpected and self.extra == "error")
+        )
+
+
+def load_part(
+    state: TrainState, source: Source, wanted: Wanted, allow: Sequence[str]
+) -> Loaded:
+    """Return the state with what was asked for, and what that was."""
+    folder, manifest = source.folder, source.manifest
+    if "opt_state" in wanted.only:
+        compare.check_optimizer(state, manifest, folder)
+    if "cursor" in wanted.only:
+        compare.check_data(state, manifest, folder, allow)
+    saved, fields = source.fields(), fields_of(state.copy())
+    if "params" in wanted.only:
+        saved = with_kept(source, saved, state)
+    refused: list[str] = []
+    loaded, missing, unexpected = list[str](), list[str](), list[str]()
+    cast: dict[str, str] = {}
+    for field, current in fields.items():
+        if not isinstance(current, dict):
+            if field in wanted.only:
+                fields[field] = saved[field]
+                loaded.append(field)
+            continue
+        taken = wanted.of(field, saved[field])
+        found = _compared(field, taken, wanted.of(field, _places(field, fields, taken)))
+        if wanted.refuses(found):
+            refused.append(found.told(f"{folder}: {field}"))
+            continue
+        taken = {n: value for n, value in taken.items() if n not in found.unexpected}
+        for name in found.dtypes:
+            cast[f"{field}.{name}"] = found.dtypes[name]
+            taken[name] = taken[name].to(current[name].dtype)
+        fields[field] = {**current, **taken}
+        loaded += [f"{field}.{name}" for name in taken]
+        missing += [f"{field}.{name}" for name in found.missing]
+        unexpected += [f"{field}.{name}" for name in found.unexpected]
+    if refused:
+        raise CheckpointError("\n".join(refused))
+    return Loaded(
+        state=with_fields(state, fields),
+        loaded=tuple(loaded),
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        cast=cast,
+    )
+
+
+def _places(
+    field: str, fields: Mapping[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a state has a place for, by name."""
+    places = dict(fields[field])
+    if field == "opt_state":  # an optimizer that has not begun has entries to come
+        named = {*fields["params"], *(n for n in saved if n.startswith("<group "))}
+        places |= dict.fromkeys(named & saved.keys())
+    return places
+
+
+def _compared(
+    field: str, saved: Mapping[str, Any], places: Mapping[str, Any]
+) -> compare.Differences:
+    if field in ("params", "buffers"):
+        return compare.differences(saved, places)
+    return compare.Differences(
+        missing=tuple(name for name in places if name not in saved),
+        unexpected=tuple(name for name in saved if name not in places),
+        shapes={},
+        dtypes={},
+    )
+
+
+def with_kept(
+    source: Source, saved: dict[str, Any], state: TrainState
+) -> dict[str, Any]:
+    """Return fields with copies of the frozen parameters of which hashes alone were saved.
+
+    Raises:
+        CheckpointError: the state has others.
+    """
+    kept = source.manifest.kept
+    here = {name: p for name, p in state.params.items() if name in kept}
+    changed = [n for n, digest in digests(here).items() if digest != kept[n]]
+    if changed or here.keys() != kept.keys():
+        gone = sorted(kept.keys() - here.keys())
+        msg = (
+            f'{source.folder} was saved with frozen="hash", and the frozen parameters of the'
+            f" state that it is loaded into are not those: missing {compare.some(gone)},"
+            f" with other values {compare.some(changed)}. Import them first."
+        )
+        raise CheckpointError(msg)
+    copies = {name: param.clone() for name, param in here.items()}
+    return {**saved, "params": {**saved["params"], **copies}}

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices of tensors, and one slice made of others: how sharded tensors change worlds."""
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import attrs
+import torch
+
+from accelfn.errors import CheckpointCorruptError
+
+
+@attrs.frozen
+class Slice:
+    """A box in a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        offset: where the box begins, in each dim.
+        size: of the box, in each dim.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Self:
+        """Return the box that is the tensor."""
+        shape = tuple(shape)
+        return cls(shape, (0,) * len(shape), shape)
+
+    @classmethod
+    def even(cls, shape: Iterable[int], dim: int, index: int, count: int) -> Self:
+        """Return part `index` of `count` along a dim, as `torch.chunk` cuts, or nothing."""
+        whole = cls.whole(shape)
+        length = whole.shape[dim]
+        step = -(-length // count)
+        begin, end = (min(each * step, length) for each in (index, index + 1))
+        return cls(
+            whole.shape,
+            _with(whole.offset, dim, begin),
+            _with(whole.size, dim, end - begin),
+        )
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the box of a whole tensor, as a view."""
+        for dim, (start, length) in enumerate(zip(self.offset, self.size, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def within(self, other: "Slice") -> "Slice | None":
+        """Return the part that this box shares with another, seen from this one's corner."""
+        begins = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
+        ends = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(
+                self.offset, self.size, other.offset, other.size, strict=True
+            )
+        ]
+        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            return None
+        return Slice(
+            self.size,
+            tuple(begin - at for begin, at in zip(begins, self.offset, strict=True)),
+            tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
+        )
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return torch.Size(self.size).numel()
+
+
+def assembled(
+    target: Slice,
+    dtype: torch.dtype,
+    parts: Iterable[tuple[Slice, torch.Tensor]],
+) -> torch.Tensor:
+    """Return a slice of a tensor of which other slices are held.
+
+    Args:
+        target: the slice to return.
+        dtype: of the tensor.
+        parts: slices that do not overlap, and the values of each.
+
+    Law: resharding to any slices and back is nothing, bitwise.
+
+    Raises:
+        CheckpointCorruptError: the parts leave some of it open.
+    """
+    result = torch.empty(target.size, dtype=dtype)
+    open_ = target.count
+    for part, values in parts:
+        here, there = target.within(part), part.within(target)
+        if here is None or there is None:
+            continue
+        here.of(result).copy_(there.of(values))
+        open_ -= here.count
+    if open_:
+        msg = f"{open_} of {target.count} elements of a sharded tensor are in no file."
+        raise CheckpointCorruptError(msg)
+    return result
+
+
+def slice_of(tensor: torch.Tensor) -> Slice | None:
+    """Return which slice of a DTensor this rank holds; None for any other tensor."""
+    if not is_sharded(tensor):
+        return None
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 - heavy, and rarely needed
+        compute_local_shape_and_global_offset,
+    )
+
+    sharded: Any = tensor
+    size, offset = compute_local_shape_and_global_offset(
+        sharded.shape, sharded.device_mesh, sharded.placements
+    )
+    return Slice(tuple(sharded.shape), tuple(offset), tuple(size))
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; they are known by name, for their module is heavy."""
+    kind = type(tensor)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith(
+        "torch.distributed"
+    )
+
+
+def like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
+    """Return a DTensor that lies as another does, of this rank's slice."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - as above
+
+    return DTensor.from_local(
+        local.to(sharded.to_local().device),
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:dim], number, *numbers[dim + 1 :])

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ending a run when the system asks for it: at a step's end, on all ranks together."""
+
+import signal
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from accelfn.collectives import reduce
+from accelfn.errors import ArgumentError
+from accelfn.world import World
+
+
+class Stop:
+    """Whether this run was asked to end; see `af.stopping`."""
+
+    def __init__(self, world: World) -> None:
+        """Begin unasked."""
+        self._world, self._agreed = world, 0
+        self.received = 0  # what this rank alone was sent
+
+    def requested(self) -> bool:
+        """Return whether any rank was asked to end, the same on all: call it on all ranks.
+
+        Once it is true it stays so, and costs nothing.
+
+        Cost: an all-reduce of one integer.
+        """
+        if not self._agreed:
+            mine = torch.tensor(self.received, device=self._world.device)
+            self._agreed = int(reduce(mine, self._world, "max", label="stopping"))
+        return bool(self._agreed)
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that all ranks have agreed on."""
+        return signal.Signals(self._agreed) if self._agreed else None
+
+
+_asked = threading.local()
+"""Each thread's `Stop`: simulated ranks are threads."""
+
+
+def deliver(number: int, _frame: FrameType | None = None) -> bool:
+    """Note a signal for this thread's `Stop`; return whether there is one.
+
+    Does nothing else, for it runs between any two instructions. A second Ctrl-C raises
+    KeyboardInterrupt, for the first may take its time.
+    """
+    stop: Stop | None = getattr(_asked, "stop", None)
+    if stop is None:
+        return False
+    if number == signal.SIGINT and stop.received:
+        raise KeyboardInterrupt
+    stop.received = int(number)
+    return True
+
+
+@contextmanager
+def stopping(
+    world: World,
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+) -> Generator[Stop]:
+    """Take signals that ask a process to end, and let all ranks end at the same step.
+
+    Inside the block such a signal is only noted. Ask `requested()` at each step's end, on
+    all ranks; when it is true, save and leave the block, which ends the process with exit
+    code 128 plus the signal's number: 143 after SIGTERM. A scheduler that sees it knows that
+    the run was not finished. Left without such a request, the block ends nothing.
+
+    Args:
+        world: whose ranks end together, whichever of them was asked.
+        signals: which.
+
+    Law: all ranks leave after the same update, whichever of them got the signal, and when.
+
+    Raises:
+        ArgumentError: something is no signal that can be taken.
+
+    Example:
+        >>> with stopping(World.single()) as stop:
+        ...     stop.requested()
+        False
+    """
+    stop, before = Stop(world), getattr(_asked, "stop", None)
+    handlers: dict[signal.Signals, Any] = {}
+    try:
+        _asked.stop = stop
+        if threading.current_thread() is threading.main_thread():
+            for each in signals:
+                handlers[each] = _take(each)
+        yield stop
+    finally:
+        _asked.stop = before
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    if stop.signal is not None:
+        sys.exit(128 + stop.signal)
+
+
+def _take(number: signal.Signals) -> Any:
+    try:
+        return signal.signal(number, deliver)
+    except (ValueError, OSError, TypeError) as error:
+        msg = f"af.stopping(signals=...): {number!r} cannot be taken: {error}."
+        raise ArgumentError(msg) from error
