@@ -196,7 +196,7 @@ def test_a_shuffle_of_any_length_is_looked_into(
     order = order.epoch(seed=seed, number=epoch).order
     start = draw.draw(st.integers(0, max(0, n - 50)))
     block = np.arange(start, min(start + 50, n))
-    far = block + 2 ** draw.draw(st.integers(6, 40))
+    far = block + 2 ** draw.draw(st.sampled_from([8, 16, 31, 32, 33]))
     block = np.concatenate([block, far[far < n]])
     found = order(block)
     assert len(np.unique(found)) == len(block)
