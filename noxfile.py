@@ -12,7 +12,10 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
-WITH_TESTS = ("-e", ".[testing,examples]", "datasets", "sybil")
+WITH_TESTS = (
+    *("-e", ".[testing,examples]", "sybil"),
+    *("accelerate", "datasets", "transformers"),  # what others read and write
+)
 
 
 def install(session: nox.Session, *requirements: str) -> None:

@@ -20,8 +20,12 @@ from accelfn.batches import batches as batches
 from accelfn.batches import seek as seek
 from accelfn.checkpoint import CheckpointStore as CheckpointStore
 from accelfn.checkpoint import Loaded as Loaded
+from accelfn.checkpoint import export_model as export_model
+from accelfn.checkpoint import full_params as full_params
+from accelfn.checkpoint import import_model as import_model
 from accelfn.checkpoint import load as load
 from accelfn.checkpoint import save as save
+from accelfn.checkpoint import save_pretrained as save_pretrained
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import any_rank as any_rank
 from accelfn.collectives import barrier as barrier
@@ -70,6 +74,7 @@ from accelfn.errors import UnusedParametersError as UnusedParametersError
 from accelfn.errors import WorldError as WorldError
 from accelfn.evaluation import evaluate as evaluate
 from accelfn.evaluation import predict as predict
+from accelfn.foreign import import_torch_weights as import_torch_weights
 from accelfn.gathering import gather_valid as gather_valid
 from accelfn.grads import Grads as Grads
 from accelfn.lockstep import lockstep as lockstep

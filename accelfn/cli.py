@@ -8,7 +8,7 @@ import sys
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from accelfn.errors import Error, LaunchError
+from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launch import launch_script
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `accelfn`.
 
     Returns:
-        The exit code: 2 for a mistake in the command line, 130 after Ctrl-C.
+        The exit code: 2 for a mistake in the command line, 130 after Ctrl-C; 1 where
+        checkpoints differ, or one is not what was saved.
 
     Example:
         >>> main(["launch", "--nproc", "0", "train.py"])
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = _parser().parse_args(argv)
     try:
-        return _replay(words) if words.command == "replay" else _launch(words)
+        commands = {"replay": _replay, "launch": _launch, "checkpoint": _checkpoint}
+        return commands[words.command](words)
     except Error as error:
         sys.stderr.write(f"accelfn {words.command}: {error}\n")
         return 2
@@ -77,7 +79,57 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     replay.add_argument("directory", help="where the ranks left their bundles")
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="list, show, verify, compare or export checkpoints",
+        description="Say what is in checkpoints, from their files alone.",
+        allow_abbrev=False,
+    )
+    _add_acts(checkpoint)
     return parser
+
+
+_PATHS = {
+    "STORE": "a directory of checkpoints",
+    "DIR": "a checkpoint, or a store: then its newest, or to verify all of them",
+    "A": "a checkpoint, or a store: then its newest",
+    "B": "another",
+    "OUT": "does not exist yet",
+}
+
+
+def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
+    acts = checkpoint.add_subparsers(dest="act", required=True, metavar="act")
+
+    def add(act: str, says: str, **paths: str) -> argparse.ArgumentParser:
+        made = acts.add_parser(
+            act, help=says, description=f"{says.capitalize()}.", allow_abbrev=False
+        )
+        for name, path in paths.items():
+            made.add_argument(name, metavar=path, help=_PATHS[path])
+        return made
+
+    add("ls", "list the checkpoints of a store", directory="STORE")
+    show = add("show", "show what a checkpoint holds", directory="DIR")
+    show.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
+    add(
+        "verify",
+        "compare all bytes with their digests; exit code 1 if one differs",
+        directory="DIR",
+    )
+    add(
+        "diff",
+        "show how two checkpoints differ; exit code 1 if they do",
+        first="A",
+        second="B",
+    )
+    export = add(
+        "export",
+        "write model.safetensors to a new directory",
+        directory="DIR",
+        out="OUT",
+    )
+    export.add_argument("--slot", help="with the parameters of a slot, such as ema")
 
 
 def _replay(words: argparse.Namespace) -> int:
@@ -86,6 +138,18 @@ def _replay(words: argparse.Namespace) -> int:
     sys.path.insert(0, "")  # as `python script.py` finds the script's neighbours
     replay(words.directory)
     return 0
+
+
+def _checkpoint(words: argparse.Namespace) -> int:
+    from accelfn.checkpoint import command  # noqa: PLC0415  as above
+
+    given = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
+    try:
+        rows, code = getattr(command, words.act)(**given)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+    sys.stdout.writelines(f"{row}\n" for row in rows)
+    return code
 
 
 def _launch(words: argparse.Namespace) -> int:

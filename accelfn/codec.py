@@ -26,6 +26,10 @@ _DTYPES = frozenset(
     )
 )
 _PLAIN = (str, int, bool, type(None))
+DEEPEST = 100
+"""Containers in containers; a tree that holds itself has more."""
+_LARGEST_BITS = 10_000
+"""Of an integer; Python itself refuses to read many more digits."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-\[\]]{0,199}")
 
 
@@ -94,10 +98,13 @@ def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tenso
     return json.loads(header["__metadata__"]["state"]), tensors
 
 
-def encode(tree: Any, tensors: Table, *, path: str = "state") -> Any:
+def encode(
+    tree: Any, tensors: Table, *, path: str = "state", room: int = DEEPEST
+) -> Any:
     """Return the tree as JSON data; its tensors are put into the table.
 
-    An object that has a `state_dict()` is encoded as that, where the table allows it.
+    An object that has a `state_dict()` is encoded as that, where the table allows it. `room`
+    is for how many containers in containers.
 
     Raises:
         PlainDataError: something is neither a tensor nor plain data.
@@ -105,19 +112,25 @@ def encode(tree: Any, tensors: Table, *, path: str = "state") -> Any:
     if isinstance(tree, torch.Tensor):
         return {"tensor": tensors.put(tree, path)}
     if type(tree) in _PLAIN:
+        _check_number(tree, path)
         return tree
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"float": repr(tree)}
+    if room == 0:
+        msg = f"{path[:200]} lies in more than {DEEPEST} containers, or in itself."
+        raise PlainDataError(msg)
     if isinstance(tree, Mapping):
-        return _encode_items(cast("Mapping[Any, Any]", tree), tensors, path)
+        return _encode_items(cast("Mapping[Any, Any]", tree), tensors, path, room - 1)
     if type(tree) in (list, tuple):
         sequence = cast("list[Any]", tree)
         coded = [
-            encode(v, tensors, path=f"{path}[{i}]") for i, v in enumerate(sequence)
+            encode(v, tensors, path=f"{path}[{i}]", room=room - 1)
+            for i, v in enumerate(sequence)
         ]
         return {type(tree).__name__: coded}
     if tensors.objects and has_state(tree):
-        return {"object": encode(tree.state_dict(), tensors, path=path)}
+        inside = tree.state_dict()
+        return {"object": encode(inside, tensors, path=path, room=room - 1)}
     msg = (
         f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
         " strings, numbers, booleans and None are saved or sent. Give its state_dict()"
@@ -126,7 +139,9 @@ def encode(tree: Any, tensors: Table, *, path: str = "state") -> Any:
     raise PlainDataError(msg)
 
 
-def _encode_items(items: Mapping[Any, Any], tensors: Table, path: str) -> Any:
+def _encode_items(
+    items: Mapping[Any, Any], tensors: Table, path: str, room: int
+) -> Any:
     for key in items:
         if type(key) not in (str, int):
             msg = (
@@ -134,7 +149,10 @@ def _encode_items(items: Mapping[Any, Any], tensors: Table, path: str) -> Any:
                 " only."
             )
             raise PlainDataError(msg)
-    coded = {k: encode(v, tensors, path=f"{path}.{k}") for k, v in items.items()}
+        _check_number(key, path)
+    coded = {
+        k: encode(v, tensors, path=f"{path}.{k}", room=room) for k, v in items.items()
+    }
     if all(isinstance(key, str) for key in coded):
         return {"dict": coded}
     return {"pairs": [[key, value] for key, value in coded.items()]}
@@ -202,9 +220,25 @@ def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return makers[kind](inside)
 
 
+def _check_number(value: Any, path: str) -> None:
+    if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
+        msg = (
+            f"{path} has an integer of {value.bit_length()} bits; at most"
+            f" {_LARGEST_BITS} are saved or sent."
+        )
+        raise PlainDataError(msg)
+
+
 def _check_storable(tensor: torch.Tensor, path: str) -> None:
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    if (
+        tensor.is_meta
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+    ):
+        kind = str(tensor.layout)
+        if tensor.is_quantized or tensor.is_nested:
+            kind = "quantized" if tensor.is_quantized else "nested"
         msg = (
             f"{path} is a {kind} tensor on {tensor.device}; only dense tensors"
             " with values are saved. Give its to_dense(), or its parts."
@@ -215,6 +249,9 @@ def _check_storable(tensor: torch.Tensor, path: str) -> None:
             f"{path} is a {type(tensor).__name__}, of whose own making nothing would be"
             " saved. Give its parts as plain tensors."
         )
+        raise PlainDataError(msg)
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        msg = f"{path} is a tensor whose memory was freed; save before that, or give None."
         raise PlainDataError(msg)
     if tensor.dtype not in _DTYPES:
         msg = (

@@ -93,8 +93,15 @@ def launch_script(
             return 128 + error.sigval
         else:
             return 0
-    _say(_report(failures, nproc=nproc, started=started))
-    return failures[0].exit_code
+    first = failures[0]
+    if first.left_on_signal and all(
+        each.left_on_signal or each.was_told_to_end for each in failures
+    ):
+        name = signal.Signals(first.exit_code - 128).name
+        _say(f"all ranks left on {name}, first rank {first.rank}.")
+    else:
+        _say(_report(failures, nproc=nproc, started=started))
+    return first.exit_code
 
 
 def _check(script: str, *, nproc: int, module: bool) -> None:
@@ -236,6 +243,12 @@ class _Failure:
     @property
     def was_told_to_end(self) -> bool:
         return not self.error and self.status == -signal.SIGTERM
+
+    @property
+    def left_on_signal(self) -> bool:
+        """Whether it left `af.stopping`, or so: by an exit that says which signal came."""
+        named = self.error == f"SystemExit: {self.status}"
+        return named and self.status - 128 in (signal.SIGTERM, signal.SIGINT)
 
     @property
     def exit_code(self) -> int:

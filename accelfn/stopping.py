@@ -71,7 +71,8 @@ def stopping(
     Inside the block such a signal is only noted. Ask `requested()` at each step's end, on
     all ranks; when it is true, save and leave the block, which ends the process with exit
     code 128 plus the signal's number: 143 after SIGTERM. A scheduler that sees it knows that
-    the run was not finished. Left without such a request, the block ends nothing.
+    the run was not finished. Left without such a request, the block ends nothing; a signal
+    that came after it was last asked for comes again, as if there were no block.
 
     Args:
         world: whose ranks end together, whichever of them was asked.
@@ -92,15 +93,17 @@ def stopping(
     try:
         _asked.stop = stop
         if threading.current_thread() is threading.main_thread():
-            for each in signals:
+            for each in dict.fromkeys(signals):
                 handlers[each] = _take(each)
         yield stop
     finally:
-        _asked.stop = before
         for each, handler in handlers.items():
-            signal.signal(each, handler)
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        _asked.stop = before  # last: what comes meanwhile is noted
     if stop.signal is not None:
         sys.exit(128 + stop.signal)
+    if stop.received in handlers:
+        signal.raise_signal(stop.received)
 
 
 def _take(number: signal.Signals) -> Any:

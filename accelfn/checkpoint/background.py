@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from accelfn.checkpoint import commit
+from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.errors import CheckpointWriteError
 
@@ -71,9 +71,7 @@ class Talk:
         """
         self.turn += 1
         said = self.directory / f"{self.turn}-{self.rank}"
-        unfinished = said.with_name(f".{said.name}")
-        unfinished.write_text(text)
-        unfinished.rename(said)
+        disk.tell(said, text)
         wanted = [self.directory / f"{self.turn}-{rank}" for rank in range(self.size)]
         pause, end = 0.001, time.monotonic() + _PATIENCE
         while absent := [path for path in wanted if not path.exists()]:

@@ -29,11 +29,17 @@ import torch
 from accelfn.checkpoint import disk, files
 from accelfn.checkpoint.manifest import NAME, Manifest, rank_file
 from accelfn.checkpoint.slices import Slice
-from accelfn.errors import CheckpointError, CheckpointWriteError, PlainDataError
+from accelfn.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    DirectoryInUseError,
+    PlainDataError,
+)
 
 Exchange: TypeAlias = Callable[[str, str], list[str]]
 """What is done, and a rank's text: the texts of all ranks, in rank order."""
 
+_SPEECHLESS = "failed OSError it had no room to say why"
 _FAILURES = (OSError, CheckpointError, PlainDataError, safetensors.SafetensorError)
 
 
@@ -76,29 +82,45 @@ class Save:
         return partial_of(self.final)
 
     def agreed(
-        self, exchange: Exchange, what: str, act: Callable[[], str | None]
+        self,
+        exchange: Exchange,
+        what: str,
+        act: Callable[[], str | None],
+        *,
+        commits: bool = False,
     ) -> list[str]:
         """Act on every rank and return all results, or raise on every rank.
 
+        If it commits, rank 0 alone has acted, and where it had no room to say so, the name is
+        there or not.
+
         Raises:
             CheckpointWriteError: a rank could not; it and its reason are named.
+            DirectoryInUseError: another job holds the directory.
         """
         failure: Exception | None = None
         try:
             outcome = f"ok {act() or ''}"
         except _FAILURES as error:
-            failure, outcome = error, f"failed {error}"
+            failure, outcome = error, f"failed {type(error).__name__} {error}"
         outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
+        if commits:
+            done = not outcomes[0] and self.final.exists()
+            outcomes = ["ok "] if done else outcomes[:1]
         for rank, text in enumerate(outcomes):
-            if text.startswith("failed "):
-                if self.rank == 0 and what != "begin":
+            if not text.startswith("ok "):
+                # before "begin" went well on rank 0, what is there is not of this save
+                if self.rank == 0 and (what != "begin" or failure is None):
                     with suppress(OSError):
                         disk.remove(self.partial)
+                kind, _, reason = (text or _SPEECHLESS)[7:].partition(" ")
                 msg = (
                     f"The state of step {self.step} was not saved: rank {rank} could not"
-                    f" {what}: {text[7:]}"
+                    f" {what}: {reason}"
                 )
-                raise CheckpointWriteError(msg) from failure
+                in_use = kind == DirectoryInUseError.__name__
+                error_type = DirectoryInUseError if in_use else CheckpointWriteError
+                raise error_type(msg) from failure
         return [text[3:] for text in outcomes]
 
 
@@ -139,7 +161,7 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
         try:
             file = files.write(save.partial / name, mine, metadata)
         except OSError as error:
-            raise _explained(error, save.partial / name, mine) from error
+            raise explained(error, save.partial / name, mine) from error
         return json.dumps(file.to_plain())
 
     written = save.agreed(exchange, "write its file", write_file)
@@ -164,7 +186,7 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
         disk.flush(save.partial)
         disk.rename(save.partial, save.final)
 
-    save.agreed(exchange, "write the manifest", name_it)
+    save.agreed(exchange, "write the manifest", name_it, commits=True)
 
 
 def _said(save: Save, contents: Contents) -> str:
@@ -244,7 +266,7 @@ def _mine(
     return {name: tensor for name, tensor in tensors.items() if name in mine}
 
 
-def _explained(
+def explained(
     error: OSError, path: Path, tensors: Mapping[str, torch.Tensor]
 ) -> OSError:
     """Return the error with how much room there was."""

@@ -25,16 +25,19 @@ class Differences:
         unexpected: there, and not expected.
         shapes: of another shape: how.
         dtypes: of another dtype alone: how.
+        uncastable: those of them that cannot be converted: floats to integers, complex to
+            real.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     shapes: Mapping[str, str]
     dtypes: Mapping[str, str]
+    uncastable: tuple[str, ...]
 
-    def told(self, where: str) -> str:
+    def told(self, where: str, whose: str = "the state's") -> str:
         """Return the differences as text, with the nearest name beside each."""
-        rows = [f"{where} differ from the state's:"]
+        rows = [f"{where} differ from {whose}:"]
         for what, names, others in (
             ("missing", self.missing, self.unexpected),
             ("unexpected", self.unexpected, self.missing),
@@ -72,6 +75,9 @@ def differences(
             for n in both
             if saved[n].shape == current[n].shape and saved[n].dtype != current[n].dtype
         },
+        uncastable=tuple(
+            n for n in both if not torch.can_cast(saved[n].dtype, current[n].dtype)
+        ),
     )
 
 

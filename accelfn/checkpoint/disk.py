@@ -7,19 +7,30 @@ was: what a file system keeps of the rest after a crash is any part of it (Pilla
 """
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 Chunk: TypeAlias = bytes | memoryview
 
 
+def make(directory: Path) -> None:
+    """Make a directory and its parents where they are not there, and let them last."""
+    if not directory.is_dir():
+        make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        flush(directory.parent)
+
+
 def create(directory: Path) -> None:
     """Make a directory, and its parents; it must not exist."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    make(directory.parent)
     directory.mkdir()
 
 
@@ -31,13 +42,16 @@ def write(
     A flush that failed is not tried again: its pages count as clean, and are lost
     (Rebello et al. 2020, "Can Applications Recover from fsync Failures?").
     """
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            if seen is not None:
-                seen(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                if seen is not None:
+                    seen(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _named(error, path) from error
 
 
 def flush(directory: Path) -> None:
@@ -45,22 +59,85 @@ def flush(directory: Path) -> None:
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise _named(error, directory) from error
     finally:
         os.close(handle)
 
 
 def rename(path: Path, new: Path) -> None:
-    """Give a directory a name that nothing has, and make it last."""
+    """Give a directory a name that nothing has, and make it last, or leave the old one."""
     if new.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     path.rename(new)
-    flush(new.parent)
+    try:
+        flush(new.parent)
+    except OSError:
+        new.rename(path)
+        raise
 
 
-def remove(directory: Path) -> None:
-    """Remove a directory and all in it, if it is there."""
-    if directory.exists():
-        shutil.rmtree(directory)
+def remove(path: Path) -> None:
+    """Remove a file, or a directory and all in it, if it is there."""
+    with suppress(FileNotFoundError):  # another process removes it too
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def claim(path: Path, text: str) -> bool:
+    """Write a small file that is whole once it is there; return False if there is one."""
+    draft = path.with_name(f".tmp-{uuid.uuid4().hex}")
+    try:
+        write(draft, [text.encode()])
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            return _claim_unlinked(path, text)
+    finally:
+        with suppress(OSError):  # the next save removes it
+            remove(draft)
+    return True
+
+
+def _claim_unlinked(path: Path, text: str) -> bool:
+    """Do it on a file system without links: a crash may leave a part of the text."""
+    try:
+        write(path, [text.encode()])
+    except FileExistsError:
+        return False
+    except OSError:
+        remove(path)
+        raise
+    return True
+
+
+def withdraw(path: Path, text: str) -> bool:
+    """Remove a file if it says this; of the processes that try it at once, one does."""
+    try:
+        with path.open("rb+") as file:
+            with suppress(OSError):  # not every file system has these locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            if not is_same or file.read() != text.encode():
+                return False
+            path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def tell(path: Path, text: str) -> None:
+    """Let the other ranks read a text, whole or, where there is no room, none of it."""
+    unfinished = path.with_name(f".{path.name}")
+    try:
+        unfinished.write_text(text)
+        unfinished.rename(path)
+    except OSError:
+        path.touch()
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -74,3 +151,10 @@ def open_plain(path: Path) -> BinaryIO:
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(handle, "rb", buffering=0)
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """Return the error with the path in it, which a failed write or flush does not say."""
+    if error.filename is not None or error.errno is None:
+        return error
+    return OSError(error.errno, os.strerror(error.errno), str(path))

@@ -46,8 +46,8 @@ class Source:
     def fields(self) -> dict[str, Any]:
         """Return all fields."""
         trees = {
-            unit: self.manifest.tree_of(unit, self.rank)
-            for unit in self.manifest.trees
+            unit: tree
+            for unit, tree in self.manifest.trees_of(self.rank).items()
             if unit.removeprefix("slots.") not in self.slots
         }
         names = {name for tree in trees.values() for name in tensors_in(tree)}
@@ -191,7 +191,8 @@ def _sharded(state: TrainState) -> Mapping[str, torch.Tensor]:
 def _averaging(state: TrainState, source: Source) -> Source:
     """Return the source with the ranks' weights in a mean."""
     manifest = source.manifest
-    merging = [e for e in state.setup.having("merge") if e.name in manifest.transforms]
+    saved = {e for e in manifest.transforms if f"slots.{e}" in manifest.trees}
+    merging = [e for e in state.setup.having("merge") if e.name in saved]
     with_mean = {"params", "buffers", "opt_state"}
     with_mean |= {f"slots.{each.name}" for each in state.setup}
     apart = {
@@ -211,12 +212,19 @@ def _averaging(state: TrainState, source: Source) -> Source:
         raise CheckpointError(msg)
     (transform,) = merging
     slots = [_slot(source, transform.name, i) for i in range(manifest.world_size)]
-    weights, slot = transform.merge(slots)
+    try:
+        weights, slot = transform.merge(slots)
+    except Exception as error:
+        msg = (
+            f"{source.folder}: {transform.name} cannot merge what its ranks saved:"
+            f" {error!r}."
+        )
+        raise CheckpointError(msg) from error
     return attrs.evolve(source, weights=tuple(weights), slots={transform.name: slot})
 
 
 def _slot(source: Source, name: str, rank: int) -> Any:
     """Return a transform's slot as a rank had it."""
-    tree = source.manifest.tree_of(f"slots.{name}", rank)
+    tree = source.manifest.trees_of(rank)[f"slots.{name}"]
     of_rank = attrs.evolve(source, rank=rank)
     return decode(tree, of_rank.tensors(set(tensors_in(tree))))

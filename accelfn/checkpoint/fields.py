@@ -98,7 +98,7 @@ class Tensors(Table):
 
     def put(self, tensor: torch.Tensor, path: str) -> str:
         """Return a tensor's name; one that stands in two places has one."""
-        place = slice_of(tensor)
+        place = slice_of(tensor, path)
         if place is None:
             return super().put(tensor, path)
         local = self._locals.setdefault(id(tensor), cast("Any", tensor).to_local())

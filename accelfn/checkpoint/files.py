@@ -10,11 +10,13 @@ the tensor that has changed, and the last is what `sha256sum` says of the file.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, BinaryIO, Self, TypeAlias, cast
 
 import attrs
 import torch
@@ -25,6 +27,13 @@ from accelfn.errors import CheckpointCorruptError
 _LARGE = 1 << 20
 """Bytes from which on a chunk is hashed beside its writing or reading."""
 _BLOCK = 1 << 24
+_LARGEST_HEADER = 1 << 28
+_MOST_DIMS = 64
+_AHEAD = 2
+"""Blocks that may wait to be hashed."""
+
+Mark: TypeAlias = Callable[[], str]
+"""Waits for a digest, and returns it."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -104,6 +113,9 @@ class File:
         given: dict[str, Any] = {**plain, "tensors": tensors}
         file = cls(**given)
         at = min((each.begin for each in tensors.values()), default=file.size)
+        if at > _LARGEST_HEADER:
+            msg = f"its header is said to have {at} bytes"
+            raise ValueError(msg)
         for name, each in tensors.items():
             if each.begin != at or each.end != at + _bytes_of(each):
                 msg = f"{name!r} is said to lie at bytes {each.begin} to {each.end}"
@@ -116,12 +128,16 @@ class File:
 
 
 def _bytes_of(entry: Entry) -> int:
-    if entry.dtype not in DTYPES or any(
-        not isinstance(n, int) or n < 0 for n in entry.shape
+    if (
+        entry.dtype not in DTYPES
+        or len(entry.shape) > _MOST_DIMS
+        or any(type(n) is not int or n < 0 for n in entry.shape)
+        # torch multiplies the lengths, but those that are 0, in 64 bits
+        or math.prod(n for n in entry.shape if n) * 16 >= 2**63
     ):
         msg = f"{entry.dtype!r} of shape {entry.shape} is no tensor"
         raise ValueError(msg)
-    return torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
+    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
 def write(
@@ -134,26 +150,24 @@ def write(
     # the largest items first, so that each tensor lies at a multiple of its item's size
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, places = _header({name: tensors[name] for name in order}, metadata)
-    ends: list[str] = []
+    marks: list[Mark] = []
 
     def chunks() -> Iterator[disk.Chunk]:
         yield header
-        ends.append(digest.so_far())
+        marks.append(digest.mark())
         for name in order:
-            raw = bytes_of(tensors[name])
-            for start in range(0, len(raw), _BLOCK):
-                yield raw[start : start + _BLOCK]
-            ends.append(digest.so_far())
+            yield from _blocks(bytes_of(tensors[name]))
+            marks.append(digest.mark())
 
     with _Digest() as digest:
         disk.write(path, chunks(), digest.add)
-        whole = digest.so_far()
+        first, *ends = [mark() for mark in marks]
     entries = {
         name: Entry(*places[name], sha256=end)
-        for name, end in zip(order, ends[1:], strict=True)
+        for name, end in zip(order, ends, strict=True)
     }
     size = max((entry.end for entry in entries.values()), default=len(header))
-    return File(size, whole, ends[0], entries)
+    return File(size, ends[-1] if ends else first, first, entries)
 
 
 def read(
@@ -177,45 +191,67 @@ def read(
         CheckpointCorruptError: it is not there, or not what was written; the first tensor
             that has changed is named.
     """
-    found: dict[str, torch.Tensor] = {}
     try:
         with disk.open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size != file.size:
                 msg = f"{path}: {size} bytes, the manifest says {file.size}."
                 raise CheckpointCorruptError(msg)
-            if not verify:
-                for name in wanted:
-                    entry = file.tensors[name]
-                    stream.seek(entry.begin)
-                    tensor = entry.empty()
-                    _fill(stream, bytes_of(tensor))
-                    found[name] = tensor.to(device)
-                return found
-            stream.seek(0)
-            with _Digest() as digest:
-                begin = min(
-                    (each.begin for each in file.tensors.values()), default=size
-                )
-                header = memoryview(bytearray(begin))
-                _fill(stream, header)
-                digest.add(header)
-                _compare(digest, path, "its header", file.header_sha256)
-                for name, entry in file.tensors.items():
-                    tensor = entry.empty()
-                    raw = bytes_of(tensor)
-                    for start in range(0, len(raw), _BLOCK):
-                        block = raw[start : start + _BLOCK]
-                        _fill(stream, block)
-                        digest.add(block)
-                    _compare(digest, path, name, entry.sha256)
-                    if name in wanted:
-                        found[name] = tensor.to(device)
-                _compare(digest, path, "the whole", file.sha256)
+            reader = _read_verified if verify else _read_some
+            found = reader(stream, path, file, wanted)
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
+    return {name: tensor.to(device) for name, tensor in found.items()}
+
+
+def _read_some(
+    stream: BinaryIO, _path: Path, file: File, wanted: AbstractSet[str]
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name in wanted:
+        entry = file.tensors[name]
+        stream.seek(entry.begin)
+        found[name] = entry.empty()
+        for block in _blocks(bytes_of(found[name])):
+            _fill(stream, block)
     return found
+
+
+def _read_verified(
+    stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str]
+) -> dict[str, torch.Tensor]:
+    """Read all of a file, hashing each block while the next is read."""
+    found: dict[str, torch.Tensor] = {}
+    stream.seek(0)
+    begin = min((each.begin for each in file.tensors.values()), default=file.size)
+    with _Digest() as digest:
+        header = memoryview(bytearray(begin))
+        _fill(stream, header)
+        digest.add(header)
+        marks = [("its header", digest.mark(), file.header_sha256)]
+        for name, entry in file.tensors.items():
+            tensor = entry.empty()
+            for block in _blocks(bytes_of(tensor)):
+                _fill(stream, block)
+                digest.add(block)
+            marks.append((name, digest.mark(), entry.sha256))
+            if name in wanted:
+                found[name] = tensor
+        marks.append(("the whole", digest.mark(), file.sha256))
+        for what, mark, expected in marks:
+            if mark() != expected:
+                msg = (
+                    f"{path} is not what was saved: {what} differs in its SHA-256. Load"
+                    " another checkpoint."
+                )
+                raise CheckpointCorruptError(msg)
+    return found
+
+
+def _blocks(raw: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(raw), _BLOCK):
+        yield raw[start : start + _BLOCK]
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -228,8 +264,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense)
-    flat = dense.reshape(-1).view(torch.uint8)
-    return memoryview(cast("Any", flat.numpy()))
+    flat = dense.reshape(-1)
+    if flat.stride() != (1,):  # of one element or none, any stride is in one piece
+        flat = torch.empty_strided(flat.shape, (1,), dtype=flat.dtype).copy_(flat)
+    return memoryview(cast("Any", flat.view(torch.uint8).numpy()))
 
 
 def _header(
@@ -263,43 +301,39 @@ def _fill(stream: Any, buffer: memoryview) -> None:
         at += got
 
 
-def _compare(digest: "_Digest", path: Path, what: str, expected: str) -> None:
-    if digest.so_far() != expected:
-        msg = (
-            f"{path} is not what was saved: {what} differs in its SHA-256. Load another"
-            " checkpoint."
-        )
-        raise CheckpointCorruptError(msg)
-
-
 class _Digest:
-    """SHA-256 of chunks, the large ones hashed while the next is written or read."""
+    """SHA-256 of chunks in a thread of its own, while others are written or read."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._pool = ThreadPoolExecutor(1, "accelfn-sha256")
-        self._under_way: Any = None
+        self._pending: deque[Future[Any]] = deque()
 
     def add(self, chunk: disk.Chunk) -> None:
-        """Take a chunk, which must not change before the next call."""
-        self._wait()
-        if len(chunk) < _LARGE:
+        """Take a chunk, which must not change any more."""
+        if len(chunk) < _LARGE and self._is_idle():
             self._hash.update(chunk)
-        else:
-            self._under_way = self._pool.submit(self._hash.update, chunk)
+            return
+        while len(self._pending) > _AHEAD:
+            self._pending.popleft().result()
+        self._pending.append(self._pool.submit(self._hash.update, chunk))
 
-    def so_far(self) -> str:
-        """Return the digest of all that was added."""
-        self._wait()
-        return self._hash.copy().hexdigest()
+    def mark(self) -> Mark:
+        """Return what waits for the digest of all that was added until now."""
+        if self._is_idle():
+            digest = self._hash.copy()
+            return digest.hexdigest
+        copied = self._pool.submit(self._hash.copy)
+        self._pending.append(copied)  # a chunk that came before it would be in it
+        return lambda: copied.result().hexdigest()
 
-    def _wait(self) -> None:
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
+    def _is_idle(self) -> bool:
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        return not self._pending
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)

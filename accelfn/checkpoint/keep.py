@@ -56,13 +56,18 @@ def best_of(directory: Path, metric: str, mode: str) -> list[int]:
 
 
 def remove_others(directory: Path, kept: Sequence[int]) -> None:
-    """Remove all checkpoints but some: first their names, then what they were.
+    """Remove all checkpoints but some."""
+    for step in steps_in(directory):
+        if step not in kept:
+            discard(directory, step)
+
+
+def discard(directory: Path, step: int) -> None:
+    """Remove a checkpoint: first its name, then what it was.
 
     So a crash between leaves a directory that is no checkpoint, not half of one.
     """
-    for step in steps_in(directory):
-        if step not in kept:
-            gone = directory / f".tmp-{name_of(step)}.gone"
-            disk.remove(gone)
-            disk.rename(directory / name_of(step), gone)
-            disk.remove(gone)
+    gone = directory / f".tmp-{name_of(step)}.gone"
+    disk.remove(gone)
+    disk.rename(directory / name_of(step), gone)
+    disk.remove(gone)

@@ -68,7 +68,8 @@ def load(
             else stays the given state's.
         missing: with `only`: "init" leaves what the checkpoint lacks as the given state has it.
         extra: with `only`: "ignore" leaves out what the state has no place for.
-        cast: with `only`: convert parameters and buffers to the state's dtypes.
+        cast: with `only`: convert parameters and buffers to the state's dtypes; not floats to
+            integers, complex to real, or what is finite to what is not.
 
     Returns: the state; with `only`, a `Loaded`, whose `state` it is.
 
@@ -89,7 +90,8 @@ def load(
     manifest = read_manifest(folder)
     source = source_of(state, manifest, folder, verify=verify)
     if only is not None:
-        wanted = Wanted(tuple(only), missing=missing, extra=extra, cast=cast)
+        names = (only,) if isinstance(only, str) else tuple(only)
+        wanted = Wanted(names, missing=missing, extra=extra, cast=cast)
         return load_part(state, source, wanted, allow)
     compare.check_transforms(state, manifest, folder)
     compare.check_optimizer(state, manifest, folder)

@@ -4,6 +4,9 @@
 import json
 import os
 import socket
+import sys
+import uuid
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, cast
@@ -18,63 +21,74 @@ NAME = ".lock"
 
 @attrs.frozen
 class Lock:
-    """A lock that this process holds.
+    """What this process says in a lock's file when it holds it.
 
     Attributes:
-        path: of its file.
-        text: what is in it.
+        path: of the file.
+        pid: of this process; one forked from it holds nothing.
+        text: what is in the file.
     """
 
     path: Path
+    pid: int
     text: str
 
     @classmethod
-    def take(cls, directory: Path) -> Self:
-        """Take the lock of a directory; a dead process's of this host is taken over.
+    def of(cls, directory: Path) -> Self:
+        """Return a lock of a directory, not taken yet."""
+        pid = os.getpid()
+        mine = {
+            "host": socket.gethostname(),
+            "pid": pid,
+            "begun": _begun(pid),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            "token": uuid.uuid4().hex,  # of two locks of one process
+        }
+        return cls(directory / NAME, pid, json.dumps(mine))
+
+    def take(self) -> None:
+        """Take it, if it is not taken; a dead process's of this host is taken over.
 
         Raises:
             DirectoryInUseError: another process holds it, or one on another host did.
         """
-        mine = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "begun": _begun(os.getpid()),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        lock = cls(directory / NAME, json.dumps(mine))
-        for _ in range(2):
-            try:
-                disk.write(lock.path, [lock.text.encode()])
-            except FileExistsError:
-                _refuse_living(lock.path)
-                lock.path.unlink(missing_ok=True)
-            else:
-                return lock
-        return cls.take(directory)
+        while (found := _text_of(self.path)) != self.text:
+            if found is None:
+                disk.claim(self.path, self.text)
+                continue
+            holder = _refuse_living(self.path, found)
+            if disk.withdraw(self.path, found):
+                sys.stderr.write(
+                    f"accelfn: taking over {self.path} of {holder}, which is gone\n"
+                )
 
     def release(self) -> None:
-        """Let others take it, if it is still this process's."""
-        try:
-            if self.path.read_text() == self.text:
-                self.path.unlink()
-        except OSError:
-            return
+        """Let others take it, if it is this process's."""
+        if self.pid == os.getpid():
+            with suppress(OSError):
+                disk.withdraw(self.path, self.text)
 
 
-def _refuse_living(path: Path) -> None:
-    """Raise unless the lock's process was on this host, and is dead."""
+def _text_of(path: Path) -> str | None:
     try:
-        text = path.read_text()
+        return path.read_text()
     except FileNotFoundError:
-        return
+        return None
+
+
+def _refuse_living(path: Path, text: str) -> str:
+    """Return which process held a lock, which was one of this host and is dead.
+
+    Raises:
+        DirectoryInUseError: that is not so, or nobody can tell, for the text is cut off.
+    """
     try:
         holder = cast("dict[str, Any]", json.loads(text))
         host, pid, since = holder["host"], int(holder["pid"]), holder["since"]
-    except (ValueError, KeyError, TypeError):  # cut off as it was written
+    except (ValueError, KeyError, TypeError):
         host, pid, since, holder = "an unknown host", 0, "an unknown time", {}
-    dead = host == socket.gethostname() and _begun(pid) != holder.get("begun")
-    if dead:
-        return
+    if host == socket.gethostname() and _begun(pid) != holder.get("begun"):
+        return f"process {pid} of this host (since {since})"
     msg = (
         f"{path.parent} is in use: a job writes its checkpoints there, held by {host}:{pid}"
         f" since {since}. Give each job a directory of its own; if that one is gone, remove"

@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what a checkpoint holds, and where, as JSON that carries its own digest."""
+"""The manifest: what a checkpoint holds, and where, as JSON that carries its own digest.
+
+The digest is on the second line, and that of all lines behind it.
+"""
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import attrs
 
-from accelfn.checkpoint import disk
+from accelfn.checkpoint import disk, grammar
 from accelfn.checkpoint.files import File
-from accelfn.codec import tensors_in
+from accelfn.codec import Table, decode, encode, tensors_in
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
 FORMAT = 1
 NAME = "manifest.json"
 _LARGEST = 1 << 28
 """Bytes of a manifest that are read; a million tensors have fewer."""
-_FILE = re.compile(r"rank-\d{5}\.safetensors")
+_DEPTH = 4
+"""Tables in tables that are broken into lines."""
+_SEAL = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",\n')
 
 
 @attrs.frozen(kw_only=True)
@@ -38,6 +44,7 @@ class Manifest:
         sharded: by name: dtype and shape of the whole, and which slice each file has.
         metrics: numbers that were given with it.
         kept: SHA-256 of the frozen parameters that were not written.
+        persistent: the buffers that belong in an exported model.
         files: by name.
     """
 
@@ -52,16 +59,26 @@ class Manifest:
     sharded: Mapping[str, Any]
     metrics: Mapping[str, float]
     kept: Mapping[str, str]
+    persistent: tuple[str, ...]
     files: Mapping[str, File]
 
     def to_bytes(self) -> bytes:
-        """Return it as JSON, with a digest of its own canonical form."""
+        """Return it as JSON, with a digest of it on its second line.
+
+        Raises:
+            CheckpointError: it would be longer than what is read.
+        """
         plain = {
             "format": FORMAT,
             **attrs.asdict(self, recurse=False),
+            "metrics": {n: encode(v, Table()) for n, v in self.metrics.items()},
             "files": {name: file.to_plain() for name, file in self.files.items()},
         }
-        return json.dumps({"sha256": _digest(plain), **plain}, indent=1).encode()
+        said = _lines(plain).encode().removeprefix(b"{\n")
+        if len(said) > _LARGEST - 100:
+            msg = f"its manifest would have {len(said)} bytes; at most {_LARGEST} are read."
+            raise CheckpointError(msg)
+        return b'{\n "sha256": "%s",\n' % _digest(said).encode() + said
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -73,33 +90,68 @@ class Manifest:
         """
         try:
             plain = json.loads(data, object_pairs_hook=_each_once)
-            version, seal = plain.pop("format"), plain.pop("sha256", None)
+            version = plain.pop("format")
+            plain.pop("sha256", None)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             msg = f"it is no manifest of a checkpoint: {e}"
             raise CheckpointCorruptError(msg) from e
-        if version != FORMAT:
-            msg = f"it has format {version!r}; this version of accelfn reads {FORMAT}."
+        if type(version) is int and version != FORMAT:
+            msg = (
+                f"it has format {version}; this version of accelfn reads {FORMAT}. Load it"
+                " with the version that wrote it, or a newer one."
+            )
             raise CheckpointError(msg)
-        if seal != _digest({"format": version, **plain}):
+        seal = _SEAL.match(data)
+        if seal is None or seal[1].decode() != _digest(data[seal.end() :]):
             msg = "it is not what was saved: its SHA-256 differs. Load another checkpoint."
             raise CheckpointCorruptError(msg)
         try:
+            if type(version) is not int:
+                raise ValueError(f"its format is {version!r}")  # noqa: TRY301, TRY003, EM102
             return cls._of(plain)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             msg = f"it is no manifest of a checkpoint: {error}"
             raise CheckpointCorruptError(msg) from error
 
     @classmethod
     def _of(cls, plain: dict[str, Any]) -> Self:
-        files = {}
-        for name, each in plain.pop("files").items():
-            if not _FILE.fullmatch(name):
-                msg = f"{name!r} is not the name of one of a checkpoint's files"
-                raise ValueError(msg)
-            files[name] = File.from_plain(each)
-        for name in ("transforms", "trees_by_rank", "per_rank"):
+        grammar.check(plain)
+        files = {
+            name: File.from_plain(each) for name, each in plain.pop("files").items()
+        }
+        grammar.check_files(plain["world_size"], files)
+        grammar.check_sharded(plain["sharded"], files)
+        for name in ("transforms", "trees_by_rank", "per_rank", "persistent"):
             plain[name] = tuple(plain[name])
-        return cls(**plain, files=files)
+        metrics = {n: float(decode(v, {})) for n, v in plain.pop("metrics").items()}
+        manifest = cls(**plain, metrics=metrics, files=files)
+        manifest._check_tensors()
+        return manifest
+
+    def _check_tensors(self) -> None:
+        """Refuse trees of tensors that no file has.
+
+        Raises:
+            ValueError: another number of ranks has trees.
+            CheckpointCorruptError: no file has a tensor.
+        """
+        if len(self.trees_by_rank) not in (0, self.world_size):
+            msg = f"{self.world_size} ranks have {len(self.trees_by_rank)} trees"
+            raise ValueError(msg)
+        own, apart = set(self.per_rank), set[str]().union(*self.trees_by_rank)
+        for unit, tree in self.trees.items():
+            names = set(tensors_in(tree))
+            self._find(names, 0)
+            for rank in range(self.world_size if names & own else 0):
+                self._find(names & own if unit not in apart else (), rank)
+        for rank, trees in enumerate(self.trees_by_rank):
+            for tree in trees.values():
+                self._find(tensors_in(tree), rank)
+
+    def _find(self, tensors: Iterable[str], rank: int) -> None:
+        for name in tensors:
+            if name not in self.sharded:
+                self.file_of(name, rank)
 
     def file_of(self, tensor: str, rank: int) -> str:
         """Return which file has a tensor, for what was this rank.
@@ -110,17 +162,27 @@ class Manifest:
         own = rank_file(rank)
         if own in self.files and tensor in self.files[own].tensors:
             return own
-        for name, file in self.files.items():
-            if tensor in file.tensors and tensor not in self.per_rank:
-                return name
-        msg = f"the manifest names a tensor {tensor!r} that no file has."
-        raise CheckpointCorruptError(msg)
+        if tensor not in self._places:
+            msg = f"it names a tensor {tensor[:80]!r} that no file has."
+            raise CheckpointCorruptError(msg)
+        return self._places[tensor]
 
-    def tree_of(self, unit: str, rank: int) -> Any:
-        """Return the tree of a unit, as plain data, of what was this rank."""
-        if self.trees_by_rank and unit in self.trees_by_rank[rank]:
-            return self.trees_by_rank[rank][unit]
-        return self.trees[unit]
+    @cached_property
+    def _places(self) -> Mapping[str, str]:
+        """Which file has each tensor that all ranks had alike."""
+        own = set(self.per_rank)
+        return {
+            tensor: name
+            for name, file in self.files.items()
+            for tensor in file.tensors
+            if tensor not in own
+        }
+
+    def trees_of(self, rank: int) -> dict[str, Any]:
+        """Return the trees by unit, as plain data, of what was this rank."""
+        apart = set[str]().union(*self.trees_by_rank)
+        common = {unit: tree for unit, tree in self.trees.items() if unit not in apart}
+        return common | dict(self.trees_by_rank[rank] if apart else {})
 
     @property
     def differs(self) -> tuple[str, ...]:
@@ -176,8 +238,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _digest(plain: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+def _lines(value: Any, depth: int = 0) -> str:
+    """Return JSON with a tensor a line."""
+    if depth == _DEPTH or not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    items = cast("dict[str, Any]", value).items()
+    space = " " * depth
+    lines = (f"{space} {json.dumps(k)}: {_lines(v, depth + 1)}" for k, v in items)
+    return "{\n" + ",\n".join(lines) + f"\n{space}}}"
+
+
+def _digest(said: bytes) -> str:
+    return hashlib.sha256(said).hexdigest()
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.commit import digests
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.fields import FIELDS, fields_of, with_fields
+from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state import TrainState
 
@@ -21,8 +23,7 @@ class Loaded:
     Attributes:
         state: the given state with what was loaded.
         loaded: the names that were loaded, as `params.head.weight`.
-        missing: the state's names that the checkpoint lacks, or that were not asked for; they
-            are as they were.
+        missing: what was asked for and the checkpoint lacks; it is as it was in the state.
         unexpected: the checkpoint's names that the state has no place for.
         cast: what was converted, from which dtype to which.
     """
@@ -85,6 +86,7 @@ class Wanted:
         return bool(
             found.shapes
             or (found.dtypes and not self.cast)
+            or found.uncastable
             or (found.missing and self.missing == "error")
             or (found.unexpected and self.extra == "error")
         )
@@ -112,14 +114,15 @@ def load_part(
                 loaded.append(field)
             continue
         taken = wanted.of(field, saved[field])
-        found = _compared(field, taken, wanted.of(field, _places(field, fields, taken)))
+        found = _compared(field, taken, _places(field, fields, taken, wanted))
         if wanted.refuses(found):
             refused.append(found.told(f"{folder}: {field}"))
             continue
         taken = {n: value for n, value in taken.items() if n not in found.unexpected}
         for name in found.dtypes:
             cast[f"{field}.{name}"] = found.dtypes[name]
-            taken[name] = taken[name].to(current[name].dtype)
+            place = f"{folder}: {field}.{name}"
+            taken[name] = _converted(taken[name], current[name].dtype, place)
         fields[field] = {**current, **taken}
         loaded += [f"{field}.{name}" for name in taken]
         missing += [f"{field}.{name}" for name in found.missing]
@@ -135,11 +138,37 @@ def load_part(
     )
 
 
+def _converted(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
+    """Return a tensor as another dtype, in which every finite value is one.
+
+    Raises:
+        CheckpointError: some is not.
+    """
+    new = tensor.to(dtype)
+    # not all dtypes are asked what is finite; float64 is, and has their values
+    wide = (
+        t.to(torch.complex128 if t.is_complex() else torch.float64)
+        for t in (tensor, new)
+    )
+    before, after = (each.isfinite() for each in wide)
+    if (before & ~after).any():
+        msg = (
+            f"{place} has values that {dtype} has not; it was saved as {tensor.dtype}."
+        )
+        raise CheckpointError(msg)
+    return new
+
+
 def _places(
-    field: str, fields: Mapping[str, Any], saved: Mapping[str, Any]
+    field: str, fields: Mapping[str, Any], saved: Mapping[str, Any], wanted: Wanted
 ) -> dict[str, Any]:
-    """Return what a state has a place for, by name."""
-    places = dict(fields[field])
+    """Return what is asked for and a state has a place for, by name."""
+    places = wanted.of(field, fields[field])
+    if field == "slots":  # a slot that neither has is missing
+        asked = (
+            n.removeprefix("slots.") for n in wanted.only if n.startswith("slots.")
+        )
+        places |= dict.fromkeys(name for name in asked if name not in saved)
     if field == "opt_state":  # an optimizer that has not begun has entries to come
         named = {*fields["params"], *(n for n in saved if n.startswith("<group "))}
         places |= dict.fromkeys(named & saved.keys())
@@ -156,6 +185,7 @@ def _compared(
         unexpected=tuple(name for name in saved if name not in places),
         shapes={},
         dtypes={},
+        uncastable=(),
     )
 
 
@@ -168,7 +198,7 @@ def with_kept(
         CheckpointError: the state has others.
     """
     kept = source.manifest.kept
-    here = {name: p for name, p in state.params.items() if name in kept}
+    here = {n: p for n, p in state.params.items() if n in kept and not is_sharded(p)}
     changed = [n for n, digest in digests(here).items() if digest != kept[n]]
     if changed or here.keys() != kept.keys():
         gone = sorted(kept.keys() - here.keys())

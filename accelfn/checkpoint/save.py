@@ -8,6 +8,7 @@ from pathlib import Path
 from accelfn.checkpoint import commit
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.checkpoint.fields import encoded, fields_of
+from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import gather_text
 from accelfn.errors import ArgumentError
 from accelfn.state import TrainState
@@ -72,9 +73,13 @@ def contents_of(
     fields, kept = fields_of(state), dict[str, str]()
     if frozen == "hash":
         trained = set(state.definition.skeleton.trainable)
-        held = {n: p for n, p in fields["params"].items() if n not in trained}
+        held = {
+            name: param
+            for name, param in fields["params"].items()
+            if name not in trained and not is_sharded(param)
+        }
         kept = commit.digests(held)
-        fields["params"] = {n: p for n, p in fields["params"].items() if n in trained}
+        fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}
     units, tensors = encoded(fields)
     return Contents(
         units=units,
@@ -85,6 +90,7 @@ def contents_of(
             "transforms": tuple(each.name for each in state.setup),
             "data": None if state.data is None else state.data.facts,
             "kept": kept,
+            "persistent": tuple(sorted(state.definition.skeleton.persistent)),
             "metrics": dict(metrics or {}),
         },
     )

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices of tensors, and one slice made of others: how sharded tensors change worlds."""
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Self
 
 import attrs
 import torch
 
-from accelfn.errors import CheckpointCorruptError
+from accelfn.errors import CheckpointCorruptError, PlainDataError
+
+_MOST_CUT = 8
 
 
 @attrs.frozen
@@ -66,10 +70,46 @@ class Slice:
             tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
         )
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether it lies in a tensor of this shape."""
+        if not len(shape) == len(self.offset) == len(self.size):
+            return False
+        ends = (at + n for at, n in zip(self.offset, self.size, strict=True))
+        return all(end <= n for end, n in zip(ends, shape, strict=True))
+
     @property
     def count(self) -> int:
         """How many elements it has."""
         return torch.Size(self.size).numel()
+
+
+def tile(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
+    """Whether boxes lie in a tensor, do not overlap, and leave nothing open.
+
+    They are told by their corners, with signs as in inclusion and exclusion: only boxes that
+    cover every element once have, added up, those of the whole.
+
+    Cost: 2**n corners a box, where n dims are cut; more than 8 are refused.
+    """
+    boxes = list(boxes)
+    if not all(each.fits(shape) for each in boxes):
+        return False
+    cut = [
+        dim
+        for dim, length in enumerate(shape)
+        if length == 0 or any(each.size[dim] != length for each in boxes)
+    ]
+    if len(cut) > _MOST_CUT:
+        return False
+    corners = Counter[tuple[int, ...]]()
+    for box, sign in [*((each, 1) for each in boxes), (Slice.whole(shape), -1)]:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(
+                box.offset[dim] + end * box.size[dim]
+                for dim, end in zip(cut, ends, strict=True)
+            )
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 def assembled(
@@ -103,8 +143,12 @@ def assembled(
     return result
 
 
-def slice_of(tensor: torch.Tensor) -> Slice | None:
-    """Return which slice of a DTensor this rank holds; None for any other tensor."""
+def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
+    """Return which slice of a DTensor this rank holds; None for any other tensor.
+
+    Raises:
+        PlainDataError: what ranks hold are no slices, but summands or strided parts.
+    """
     if not is_sharded(tensor):
         return None
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 - heavy, and rarely needed
@@ -112,10 +156,20 @@ def slice_of(tensor: torch.Tensor) -> Slice | None:
     )
 
     sharded: Any = tensor
+    for placement in sharded.placements:
+        if type(placement).__name__ not in ("Shard", "Replicate"):
+            msg = (
+                f"{where} is a DTensor placed as {placement}; only Shard and Replicate are"
+                " saved. Give its redistribute()."
+            )
+            raise PlainDataError(msg)
+    shape = tuple(sharded.shape)
     size, offset = compute_local_shape_and_global_offset(
         sharded.shape, sharded.device_mesh, sharded.placements
     )
-    return Slice(tuple(sharded.shape), tuple(offset), tuple(size))
+    if len(offset) != len(shape):  # this rank is not in the mesh
+        return Slice(shape, (0,) * len(shape), (0,) * len(shape))
+    return Slice(shape, tuple(offset), tuple(size))
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

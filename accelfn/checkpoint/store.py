@@ -4,11 +4,13 @@
 import os
 import sys
 import time
+import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import attrs
 
@@ -19,7 +21,12 @@ from accelfn.checkpoint.load import load
 from accelfn.checkpoint.lock import Lock
 from accelfn.checkpoint.save import check_frozen, contents_of, save_of
 from accelfn.collectives import broadcast_object, gather_text
-from accelfn.errors import ArgumentError, CheckpointError, CheckpointWriteError
+from accelfn.errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointWriteError,
+    DirectoryInUseError,
+)
 from accelfn.state import TrainState
 
 if TYPE_CHECKING:
@@ -84,7 +91,8 @@ class CheckpointStore:
         self._buffers = Buffers()
         self._writing: Writing | None = None
         self._world: World | None = None
-        self._lock: weakref.finalize[..., Any] | None = None
+        self._lock: Lock | None = None
+        self._unlock: Callable[[], object] | None = None
         self._last_saved = time.monotonic()
         _check_writable(self.directory)
 
@@ -150,8 +158,9 @@ class CheckpointStore:
             if state.world.is_main:
                 self._take_lock()
                 self._remove_leftovers()
-                disk.create(talk_directory(job.final))
             commit.begin(job)
+            if self.async_ and state.world.is_main:
+                self._open_talk(job)
 
         def exchange(what: str, text: str) -> list[str]:
             return gather_text(text, state.world, label=f"save: {what}")
@@ -164,8 +173,10 @@ class CheckpointStore:
                 self._writing = Writing(job, held, lambda: self._retain(job.step))
             else:
                 commit.write(job, contents[0], exchange)
-                job.agreed(exchange, "verify it", lambda: self._retain(job.step))
+                job.agreed(exchange, "read it back", lambda: self._retain(job.step))
         except CheckpointWriteError as error:
+            if state.world.is_main and self._lock is not None:
+                self._close_talk(job)
             raise self._with_newest(error) from error
         self._last_saved = time.monotonic()
         return job.final
@@ -176,7 +187,7 @@ class CheckpointStore:
         Raises:
             CheckpointWriteError: it went wrong on some rank.
         """
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is None or self._world is None:
             return
         # all have begun theirs: in a simulated world ranks take turns
@@ -185,8 +196,9 @@ class CheckpointStore:
         texts = gather_text(
             "" if error is None else str(error), self._world, label="store: outcome"
         )
+        self._writing = None  # not before: an interrupt may have ended the waiting
         if self._world.is_main:
-            disk.remove(talk_directory(writing.save.final))
+            self._close_talk(writing.save)
         for rank, text in enumerate(texts):
             if text:
                 msg = f"The save of step {writing.save.step} failed on rank {rank}: {text}"
@@ -244,13 +256,19 @@ class CheckpointStore:
         self._release()
 
     def _take_lock(self) -> None:
-        if self._lock is None or not self._lock.alive:
-            lock = Lock.take(self.directory)
-            self._lock = weakref.finalize(self, lock.release)
+        if self._lock is None:
+            self._lock = Lock.of(self.directory)
+            self._unlock = weakref.finalize(self, self._lock.release)
+        try:
+            self._lock.take()
+        except DirectoryInUseError:
+            self._release()
+            raise
 
     def _release(self) -> None:
-        if self._lock is not None:
-            self._lock()
+        if self._unlock is not None:
+            self._unlock()
+        self._lock = self._unlock = None
 
     def _remove_leftovers(self) -> None:
         """Remove what interrupted saves have left; the lock is held."""
@@ -258,16 +276,38 @@ class CheckpointStore:
             sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
             disk.remove(path)
 
+    def _open_talk(self, job: commit.Save) -> None:
+        try:
+            disk.create(talk_directory(job.final))
+        except OSError:
+            disk.remove(job.partial)
+            raise
+
+    def _close_talk(self, job: commit.Save) -> None:
+        with suppress(OSError):  # the next save removes it
+            disk.remove(talk_directory(job.final))
+
     def _retain(self, step: int) -> None:
-        """On rank 0, verify the new checkpoint, and then remove what is not kept."""
+        """On rank 0, verify the new checkpoint, and then remove what is not kept.
+
+        Raises:
+            CheckpointError: it is not what was written; it has its name no longer.
+        """
         if self._world is None or not self._world.is_main or self.keep is None:
             return
-        keeping.verify(self.directory / keeping.name_of(step))
+        try:
+            keeping.verify(self.directory / keeping.name_of(step))
+        except CheckpointError:
+            keeping.discard(self.directory, step)
+            raise
         kept = [step, *self.steps[-self.keep :]]
         if self.keep_best is not None:
             best = keeping.best_of(self.directory, self.keep_best, self.best_is)
             kept += best[:1]
-        keeping.remove_others(self.directory, kept)
+        try:
+            keeping.remove_others(self.directory, kept)
+        except OSError as error:  # the next save tries it again
+            sys.stderr.write(f"accelfn: older checkpoints are still there: {error}\n")
 
     def _with_newest(self, error: CheckpointWriteError) -> CheckpointWriteError:
         newest = self.latest
@@ -304,8 +344,8 @@ def _check_options(
 def _check_writable(directory: Path) -> None:
     """Make the directory, and a file in it, before anything is trained."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".tmp-probe-{os.getpid()}"
+        disk.make(directory)
+        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # other ranks make theirs
         disk.create(probe)
         disk.remove(probe)
     except OSError as error:

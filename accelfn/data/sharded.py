@@ -22,7 +22,7 @@ from accelfn.data.cut import Span, even_part
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Collate
 from accelfn.data.plan import Plan
-from accelfn.data.stream import Opened, say_cost, stateless
+from accelfn.data.stream import Opened, check_promise, say_cost, stateless
 from accelfn.data.workers import Place, watched
 from accelfn.errors import DataError
 from accelfn.world import World
@@ -59,8 +59,17 @@ class Counted(IterableDataset[Any]):
         start = Cursor(self._epoch, count, memory=memory)
         self._opened = Opened(self._dataset, key, start, self._first)
         while more := self._opened.read():
+            if info is None:  # of several workers each may have a part
+                self._check(ended=False)
             yield from more
+        if info is None:
+            self._check(ended=True)
         self._ended = True
+
+    def _check(self, *, ended: bool) -> None:
+        if self._opened is not None:
+            count = self._opened.position
+            check_promise(self._dataset, count, self._epoch, ended=ended)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where it stands."""

@@ -45,6 +45,24 @@ def promised_length(dataset: Any) -> int | None:
         return None
 
 
+def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:
+    """Raise if a stream has given more or, when it has ended, fewer than it says it has.
+
+    Raises:
+        DataError: with both numbers.
+    """
+    promised = promised_length(dataset)
+    if promised is None or count == promised or (count < promised and not ended):
+        return
+    less = "only " if count < promised else "at least "
+    msg = (
+        f"{type(dataset).__name__} says that it has {promised} samples, and gave"
+        f" {less}{count} in epoch {epoch}. Let its __len__ say what it yields, or leave"
+        " __len__ out."
+    )
+    raise DataError(msg)
+
+
 def is_stateful(dataset: Any) -> bool:
     """Whether it can say where it stands, and be put there."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
@@ -231,7 +249,7 @@ class Stream:
                     head += more
                 if (opened.position - start.samples) % size == 0:
                     memories[opened.position] = opened.memory()
-            self._check_promise(opened.position, start.epoch, ended=False)
+            check_promise(self.dataset, opened.position, start.epoch, ended=False)
             ended = len(samples) < size + ahead
             taken, samples = samples[:size], samples[size:]
             if not taken or (drop and len(taken) < size):
@@ -239,7 +257,7 @@ class Stream:
             is_last = ended and (not samples or (drop and len(samples) < size))
             own = low + len(taken)
             if is_last:
-                self._check_promise(opened.position, start.epoch, ended=True)
+                check_promise(self.dataset, opened.position, start.epoch, ended=True)
                 if self.remainder == "pad":
                     taken += self._repeats(head, size - len(taken), start.epoch)
                 yield low, taken, own, Cursor(start.epoch + 1, 0)
@@ -258,19 +276,6 @@ class Stream:
 
     def _key(self, epoch: int) -> int:
         return streams.key(self.seed, "data", epoch)
-
-    def _check_promise(self, position: int, epoch: int, *, ended: bool) -> None:
-        promised = promised_length(self.dataset)
-        if promised is None or (position <= promised and not ended):
-            return
-        if position != promised:
-            less = "only " if position < promised else "at least "
-            msg = (
-                f"{type(self.dataset).__name__} says that it has {promised} samples, and"
-                f" gave {less}{position} in epoch {epoch}. Let its __len__ say what it"
-                " yields, or leave __len__ out."
-            )
-            raise DataError(msg)
 
     def _refuse_nothing(self, start: Cursor, count: int) -> None:
         kind = type(self.dataset).__name__

@@ -36,7 +36,7 @@ class local_sgd:
     average, so short and empty shares count for what they are. `af.finalize` averages
     once more at the end; evaluation and export see the average at any time.
 
-    Acts on: init, reduce, grads, after_update, eval_params, finalize.
+    Acts on: init, reduce, grads, after_update, eval_params, finalize, merge.
 
     Args:
         sync_every: updates between averages, at least 1.

@@ -25,18 +25,21 @@ def timed(
     rounds: int,
     steps: int,
     fence: Callable[[], object] = lambda: None,
+    settle: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Return milliseconds a step by contestant, one number a round.
 
     `fence` waits for the other ranks. It is called before a block and, so that the time
-    is that of the slowest rank, at its end.
+    is that of the slowest rank, at its end. `settle` ends what a block has left, behind it.
     """
     for loop in loops.values():
         _block(loop, steps, fence)  # allocate, build, fill caches
+        settle()
     taken: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(rounds):
         for name in list(loops)[:: -1 if turn % 2 else 1]:
             taken[name].append(_block(loops[name], steps, fence))
+            settle()
     return taken
 
 

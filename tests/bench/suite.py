@@ -126,6 +126,45 @@ SUITE = (
         unit="MiB",
     ),
     Benchmark(
+        name="checkpoint_pause",
+        module="checkpoint_pause",
+        title="How long a save keeps training waiting",
+        how=(
+            "Ten layers 2048 to 2048 with AdamW: 42 million parameters, 504 MB with the "
+            "optimizer's moments, on the CPU. The base copies the tensors into memory that is "
+            "there already. Of accelfn's asynchronous store, until `save` returns; of the "
+            "others, which do not flush to the disk, until all is written."
+        ),
+        targets=(("accelfn CheckpointStore", 1.5),),
+        rounds=12,
+        quick_rounds=3,
+    ),
+    Benchmark(
+        name="checkpoint_save",
+        module="checkpoint_save",
+        title="A save as a whole",
+        how=(
+            "The same state, until the call returns. accelfn's `af.save` has then hashed "
+            "all and flushed it to the disk; the others have done neither."
+        ),
+        targets=(("accelfn save", 1.0),),
+        rounds=12,
+        quick_rounds=3,
+    ),
+    Benchmark(
+        name="checkpoint_load",
+        module="checkpoint_load",
+        title="Loading, verified",
+        how=(
+            "The same state from files that the system holds in memory. The base reads the "
+            "file for its SHA-256, and loads it with safetensors, which maps it and "
+            "copies nothing."
+        ),
+        targets=(("accelfn load", 1.2),),
+        rounds=12,
+        quick_rounds=3,
+    ),
+    Benchmark(
         name="ddp",
         module="ddp",
         title="A step of DistributedDataParallel on two processes",

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """All mutants."""
 
-from tests.mutants import of_collectives, of_data, of_ranks, of_reading, of_steps
+from tests.mutants import (
+    of_collectives,
+    of_data,
+    of_exports,
+    of_ranks,
+    of_reading,
+    of_slices,
+    of_steps,
+    of_stores,
+)
 
 MUTANTS = [
     *of_ranks.MUTANTS,
@@ -9,4 +18,7 @@ MUTANTS = [
     *of_steps.MUTANTS,
     *of_data.MUTANTS,
     *of_reading.MUTANTS,
+    *of_exports.MUTANTS,
+    *of_slices.MUTANTS,
+    *of_stores.MUTANTS,
 ]

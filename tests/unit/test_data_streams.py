@@ -169,6 +169,16 @@ def test_a_length_that_is_not_kept(n, says, words, way, remainder):
         read(data)
 
 
+@pytest.mark.parametrize(("n", "says"), [(3, 5), (7, 5)])
+def test_a_length_that_a_rank_does_not_keep(n, says):
+    """So is a rank's own stream, on the rank that reads it."""
+    with pytest.raises(
+        af.DataError, match=rf"Promising says that it has {says} samples"
+    ):
+        read(af.Data(Promising(n, says), batch_size=2, sharded=True))
+    assert read(af.Data(Promising(5, 5), batch_size=2, sharded=True))
+
+
 @pytest.mark.parametrize("way", UNSHARDED)
 def test_a_length_that_is_kept(way):
     """`len` is what is read."""

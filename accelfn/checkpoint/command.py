@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `accelfn checkpoint` says of checkpoints, from their files alone, without a model."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import attrs
+import torch
+
+from accelfn.checkpoint import commit, compare, disk, files
+from accelfn.checkpoint.elastic import Source
+from accelfn.checkpoint.keep import name_of, steps_in
+from accelfn.checkpoint.manifest import FORMAT, NAME, Manifest, read_manifest
+from accelfn.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+)
+
+_MODEL = "model.safetensors"
+
+Place: TypeAlias = tuple[Any, ...]
+"""Where something stands in a state: unit, then keys and indices."""
+
+
+@attrs.frozen
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        name: in the manifest.
+        dtype: as torch calls it.
+        shape: of the whole.
+        size: in bytes, of the whole.
+        files: in which it is.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return dtype and shape."""
+        return f"{self.dtype} {self.shape}"
+
+
+def ls(directory: str) -> tuple[list[str], int]:
+    """Return a row for each checkpoint of a store, and what interrupted saves have left."""
+    store = Path(directory)
+    steps = steps_in(store)
+    if not steps:
+        msg = f"{store} has no checkpoints, which are called {name_of(0)} and so on."
+        raise CheckpointError(msg)
+    table = [("step", "size", "age", "whole", "metrics")]
+    table += [_row(store, step) for step in steps]
+    widths = [max(len(row[i]) for row in table) for i in range(4)]
+    rows = [
+        "  ".join(
+            [*(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=False)), row[4]]
+        )
+        for row in table
+    ]
+    left = sorted(path.name for path in store.glob(".tmp-*"))
+    rows += [
+        f"{name} is being written, or was left by an interrupted save" for name in left
+    ]
+    return [row.rstrip() for row in rows], 0
+
+
+def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
+    folder = store / name_of(step)
+    age = _age(time.time() - (folder / NAME).stat().st_mtime)
+    size = _bytes(sum(each.stat().st_size for each in folder.iterdir()))
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return str(step), size, age, "no", str(error)
+    for name, file in manifest.files.items():
+        found = (folder / name).stat().st_size
+        if found != file.size:
+            why = f"{name} has {found} bytes, the manifest says {file.size}"
+            return str(step), size, age, "no", why
+    short = (f"{name} {value:.6g}" for name, value in manifest.metrics.items())
+    return str(step), size, age, "yes", ", ".join(short)
+
+
+def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
+    """Return what a checkpoint holds."""
+    folder = _folder(directory)
+    manifest = read_manifest(folder)
+    tensors = {
+        _path(place): leaf
+        for place, leaf in _leaves(manifest, 0)
+        if isinstance(leaf, Tensor)
+    }
+    plain = {"directory": str(folder), "format": FORMAT, **_facts(manifest)}
+    plain["differing"] = list(manifest.differs)  # units of which each rank has its own
+    if as_json:
+        plain["kept"] = dict(manifest.kept)
+        plain["tensors"] = {name: attrs.asdict(each) for name, each in tensors.items()}
+        return [json.dumps(plain, indent=1)], 0
+    once = {each.name: each.size for each in tensors.values()}
+    rows = [f"{name:11} {_told(value)}" for name, value in plain.items()]
+    rows.append(f"{'tensors':11} {len(once)}, {_bytes(sum(once.values()))}")
+    width, seen = max(map(len, tensors), default=0), dict[str, str]()
+    for path, each in tensors.items():
+        first = seen.setdefault(each.name, path)
+        what = f"{each}  {_bytes(each.size)}{_where(each, manifest)}"
+        rows.append(f"  {path:{width}}  {f'is {first}' if first != path else what}")
+    rows += [f"  {name}  its SHA-256 alone" for name in manifest.kept]
+    return rows, 0
+
+
+def verify(directory: str) -> tuple[list[str], int]:
+    """Return whether every byte of a checkpoint, or of all of a store, is as it was saved."""
+    store = Path(directory)
+    steps = () if (store / NAME).exists() else steps_in(store)
+    folders = [store / name_of(step) for step in steps] or [store]
+    rows, code = list[str](), 0
+    for folder in folders:
+        for row, is_whole in _verified(folder):
+            rows.append(row)
+            code = code if is_whole else 1
+    return rows, code
+
+
+def _verified(folder: Path) -> Iterator[tuple[str, bool]]:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointCorruptError as error:
+        yield str(error), False
+        return
+    yield f"{folder / NAME}: whole", True
+    for name, file in manifest.files.items():
+        try:
+            files.read(folder / name, file, frozenset())
+        except CheckpointCorruptError as error:
+            yield str(error), False
+        else:
+            yield f"{folder / name}: whole", True
+
+
+def diff(first: str, second: str) -> tuple[list[str], int]:
+    """Return how two checkpoints differ."""
+    names = first, second
+    folders = [_folder(name) for name in names]
+    manifests = [read_manifest(folder) for folder in folders]
+    one, other = manifests
+    rows = list(_differing(_facts(one), _facts(other), names))
+    for rank in range(max(one.world_size, other.world_size)):
+        left, right = (
+            _Side(folder, manifest, rank, dict(_leaves(manifest, rank)))
+            for folder, manifest in zip(folders, manifests, strict=True)
+        )
+        prefix = f"rank {rank}: " if rank else ""
+        rows += [prefix + row for row in _compared(left, right, names)]
+    left, right = ({f"kept.{n}": v for n, v in each.kept.items()} for each in manifests)
+    rows += _differing(left, right, names)
+    return rows, int(bool(rows))
+
+
+@attrs.frozen
+class _Side:
+    """One of two checkpoints, as one rank has it."""
+
+    folder: Path
+    manifest: Manifest
+    rank: int
+    leaves: Mapping[Place, Any]
+
+    def read(self, tensor: Tensor) -> torch.Tensor:
+        source = Source(
+            folder=self.folder, manifest=self.manifest, rank=self.rank, verify=False
+        )
+        return source.tensors({tensor.name})[tensor.name]
+
+
+def _compared(one: _Side, other: _Side, names: tuple[str, str]) -> Iterator[str]:
+    for place in dict.fromkeys((*one.leaves, *other.leaves)):
+        path = _path(place)
+        sides = [side for side in (one, other) if place in side.leaves]
+        if len(sides) < 2:
+            yield f"{path}: only in {names[0] if sides[0] is one else names[1]}"
+            continue
+        left, right = one.leaves[place], other.leaves[place]
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+            if repr(left) != repr(right):  # so that nan is nan, and 0.0 is not -0.0
+                yield f"{path}: {_told(left)}, {_told(right)}"
+            continue
+        how = [f"{left}, {right}"] if str(left) != str(right) else []
+        if left.shape == right.shape:
+            how += _distance(one.read(left), other.read(right))
+        if how:
+            yield f"{path}: {', '.join(how)}"
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> list[str]:
+    """Return the largest absolute difference, unless all is the same, bitwise."""
+    if one.dtype == other.dtype and files.bytes_of(one) == files.bytes_of(other):
+        return []
+    if not one.numel():
+        return []
+    is_complex = one.is_complex() or other.is_complex()
+    wide = torch.complex128 if is_complex else torch.float64
+    left, right = one.to(wide), other.to(wide)
+    same = (left == right) | (left.isnan() & right.isnan())
+    apart = (left - right).abs().masked_fill(same, 0.0)
+    return [f"largest difference {float(apart.max()):.6g}"]
+
+
+def _differing(
+    one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]
+) -> Iterator[str]:
+    for name in dict.fromkeys((*one, *other)):
+        if name not in one or name not in other:
+            yield f"{name}: only in {names[name not in one]}"
+        elif repr(one[name]) != repr(other[name]):
+            yield f"{name}: {_told(one[name])}, {_told(other[name])}"
+
+
+def export(directory: str, out: str, slot: str | None = None) -> tuple[list[str], int]:
+    """Write a checkpoint's model to a new directory, as `af.export_model` does."""
+    folder = _folder(directory)
+    manifest = read_manifest(folder)
+    names = _exported(folder, manifest, slot)
+    tensors = Source(folder=folder, manifest=manifest).tensors(set(names.values()))
+    job = commit.Save(final=Path(out).absolute(), step=manifest.step, rank=0, size=1)
+    try:
+        commit.begin(job)
+        held = {name: tensors[tensor] for name, tensor in names.items()}
+        file = files.write(job.partial / _MODEL, held, {"format": "pt"})
+        disk.flush(job.partial)
+        disk.rename(job.partial, job.final)
+    except OSError as error:
+        disk.remove(job.partial)
+        msg = f"{out} was not written: {error}."
+        raise CheckpointWriteError(msg) from error
+    return [f"{Path(out) / _MODEL}: {len(names)} tensors, {_bytes(file.size)}"], 0
+
+
+def _exported(folder: Path, manifest: Manifest, slot: str | None) -> dict[str, str]:
+    """Return the tensors of an exported model, by their names there.
+
+    Raises:
+        CheckpointError: there is no one model in it.
+    """
+    fields = {field: _tensors_of(manifest, field) for field in ("params", "buffers")}
+    params, unit = fields["params"], "params"
+    if slot is not None:
+        unit = f"slots.{slot.removeprefix('slots.')}"
+        found = _tensors_of(manifest, unit)
+        if not found or found.keys() - params.keys():
+            slots = [each for each in manifest.trees if each.startswith("slots.")]
+            msg = (
+                f"{folder}: {unit} does not hold parameters by name; there are"
+                f" {compare.some(slots) or 'no slots'}."
+            )
+            raise CheckpointError(msg)
+        params |= found
+    own = sorted(set(params.values()) & set(manifest.per_rank))
+    if own or manifest.kept.keys() - params.keys():
+        what = f"ranks differ in {compare.some(own)}"
+        if not own:
+            what = f"{compare.some(sorted(manifest.kept))} were not written"
+        msg = f"{folder}: {what}. Load it with af.load, and use af.export_model."
+        raise CheckpointError(msg)
+    buffers = {n: t for n, t in fields["buffers"].items() if n in manifest.persistent}
+    return {**params, **buffers}
+
+
+def _tensors_of(manifest: Manifest, unit: str) -> dict[str, str]:
+    """Return the tensors of a unit, by name, if it is a table of them."""
+    tree = manifest.trees.get(unit)
+    table: Any = tree.get("dict") if isinstance(tree, dict) else None
+    found = {
+        name: coded["tensor"]
+        for name, coded in cast("dict[str, Any]", table or {}).items()
+        if isinstance(coded, dict) and "tensor" in coded
+    }
+    return found if len(found) == len(table or {}) else {}
+
+
+def _folder(directory: str) -> Path:
+    """Return a checkpoint's directory; of a store, that of its newest."""
+    folder = Path(directory)
+    steps = () if (folder / NAME).exists() else steps_in(folder)
+    return folder / name_of(steps[-1]) if steps else folder
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest says beside fields."""
+    return {
+        "step": manifest.step,
+        "ranks": manifest.world_size,
+        "optimizer": manifest.optimizer,
+        "transforms": list(manifest.transforms),
+        "data": manifest.data,
+        "metrics": dict(manifest.metrics),
+    }
+
+
+def _leaves(manifest: Manifest, rank: int) -> Iterator[tuple[Place, Any]]:
+    """Yield all that a rank had but the step; of other ranks than 0, what was their own."""
+    if rank >= manifest.world_size:
+        return
+    differs = manifest.differs if rank else manifest.trees_of(0)
+    for unit, tree in manifest.trees_of(rank).items():
+        if unit in differs and unit != "step":
+            for place, leaf in _of_tree(tree, (unit,)):
+                if isinstance(leaf, _Name):
+                    yield place, _tensor(manifest, leaf.name, rank)
+                else:
+                    yield place, leaf
+
+
+@attrs.frozen
+class _Name:
+    """A tensor's, in a tree."""
+
+    name: str
+
+
+def _of_tree(coded: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    if not isinstance(coded, dict):
+        yield place, coded
+        return
+    ((kind, inside),) = cast("dict[str, Any]", coded).items()
+    items: Iterable[tuple[Any, Any]] = ()
+    match kind:
+        case "tensor":
+            yield place, _Name(inside)
+            return
+        case "float":
+            yield place, float(inside)
+            return
+        case "object":
+            yield from _of_tree(inside, place)
+            return
+        case "dict":
+            items = inside.items()
+        case "pairs":
+            items = inside
+        case _:
+            items = enumerate(inside)
+    if not inside:
+        yield place, {"dict": {}, "pairs": {}, "list": []}.get(kind, ())
+    for key, value in items:
+        yield from _of_tree(value, (*place, key))
+
+
+def _tensor(manifest: Manifest, name: str, rank: int) -> Tensor:
+    whole = manifest.sharded.get(name)
+    if whole is not None:
+        dtype, shape, places = whole["dtype"], whole["shape"], tuple(whole["slices"])
+    else:
+        places = (manifest.file_of(name, rank),)
+        entry = manifest.files[places[0]].tensors[name]
+        dtype, shape = entry.dtype, entry.shape
+    kind, shape = files.DTYPES[dtype], tuple(shape)
+    size = torch.Size(shape).numel() * kind.itemsize
+    return Tensor(name, str(kind).removeprefix("torch."), shape, size, places)
+
+
+def _where(tensor: Tensor, manifest: Manifest) -> str:
+    if tensor.name in manifest.sharded:
+        return f"  in {len(tensor.files)} slices"
+    return "  of each rank" if tensor.name in manifest.per_rank else ""
+
+
+_CURSOR = ("epoch", "samples", "memory")
+
+
+def _path(place: Place) -> str:
+    """Return where something stands, on one line."""
+    unit, *keys = place
+    if unit == "cursor" and keys:
+        keys[0] = _CURSOR[keys[0]]
+    words = [key if isinstance(key, str) and key else f"[{key!r}]" for key in keys]
+    path = ".".join([unit, *words]).replace(".[", "[")
+    return path if path.isprintable() else ascii(path)
+
+
+def _told(value: Any) -> str:
+    """Return plain data on one line."""
+    if isinstance(value, Tensor):
+        return str(value)
+    if isinstance(value, dict):
+        return _listed(cast("dict[str, Any]", value)) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(_told, cast("list[Any]", value))) or "none"
+    text = "none" if value is None else str(value)
+    return text if text.isprintable() else ascii(text)
+
+
+def _listed(items: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_told(value)}" for name, value in items.items())
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _age(seconds: float) -> str:
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grammar of a manifest: what may stand at each place of its JSON.
+
+Anyone can write a manifest whose digest is right. So nothing in it is taken for what it
+should be before it was looked at, and nothing in it can ask for much time or memory.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias, cast
+
+from accelfn.checkpoint.files import DTYPES, File
+from accelfn.checkpoint.slices import Slice, tile
+from accelfn.codec import DEEPEST
+
+Rule: TypeAlias = Callable[[Any], None]
+"""Raises `_UnexpectedError` of what may not stand there."""
+
+_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 2**63
+
+
+class _UnexpectedError(ValueError):
+    """What was expected, and at which place, said from the inside out."""
+
+    def __init__(self, expected: str, found: object) -> None:
+        text = repr(found)
+        self.text = f"{text[:80]} where {expected} is expected"
+        self.place: list[str] = []
+        super().__init__(self.text)
+
+
+def _refuse(expected: str, found: object) -> NoReturn:
+    raise _UnexpectedError(expected, found)
+
+
+def check(plain: Any) -> None:
+    """Refuse what no save has written.
+
+    Raises:
+        ValueError: it says where what was found, and what is expected there.
+    """
+    try:
+        _manifest(plain)
+    except _UnexpectedError as error:
+        place = ".".join(reversed(error.place))
+        msg = f"{place[:200] or 'it'} is {error.text}"
+        raise ValueError(msg) from None
+
+
+def check_files(world_size: int, files: dict[str, File]) -> None:
+    """Refuse other files than one of each rank.
+
+    Raises:
+        ValueError: it names one.
+    """
+    for name in files:
+        if not _FILE.fullmatch(name):
+            msg = f"{name[:80]!r} is not the name of one of a checkpoint's files"
+            raise ValueError(msg)
+    numbers = sorted(int(name[5:].partition(".")[0]) for name in files)
+    if len(files) != world_size or numbers != list(range(world_size)):
+        msg = (
+            f"the files are of ranks {numbers[:10]}, and there were {world_size} ranks"
+        )
+        raise ValueError(msg)
+
+
+def check_sharded(sharded: dict[str, Any], files: dict[str, File]) -> None:
+    """Refuse slices that are not, taken together, a tensor; or are not in their files.
+
+    Raises:
+        ValueError: it names the tensor.
+    """
+    for name, whole in sharded.items():
+        shape, boxes = tuple(whole["shape"]), list[Slice]()
+        for file, box in whole["slices"].items():
+            entry = files[file].tensors.get(name) if file in files else None
+            size, offset = tuple(box["size"]), tuple(box["offset"])
+            if entry is None or (entry.dtype, entry.shape) != (whole["dtype"], size):
+                msg = f"{file[:80]!r} does not have the slice of {name!r} that is said"
+                raise ValueError(msg)
+            boxes.append(Slice(shape, offset, size))
+        if not tile(boxes, shape):
+            msg = (
+                f"the slices of {name!r} are not the whole of a tensor of shape {shape}"
+            )
+            raise ValueError(msg)
+
+
+def _is(kind: type, expected: str, *, least: int | None = None) -> Rule:
+    def rule(value: Any) -> None:
+        if type(value) is not kind or (least is not None and value < least):
+            _refuse(expected, value)
+
+    return rule
+
+
+_TEXT = _is(str, "text")
+_COUNT = _is(int, "a count", least=0)
+_WHOLE = _is(int, "a whole number")
+
+
+def _size(value: Any) -> None:
+    _COUNT(value)
+    if value >= _LARGEST:
+        _refuse("a count of less than 2**63", value)
+
+
+def _one_of(words: Any, expected: str) -> Rule:
+    def rule(value: Any) -> None:
+        if not isinstance(value, str) or value not in words:
+            _refuse(expected, value)
+
+    return rule
+
+
+def _sha256(value: Any) -> None:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        _refuse("a SHA-256", value)
+
+
+def _inside(rule: Rule, place: object, value: Any) -> None:
+    try:
+        rule(value)
+    except _UnexpectedError as error:
+        error.place.append(str(place))
+        raise
+
+
+def _each(rule: Rule) -> Rule:
+    def rule_of_list(value: Any) -> None:
+        if not isinstance(value, list):
+            _refuse("a list", value)
+        for i, item in enumerate(cast("list[Any]", value)):
+            _inside(rule, i, item)
+
+    return rule_of_list
+
+
+def _table(rule: Rule) -> Rule:
+    def rule_of_table(value: Any) -> None:
+        if not isinstance(value, dict):
+            _refuse("a table", value)
+        for name, item in cast("dict[str, Any]", value).items():
+            _inside(rule, name, item)
+
+    return rule_of_table
+
+
+def _record(**rules: Rule) -> Rule:
+    def rule_of_record(value: Any) -> None:
+        if not isinstance(value, dict):
+            _refuse("a record", value)
+        record = cast("dict[str, Any]", value)
+        if record.keys() != rules.keys():
+            _refuse(f"a record of {', '.join(rules)}", sorted(record))
+        for name, rule in rules.items():
+            _inside(rule, name, record[name])
+
+    return rule_of_record
+
+
+def _tree(value: Any, depth: int = DEEPEST, kinds: tuple[str, ...] = ()) -> None:
+    """Look at an encoded tree, as `accelfn.codec` makes them; `kinds`: of its root."""
+    if not kinds and (value is None or type(value) in (str, int, float, bool)):
+        return
+    kinds = kinds or tuple(_KINDS)
+    coded = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    kind, inside = next(iter(coded.items()), ("", None))
+    if len(coded) != 1 or kind not in kinds or depth < 0:
+        _refuse(f"one of {', '.join(kinds)}", value)
+    _inside(lambda inside: _KINDS[kind](inside, depth - 1), kind, inside)
+
+
+def _pairs(value: Any, depth: int) -> None:
+    def pair(item: Any) -> None:
+        if not isinstance(item, list) or len(cast("list[Any]", item)) != 2:
+            _refuse("a key and a value", item)
+        key, inside = cast("list[Any]", item)
+        if type(key) not in (str, int):
+            _refuse("a key", key)
+        _inside(lambda v: _tree(v, depth), key, inside)
+
+    _each(pair)(value)
+    if len({(type(key), key) for key, _ in value}) != len(value):
+        _refuse("each key once", value)
+
+
+_KINDS: dict[str, Callable[[Any, int], None]] = {
+    "tensor": lambda value, _: _TEXT(value),
+    "float": lambda value, _: _one_of(("nan", "inf", "-inf"), "a float's name")(value),
+    "dict": lambda value, depth: _table(lambda v: _tree(v, depth))(value),
+    "pairs": _pairs,
+    "object": _tree,
+    "list": lambda value, depth: _each(lambda v: _tree(v, depth))(value),
+    "tuple": lambda value, depth: _each(lambda v: _tree(v, depth))(value),
+}
+
+
+def _number(value: Any) -> None:
+    if type(value) not in (int, float):
+        _tree(value, kinds=("float",))
+
+
+def _data(value: Any, depth: int = DEEPEST) -> None:
+    if depth < 0:
+        _refuse("something less deep", value)
+    if isinstance(value, (dict, list)):
+        inside = _table if isinstance(value, dict) else _each
+        inside(lambda item: _data(item, depth - 1))(value)
+
+
+def _facts(value: Any) -> None:
+    if value is not None:
+        _table(_data)(value)
+
+
+def _units(value: Any) -> None:
+    _table(lambda _: None)(value)
+    for name, coded in cast("dict[str, Any]", value).items():
+        if name not in _UNITS and not name.startswith("slots."):
+            _refuse("a table of a state's fields", sorted(value))
+        _inside(_UNITS.get(name, _tree), name, coded)
+
+
+def _all_units(value: Any) -> None:
+    _units(value)
+    if _UNITS.keys() - cast("dict[str, Any]", value).keys():
+        _refuse(f"a table of {', '.join(_UNITS)}", sorted(value))
+
+
+def _cursor(value: Any) -> None:
+    _record(list=_each(_tree))(value)
+    if len(value["list"]) != 3:
+        _refuse("a position of 3 parts", value)
+    _inside(_COUNT, "epoch", value["list"][0])
+    _inside(_COUNT, "samples", value["list"][1])
+
+
+_TENSORS = _record(dict=_table(_record(tensor=_TEXT)))
+_UNITS: dict[str, Rule] = {
+    "params": _TENSORS,
+    "buffers": _TENSORS,
+    "opt_state": _record(dict=_table(lambda v: _tree(v, kinds=("dict", "pairs")))),
+    "step": _COUNT,
+    "cursor": _cursor,
+    "seed": _WHOLE,
+}
+_DTYPE = _one_of(DTYPES, "a dtype")
+_SHAPE = _each(_size)
+_manifest = _record(
+    step=_COUNT,
+    world_size=_COUNT,
+    optimizer=_TEXT,
+    transforms=_each(_TEXT),
+    data=_facts,
+    trees=_all_units,
+    trees_by_rank=_each(_units),
+    per_rank=_each(_TEXT),
+    sharded=_table(
+        _record(
+            dtype=_DTYPE,
+            shape=_SHAPE,
+            slices=_table(_record(offset=_SHAPE, size=_SHAPE)),
+        )
+    ),
+    metrics=_table(_number),
+    kept=_table(_sha256),
+    persistent=_each(_TEXT),
+    files=_table(
+        _record(
+            size=_size,
+            sha256=_sha256,
+            header_sha256=_sha256,
+            tensors=_table(
+                _record(
+                    dtype=_DTYPE,
+                    shape=_SHAPE,
+                    begin=_size,
+                    end=_size,
+                    sha256=_sha256,
+                )
+            ),
+        )
+    ),
+)

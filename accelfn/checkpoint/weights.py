@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import_model`: the weights of a file that anyone wrote, in a model."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from accelfn.checkpoint.placing import Incoming, fill, placement
+from accelfn.checkpoint.shards import shards_at
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def import_model(
+    model: M,
+    source: str | os.PathLike[str],
+    *,
+    device_map: Mapping[str, torch.device | str | int] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> M:
+    """Give a model the weights that safetensors files hold, and return it.
+
+    Reads what `export_model`, `save_pretrained` of Hugging Face libraries and Accelerate's
+    `save_model` write. Nothing is communicated: each rank imports for itself.
+
+    Args:
+        model: is changed. It may be on the meta device: then its tensors are made as they are
+            read. Tied parameters stay tied, whichever of their names a file has.
+        source: a `.safetensors` file, a folder with `model.safetensors` or with
+            `model.safetensors.index.json`, or such an index.
+        device_map: the device of each module, by the beginning of its name, `""` for all; the
+            longest counts. What none names stays where it is; from meta it goes to the CPU.
+        dtype: of the floating-point tensors; default the model's own. All others are never
+            converted.
+        strict: False only warns about names that are missing or unexpected.
+
+    Law: a state's `export_model`, imported into its model, gives its evaluated parameters and
+    its buffers, bitwise.
+
+    Cost: one reading, a tensor at a time: beside the model there is never more than one
+    tensor, or two while it is converted.
+
+    Raises:
+        CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that
+            are not floating-point; no file is there. The model is as it was.
+        CheckpointCorruptError: a file or index is cut off, or something else.
+        ModelError: a buffer on the meta device is in no file, for it is not persistent.
+        ArgumentError: a device, module or dtype is none.
+    """
+    place = placement("af.import_model", model, device_map, dtype)
+    shards = shards_at(Path(source))
+    incoming = Incoming(str(source), shards.tensors(), shards.read)
+    fill(model, incoming, place, strict=strict)
+    return model

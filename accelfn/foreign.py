@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import_torch_weights`: what `torch.save` wrote, the one place where pickle is read.
+
+It is read with `weights_only=True`, by an unpickler that makes tensors and plain data and
+calls nothing else.
+"""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from accelfn.checkpoint.placing import Incoming, fill, placement
+from accelfn.errors import CheckpointCorruptError, CheckpointError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def import_torch_weights(
+    model: M,
+    file: str | os.PathLike[str],
+    *,
+    device_map: Mapping[str, torch.device | str | int] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> M:
+    """Give a model the weights that `torch.save(model.state_dict(), file)` wrote; return it.
+
+    Args:
+        model: is changed; it may be on the meta device.
+        file: holds a state dict and nothing else, such as `pytorch_model.bin`. It is read with
+            `weights_only=True`, which runs no code of whoever wrote it.
+        device_map: as for `import_model`; so are `dtype` and `strict`.
+        dtype: of the floating-point tensors; default the model's own.
+        strict: False only warns about names that are missing or unexpected.
+
+    Law: what it does is what `import_model` does to the same tensors in a safetensors file.
+
+    Cost: the file is mapped: what was read of it counts as this process's memory, and the
+    system takes it back where memory is short. A file of torch before 1.6 is read as a whole.
+
+    Raises:
+        CheckpointError: it holds more than tensors by name, or does not fit the model.
+        CheckpointCorruptError: it is cut off, or something else.
+        ModelError, ArgumentError: as `import_model`.
+    """
+    place = placement("af.import_torch_weights", model, device_map, dtype)
+    held = _state_dict(Path(file))
+    incoming = Incoming(str(file), held, lambda name: _dense(held[name]))
+    fill(model, incoming, place, strict=strict)
+    return model
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory of its own; a file that is mapped may change."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _state_dict(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by name."""
+    try:
+        mapped = zipfile.is_zipfile(file)
+        held = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError as error:
+        msg = f"{file} is not there."
+        raise CheckpointError(msg) from error
+    except pickle.UnpicklingError as error:
+        msg = (
+            f"{file} holds more than tensors by name, or is no file of torch.save: it is not"
+            " read, for that would run code that it brings along. Save"
+            " model.state_dict() alone."
+        )
+        raise CheckpointError(msg) from error
+    except Exception as error:  # bytes at random end in any of them
+        msg = f"{file} cannot be read: {error}"
+        raise CheckpointCorruptError(msg) from error
+    if not isinstance(held, Mapping):
+        msg = f"{file} holds a {type(held).__name__}; expected a state dict."
+        raise CheckpointError(msg)
+    tensors = cast("Mapping[Any, Any]", held)
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not _is_dense(value):
+            kind = value.layout if isinstance(value, torch.Tensor) else type(value)
+            msg = (
+                f"{file}: {name!r} is no dense tensor with a name, but {kind}. Save"
+                " model.state_dict() alone."
+            )
+            raise CheckpointError(msg)
+    return dict(tensors)
+
+
+def _is_dense(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_meta
+    )

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""L47: a tensor cut into slices, and these cut otherwise, is the tensor again, bitwise."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.checkpoint.slices import Slice, assembled, tile
+
+SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
+"""Lengths of 0 among them, and those smaller than a world."""
+
+
+@st.composite
+def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
+    """Draw how ranks hold a tensor: cut along any dims, one after the other.
+
+    As a mesh of several axes does it; with one axis each rank has one even part.
+    """
+    boxes = [Slice.whole(shape)]
+    for dim in draw(st.permutations(range(len(shape))))[: draw(st.integers(1, 3))]:
+        world = draw(st.integers(1, 7))
+        boxes = [
+            Slice(
+                shape,
+                (*box.offset[:dim], part.offset[dim], *box.offset[dim + 1 :]),
+                (*box.size[:dim], part.size[dim], *box.size[dim + 1 :]),
+            )
+            for box in boxes
+            for part in (Slice.even(shape, dim, rank, world) for rank in range(world))
+        ]
+    return boxes
+
+
+@st.composite
+def shapes_and_cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Slice]]]:
+    """Draw a shape, and ways to hold a tensor of it."""
+    shape = draw(SHAPES)
+    return shape, [draw(cuts(shape)) for _ in range(3)]
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor whose elements are all different."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+
+
+def held(whole: torch.Tensor, boxes: Sequence[Slice]) -> list[torch.Tensor]:
+    """Return what each rank holds, as memory of its own."""
+    return [box.of(whole).clone() for box in boxes]
+
+
+def resharded(
+    parts: Sequence[torch.Tensor], old: Sequence[Slice], new: Sequence[Slice]
+) -> list[torch.Tensor]:
+    """Return the slices that other ranks hold."""
+    pairs = list(zip(old, parts, strict=True))
+    return [assembled(box, torch.int32, pairs) for box in new]
+
+
+@given(shapes_and_cuts())
+def test_resharding_is_cutting(
+    drawn: tuple[tuple[int, ...], list[list[Slice]]],
+) -> None:
+    """L47: from n ranks to m and on, each rank has what a cut of the whole gives it."""
+    shape, ways = drawn
+    whole = numbered(shape)
+    parts, old = held(whole, ways[0]), ways[0]
+    for new in [*ways[1:], [Slice.whole(shape)], ways[0]]:
+        parts, old = resharded(parts, old, new), new
+        expected = held(whole, new)
+        assert [each.shape for each in expected] == [each.shape for each in parts]
+        assert all(map(torch.equal, expected, parts))
+
+
+@given(SHAPES, st.integers(1, 9), st.data())
+def test_even_parts_are_those_of_torch(
+    shape: tuple[int, ...], world: int, data: st.DataObject
+) -> None:
+    """L47: a rank's part is its `torch.chunk`; ranks beyond the last chunk have nothing."""
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    whole = numbered(shape)
+    chunks = list(whole.chunk(world, dim))
+    nothing = whole.narrow(dim, 0, 0)
+    chunks += [nothing] * (world - len(chunks))
+    parts = held(whole, [Slice.even(shape, dim, i, world) for i in range(world)])
+    assert [each.shape for each in chunks] == [each.shape for each in parts]
+    assert all(map(torch.equal, chunks, parts))
+
+
+@given(shapes_and_cuts(), st.data())
+def test_a_slice_that_is_missing_is_noticed(
+    drawn: tuple[tuple[int, ...], list[list[Slice]]], data: st.DataObject
+) -> None:
+    """L47: what no rank holds is refused, and nothing is made up for it."""
+    shape, (boxes, *_) = drawn
+    gone = data.draw(st.sampled_from(range(len(boxes))))
+    parts = [(box, box.of(numbered(shape))) for box in boxes]
+    del parts[gone]
+    whole = Slice.whole(shape)
+    if boxes[gone].count == 0:
+        assert torch.equal(numbered(shape), assembled(whole, torch.int32, parts))
+        return
+    with pytest.raises(
+        af.CheckpointError, match=rf"{boxes[gone].count} of {whole.count}"
+    ):
+        assembled(whole, torch.int32, parts)
+
+
+@given(shapes_and_cuts())
+def test_cuts_tile(drawn: tuple[tuple[int, ...], list[list[Slice]]]) -> None:
+    """L47: slices into which a tensor was cut are taken for the whole of it."""
+    shape, ways = drawn
+    for boxes in ways:
+        assert tile(boxes, shape)
+        assert tile([box for box in boxes if box.count], shape)
+
+
+@given(SHAPES, st.data())
+def test_boxes_tile_if_each_element_is_in_one(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    """L47: any boxes are the whole if, counted, each element lies in one of them."""
+    boxes = data.draw(cuts(shape))
+    for _ in range(data.draw(st.integers(0, 2))):
+        i = data.draw(st.sampled_from(range(len(boxes))))
+        ends = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
+        beyond = data.draw(st.sampled_from([0, 0, 0, 1]))
+        offset = tuple(begin + beyond for begin, _ in ends)
+        size = tuple(end - begin for begin, end in ends)
+        boxes[i : i + data.draw(st.integers(0, 1))] = [Slice(shape, offset, size)]
+    count = torch.zeros(shape, dtype=torch.int32)
+    fits = all(
+        at + n <= length
+        for box in boxes
+        for at, n, length in zip(box.offset, box.size, shape, strict=True)
+    )
+    for box in boxes if fits else ():
+        box.of(count).add_(1)
+    assert tile(boxes, shape) is (fits and bool((count == 1).all()))

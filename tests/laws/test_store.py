@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store's saves are agreed by all ranks, hold what was given, and are one job's at a time."""
+
+import errno
+import gc
+import json
+import os
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
+from io import StringIO
+from pathlib import Path
+from threading import Event
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.checkpoint import files
+from accelfn.checkpoint.background import Writing
+from accelfn.checkpoint.lock import Lock
+from accelfn.collectives import gather_text
+from accelfn.testing import Terminate, simulate
+from tests.laws.disks import Disk, lent, watched
+from tests.laws.states import base, is_of, state_of
+from tests.strategies import Run, differences, runs, tensors
+
+REASONS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
+
+
+def failing(disk: Disk, number: int, *, stays: bool) -> Callable[[str], None]:
+    """Return what lets an act fail; if it stays so, all writes do until `disk` is mended."""
+
+    def fails(act: str) -> None:
+        kind, _, path = act.partition(" ")
+        if stays:
+            disk.full = lambda: OSError(number, os.strerror(number))
+        if not stays or kind == "write":
+            name = () if kind in ("write", "flush") else (str(disk.root / path),)
+            raise OSError(number, os.strerror(number), *name)
+
+    return fails
+
+
+@given(
+    size=st.integers(1, 3),
+    at=st.integers(0, 50),
+    number=st.sampled_from(REASONS),
+    stays=st.booleans(),
+    async_=st.booleans(),
+)
+def test_a_save_that_fails_fails_on_all_ranks(
+    size: int, at: int, number: int, stays: bool, async_: bool
+) -> None:
+    """A full or broken disk: all are told why, what was there stays, training goes on."""
+    said: list[str] = []
+
+    def train(world: af.World) -> None:
+        with af.CheckpointStore(disk.root, keep=2, async_=async_) as store:
+            store.save(state_of(1, world))
+            store.wait()
+            if world.is_main:
+                happens = failing(disk, number, stays=stays)
+                disk.happens[len(disk.acts) + at] = happens
+            gather_text("", world, label="planned")
+            try:
+                store.save(state_of(2, world))
+                store.wait()
+            except af.CheckpointWriteError as error:
+                said.append(str(error))
+            gather_text("", world, label="tried")
+            if world.is_main:
+                disk.happens.clear()
+                disk.full = None
+                if said:
+                    assert store.steps == (1,)
+                    left = {p.name for p in disk.root.glob(".tmp-*step*")}
+                    assert stays or left == set()
+            gather_text("", world, label="looked")
+            store.save(state_of(3, world))
+            store.wait()
+            if world.is_main:
+                assert store.steps == ((1, 3) if said else (2, 3))
+                assert is_of(store.latest, 3)
+
+    with lent() as root:
+        disk = Disk(root)
+        with watched(disk):
+            simulate(size, train)
+    assert len(said) in (0, size)
+    for each in said:
+        assert "step 2" in each
+        assert any(f"rank {rank} could not" in each for rank in range(size))
+        reason = os.strerror(number) in each and str(disk.root / ".") in each
+        assert reason or "no room to say why" in each
+        assert "The newest is" in each
+        assert "step-00000001" in each
+
+
+@given(at=st.integers(0, 30), async_=st.booleans())
+def test_no_file_is_flushed_twice(at: int, async_: bool) -> None:
+    """After a failed flush the same step is written to new files, and saved."""
+    with lent() as root:
+        disk = Disk(root)
+        with watched(disk), af.CheckpointStore(root, async_=async_) as store:
+            first = len(disk.acts)
+            disk.happens[first + at] = failing(disk, errno.EIO, stays=False)
+            for _ in range(2):
+                try:
+                    store.save(state_of(1))
+                    store.wait()
+                except af.CheckpointWriteError:
+                    continue
+                break
+            assert is_of(store.latest, 1)
+    flushed: set[str] = set()
+    for act in disk.acts[first:]:
+        kind, _, path = act.partition(" ")
+        if kind == "create":
+            flushed.discard(path)
+        elif kind == "flush" and "/" in path:
+            assert path not in flushed or path.endswith(("step-00000001",))
+            flushed.add(path)
+
+
+def lock_of(**other: object) -> str:
+    """Return the text of another process's lock, that lives unless told otherwise."""
+    with lent() as root:
+        return json.dumps(json.loads(Lock.of(root).text) | other)
+
+
+HOLDERS = {
+    "alive": (lock_of, "held by .*:[0-9]+ since 2"),
+    "dead": (lambda: lock_of(begun="0"), None),
+    "gone": (lambda: lock_of(pid=2**22 + 1), None),
+    "another host's": (
+        lambda: lock_of(host="elsewhere", begun="0"),
+        "held by elsewhere:",
+    ),
+    "cut off": (lambda: lock_of()[:20], "held by an unknown host.*remove .*lock"),
+    "empty": (lambda: "", "held by an unknown host"),
+    "no lock": (lambda: "[1]", "held by an unknown host"),
+}
+
+
+@pytest.mark.parametrize("who", HOLDERS)
+def test_one_job_saves_to_a_directory(who: str) -> None:
+    """Only of a process that is certainly dead is a lock taken over, and that is said."""
+    make, refused = HOLDERS[who]
+    with lent() as root:
+        (root / ".lock").write_text(make())
+        store = af.CheckpointStore(root)
+        if refused is None:
+            with redirect_stderr(StringIO()) as said:
+                store.save(state_of(1))
+            assert "taking over" in said.getvalue()
+            store.close()
+            assert not (root / ".lock").exists()
+        else:
+            with pytest.raises(af.errors.DirectoryInUseError, match=refused):
+                store.save(state_of(1))
+            assert [path.name for path in root.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("ends", ["close", "collect"])
+def test_one_store_saves_to_a_directory(ends: str) -> None:
+    """A second store of the same process waits for the first one's end."""
+    with lent() as root:
+        first, second = af.CheckpointStore(root), af.CheckpointStore(root)
+        first.save(state_of(1))
+        first.wait()
+        with pytest.raises(af.errors.DirectoryInUseError, match="is in use"):
+            second.save(state_of(2))
+        assert second.steps == (1,)
+        if ends == "close":
+            first.close()
+        del first
+        gc.collect()
+        second.save(state_of(2))
+        second.close()
+        assert second.steps == (1, 2)
+        assert list(root.glob(".*")) == []
+
+
+@given(
+    steps=st.integers(1, 3),
+    async_=st.booleans(),
+    keep=st.integers(1, 2),
+    big=st.booleans(),
+)
+def test_what_is_saved_is_what_was_given(
+    steps: int, async_: bool, keep: int, big: bool
+) -> None:
+    """Tensors that change as soon as `save` has returned are saved as they were."""
+    state = state_of(1)
+    if big:  # some time to write
+        state = state.with_slot("big", torch.zeros(200_000))
+    with lent() as root, af.CheckpointStore(root, keep=keep, async_=async_) as store:
+        given_: dict[int, dict[str, torch.Tensor]] = {}
+        for _ in range(steps):
+            given_[state.step] = tensors(state)
+            store.save(state)
+            with torch.no_grad():
+                for each in (*state.params.values(), *state.slots.values()):
+                    each.add_(1)
+            state = attrs.evolve(state, step=state.step + 1)
+        store.wait()
+        for step in store.steps:
+            loaded = store.restore(base(), step=step)
+            assert differences(given_[step], tensors(loaded)) == []
+
+
+@given(async_=st.booleans(), verify=st.booleans())
+def test_what_was_loaded_outlives_its_checkpoint(async_: bool, verify: bool) -> None:
+    """Loaded tensors keep their values when their files are removed, and others written."""
+    with lent() as root, af.CheckpointStore(root, keep=1, async_=async_) as store:
+        store.save(state_of(1))
+        store.wait()
+        loaded = af.load(base(), store.latest, verify=verify)
+        for step in (2, 3):
+            store.save(state_of(step))
+        store.wait()
+        assert store.steps == (3,)
+        assert differences(tensors(state_of(1)), tensors(loaded)) == []
+
+
+@given(at=st.integers(0, 40), async_=st.booleans())
+def test_an_interrupted_save_can_be_made_again(at: int, async_: bool) -> None:
+    """Ctrl-C at any act of a save harms neither what is there nor the state."""
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with lent() as root:
+        disk = Disk(root)
+        with watched(disk):
+            store = af.CheckpointStore(root, keep=1, async_=async_)
+            store.save(state_of(1))
+            store.wait()
+            state = state_of(2)
+            disk.happens[len(disk.acts) + at] = interrupt
+            with suppress(KeyboardInterrupt, af.CheckpointWriteError):
+                store.save(state)
+                store.wait()
+            disk.happens.clear()
+            assert differences(tensors(state_of(2)), tensors(state)) == []
+            assert is_of(store.latest, store.steps[-1])
+            store.save(state_of(3))
+            store.close()
+            assert store.steps == (3,)
+            assert is_of(store.latest, 3)
+            assert [path.name for path in root.iterdir()] == ["step-00000003"]
+
+
+@given(interrupts=st.integers(1, 3))
+def test_an_interrupted_wait_can_be_made_again(interrupts: int) -> None:
+    """Ctrl-C while a save is waited for leaves it under way: its copies stay as they are."""
+    left, go = [interrupts], Event()
+    join = Writing.join
+
+    def joined(writing: Writing) -> object:
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        go.set()
+        return join(writing)
+
+    def slow(*args: object, **kwargs: object) -> object:
+        go.wait(60)
+        return write(*args, **kwargs)
+
+    write = files.write
+    with (
+        lent() as root,
+        mock.patch.object(Writing, "join", joined),
+        mock.patch.object(files, "write", slow),
+        af.CheckpointStore(root) as store,
+    ):
+        store.save(state_of(1))
+        for _ in range(interrupts):
+            with pytest.raises(KeyboardInterrupt):
+                store.save(state_of(2))
+        assert (root / ".lock").exists()
+        store.save(state_of(2))
+        store.wait()
+        assert all(is_of(root / f"step-{step:08d}", step) for step in (1, 2))
+
+
+SETUP = af.chain(af.shard_data(), af.local_sgd(sync_every=2), af.ema(0.5))
+
+
+@given(
+    run=runs(),
+    size=st.integers(1, 3),
+    rank=st.integers(0, 2),
+    at=st.integers(0, 40),
+    async_=st.booleans(),
+)
+def test_all_ranks_leave_after_the_same_update(
+    run: Run, size: int, rank: int, at: int, async_: bool
+) -> None:
+    """SIGTERM at any collective of any rank: all save the same update, and go on from it."""
+    run = attrs.evolve(run, n=24, batch_size=6, updates=4, dyadic=False, setup=SETUP)
+    left: dict[int, tuple[int, object]] = {}
+
+    def train(world: af.World, directory: Path) -> dict[str, torch.Tensor]:
+        state = run.state(world)
+        try:
+            with (
+                af.stopping(world) as stop,
+                af.CheckpointStore(directory, async_=async_) as store,
+            ):
+                state = store.restore(state)
+                while state.step < run.updates:
+                    state, _ = run.train(state, 1)
+                    if stop.requested():
+                        store.save(state)
+                        break
+        except SystemExit as ended:
+            left[world.rank] = (state.step, ended.code)
+        return tensors(state)
+
+    with lent() as root:
+        whole = simulate(size, lambda world: train(world, root / "whole"))
+        assert left == {}
+        faults = [Terminate(rank % size, at % len(whole.log))] if whole.log else []
+        simulate(size, lambda world: train(world, root / "cut"), faults=faults)
+        assert len(left) in (0, size)
+        assert {code for _, code in left.values()} <= {143}
+        assert len(set(left.values())) <= 1
+        saved = af.CheckpointStore(root / "cut").steps
+        assert saved == tuple({step for step, _ in left.values()})
+        for one, two in zip(
+            whole, simulate(size, lambda world: train(world, root / "cut")), strict=True
+        ):
+            assert differences(one, two) == []

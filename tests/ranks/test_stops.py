@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes: signals to a launched run, a race for a lock, a disk's limit."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.checkpoint.lock import Lock
+from accelfn.testing.processes.run import RankProcess
+from tests.laws.states import is_of, state_of
+
+SCRIPT = Path(__file__).parent / "scripts" / "stops.py"
+
+
+def launched(directory: Path, updates: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "accelfn.cli", "launch", "--nproc", "2"]
+    return subprocess.Popen(
+        [*command, str(SCRIPT), str(directory), str(updates)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finished(directory: Path, updates: int) -> set[str]:
+    """Run to the end, and return what the ranks say."""
+    with launched(directory, updates) as run:
+        out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    return set(re.findall(r"done .*", out))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("to", ["launcher", "rank 1"])
+def test_a_launched_run_stops_and_goes_on(to: str, tmp_path: Path) -> None:
+    """SIGTERM to the launcher or to a rank: both ranks save one update, and exit with 143."""
+    store = af.CheckpointStore(tmp_path / "cut")
+    with launched(store.directory, 10**6) as run:
+        try:
+            assert run.stdout is not None
+            lines = sorted(run.stdout.readline() for _ in range(2))  # rank 1's has a [
+            pids = [int(line.split("process ")[1].split()[0]) for line in lines[::-1]]
+            while not store.steps:
+                assert run.poll() is None
+            pid = run.pid if to == "launcher" else pids[int(to[-1])]
+            os.kill(pid, signal.SIGTERM)
+            out, err = run.communicate(timeout=120)
+        finally:
+            run.kill()
+    assert run.returncode == 143, err
+    assert "done" not in out
+    assert "Traceback" not in err
+    assert "SIGTERM" in err.splitlines()[-1]
+    assert list(store.directory.glob(".*")) == []
+    updates = store.steps[-1] + 20
+    whole = finished(tmp_path / "whole", updates)
+    assert len(whole) == 1
+    assert whole == finished(store.directory, updates)
+
+
+def racing(pipe: Connection) -> None:
+    """Try to take the lock of each directory that is sent, and let go when told."""
+    while True:
+        lock = Lock.of(Path(pipe.recv()))
+        try:
+            lock.take()
+        except af.errors.DirectoryInUseError as error:
+            pipe.send(str(error))
+        else:
+            pipe.send("held")
+        pipe.recv()
+        lock.release()
+        pipe.send("released")
+
+
+@pytest.fixture
+def racers() -> Iterator[list[RankProcess]]:
+    """Two processes that want the same lock."""
+    found = [RankProcess.start(racing, name=f"racer {i}") for i in range(2)]
+    yield found
+    for each in found:
+        each.end()
+
+
+def test_one_of_two_processes_holds_a_lock(
+    racers: list[RankProcess], tmp_path: Path
+) -> None:
+    """They race 20 rounds, half of them for a dead process's lock: one holds it, each time."""
+    for i in range(20):
+        if i % 2:
+            dead = Lock.of(tmp_path).text.replace('"begun": "', '"begun": "9')
+            (tmp_path / ".lock").write_text(dead)
+        for each in racers:
+            each.pipe.send(str(tmp_path))
+        said = [each.pipe.recv() for each in racers]
+        assert said.count("held") == 1
+        holder = racers[said.index("held")].process.pid
+        refusal = next(text for text in said if text != "held")
+        assert f":{holder} since" in refusal
+        for each in racers:
+            each.pipe.send("let go")
+            assert each.pipe.recv() == "released"
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_holder_is_taken_over(
+    racers: list[RankProcess], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While it lives it is named, and after a kill -9 its lock is another's, with a line."""
+    holder = racers[0]
+    holder.pipe.send(str(tmp_path))
+    assert holder.pipe.recv() == "held"
+    store = af.CheckpointStore(tmp_path)
+    with pytest.raises(
+        af.errors.DirectoryInUseError, match=f":{holder.process.pid} since"
+    ):
+        store.save(state_of(1))
+    os.kill(holder.process.pid, signal.SIGKILL)
+    holder.process.join()
+    store.save(state_of(1))
+    store.close()
+    assert f"process {holder.process.pid} of this host" in capfd.readouterr().err
+    assert is_of(tmp_path / "step-00000001", 1)
+
+
+def limited(directory: str, async_: bool, pipe: Connection) -> None:
+    """Save a small state, then a large one with too small a limit, then a small one."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    with af.CheckpointStore(directory, async_=async_) as store:
+        store.save(state_of(1))
+        try:
+            store.save(state_of(2).with_slot("big", torch.zeros(100_000)))
+            store.wait()
+        except af.CheckpointWriteError as error:
+            pipe.send(str(error))
+        store.save(state_of(3))
+    pipe.send("done")
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_file_may_be_too_large(async_: bool, tmp_path: Path) -> None:
+    """The error says which file, how much was needed, and what is there; the run goes on."""
+    child = RankProcess.start(limited, str(tmp_path), async_, name="has a limit")
+    said = child.pipe.recv()
+    assert re.search(
+        "step 2 .*rank 0 could not write its file: .*File too large .needs 400,"
+        ".* bytes, .* are free.*rank-00000.safetensors.*The newest is .*step-00000001",
+        said,
+    )
+    assert child.pipe.recv() == "done"
+    child.process.join()
+    child.end()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000001",
+        "step-00000003",
+    ]

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a part of a checkpoint, and parameters that are kept by their hash."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.checkpoint.manifest import read_manifest
+from tests.golden.make import held
+
+FIELDS = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+STEP = af.make_step(lambda model, batch: model(batch).square().mean())
+
+
+def net(width=4, *, head=True, frozen=False, start=None):
+    layers = [nn.Linear(3, width), nn.BatchNorm1d(width)]
+    made = nn.Sequential(*layers, *([nn.Linear(width, 1)] if head else []))
+    if start is not None:
+        nn.init.constant_(made[0].weight, start)
+    if frozen:
+        made[0].requires_grad_(requires_grad=False)
+    return made
+
+
+def fresh(**options):
+    """Return a state before its first update."""
+    options = {
+        "model": net,
+        "optimizer": partial(torch.optim.Adam, lr=0.1),
+        "setup": af.ema(0.9),
+        "data": af.Data(X, batch_size=3),
+        **options,
+    }
+    return af.TrainState.create(**options)
+
+
+def made(**options):
+    """Return a state two updates old, with an entry of the user's."""
+    state = fresh(seed=3, **options)
+    for _, batch in zip(range(2), af.batches(state), strict=False):
+        state, _ = STEP(state, batch)
+    return state.with_slot("mine", torch.arange(3))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Return the directory of a saved state."""
+    af.save(made(), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def same(state, other, *names):
+    """Whether fields are the same, bitwise."""
+    left, right = held(state), held(other)
+    return all(left[name] == right[name] for name in names)
+
+
+def test_all_fields_are_all(saved):
+    """`load(only=every field)` is `load`, and nothing is missing, unexpected or cast."""
+    state = fresh().with_slot("mine", None)
+    part, whole = af.load(state, saved, only=FIELDS), af.load(state, saved)
+    assert same(part.state, whole, *FIELDS)
+    assert part.missing == part.unexpected == ()
+    assert part.cast == {}
+    names = {name.partition(".")[0] for name in part.loaded}
+    assert names == set(FIELDS)
+    for _ in range(2):
+        stepped = [STEP(each, X)[0] for each in (part.state, whole)]
+        assert same(*stepped, *FIELDS)
+        part, whole = af.load(state, saved, only=FIELDS), af.load(state, saved)
+
+
+@pytest.mark.parametrize("count", range(len(FIELDS) + 1))
+def test_any_fields(saved, count):
+    """What is asked for is the checkpoint's, the rest is the state's, which stays whole."""
+    state, whole = fresh().with_slot("mine", None), made()
+    before = held(state)
+    for only in itertools.combinations(FIELDS, count):
+        loaded = af.load(state, saved, only=only)
+        assert same(loaded.state, whole, *only)
+        assert same(loaded.state, state, *(set(FIELDS) - set(only)))
+        assert {name.partition(".")[0] for name in loaded.loaded} == set(only)
+    assert before == held(state)
+
+
+def test_one_name_is_a_word(saved):
+    """A field alone may be given as a word."""
+    state = fresh()
+    assert same(af.load(state, saved, only="step").state, made(), "step")
+
+
+def test_what_is_loaded_is_its_own(saved):
+    """A step on what was loaded changes neither the given state nor another load."""
+    state = fresh()
+    before = held(state)
+    first, second = (af.load(state, saved, only=("params",)).state for _ in range(2))
+    loaded = held(second)
+    STEP(first, X)
+    assert before == held(state)
+    assert loaded == held(second)
+
+
+def test_a_slot_by_name(saved):
+    """A slot is loaded by name, and no other one is touched."""
+    state = fresh().with_slot("mine", "mine")
+    loaded = af.load(state, saved, only=("slots.ema",))
+    assert loaded.loaded == ("slots.ema",)
+    whole = held(made())["slots"]
+    found = held(loaded.state)["slots"]
+    assert found["'ema'"] == whole["'ema'"]
+    assert loaded.state.slots["mine"] == "mine"
+
+
+def test_a_slot_that_neither_has(saved):
+    """A slot that is asked for and is nowhere is missing, not passed over."""
+    ask = partial(af.load, fresh(), saved, only=("slots.emma",))
+    with pytest.raises(af.CheckpointError, match=r"(?s)slots.*missing emma"):
+        ask()
+    assert ask(missing="init").missing == ("slots.emma",)
+
+
+def test_a_head_that_is_new(tmp_path):
+    """`missing="init"` leaves what the checkpoint lacks as it was, and names it."""
+    af.save(made(model=partial(net, head=False)), tmp_path / "saved")
+    state = fresh(seed=8)
+    ask = partial(af.load, state, tmp_path / "saved", only=("params",))
+    with pytest.raises(af.CheckpointError, match=r"(?s)params.*missing 2\.weight"):
+        ask()
+    with pytest.raises(af.CheckpointError, match=r"missing 2\.weight"):
+        ask(extra="ignore")
+    loaded = ask(missing="init")
+    assert loaded.missing == ("params.2.weight", "params.2.bias")
+    whole = made(model=partial(net, head=False))
+    for name, param in loaded.state.params.items():
+        expected = state.params if name.startswith("2.") else whole.params
+        assert torch.equal(expected[name], param)
+    assert str(loaded) == "loaded 4 of 6\nmissing 2: params.2.weight, params.2.bias"
+
+
+def test_a_head_that_is_gone(saved):
+    """`extra="ignore"` leaves out what the state has no place for, and names it."""
+    state = fresh(model=partial(net, head=False))
+    ask = partial(af.load, state, saved, only=("params", "slots.mine"))
+    with pytest.raises(af.CheckpointError) as caught:
+        ask()
+    assert "unexpected 2.weight" in str(caught.value)
+    assert "unexpected mine" in str(caught.value)
+    with pytest.raises(af.CheckpointError, match=r"unexpected 2\.weight"):
+        ask(missing="init")
+    loaded = ask(extra="ignore")
+    assert loaded.unexpected == ("params.2.weight", "params.2.bias", "slots.mine")
+    assert loaded.missing == ()
+    assert "2.weight" not in loaded.state.params
+    assert "unexpected 3: params.2.weight" in str(loaded)
+
+
+def test_a_renamed_parameter(saved):
+    """A name that is missing is shown beside the nearest that is not expected."""
+
+    class Renamed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            inner = net()
+            self.add_module("0", inner[0])
+            self.add_module("1", inner[1])
+            self.add_module("2x", inner[2])
+
+    with pytest.raises(
+        af.CheckpointError, match=r"missing 2x\.weight \(near 2\.weight"
+    ):
+        af.load(fresh(model=Renamed), saved, only=("params",))
+
+
+def test_shapes_are_never_passed_over(saved):
+    """No option makes another shape fit."""
+    state = fresh(model=partial(net, 5))
+    with pytest.raises(af.CheckpointError, match=r"0\.weight saved as \(4, 3\)"):
+        af.load(
+            state, saved, only=("params",), missing="init", extra="ignore", cast=True
+        )
+
+
+def test_cast(saved):
+    """`cast=True` converts to the state's dtypes, and says what; without it, refused."""
+    state = fresh(model=lambda: net().to(torch.bfloat16))
+    ask = partial(af.load, state, saved, only=("params", "buffers"))
+    with pytest.raises(af.CheckpointError, match=r"(?s)params.*bfloat16.*buffers"):
+        ask()
+    loaded, whole = ask(cast=True), made()
+    for name, param in loaded.state.params.items():
+        assert torch.equal(whole.params[name].to(torch.bfloat16), param)
+    assert "params.0.weight" in loaded.cast
+    assert "buffers.1.num_batches_tracked" not in loaded.cast
+    assert "cast params.0.weight: saved as torch.float32, expected" in str(loaded)
+
+
+def test_opt_state_of_a_state_that_has_not_begun(saved):
+    """Entries that an optimizer will make are places for what is saved."""
+    state = fresh()
+    assert dict(state.opt_state) == {}
+    loaded = af.load(state, saved, only=("opt_state",))
+    assert same(loaded.state, made(), "opt_state")
+    assert loaded.unexpected == ()
+
+
+def test_opt_state_of_another_optimizer(saved):
+    """It is refused, unless it is not asked for."""
+    state = fresh(optimizer=partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(af.CheckpointError, match=r"Adam.*SGD"):
+        af.load(state, saved, only=("params", "opt_state"))
+    assert same(af.load(state, saved, only=("params",)).state, made(), "params")
+
+
+def test_a_position_in_other_data(saved):
+    """It is refused, unless it is allowed or not asked for."""
+    state = fresh(data=af.Data(X, batch_size=4))
+    with pytest.raises(af.CheckpointError, match="other data"):
+        af.load(state, saved, only=("cursor",))
+    loaded = af.load(state, saved, only=("cursor",), allow=("batch_size",))
+    assert same(loaded.state, made(), "cursor")
+    assert af.load(state, saved, only=("step",)).state.step == 2
+
+
+REFUSED = {
+    "an unknown field": ({"only": ("weights",)}, "expected some of"),
+    "a word of none": ({"only": "weights"}, "expected some of"),
+    "a part of params": ({"only": ("params.0.weight",)}, "expected some of"),
+    "a slot without a name": ({"only": ("slots.",)}, "expected some of"),
+    "missing": ({"only": ("params",), "missing": "ignore"}, '"error" or "init"'),
+    "extra": ({"only": ("params",), "extra": "init"}, '"error" or "ignore"'),
+    "missing alone": ({"missing": "init"}, "give only="),
+    "extra alone": ({"extra": "ignore"}, "give only="),
+    "cast alone": ({"cast": True}, "give only="),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_words(saved, case):
+    """An option that is none of its words is refused with those that are."""
+    options, words = REFUSED[case]
+    with pytest.raises(af.ArgumentError, match=words):
+        af.load(fresh(), saved, **options)
+
+
+def test_a_donated_state(saved):
+    """A state that was given to a step cannot say what to load into."""
+    state = fresh()
+    STEP(state, X)
+    with pytest.raises(af.StateDonatedError):
+        af.load(state, saved, only=("params",))
+
+
+# Frozen parameters that are kept by their hash.
+
+FROZEN = partial(net, frozen=True, start=0.5)
+
+
+def test_frozen_parameters_by_hash(tmp_path):
+    """They are not written; a state that has the same is loaded as if they were."""
+    state = made(model=FROZEN)
+    for frozen in ("write", "hash"):
+        af.save(state, tmp_path / frozen, frozen=frozen)
+    names = read_manifest(tmp_path / "hash").files["rank-00000.safetensors"].tensors
+    assert "params.2.weight" in names
+    assert not {"params.0.weight", "params.0.bias"} & names.keys()
+    other = fresh(seed=3, model=FROZEN)
+    whole, kept = (af.load(other, tmp_path / frozen) for frozen in ("write", "hash"))
+    assert same(whole, kept, *FIELDS)
+    part = af.load(other.with_slot("mine", 0), tmp_path / "hash", only=FIELDS)
+    assert same(whole, part.state, *FIELDS)
+    before = held(other)
+    STEP(kept, X)
+    assert before == held(other)
+
+
+def test_frozen_parameters_that_are_others(tmp_path):
+    """A state with other frozen values, or without them, is refused by name."""
+    af.save(made(model=FROZEN), tmp_path / "saved", frozen="hash")
+    other = fresh(seed=3, model=partial(net, frozen=True, start=0.25))
+    for options in (
+        {},
+        {"only": ("params",)},
+        {"only": ("params",), "missing": "init"},
+    ):
+        with pytest.raises(af.CheckpointError, match=r"other values 0\.weight\."):
+            af.load(other, tmp_path / "saved", **options)
+    renamed = fresh(model=lambda: nn.Sequential(nn.Identity(), *net()))
+    with pytest.raises(af.CheckpointError, match=r"missing 0\.bias, 0\.weight"):
+        af.load(renamed, tmp_path / "saved")
+    assert af.load(other, tmp_path / "saved", only=("step",)).state.step == 2
+
+
+def test_nothing_is_frozen(tmp_path):
+    """Where all is trained, `frozen="hash"` writes the same files."""
+    for frozen in ("write", "hash"):
+        af.save(made(), tmp_path / frozen, frozen=frozen)
+    for path in (tmp_path / "write").iterdir():
+        assert path.read_bytes() == (tmp_path / "hash" / path.name).read_bytes()
+
+
+def test_another_word_for_frozen(tmp_path):
+    """It is refused before anything is written, by a store when it is made."""
+    with pytest.raises(af.ArgumentError, match='"write" or "hash"'):
+        af.save(made(), tmp_path / "saved", frozen="skip")
+    with pytest.raises(af.ArgumentError, match='"write" or "hash"'):
+        af.CheckpointStore(tmp_path / "runs", frozen="skip")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelfn checkpoint`: what it says of checkpoints is what is in them."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from functools import partial
+
+import attrs
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.checkpoint import commit
+from accelfn.checkpoint.manifest import read_manifest
+from accelfn.checkpoint.save import contents_of, save_of
+from accelfn.checkpoint.slices import Slice
+from accelfn.cli import main
+from accelfn.collectives import gather_text
+from accelfn.testing import simulate
+from tests.golden import make as golden
+
+ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+STEP = af.make_step(lambda model, batch: model(batch).square().mean())
+
+
+class Net(nn.Module):
+    """A model with running statistics, and a buffer that no export has."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, batch):
+        return self.norm(self.body(batch)) + self.table
+
+
+def fresh(**options):
+    """Return a state before its first update."""
+    given = {"model": Net, "optimizer": partial(torch.optim.Adam, lr=0.1)}
+    return af.TrainState.create(**given, setup=af.ema(0.5), **options)
+
+
+def states(count, **options):
+    """Yield states, one update after the other."""
+    state = fresh(**options)
+    for _ in range(count):
+        state, _ = STEP(state, X)
+        yield state
+
+
+def made(**options):
+    """Return a state an update old."""
+    return next(states(1, **options))
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Return a store of three checkpoints."""
+    folder = tmp_path / "runs"
+    with af.CheckpointStore(folder, async_=False) as kept:
+        for state in states(3):
+            kept.save(state, metrics={"loss": 1 / (state.step + 2)})
+    return folder
+
+
+def run(capsys, *words):
+    """Return the exit code and what was printed of a command."""
+    code = main(["checkpoint", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out.splitlines(), said.err
+
+
+def refused(capsys, *words):
+    """Return the one line with which a command was refused."""
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, [])
+    assert err.startswith("accelfn checkpoint: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# ls
+
+
+def test_ls_has_a_row_for_each(store, capsys):
+    """Steps, sizes, ages, whether whole, and metrics stand under their heads."""
+    for step, age in ((1, 2 * 86400), (2, 7200), (3, 90)):
+        path = store / f"step-0000000{step}" / "manifest.json"
+        then = path.stat().st_mtime - age
+        os.utime(path, (then, then))
+    code, (head, *rows), err = run(capsys, "ls", store)
+    assert (code, err) == (0, "")
+    assert head.split() == ["step", "size", "age", "whole", "metrics"]
+    cells = [row.split() for row in rows]
+    assert [row[0] for row in cells] == ["1", "2", "3"]
+    assert [row[3:5] for row in cells] == [["2", "d"], ["2", "h"], ["2", "min"]]
+    losses = ["0.333333", "0.25", "0.2"]
+    assert [row[5:] for row in cells] == [["yes", "loss", loss] for loss in losses]
+    for row in cells:
+        folder = store / f"step-0000000{row[0]}"
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        assert row[1:3] == [f"{size / 1000:.1f}", "kB"]
+
+
+def test_ls_says_what_is_not_whole(store, capsys):
+    """A file that is cut off or gone is named; what an interrupted save left is, too."""
+    with (store / "step-00000001" / "rank-00000.safetensors").open("ab") as file:
+        file.truncate(100)
+    (store / "step-00000002" / "rank-00000.safetensors").unlink()
+    (store / ".tmp-step-00000004").mkdir()
+    code, rows, _ = run(capsys, "ls", store)
+    assert code == 0
+    assert " no " in rows[1]
+    assert "rank-00000.safetensors has 100 bytes, the manifest says" in rows[1]
+    assert "missing: ['rank-00000.safetensors']" in rows[2]
+    assert " yes " in rows[3]
+    assert rows[4].startswith(".tmp-step-00000004 is being written, or was left")
+
+
+# show
+
+
+def test_show_has_all_of_the_manifest(capsys):
+    """Facts and every tensor with dtype, shape and size; a tensor that is another says so."""
+    code, rows, _ = run(capsys, "show", ONE)
+    assert code == 0
+    facts = {row.split()[0]: row.split(maxsplit=1)[1] for row in rows if row[0] != " "}
+    assert facts["directory"] == str(ONE)
+    assert facts["format"] == "1"
+    assert facts["step"] == "2"
+    assert facts["ranks"] == "1"
+    assert facts["optimizer"] == "torch.optim.adamw.AdamW"
+    assert facts["transforms"] == "ema"
+    assert "samples 12" in facts["data"]
+    assert facts["differing"] == facts["metrics"] == "none"
+    tensors = {
+        row.split("  ")[1]: " ".join(row.split()) for row in rows if row[0] == " "
+    }
+    assert tensors["params.first.weight"].endswith("float32 (3, 3) 36 B")
+    assert tensors["slots.mine.empty"].endswith("int16 (0, 3) 0 B")
+    assert tensors["slots.mine.shared[1][0]"].endswith("is slots.mine.shared[0]")
+    stored = read_manifest(ONE).files["rank-00000.safetensors"]
+    assert facts["tensors"].startswith(f"{len(stored.tensors)}, ")
+
+
+def test_show_as_json(capsys):
+    """The same as JSON; sizes add up to the files' data."""
+    code, rows, _ = run(capsys, "show", "--json", TWO)
+    plain = json.loads("\n".join(rows))
+    assert code == 0
+    assert (plain["step"], plain["ranks"]) == (2, 2)
+    assert "params" in plain["differing"]
+    assert plain["tensors"]["params.first.weight"] == {
+        "name": "params.first.weight",
+        "dtype": "float32",
+        "shape": [3, 3],
+        "size": 36,
+        "files": ["rank-00000.safetensors"],
+    }
+    code, rows, _ = run(capsys, "show", "--json", ONE)
+    tensors = json.loads("\n".join(rows))["tensors"].values()
+    sizes = {each["name"]: each["size"] for each in tensors}
+    file = read_manifest(ONE).files["rank-00000.safetensors"]
+    begin = min(each.begin for each in file.tensors.values())
+    assert sum(sizes.values()) == file.size - begin
+
+
+def test_show_of_ranks_that_differ(capsys):
+    """Tensors of which each rank has its own are marked."""
+    _, rows, _ = run(capsys, "show", TWO)
+    (row,) = [row for row in rows if row.startswith("  params.first.weight ")]
+    assert row.endswith("of each rank")
+
+
+def test_show_of_names_that_are_no_text(tmp_path, capsys):
+    """Whatever a name is, it stands on one line, and sends nothing to the terminal."""
+    slot = {"a\nb": torch.ones(1), "\x1b[31m": torch.ones(1), 7: {"": torch.ones(1)}}
+    af.save(made().with_slot("mine", slot), tmp_path / "saved")
+    _, rows, _ = run(capsys, "show", tmp_path / "saved")
+    assert all(row.isprintable() for row in rows)
+    assert any("slots.mine[7]['']" in row for row in rows)
+    (file,) = read_manifest(tmp_path / "saved").files.values()
+    assert len(file.tensors) == sum(row.startswith("  ") for row in rows)
+
+
+def test_show_of_a_store_is_of_its_newest(store, capsys):
+    """A store stands for its newest checkpoint."""
+    _, rows, _ = run(capsys, "show", store)
+    assert "step        3" in rows
+
+
+# verify
+
+
+def test_verify_of_what_is_whole(store, capsys):
+    """Every file of a checkpoint, or of all of a store, is said to be whole."""
+    code, rows, err = run(capsys, "verify", TWO)
+    names = ("manifest.json", "rank-00000.safetensors", "rank-00001.safetensors")
+    assert (code, err) == (0, "")
+    assert rows == [f"{TWO / name}: whole" for name in names]
+    code, rows, _ = run(capsys, "verify", store)
+    assert code == 0
+    assert len(rows) == 6
+
+
+def test_verify_names_file_and_tensor(tmp_path, capsys):
+    """Any flipped bit is found, with exit code 1; the files beside it are whole."""
+    folder = shutil.copytree(TWO, tmp_path / "saved")
+    path = folder / "rank-00001.safetensors"
+    whole, tensors = path.read_bytes(), read_manifest(TWO).files[path.name].tensors
+    draw = random.Random(0)  # noqa: S311 - the same each time
+    for _ in range(50):
+        at, changed = draw.randrange(len(whole)), bytearray(whole)
+        changed[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        named = [n for n, entry in tensors.items() if entry.begin <= at < entry.end]
+        code, rows, _ = run(capsys, "verify", folder)
+        assert code == 1
+        (what,) = named or ["its header"]
+        assert f"{path} is not what was saved: {what} differs" in rows[2]
+        assert [row.endswith(": whole") for row in rows] == [True, True, False]
+
+
+def test_verify_of_a_manifest_that_has_changed(store, capsys):
+    """A damaged manifest is named with exit code 1, and the other checkpoints looked at."""
+    path = store / "step-00000002" / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    code, rows, _ = run(capsys, "verify", store)
+    assert code == 1
+    assert [row.endswith("whole") for row in rows] == [True, True, False, True, True]
+    assert str(path) in rows[2]
+
+
+# diff
+
+
+@pytest.mark.parametrize("folder", [ONE, TWO])
+def test_diff_of_the_same(folder, capsys):
+    """Nothing is said of a checkpoint and itself, NaN and all."""
+    assert run(capsys, "diff", folder, folder) == (0, [], "")
+
+
+def test_diff_has_the_largest_difference(tmp_path, capsys):
+    """Of tensors of one shape the largest difference is told, of bits alone too."""
+    first = made(seed=1)
+    slot = {
+        "far": torch.tensor([1.0, 2.0, 3.0]),
+        "bits": torch.tensor([0.0]),
+        "nan": torch.tensor([1.0, torch.nan]),
+        "inf": torch.tensor([1.0, torch.inf]),
+        "dtype": torch.tensor([1.0]),
+        "shape": torch.zeros(2, 3),
+        "int": torch.tensor([3], dtype=torch.uint8),
+        "complex": torch.tensor([3 + 4j]),
+        "gone": 1,
+        "value": [1, {"x": "y"}],
+        "same": torch.tensor([torch.nan]),
+    }
+    other = {
+        **slot,
+        "far": torch.tensor([1.0, 1.5, 3.25]),
+        "bits": torch.tensor([-0.0]),
+        "nan": torch.tensor([torch.nan, torch.nan]),
+        "inf": torch.tensor([1.5, torch.inf]),
+        "dtype": torch.tensor([2.0], dtype=torch.bfloat16),
+        "shape": torch.zeros(3, 2),
+        "int": torch.tensor([255], dtype=torch.uint8),
+        "complex": torch.tensor([0j]),
+        "value": [1, {"x": "z"}],
+        "new": torch.ones(1),
+    }
+    del other["gone"]
+    af.save(first.with_slot("mine", slot), tmp_path / "a")
+    af.save(first.with_slot("mine", other), tmp_path / "b")
+    code, rows, err = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert (code, err) == (1, "")
+    assert rows == [
+        "slots.mine.far: largest difference 0.5",
+        "slots.mine.bits: largest difference 0",
+        "slots.mine.nan: largest difference nan",
+        "slots.mine.inf: largest difference 0.5",
+        "slots.mine.dtype: float32 (1,), bfloat16 (1,), largest difference 1",
+        "slots.mine.shape: float32 (2, 3), float32 (3, 2)",
+        "slots.mine.int: largest difference 252",
+        "slots.mine.complex: largest difference 5",
+        f"slots.mine.gone: only in {tmp_path / 'a'}",
+        "slots.mine.value[1].x: y, z",
+        f"slots.mine.new: only in {tmp_path / 'b'}",
+    ]
+
+
+def test_diff_of_facts(store, capsys):
+    """Steps, metrics, optimizers, worlds and positions that differ are told with both."""
+    _, rows, _ = run(capsys, "diff", store / "step-00000002", store)
+    assert rows[0] == "step: 2, 3"
+    assert rows[1] == "metrics: loss 0.25, loss 0.2"
+    assert any(row.startswith("params.body.weight: largest difference") for row in rows)
+    _, rows, _ = run(capsys, "diff", ONE, TWO)
+    assert rows[:2] == ["ranks: 1, 2", "transforms: ema, ema, local_sgd"]
+    assert f"rank 1: params.first.weight: only in {TWO}" in rows
+
+
+def test_diff_of_frozen_parameters_kept_by_hash(tmp_path, capsys):
+    """Parameters that are there by their hash alone are told."""
+    state = golden.fresh(af.World.single())
+    af.save(state, tmp_path / "a")
+    af.save(state, tmp_path / "b", frozen="hash")
+    code, rows, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    only_a, only_b = (f": only in {tmp_path / name}" for name in "ab")
+    assert rows == [f"params.frozen{only_a}", f"kept.frozen{only_b}"]
+
+
+# export
+
+
+def as_exported(folder):
+    """Return an exported model's one file."""
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("words", "raw"), [((), True), (("--slot", "ema"), False)])
+def test_export_is_that_of_the_state(words, raw, tmp_path, capsys):
+    """Without a model the very file is written that `af.export_model` writes."""
+    (*_, state) = states(3)
+    af.save(state, tmp_path / "saved")
+    af.export_model(state, tmp_path / "expected", raw=raw)
+    out = tmp_path / "out"
+    code, rows, err = run(capsys, "export", tmp_path / "saved", out, *words)
+    assert (code, err) == (0, "")
+    assert as_exported(tmp_path / "expected") == as_exported(out)
+    size = (out / "model.safetensors").stat().st_size
+    assert rows == [f"{out / 'model.safetensors'}: 7 tensors, {size} B"]
+
+
+def of_slices(folder, world):
+    """Save a state of which each rank holds a half of each matrix."""
+    state = fresh(world=world)
+    job, contents = save_of(state, folder), contents_of(state, "write")
+    slices = {
+        name: Slice.even(tensor.shape, 0, world.rank, world.size)
+        for name, tensor in contents.tensors.items()
+        if tensor.dim() == 2 and name.startswith("params.")
+    }
+    assert slices
+    tensors = {
+        name: slices[name].of(tensor) if name in slices else tensor
+        for name, tensor in contents.tensors.items()
+    }
+    contents = attrs.evolve(contents, slices=slices, tensors=tensors)
+
+    def exchange(what, text):
+        return gather_text(text, world, label=what)
+
+    job.agreed(exchange, "begin", lambda: commit.begin(job))
+    commit.write(job, contents, exchange)
+    return state
+
+
+def test_sharded_tensors(tmp_path, capsys):
+    """They are shown whole, compared whole and exported whole."""
+    state = simulate(2, partial(of_slices, tmp_path / "sharded"))[0]
+    simulate(2, lambda world: af.save(fresh(world=world), tmp_path / "whole"))
+    _, rows, _ = run(capsys, "show", tmp_path / "sharded")
+    (row,) = [row for row in rows if row.startswith("  params.body.weight ")]
+    assert row.split(maxsplit=1)[1].strip() == "float32 (4, 3)  48 B  in 2 slices"
+    found = run(capsys, "diff", tmp_path / "sharded", tmp_path / "whole")
+    assert found == (0, [], "")
+    run(capsys, "export", tmp_path / "sharded", tmp_path / "out")
+    tensors = safetensors.torch.load(as_exported(tmp_path / "out"))
+    assert torch.equal(state.params["body.weight"], tensors["body.weight"])
+
+
+def test_export_of_what_has_no_one_model(tmp_path, capsys):
+    """Ranks that differ, and parameters that were not written, are named; nothing is left."""
+    said = refused(capsys, "export", TWO, tmp_path / "out")
+    assert "ranks differ in params.first.bias" in said
+    assert "af.export_model" in said
+    af.save(golden.fresh(af.World.single()), tmp_path / "hashed", frozen="hash")
+    said = refused(capsys, "export", tmp_path / "hashed", tmp_path / "out")
+    assert "frozen were not written" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["hashed"]
+
+
+@pytest.mark.parametrize("slot", ["nope", "mine", "slots."])
+def test_export_of_a_slot_without_parameters(slot, tmp_path, capsys):
+    """A slot that holds none is refused, with those that there are."""
+    said = refused(capsys, "export", ONE, tmp_path / "out", "--slot", slot)
+    assert "slots.ema" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_to_what_is_there(tmp_path, capsys):
+    """Nothing is written over; a place where nothing can be written is named."""
+    (tmp_path / "file").touch()
+    assert "exists already" in refused(capsys, "export", ONE, tmp_path)
+    assert "file" in refused(capsys, "export", ONE, tmp_path / "file" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_export_of_a_file_that_has_changed(tmp_path, capsys):
+    """What was changed on the disk is not exported."""
+    folder = shutil.copytree(ONE, tmp_path / "saved")
+    path = folder / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert str(path) in refused(capsys, "export", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# What is no checkpoint, and no command.
+
+
+@pytest.mark.parametrize("act", ["ls", "show", "verify", "diff", "export"])
+@pytest.mark.parametrize("kind", ["nothing", "a directory", "a file"])
+def test_where_there_is_no_checkpoint(act, kind, tmp_path, capsys):
+    """A path without one is named on one line, with exit code 2."""
+    path = tmp_path / "path"
+    if kind == "a directory":
+        path.mkdir()
+    if kind == "a file":
+        path.touch()
+    others = {"diff": [ONE], "export": [tmp_path / "out"]}.get(act, [])
+    if (act, kind) == ("verify", "a file"):
+        code, rows, _ = run(capsys, act, path)
+        assert code == 1
+        assert str(path) in rows[0]
+        return
+    assert str(path) in refused(capsys, act, path, *others)
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["drop"], ["ls"], ["diff", "a"], ["show", "a", "--slot", "b"]]
+)
+def test_mistakes_in_the_command_line(words, capsys):
+    """Other words are refused with exit code 2 and the usage."""
+    with pytest.raises(SystemExit) as caught:
+        main(["checkpoint", *words])
+    assert caught.value.code == 2
+    assert "usage: accelfn" in capsys.readouterr().err
+
+
+def test_as_a_process():
+    """The exit code is the process's."""
+    words = ["-m", "accelfn.cli", "checkpoint", "diff", ONE, TWO]
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("ranks: 1, 2\n")

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`stopping`: signals are noted, agreed at a step's end, and then end the process."""
+
+# ruff: noqa: PT012, TRY301 - it is the whole block that is left or raised from
+
+import signal
+import tempfile
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+WORLD = af.World.single()
+
+
+def test_a_signal_ends_the_block_with_its_code():
+    """SIGTERM is noted, is what was requested, and leaving is exit code 143."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, af.stopping(WORLD) as stop:
+        assert not stop.requested()
+        assert stop.signal is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal is None
+        assert stop.requested()
+        assert signal.SIGTERM is stop.signal
+    assert ended.value.code == 143
+    assert before is signal.getsignal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("how", ["left", "raised", "asked"])
+def test_handlers_are_put_back(how):
+    """However the block ends, the process's handlers are what they were."""
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(each) for each in asked]
+    try:
+        with af.stopping(WORLD, signals=[*asked, signal.SIGUSR1]) as stop:
+            inside = [signal.getsignal(each) for each in asked]
+            assert not set(inside) & set(before)
+            if how == "raised":
+                raise KeyError
+            if how == "asked":
+                signal.raise_signal(signal.SIGUSR1)
+                assert stop.requested()
+    except (KeyError, SystemExit):
+        assert how != "left"
+    assert before == [signal.getsignal(each) for each in asked]
+
+
+def test_a_second_interrupt_interrupts():
+    """The first Ctrl-C is noted, the second raises KeyboardInterrupt at once."""
+    with pytest.raises(KeyboardInterrupt), af.stopping(WORLD) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested()
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_sigterm_is_like_the_first():
+    """Schedulers send it twice; the save that the first led to is finished."""
+    with pytest.raises(SystemExit) as ended, af.stopping(WORLD) as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested()
+    assert ended.value.code == 143
+
+
+def test_a_signal_that_nobody_asked_for_comes_again():
+    """What came after the last request is not lost: it comes as the block is left."""
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with af.stopping(WORLD) as stop:
+            assert not stop.requested()
+            signal.raise_signal(signal.SIGTERM)
+            assert came == []
+        assert came == [signal.SIGTERM]
+        with pytest.raises(SystemExit), af.stopping(WORLD) as outer:
+            with af.stopping(WORLD):
+                signal.raise_signal(signal.SIGTERM)
+            assert outer.requested()
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_in_an_asynchronous_save_is_not_lost():
+    """It is there at the next step's end, and the save under way is finished."""
+    data = af.Data(torch.ones(4, 1), batch_size=2)
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=data,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with (
+            pytest.raises(SystemExit),
+            af.stopping(WORLD) as stop,
+            af.CheckpointStore(folder) as store,
+        ):
+            store.save(state)
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested()
+        assert store.latest is not None
+        assert af.load(state, store.latest).step == state.step
+
+
+def test_other_threads_take_no_signals():
+    """Python runs handlers in the main thread: elsewhere none is installed."""
+    before, inside = signal.getsignal(signal.SIGTERM), []
+
+    def run():
+        with af.stopping(WORLD) as stop:
+            inside.append(signal.getsignal(signal.SIGTERM))
+            assert not stop.requested()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 0, 999, "SIGTERM"])
+def test_what_cannot_be_taken_is_refused(number):
+    """The error says which, and handlers taken before it are put back."""
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(af.ArgumentError, match="cannot be taken"),
+        af.stopping(WORLD, signals=[signal.SIGTERM, number]),
+    ):
+        pass
+    assert before is signal.getsignal(signal.SIGTERM)
