@@ -190,7 +190,17 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
 
 
 def _said(save: Save, contents: Contents) -> str:
-    """Return what tells this rank's values from another's, and which slices it holds."""
+    """Return what tells this rank's values from another's, and which slices it holds.
+
+    Raises:
+        CheckpointError: this rank does not see the directory that rank 0 has made.
+    """
+    if not save.partial.is_dir():
+        msg = (
+            f"it does not see {save.partial}, which rank 0 has made. Give all ranks one"
+            " directory, on a disk that all see."
+        )
+        raise CheckpointError(msg)
     whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
     said = {
         "units": contents.units,

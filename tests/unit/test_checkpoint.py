@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.testing import simulate
 
 torch.set_num_threads(1)
 
@@ -219,6 +220,19 @@ def test_objects_with_a_state(tmp_path):
     assert target.slots["mine"]["of"][0].last_epoch == 0
     with pytest.raises(af.CheckpointError, match=r"slots\.mine\.of\[0\].*with_slot"):
         af.load(make(), tmp_path / "saved")
+
+
+def test_ranks_that_see_no_common_directory(tmp_path):
+    """Ranks that name different directories are refused, and nothing is left."""
+
+    def save(world):
+        af.save(fresh(world=world), tmp_path / str(world.rank) / "saved")
+
+    with pytest.raises(
+        af.CheckpointWriteError, match=r"rank 1 could not.*does not see.*one directory"
+    ):
+        simulate(2, save)
+    assert not list(tmp_path.rglob("*saved"))
 
 
 def test_existing_directory(saved):
