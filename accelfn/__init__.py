@@ -11,21 +11,15 @@ tutorial, or start here:
         state, metrics = step(state, batch)
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import schedules as schedules
 from accelfn.backward import value_and_grad as value_and_grad
 from accelfn.batches import Batches as Batches
 from accelfn.batches import batches as batches
 from accelfn.batches import seek as seek
-from accelfn.checkpoint import CheckpointStore as CheckpointStore
-from accelfn.checkpoint import Loaded as Loaded
-from accelfn.checkpoint import export_model as export_model
-from accelfn.checkpoint import full_params as full_params
-from accelfn.checkpoint import import_model as import_model
-from accelfn.checkpoint import load as load
-from accelfn.checkpoint import save as save
-from accelfn.checkpoint import save_pretrained as save_pretrained
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import any_rank as any_rank
 from accelfn.collectives import barrier as barrier
@@ -74,7 +68,6 @@ from accelfn.errors import UnusedParametersError as UnusedParametersError
 from accelfn.errors import WorldError as WorldError
 from accelfn.evaluation import evaluate as evaluate
 from accelfn.evaluation import predict as predict
-from accelfn.foreign import import_torch_weights as import_torch_weights
 from accelfn.gathering import gather_valid as gather_valid
 from accelfn.grads import Grads as Grads
 from accelfn.lockstep import lockstep as lockstep
@@ -109,4 +102,46 @@ from accelfn.views import frozen as frozen
 from accelfn.views import rng as rng
 from accelfn.world import World as World
 
+if _TYPE_CHECKING:
+    from accelfn.checkpoint import CheckpointStore as CheckpointStore
+    from accelfn.checkpoint import Loaded as Loaded
+    from accelfn.checkpoint import export_model as export_model
+    from accelfn.checkpoint import full_params as full_params
+    from accelfn.checkpoint import import_model as import_model
+    from accelfn.checkpoint import load as load
+    from accelfn.checkpoint import save as save
+    from accelfn.checkpoint import save_pretrained as save_pretrained
+    from accelfn.foreign import import_torch_weights as import_torch_weights
+
 __version__ = _version("accelfn")
+
+# imported when first used: they cost a quarter of what all of accelfn does
+_LATER = {
+    "accelfn.checkpoint": (
+        "CheckpointStore",
+        "Loaded",
+        "export_model",
+        "full_params",
+        "import_model",
+        "load",
+        "save",
+        "save_pretrained",
+    ),
+    "accelfn.foreign": ("import_torch_weights",),
+}
+_MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name that costs time."""
+    if name not in _MODULE_OF:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(_import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return all names, those too that are not imported yet."""
+    return sorted({*globals(), *_MODULE_OF})

@@ -5,6 +5,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,27 @@ REFERENCE = ROOT / "docs/reference"
 HEADING = re.compile(r"^## `af\.(\w+)`$", re.MULTILINE)
 
 TREE = ast.parse((ROOT / "accelfn/__init__.py").read_text())
-EXPORTS = [
-    (node.module, alias.name, alias.asname)
+
+
+def exports(body: list[ast.stmt]) -> list[tuple[str | None, str, str | None]]:
+    """Return what these statements import for others: module, name and alias."""
+    return [
+        (node.module, alias.name, alias.asname)
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if not (alias.asname or alias.name).startswith("_")
+    ]
+
+
+AT_ONCE = exports(TREE.body)
+LATER = [
+    each
     for node in TREE.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-    if not (alias.asname or alias.name).startswith("_")
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "_TYPE_CHECKING"
+    for each in exports(node.body)
 ]
+EXPORTS = [*AT_ONCE, *LATER]
 NAMES = [exported for _, _, exported in EXPORTS]
 
 
@@ -44,7 +60,7 @@ def is_error(name: str) -> bool:
 
 def test_every_public_name_is_exported_on_purpose():
     """`accelfn` shows the names that it exports by alias, and its modules, no others."""
-    shown = {name for name in vars(af) if not name.startswith("_")}
+    shown = {name for name in dir(af) if not name.startswith("_")}
     modules = {name for name in shown if inspect.ismodule(getattr(af, name))}
     assert set(NAMES) == (shown - modules) | {"schedules", "orders"}
 
@@ -56,7 +72,18 @@ def test_exports_use_the_alias_that_type_checkers_read_as_public():
 
 def test_exports_are_sorted():
     """Exports stand in the order of their modules and names, each once."""
-    assert sorted(set(EXPORTS), key=order) == EXPORTS
+    assert sorted(set(AT_ONCE), key=order) == AT_ONCE
+    assert sorted(set(LATER), key=order) == LATER
+
+
+def test_what_is_imported_later_is_what_type_checkers_see():
+    """Names that are imported when first used come from the modules that are written down."""
+    assert LATER
+    assert {(af._MODULE_OF[name], name, name) for name in af._MODULE_OF} == set(LATER)
+    code = "import sys, accelfn; sys.exit('accelfn.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        getattr(af, "nothing")  # noqa: B009 - it is looked up
 
 
 def order(export: tuple[str, str, str]) -> tuple[str, bool, str]:

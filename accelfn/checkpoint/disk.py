@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -34,10 +34,8 @@ def create(directory: Path) -> None:
     directory.mkdir()
 
 
-def write(
-    path: Path, chunks: Iterable[Chunk], seen: Callable[[Chunk], object] | None = None
-) -> None:
-    """Write a new file and flush it; `seen` is called with each chunk that was written.
+def write(path: Path, chunks: Iterable[Chunk]) -> None:
+    """Write a new file and flush it.
 
     A flush that failed is not tried again: its pages count as clean, and are lost
     (Rebello et al. 2020, "Can Applications Recover from fsync Failures?").
@@ -46,8 +44,6 @@ def write(
         with path.open("xb") as file:
             for chunk in chunks:
                 file.write(chunk)
-                if seen is not None:
-                    seen(chunk)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

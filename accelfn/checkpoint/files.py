@@ -11,12 +11,12 @@ the tensor that has changed, and the last is what `sha256sum` says of the file.
 import hashlib
 import json
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeAlias, cast
+from typing import Any, BinaryIO, Self, cast
 
 import attrs
 import torch
@@ -24,17 +24,10 @@ import torch
 from accelfn.checkpoint import disk
 from accelfn.errors import CheckpointCorruptError
 
-_LARGE = 1 << 20
-"""Bytes from which on a chunk is hashed beside its writing or reading."""
-_BLOCK = 1 << 24
+_BLOCK = 1 << 18
+"""Bytes that are read, or written, at once."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
-_AHEAD = 2
-"""Blocks that may wait to be hashed."""
-
-Mark: TypeAlias = Callable[[], str]
-"""Waits for a digest, and returns it."""
-
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -145,23 +138,17 @@ def write(
 ) -> File:
     """Write tensors to a new file, flush it, and return what it is.
 
-    One tensor at a time is copied to the host, and none that is there in one piece.
+    It is hashed in a thread beside. Of tensors that are elsewhere or not in one piece, each
+    of the two copies one at a time.
     """
     # the largest items first, so that each tensor lies at a multiple of its item's size
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, places = _header({name: tensors[name] for name in order}, metadata)
-    marks: list[Mark] = []
-
-    def chunks() -> Iterator[disk.Chunk]:
-        yield header
-        marks.append(digest.mark())
-        for name in order:
-            yield from _blocks(bytes_of(tensors[name]))
-            marks.append(digest.mark())
-
-    with _Digest() as digest:
-        disk.write(path, chunks(), digest.add)
-        first, *ends = [mark() for mark in marks]
+    with ThreadPoolExecutor(1, "accelfn-sha256") as pool:
+        hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in order))
+        values = (bytes_of(tensors[name]) for name in order)
+        disk.write(path, chain([header], chain.from_iterable(map(_blocks, values))))
+        first, *ends = hashed.result()
     entries = {
         name: Entry(*places[name], sha256=end)
         for name, end in zip(order, ends, strict=True)
@@ -221,31 +208,40 @@ def _read_some(
 def _read_verified(
     stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str]
 ) -> dict[str, torch.Tensor]:
-    """Read all of a file, hashing each block while the next is read."""
+    """Read all of a file, and hash each block while it is in the processor's cache."""
     found: dict[str, torch.Tensor] = {}
+    digest = hashlib.sha256()
+
+    def fill(values: memoryview, what: str, expected: str) -> None:
+        for block in _blocks(values):
+            _fill(stream, block)
+            digest.update(block)
+        if digest.copy().hexdigest() != expected:
+            msg = (
+                f"{path} is not what was saved: {what} differs in its SHA-256. Load another"
+                " checkpoint."
+            )
+            raise CheckpointCorruptError(msg)
+
     stream.seek(0)
     begin = min((each.begin for each in file.tensors.values()), default=file.size)
-    with _Digest() as digest:
-        header = memoryview(bytearray(begin))
-        _fill(stream, header)
-        digest.add(header)
-        marks = [("its header", digest.mark(), file.header_sha256)]
-        for name, entry in file.tensors.items():
-            tensor = entry.empty()
-            for block in _blocks(bytes_of(tensor)):
-                _fill(stream, block)
-                digest.add(block)
-            marks.append((name, digest.mark(), entry.sha256))
-            if name in wanted:
-                found[name] = tensor
-        marks.append(("the whole", digest.mark(), file.sha256))
-        for what, mark, expected in marks:
-            if mark() != expected:
-                msg = (
-                    f"{path} is not what was saved: {what} differs in its SHA-256. Load"
-                    " another checkpoint."
-                )
-                raise CheckpointCorruptError(msg)
+    fill(memoryview(bytearray(begin)), "its header", file.header_sha256)
+    for name, entry in file.tensors.items():
+        tensor = entry.empty()
+        fill(bytes_of(tensor), name, entry.sha256)
+        if name in wanted:
+            found[name] = tensor
+    fill(memoryview(b""), "the whole", file.sha256)
+    return found
+
+
+def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
+    """Return SHA-256 of a file up to the end of its header, and of each tensor."""
+    digest = hashlib.sha256(header)
+    found = [digest.hexdigest()]
+    for each in values:
+        digest.update(each)
+        found.append(digest.copy().hexdigest())
     return found
 
 
@@ -299,41 +295,3 @@ def _fill(stream: Any, buffer: memoryview) -> None:
         if not got:
             raise OSError(None, "it ended while it was read")
         at += got
-
-
-class _Digest:
-    """SHA-256 of chunks in a thread of its own, while others are written or read."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1, "accelfn-sha256")
-        self._pending: deque[Future[Any]] = deque()
-
-    def add(self, chunk: disk.Chunk) -> None:
-        """Take a chunk, which must not change any more."""
-        if len(chunk) < _LARGE and self._is_idle():
-            self._hash.update(chunk)
-            return
-        while len(self._pending) > _AHEAD:
-            self._pending.popleft().result()
-        self._pending.append(self._pool.submit(self._hash.update, chunk))
-
-    def mark(self) -> Mark:
-        """Return what waits for the digest of all that was added until now."""
-        if self._is_idle():
-            digest = self._hash.copy()
-            return digest.hexdigest
-        copied = self._pool.submit(self._hash.copy)
-        self._pending.append(copied)  # a chunk that came before it would be in it
-        return lambda: copied.result().hexdigest()
-
-    def _is_idle(self) -> bool:
-        while self._pending and self._pending[0].done():
-            self._pending.popleft().result()
-        return not self._pending
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
