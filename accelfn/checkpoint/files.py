@@ -11,9 +11,10 @@ the tensor that has changed, and the last is what `sha256sum` says of the file.
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -26,6 +27,8 @@ from accelfn.errors import CheckpointCorruptError
 
 _BLOCK = 1 << 18
 """Bytes that are read, or written, at once."""
+_AHEAD = 2
+"""Tensors that wait to be hashed."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
 DTYPES = {
@@ -208,15 +211,18 @@ def _read_some(
 def _read_verified(
     stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str]
 ) -> dict[str, torch.Tensor]:
-    """Read all of a file, and hash each block while it is in the processor's cache."""
+    """Read all of a file, hashing what was read while more is."""
     found: dict[str, torch.Tensor] = {}
     digest = hashlib.sha256()
+    under_way: deque[tuple[str, str, Future[str]]] = deque()
 
-    def fill(values: memoryview, what: str, expected: str) -> None:
-        for block in _blocks(values):
-            _fill(stream, block)
-            digest.update(block)
-        if digest.copy().hexdigest() != expected:
+    def hashed(values: memoryview) -> str:
+        digest.update(values)
+        return digest.copy().hexdigest()
+
+    def compare() -> None:
+        what, expected, got = under_way.popleft()
+        if got.result() != expected:
             msg = (
                 f"{path} is not what was saved: {what} differs in its SHA-256. Load another"
                 " checkpoint."
@@ -225,13 +231,23 @@ def _read_verified(
 
     stream.seek(0)
     begin = min((each.begin for each in file.tensors.values()), default=file.size)
-    fill(memoryview(bytearray(begin)), "its header", file.header_sha256)
-    for name, entry in file.tensors.items():
-        tensor = entry.empty()
-        fill(bytes_of(tensor), name, entry.sha256)
-        if name in wanted:
-            found[name] = tensor
-    fill(memoryview(b""), "the whole", file.sha256)
+    with ThreadPoolExecutor(1, "accelfn-sha256") as pool:
+
+        def fill(values: memoryview, what: str, expected: str) -> None:
+            _fill(stream, values)
+            under_way.append((what, expected, pool.submit(hashed, values)))
+            if len(under_way) > _AHEAD:
+                compare()
+
+        fill(memoryview(bytearray(begin)), "its header", file.header_sha256)
+        for name, entry in file.tensors.items():
+            tensor = entry.empty()
+            fill(bytes_of(tensor), name, entry.sha256)
+            if name in wanted:
+                found[name] = tensor
+        fill(memoryview(b""), "the whole", file.sha256)
+        while under_way:
+            compare()
     return found
 
 

@@ -278,7 +278,7 @@ MUTANTS = [
         law="L41",
         test=test_storage.test_any_change_of_a_file_is_noticed,
         place=files._read_verified,
-        old="if digest.copy().hexdigest() != expected:",
+        old="if got.result() != expected:",
         new="if False:",
     ),
     Mutant(
