@@ -33,10 +33,6 @@ from accelfn.collectives import pad_across as pad_across
 from accelfn.collectives import print_once as print_once
 from accelfn.collectives import reduce as reduce
 from accelfn.collectives import scatter as scatter
-from accelfn.control import assert_replicas_agree as assert_replicas_agree
-from accelfn.control import main_first as main_first
-from accelfn.control import on_rank as on_rank
-from accelfn.control import print_in_order as print_in_order
 from accelfn.cursor import Cursor as Cursor
 from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
@@ -66,15 +62,11 @@ from accelfn.errors import StateDonatedError as StateDonatedError
 from accelfn.errors import StateError as StateError
 from accelfn.errors import UnusedParametersError as UnusedParametersError
 from accelfn.errors import WorldError as WorldError
-from accelfn.evaluation import evaluate as evaluate
-from accelfn.evaluation import predict as predict
-from accelfn.gathering import gather_valid as gather_valid
 from accelfn.grads import Grads as Grads
 from accelfn.lockstep import lockstep as lockstep
 from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum
-from accelfn.splitting import split as split
 from accelfn.state import TrainState as TrainState
 from accelfn.step import build as build
 from accelfn.step import make_step as make_step
@@ -83,16 +75,6 @@ from accelfn.stopping import stopping as stopping
 from accelfn.transform import Transform as Transform
 from accelfn.transform import chain as chain
 from accelfn.transform import transform as transform
-from accelfn.transforms.accumulate import accumulate as accumulate
-from accelfn.transforms.accumulate import micro_batches as micro_batches
-from accelfn.transforms.clip import clip_grad_norm as clip_grad_norm
-from accelfn.transforms.clip import clip_grad_value as clip_grad_value
-from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
-from accelfn.transforms.ema import ema as ema
-from accelfn.transforms.identity import identity as identity
-from accelfn.transforms.local_sgd import local_sgd as local_sgd
-from accelfn.transforms.precision import autocast as autocast
-from accelfn.transforms.shard import shard_data as shard_data
 from accelfn.update import apply_grads as apply_grads
 from accelfn.update import finalize as finalize
 from accelfn.update import sync_grads as sync_grads
@@ -111,11 +93,29 @@ if _TYPE_CHECKING:
     from accelfn.checkpoint import load as load
     from accelfn.checkpoint import save as save
     from accelfn.checkpoint import save_pretrained as save_pretrained
+    from accelfn.control import assert_replicas_agree as assert_replicas_agree
+    from accelfn.control import main_first as main_first
+    from accelfn.control import on_rank as on_rank
+    from accelfn.control import print_in_order as print_in_order
+    from accelfn.evaluation import evaluate as evaluate
+    from accelfn.evaluation import predict as predict
     from accelfn.foreign import import_torch_weights as import_torch_weights
+    from accelfn.gathering import gather_valid as gather_valid
+    from accelfn.splitting import split as split
+    from accelfn.transforms.accumulate import accumulate as accumulate
+    from accelfn.transforms.accumulate import micro_batches as micro_batches
+    from accelfn.transforms.clip import clip_grad_norm as clip_grad_norm
+    from accelfn.transforms.clip import clip_grad_value as clip_grad_value
+    from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
+    from accelfn.transforms.ema import ema as ema
+    from accelfn.transforms.identity import identity as identity
+    from accelfn.transforms.local_sgd import local_sgd as local_sgd
+    from accelfn.transforms.precision import autocast as autocast
+    from accelfn.transforms.shard import shard_data as shard_data
 
 __version__ = _version("accelfn")
 
-# imported when first used: they cost a quarter of what all of accelfn does
+# imported when first used, for a program does without most of them
 _LATER = {
     "accelfn.checkpoint": (
         "CheckpointStore",
@@ -127,7 +127,24 @@ _LATER = {
         "save",
         "save_pretrained",
     ),
+    "accelfn.control": (
+        "assert_replicas_agree",
+        "main_first",
+        "on_rank",
+        "print_in_order",
+    ),
+    "accelfn.evaluation": ("evaluate", "predict"),
     "accelfn.foreign": ("import_torch_weights",),
+    "accelfn.gathering": ("gather_valid",),
+    "accelfn.splitting": ("split",),
+    "accelfn.transforms.accumulate": ("accumulate", "micro_batches"),
+    "accelfn.transforms.clip": ("clip_grad_norm", "clip_grad_value"),
+    "accelfn.transforms.ddp": ("wrap_ddp",),
+    "accelfn.transforms.ema": ("ema",),
+    "accelfn.transforms.identity": ("identity",),
+    "accelfn.transforms.local_sgd": ("local_sgd",),
+    "accelfn.transforms.precision": ("autocast",),
+    "accelfn.transforms.shard": ("shard_data",),
 }
 _MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
 
