@@ -169,9 +169,9 @@ def test_one_job_saves_to_a_directory(who: str) -> None:
 def test_one_store_saves_to_a_directory(ends: str) -> None:
     """A second store of the same process waits for the first one's end."""
     with lent() as root:
-        first, second = af.CheckpointStore(root), af.CheckpointStore(root)
+        first = af.CheckpointStore(root, async_=False)
+        second = af.CheckpointStore(root, async_=False)
         first.save(state_of(1))
-        first.wait()
         with pytest.raises(af.errors.DirectoryInUseError, match="is in use"):
             second.save(state_of(2))
         assert second.steps == (1,)

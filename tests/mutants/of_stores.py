@@ -114,9 +114,9 @@ OF_FAILURES = [
         law="L52",
         test=test_store.test_one_store_saves_to_a_directory,
         args={"ends": "close"},
-        place=lock.Lock.of.__func__,
-        old="uuid.uuid4().hex",
-        new='"the same"',
+        place=lock.Lock.take,
+        old="(found := _text_of(self.path)) != self.text",
+        new="f'\"pid\": {self.pid},' not in ((found := _text_of(self.path)) or '')",
     ),
     Mutant(
         name="no copy",
