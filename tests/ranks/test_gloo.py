@@ -73,11 +73,22 @@ class Raises:
 
 @attrs.frozen
 class Waits:
-    """The rank waits for the timeout, its own or that of the other rank."""
+    """The rank waits for the timeout, its own or that of the other rank.
+
+    Which of them Gloo speaks of depends on whose clock, or which thread, comes first.
+    """
+
+    SIGNS = "|".join(
+        (
+            "Timed out waiting",
+            "Application timeout caused pair closure",
+            "Connection (closed|reset) by peer",
+            "Broken pipe",
+        )
+    )
 
     def fits(self, outcome: Outcome) -> bool:
-        signs = "Timed out waiting|Connection (closed|reset) by peer|Broken pipe"
-        return outcome.how == "raised" and bool(re.search(signs, outcome.what))
+        return outcome.how == "raised" and bool(re.search(self.SIGNS, outcome.what))
 
     def __str__(self) -> str:
         return "waits until the timeout"
