@@ -28,7 +28,7 @@ from accelfn.errors import CheckpointCorruptError
 _BLOCK = 1 << 18
 """Bytes that are read, or written, at once."""
 _AHEAD = 2
-"""Tensors that wait to be hashed."""
+"""Tensors that nobody wants and that wait to be hashed."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
 DTYPES = {
@@ -236,8 +236,6 @@ def _read_verified(
         def fill(values: memoryview, what: str, expected: str) -> None:
             _fill(stream, values)
             under_way.append((what, expected, pool.submit(hashed, values)))
-            if len(under_way) > _AHEAD:
-                compare()
 
         fill(memoryview(bytearray(begin)), "its header", file.header_sha256)
         for name, entry in file.tensors.items():
@@ -245,6 +243,10 @@ def _read_verified(
             fill(bytes_of(tensor), name, entry.sha256)
             if name in wanted:
                 found[name] = tensor
+                continue
+            del tensor
+            while len(under_way) > _AHEAD:
+                compare()
         fill(memoryview(b""), "the whole", file.sha256)
         while under_way:
             compare()
