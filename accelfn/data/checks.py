@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
+from accelfn.cursor import Cursor
 from accelfn.data.budget import budget
 from accelfn.data.cut import REMAINDERS
+from accelfn.data.length import promised_length
 from accelfn.data.orders.samplers import refuse_distributed
-from accelfn.data.stream import promised_length
-from accelfn.errors import ArgumentError, DataError
+from accelfn.data.stream import stateless
+from accelfn.errors import ArgumentError, BatchError, DataError
 
 if TYPE_CHECKING:
     from accelfn.data.dataset import Data
@@ -195,3 +197,29 @@ def check_stream(data: "Data") -> None:
     if promised_length(data.dataset) == 0:
         msg = f"af.Data: the dataset ({kind}) is empty."
         raise DataError(msg)
+
+
+def check_sample(start: Cursor, used: int) -> None:
+    """Refuse a cursor behind the end of its epoch, of which so many samples are used."""
+    if start.samples >= used:
+        msg = (
+            f"The cursor stands at sample {start.samples} of epoch {start.epoch}, but an"
+            f" epoch of this data has {used}. Was the dataset or its batch size changed?"
+        )
+        raise BatchError(msg)
+
+
+def check_stream_start(data: "Data", start: Cursor) -> None:
+    """Refuse a cursor at which a stream cannot be put."""
+    if start.samples == 0 or start.memory is not None:
+        return
+    if data.sharded:
+        msg = (
+            f"af.Data(sharded=True): the cursor at sample {start.samples} of epoch"
+            f" {start.epoch} does not say where each rank's stream"
+            f" ({type(data.dataset).__name__}) stands. Take the cursor of a batch or of"
+            " af.load; af.seek knows none."
+        )
+        raise DataError(msg)
+    if not data.replay:
+        raise DataError(stateless(data.dataset, start))

@@ -15,7 +15,9 @@ from accelfn.data.budget import budget
 from accelfn.data.checks import (
     check_indexed,
     check_options,
+    check_sample,
     check_stream,
+    check_stream_start,
     is_batch_size,
     is_duration,
     is_flag,
@@ -24,11 +26,12 @@ from accelfn.data.checks import (
     is_remainder,
     is_text,
 )
-from accelfn.data.cut import Cut, EvenCut, UnevenCut
+from accelfn.data.cut import Cut, EvenCut
 from accelfn.data.device import on_device
-from accelfn.data.epoch import Epoch
+from accelfn.data.epoch import Epoch, sampled_epoch
 from accelfn.data.fetch import Collate
 from accelfn.data.fingerprint import fingerprint_of
+from accelfn.data.length import promised_length
 from accelfn.data.loader import options_of
 from accelfn.data.mixed import Joined, mixed
 from accelfn.data.orders.order import (
@@ -37,15 +40,13 @@ from accelfn.data.orders.order import (
     Own,
     Sequential,
     Shuffled,
-    checked,
 )
-from accelfn.data.orders.samplers import drawn_once
 from accelfn.data.read import assembled
 from accelfn.data.reading import Reading, pairs_of
 from accelfn.data.sources import Source, source_of
-from accelfn.data.stream import first_state, is_stream, promised_length, stateless
+from accelfn.data.stream import first_state, is_stream
 from accelfn.data.zipped import Side, Zipped, zipped
-from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
+from accelfn.errors import ArgumentError, DataError, LengthError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -361,7 +362,9 @@ class Data:
         """Return one pass over the data: which index comes where, and where batches end."""
         key = streams.key(seed, "data", number)
         if self.batch_sampler is not None:
-            return self._sampled_epoch(seed, number, key)
+            return sampled_epoch(
+                self.batch_sampler, len(self.source), seed=seed, number=number, key=key
+            )
         size = self.batch_size if isinstance(self.batch_size, int) else None
         order = self.ordering.of_epoch(
             len(self.source), seed=seed, epoch=number, batch_size=size
@@ -375,25 +378,6 @@ class Data:
             made = made.shuffled_batches(streams.key(seed, "batches", number))
         return made
 
-    def _sampled_epoch(self, seed: int, number: int, key: int) -> Epoch:
-        name = f"batch_sampler ({type(self.batch_sampler).__name__})"
-        batches = drawn_once(self.batch_sampler, seed=seed, epoch=number)
-        wrong = [each for each in batches if not isinstance(each, list)]
-        if wrong:
-            msg = f"{name} gave {wrong[0]!r} for an update; expected a list of indices."
-            raise DataError(msg)
-        empty = [i for i, batch in enumerate(batches) if not batch]
-        if empty or not batches:
-            msg = f"{name} gave no samples for update {empty[0] if empty else 0}."
-            raise DataError(msg)
-        flat = checked(
-            np.concatenate([np.asarray(batch) for batch in batches]),
-            n=len(self.source),
-            where=name,
-        )
-        stops = np.cumsum([len(batch) for batch in batches])
-        return Epoch(number, len(flat), lambda at: flat[at], UnevenCut(stops), key)
-
     def read(self, reading: Reading) -> Iterator[Batch]:
         """Yield a rank's batches, on its device."""
         return assembled(on_device(pairs_of(self, reading), reading.world.device))
@@ -405,28 +389,10 @@ class Data:
             BatchError: the epoch has no such sample.
             DataError: a stream that cannot be put there.
         """
-        if not self.is_stream:
-            used = self._cut(start.epoch, seed).used if start.samples else 1
-            if start.samples >= used:
-                msg = (
-                    f"The cursor stands at sample {start.samples} of epoch {start.epoch},"
-                    f" but an epoch of this data has {used}. Was the dataset or its batch"
-                    " size changed?"
-                )
-                raise BatchError(msg)
-            return
-        if start.samples == 0 or start.memory is not None:
-            return
-        if self.sharded:
-            msg = (
-                f"af.Data(sharded=True): the cursor at sample {start.samples} of epoch"
-                f" {start.epoch} does not say where each rank's stream"
-                f" ({type(self.dataset).__name__}) stands. Take the cursor of a batch or of"
-                " af.load; af.seek knows none."
-            )
-            raise DataError(msg)
-        if not self.replay:
-            raise DataError(stateless(self.dataset, start))
+        if self.is_stream:
+            check_stream_start(self, start)
+        elif start.samples:
+            check_sample(start, self._cut(start.epoch, seed).used)
 
 
 _SOURCES = (Joined, Zipped)

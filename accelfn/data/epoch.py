@@ -2,16 +2,18 @@
 """An epoch as a value: which dataset index stands at each position, and where batches end."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
 
 from accelfn.cursor import Cursor
-from accelfn.data.cut import Cut, Span
-from accelfn.data.orders.order import AtPositions, looked_up
+from accelfn.data.cut import Cut, Span, UnevenCut
+from accelfn.data.orders.order import AtPositions, checked, looked_up
+from accelfn.data.orders.samplers import drawn_once
 from accelfn.data.permutation import Indices, shuffled
 from accelfn.data.plan import Plan
+from accelfn.errors import DataError
 
 _FIRST_BLOCK, _BLOCK = 4_096, 65_536
 """Positions whose order is computed at once: few at first, so that a start is quick."""
@@ -55,6 +57,29 @@ class Epoch:
             order=looked_up(arranged),
             cut=type(self.cut)(ends),  # pyright: ignore[reportCallIssue]
         )
+
+
+def sampled_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
+    """Return the epoch that a batch sampler over n samples draws.
+
+    Raises:
+        DataError: it gives something else than lists of indices, or an empty one.
+    """
+    name = f"batch_sampler ({type(sampler).__name__})"
+    batches = drawn_once(sampler, seed=seed, epoch=number)
+    wrong = [each for each in batches if not isinstance(each, list)]
+    if wrong:
+        msg = f"{name} gave {wrong[0]!r} for an update; expected a list of indices."
+        raise DataError(msg)
+    empty = [i for i, batch in enumerate(batches) if not batch]
+    if empty or not batches:
+        msg = f"{name} gave no samples for update {empty[0] if empty else 0}."
+        raise DataError(msg)
+    flat = checked(
+        np.concatenate([np.asarray(batch) for batch in batches]), n=n, where=name
+    )
+    stops = np.cumsum([len(batch) for batch in batches])
+    return Epoch(number, len(flat), lambda at: flat[at], UnevenCut(stops), key)
 
 
 class Portion(NamedTuple):

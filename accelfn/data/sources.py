@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from accelfn import tree
+from accelfn.data.length import promised_length
 from accelfn.data.permutation import Indices
 from accelfn.errors import DataError
 
@@ -172,11 +173,11 @@ class Items:
                 " and __getitem__."
             )
             raise DataError(msg)
-        try:
-            return len(self.dataset)
-        except (TypeError, NotImplementedError) as error:
+        length = promised_length(self.dataset)
+        if length is None:
             msg = f"af.Data: {kind} has no length; expected a dataset with __len__."
-            raise DataError(msg) from error
+            raise DataError(msg)
+        return length
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return items; one that cannot be read is named in the error."""

@@ -22,6 +22,7 @@ from accelfn.cursor import Cursor
 from accelfn.data.cut import Span
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Collate
+from accelfn.data.length import promised_length
 from accelfn.data.plan import Plan
 from accelfn.errors import DataError
 
@@ -35,14 +36,6 @@ def is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-
-
-def promised_length(dataset: Any) -> int | None:
-    """Return how many samples a stream says it has, if it says it."""
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:

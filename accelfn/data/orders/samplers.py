@@ -12,6 +12,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accelfn import streams
+from accelfn.data.length import promised_length
 from accelfn.data.orders.order import (
     AtPositions,
     Order,
@@ -133,8 +134,8 @@ def _plain(index: Any) -> Any:
 
 
 def _length_of(sampler: Any) -> int:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError) as error:
+    length = promised_length(sampler)
+    if length is None:
         msg = f"{type(sampler).__name__} has no length; a sampler needs __len__."
-        raise DataError(msg) from error
+        raise DataError(msg)
+    return length
