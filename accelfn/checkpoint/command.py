@@ -3,14 +3,15 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import attrs
 import torch
 
 from accelfn.checkpoint import commit, compare, disk, files
+from accelfn.checkpoint.contents import Place, Tensor, facts, leaves
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.keep import name_of, steps_in
 from accelfn.checkpoint.manifest import FORMAT, NAME, Manifest, read_manifest
@@ -21,32 +22,6 @@ from accelfn.errors import (
 )
 
 _MODEL = "model.safetensors"
-
-Place: TypeAlias = tuple[Any, ...]
-"""Where something stands in a state: unit, then keys and indices."""
-
-
-@attrs.frozen
-class Tensor:
-    """A tensor of a checkpoint.
-
-    Attributes:
-        name: in the manifest.
-        dtype: as torch calls it.
-        shape: of the whole.
-        size: in bytes, of the whole.
-        files: in which it is.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
-    files: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """Return dtype and shape."""
-        return f"{self.dtype} {self.shape}"
 
 
 def ls(directory: str) -> tuple[list[str], int]:
@@ -95,10 +70,10 @@ def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
     manifest = read_manifest(folder)
     tensors = {
         _path(place): leaf
-        for place, leaf in _leaves(manifest, 0)
+        for place, leaf in leaves(manifest, 0)
         if isinstance(leaf, Tensor)
     }
-    plain = {"directory": str(folder), "format": FORMAT, **_facts(manifest)}
+    plain = {"directory": str(folder), "format": FORMAT, **facts(manifest)}
     plain["differing"] = list(manifest.differs)  # units of which each rank has its own
     if as_json:
         plain["kept"] = dict(manifest.kept)
@@ -151,10 +126,10 @@ def diff(first: str, second: str) -> tuple[list[str], int]:
     folders = [_folder(name) for name in names]
     manifests = [read_manifest(folder) for folder in folders]
     one, other = manifests
-    rows = list(_differing(_facts(one), _facts(other), names))
+    rows = list(_differing(facts(one), facts(other), names))
     for rank in range(max(one.world_size, other.world_size)):
         left, right = (
-            _Side(folder, manifest, rank, dict(_leaves(manifest, rank)))
+            _Side(folder, manifest, rank, dict(leaves(manifest, rank)))
             for folder, manifest in zip(folders, manifests, strict=True)
         )
         prefix = f"rank {rank}: " if rank else ""
@@ -290,80 +265,6 @@ def _folder(directory: str) -> Path:
     folder = Path(directory)
     steps = () if (folder / NAME).exists() else steps_in(folder)
     return folder / name_of(steps[-1]) if steps else folder
-
-
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    """Return what a manifest says beside fields."""
-    return {
-        "step": manifest.step,
-        "ranks": manifest.world_size,
-        "optimizer": manifest.optimizer,
-        "transforms": list(manifest.transforms),
-        "data": manifest.data,
-        "metrics": dict(manifest.metrics),
-    }
-
-
-def _leaves(manifest: Manifest, rank: int) -> Iterator[tuple[Place, Any]]:
-    """Yield all that a rank had but the step; of other ranks than 0, what was their own."""
-    if rank >= manifest.world_size:
-        return
-    differs = manifest.differs if rank else manifest.trees_of(0)
-    for unit, tree in manifest.trees_of(rank).items():
-        if unit in differs and unit != "step":
-            for place, leaf in _of_tree(tree, (unit,)):
-                if isinstance(leaf, _Name):
-                    yield place, _tensor(manifest, leaf.name, rank)
-                else:
-                    yield place, leaf
-
-
-@attrs.frozen
-class _Name:
-    """A tensor's, in a tree."""
-
-    name: str
-
-
-def _of_tree(coded: Any, place: Place) -> Iterator[tuple[Place, Any]]:
-    if not isinstance(coded, dict):
-        yield place, coded
-        return
-    ((kind, inside),) = cast("dict[str, Any]", coded).items()
-    items: Iterable[tuple[Any, Any]] = ()
-    match kind:
-        case "tensor":
-            yield place, _Name(inside)
-            return
-        case "float":
-            yield place, float(inside)
-            return
-        case "object":
-            yield from _of_tree(inside, place)
-            return
-        case "dict":
-            items = inside.items()
-        case "pairs":
-            items = inside
-        case _:
-            items = enumerate(inside)
-    if not inside:
-        yield place, {"dict": {}, "pairs": {}, "list": []}.get(kind, ())
-    for key, value in items:
-        yield from _of_tree(value, (*place, key))
-
-
-def _tensor(manifest: Manifest, name: str, rank: int) -> Tensor:
-    whole = manifest.sharded.get(name)
-    if whole is not None:
-        dtype, shape, places = whole["dtype"], whole["shape"], tuple(whole["slices"])
-    else:
-        places = (manifest.file_of(name, rank),)
-        entry = manifest.files[places[0]].tensors[name]
-        dtype, shape = entry.dtype, entry.shape
-    kind, shape = files.DTYPES[dtype], tuple(shape)
-    size = torch.Size(shape).numel() * kind.itemsize
-    return Tensor(name, str(kind).removeprefix("torch."), shape, size, places)
 
 
 def _where(tensor: Tensor, manifest: Manifest) -> str:
