@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`progress`: a bar for long work, where somebody is looking."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+from rich import progress as bars
+from rich.console import Console
+
+from accelfn.errors import ArgumentError
+from accelfn.world import World
+
+T = TypeVar("T")
+
+
+def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
+    """Yield what `work` yields, with a bar on rank 0's terminal.
+
+    It goes to standard error, with what is printed meanwhile above it. Where that is no
+    terminal (a file, a pipe, a scheduler's log), and on other ranks, nothing is written. How
+    long the work is, is its `len`; where it has none, the bar shows what was done alone.
+
+    Args:
+        work: such as `af.batches(state, epochs=3)`.
+        world: that of the run.
+        label: stands before the bar.
+
+    Example:
+        >>> list(progress(range(3), world=World.single(), label="training"))
+        [0, 1, 2]
+    """
+    if not isinstance(work, Iterable):
+        msg = f"af.track.progress({work!r}): expected something to iterate over."
+        raise ArgumentError(msg)
+    return _shown(work, label) if world.is_main else iter(work)
+
+
+def _shown(work: Iterable[T], label: str) -> Iterator[T]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield from work
+        return
+    try:
+        total = len(work) if isinstance(work, Sized) else None
+    except ArgumentError:  # batches without an end
+        total = None
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console) as shown:
+        yield from shown.track(work, total=total, description=label)

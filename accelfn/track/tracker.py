@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Tracker`: what a run says of itself, to any number of backends, on rank 0 alone.
+
+A call is checked on every rank alike, so that all of them refuse it or none does; on rank 0
+the numbers are then read from the device and handed to each backend. One that fails, for the
+disk is full or the network gone, is named in a warning, and the training goes on.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
+from accelfn.track import values
+from accelfn.world import World
+
+IMAGES = "images"
+HISTOGRAMS = "histograms"
+
+
+class Sink(Protocol):
+    """What a backend does with plain values; `af.track.custom` makes a tracker of one.
+
+    `backend` is the backend's own object, for what is its alone. `images` and `histograms`
+    are called where the tracker was made with `accepts=` them.
+    """
+
+    @property
+    def backend(self) -> Any:
+        """The backend's own object."""
+        ...
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the numbers of a step."""
+        ...
+
+    def hyperparameters(self, hyperparameters: Mapping[str, values.Plain]) -> None:
+        """Take what the run was made with, nested."""
+        ...
+
+    def images(self, images: Mapping[str, values.Pixels], step: int) -> None:
+        """Take images (height, width, channels) of uint8."""
+        ...
+
+    def histograms(self, histograms: Mapping[str, values.Samples], step: int) -> None:
+        """Take values, of which the backend makes a histogram."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Let all that was taken last; `failed` says that the run ended with an exception."""
+        ...
+
+
+class Outlet:
+    """One backend of a tracker; on other ranks than 0 there is none behind it."""
+
+    def __init__(
+        self, name: str, sink: Sink | None, world: World, accepts: frozenset[str]
+    ) -> None:
+        """Take a backend that is open."""
+        self.name, self.sink, self.world, self.accepts = name, sink, world, accepts
+        self.is_closed = False
+        self._tried = self._lost = 0
+        self._first = ""
+
+    def attempt(self, what: str, act: Callable[[Sink], None]) -> Iterator[str]:
+        """Do something to the backend; yield what is to be said of a first failure."""
+        if self.sink is None:
+            return
+        self._tried += 1
+        try:
+            act(self.sink)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            self._lost += 1
+            if self._lost == 1:
+                self._first = f"{what}: {type(error).__name__}: {error}"
+                yield (
+                    f"{self.name} did not take {self._first}. The training goes on, and"
+                    " so do the attempts; what is lost in all is said at the end."
+                )
+
+    def close(self, *, failed: bool) -> Iterator[str]:
+        """Close the backend, once; yield what is to be said of it."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        lost, tried, first = self._lost, self._tried, self._first
+        if lost:
+            yield f"{self.name} did not take {lost} of {tried} records, first {first}."
+        if self.sink is not None:
+            try:
+                self.sink.close(failed=failed)
+            except Exception as error:  # noqa: BLE001 - what was trained must not be lost by it
+                yield f"{self.name} did not close: {type(error).__name__}: {error}."
+
+
+class Tracker:
+    """Tells backends what a run says of itself: `tracker(metrics, step)`.
+
+    Made by the functions of `af.track`; a context manager, which closes its backends however
+    its block ends. Call it on every rank: on others than rank 0 it checks, and does nothing
+    else.
+
+    A backend that fails does not end the training: an `af.TrackingWarning` names it, once,
+    and what is lost in all is said when it is closed. `warnings.simplefilter("error",
+    af.TrackingWarning)` makes that an error. A mistake in the call is always one.
+    """
+
+    def __init__(self, outlets: tuple[Outlet, ...]) -> None:
+        """Take backends; the functions of `af.track` do it."""
+        self.outlets = outlets
+
+    def __call__(self, metrics: Mapping[str, values.Number], step: int) -> None:
+        """Track the numbers of a step: `tracker(af.mean(metrics, world), state.step)`.
+
+        Args:
+            metrics: numbers by name, in Python, numpy or tensors; `af.Metrics` in a world of 1.
+            step: `state.step`, the number of updates so far.
+
+        Cost: on rank 0 one wait for the device if tensors are on it, and what the backends do.
+
+        Raises:
+            ArgumentError: a value is no number, or these are the metrics of this rank alone.
+        """
+        values.check_step(step)
+        values.check_metrics(metrics, tuple(each.world for each in self.outlets))
+        if self._goes_on():
+            read = values.floats(metrics)
+            self._tell(
+                f"the metrics of step {step}", lambda sink: sink.metrics(read, step)
+            )
+
+    def hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
+        """Track what the run is made with: numbers, texts, and mappings and lists of them.
+
+        Anything else is its repr: of a setup that is the code that makes it.
+
+        Raises:
+            ArgumentError: it is no mapping by name.
+        """
+        if not isinstance(hyperparameters, Mapping):
+            kind = type(hyperparameters).__name__
+            msg = f"hyperparameters: expected a mapping by name, got {kind}."
+            raise ArgumentError(msg)
+        if self._goes_on():
+            told = {str(name): values.plain(v) for name, v in hyperparameters.items()}
+            self._tell("the hyperparameters", lambda sink: sink.hyperparameters(told))
+
+    def images(self, images: Mapping[str, torch.Tensor], step: int) -> None:
+        """Track images by name: (channels, height, width), uint8 or floating from 0 to 1.
+
+        Raises:
+            ArgumentError: one is no such tensor; or no backend has images.
+        """
+        values.check_step(step)
+        values.check_names(IMAGES, images)
+        for name, image in images.items():
+            values.check_image(name, image)
+        if self._goes_on(IMAGES):
+            read = {name: values.pixels(name, image) for name, image in images.items()}
+            what = f"the images of step {step}"
+            self._tell(what, lambda sink: sink.images(read, step), IMAGES)
+
+    def histograms(self, histograms: Mapping[str, torch.Tensor], step: int) -> None:
+        """Track the distributions of tensors, by name.
+
+        Values that are not finite have no place in a histogram: it is not tracked then, and
+        the warning that says so counts them.
+
+        Raises:
+            ArgumentError: one is no tensor of real numbers, or empty; or no backend has
+                histograms.
+        """
+        values.check_step(step)
+        values.check_names(HISTOGRAMS, histograms)
+        for name, each in histograms.items():
+            values.check_samples(name, each)
+        if self._goes_on(HISTOGRAMS):
+            read, said = dict[str, values.Samples](), list[str]()
+            for name, each in histograms.items():
+                try:
+                    read[name] = values.samples(name, each)
+                except ArgumentError as error:  # in the middle of a training
+                    said.append(f"It is not tracked at step {step}: {error}")
+            what = f"the histograms of step {step}"
+            self._tell(what, lambda sink: sink.histograms(read, step), HISTOGRAMS, said)
+
+    @property
+    def backends(self) -> dict[str, Any]:
+        """The backends' own objects, by name; of other ranks than 0, none."""
+        return {
+            each.name: each.sink.backend
+            for each in self.outlets
+            if each.sink is not None
+        }
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close the backends: what was tracked is then where it belongs.
+
+        Args:
+            failed: the run ended with an exception, which backends that can will show.
+        """
+        _warn([said for each in self.outlets for said in each.close(failed=failed)])
+
+    def __enter__(self) -> Self:
+        """Return the tracker."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close(failed=kind is not None)
+
+    def _goes_on(self, kind: str | None = None) -> bool:
+        """Return whether there is a backend here; refuse what none would take on rank 0."""
+        closed = [each.name for each in self.outlets if each.is_closed]
+        if closed:
+            msg = f"{closed[0]} is closed; track inside the tracker's `with` block."
+            raise TrackingError(msg)
+        takers = [each for each in self.outlets if kind is None or kind in each.accepts]
+        if self.outlets and not takers:
+            names = ", ".join(each.name for each in self.outlets)
+            have = "tensorboard, wandb, comet" + (", mlflow" if kind == IMAGES else "")
+            msg = f"{names} cannot hold {kind}; add one that can ({have})."
+            raise ArgumentError(msg)
+        return any(each.sink is not None for each in takers)
+
+    def _tell(
+        self,
+        what: str,
+        act: Callable[[Sink], None],
+        kind: str | None = None,
+        said: list[str] | None = None,
+    ) -> None:
+        """Tell all that take it, and then warn: no backend waits for another's failure."""
+        told = [*(said or ())]
+        for each in self.outlets:
+            if kind is None or kind in each.accepts:
+                told += each.attempt(what, act)
+        _warn(told)
+
+
+def _warn(told: list[str]) -> None:
+    if told:
+        warnings.warn("\n".join(told), TrackingWarning, stacklevel=4)
+
+
+def together(*trackers: Tracker | None) -> Tracker:
+    """Return one tracker that tells all of these; closing it closes them.
+
+    Numbers are read from the device once for all. Images and histograms go to those that have
+    them, and are refused where none has. `None` is left out, so a tracker can be made on a
+    condition; without any it does nothing.
+
+    Raises:
+        ArgumentError: one is not a tracker.
+
+    Example:
+        >>> world = World.single()
+        >>> from accelfn.track import in_memory
+        >>> with together(in_memory(world=world), None) as tracker:
+        ...     tracker({"loss": 0.5}, 1)
+        ...     tracker.backends["in_memory"].metrics
+        {'loss': {1: 0.5}}
+    """
+    for each in trackers:
+        if each is not None and not isinstance(each, Tracker):
+            msg = (
+                f"af.track.together: expected trackers, got {each!r}; af.track.custom makes"
+                " one of your own."
+            )
+            raise ArgumentError(msg)
+    return Tracker(tuple(o for each in trackers if each for o in each.outlets))
+
+
+def open_tracker(
+    name: str,
+    open_sink: Callable[[], Sink],
+    *,
+    world: World,
+    accepts: tuple[str, ...] = (),
+) -> Tracker:
+    """Open a backend on rank 0, and nothing on others.
+
+    Raises:
+        TrackingError: it could not be opened; the training has not begun.
+    """
+    if not isinstance(world, World):
+        msg = f"af.track.{name}(world={world!r}): expected the af.World of the run."
+        raise ArgumentError(msg)
+    wrong = set(accepts) - {IMAGES, HISTOGRAMS}
+    if wrong:
+        msg = f"accepts={accepts!r}: expected '{IMAGES}', '{HISTOGRAMS}' or both."
+        raise ArgumentError(msg)
+    sink = None
+    if world.is_main:
+        try:
+            sink = open_sink()
+        except TrackingError:
+            raise
+        except Exception as error:
+            msg = f"af.track.{name} could not begin: {type(error).__name__}: {error}"
+            raise TrackingError(msg) from error
+    return Tracker((Outlet(name, sink, world, frozenset(accepts)),))

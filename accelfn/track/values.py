@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run gives to its trackers, as the plain values that every backend takes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from accelfn.errors import ArgumentError
+from accelfn.loss import Metrics
+from accelfn.world import World
+
+Number: TypeAlias = float | torch.Tensor | np.generic
+"""One number, wherever it is: its conversion waits for the device."""
+Pixels: TypeAlias = NDArray[np.uint8]
+"""(height, width, channels), with 1, 3 or 4 channels."""
+Samples: TypeAlias = NDArray[np.float64]
+"""One axis."""
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+
+_NUMBERS = (int, float, np.number, np.bool_)
+
+
+def check_step(step: object) -> None:
+    """Refuse what is no count of updates."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        msg = f"step={step!r}: expected the number of updates so far, state.step."
+        raise ArgumentError(msg)
+
+
+def check_names(what: str, values: object) -> None:
+    """Refuse what is no mapping by name.
+
+    Raises:
+        ArgumentError: it is none, or a name is empty, no text, or `step`.
+    """
+    if not isinstance(values, Mapping):
+        msg = f"{what}: expected a mapping by name, got {type(values).__name__}."
+        raise ArgumentError(msg)
+    for name in cast("Mapping[Any, Any]", values):
+        if not isinstance(name, str) or not name:
+            msg = f"{what}: the name {name!r} is no text; give {what} by name."
+            raise ArgumentError(msg)
+        if name == "step":
+            msg = f"{what}: 'step' is the tracker's second argument; take another name."
+            raise ArgumentError(msg)
+
+
+def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
+    """Refuse what are no numbers by name; nothing is read from a device.
+
+    Raises:
+        ArgumentError: a value is not one number; or the metrics are this rank's alone.
+    """
+    check_names("metrics", metrics)
+    if isinstance(metrics, Metrics) and any(world.size > 1 for world in worlds):
+        msg = (
+            "These Metrics are what this rank alone saw: track af.mean(metrics, world),"
+            " or dict(metrics) if rank 0's part is what you want."
+        )
+        raise ArgumentError(msg)
+    for name, value in cast("Mapping[str, Any]", metrics).items():
+        is_one = isinstance(value, _NUMBERS)
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            size = value.numel() if isinstance(value, torch.Tensor) else value.size
+            is_one = size == 1 and not _is_complex(value)
+        if not is_one or isinstance(value, np.complexfloating):
+            shown = (
+                f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+                if isinstance(value, (torch.Tensor, np.ndarray))
+                else f"{value!r}"
+            )
+            msg = f"metrics: {name!r} is {shown}; expected one real number."
+            raise ArgumentError(msg)
+
+
+def _is_complex(value: "torch.Tensor | NDArray[Any]") -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_complex()
+    return not np.can_cast(value.dtype, np.float64, "same_kind")
+
+
+def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
+    """Return numbers on the host: the one wait for the device, however many there are."""
+    away = {
+        name: value.detach().reshape(()).to(torch.float64)
+        for name, value in metrics.items()
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    }
+    read = torch.stack(list(away.values())).tolist() if away else []
+    fetched = dict(zip(away, read, strict=True))
+    return {
+        name: fetched[name] if name in fetched else _float(value)
+        for name, value in metrics.items()
+    }
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    return float(value.item() if isinstance(value, np.ndarray) else value)
+
+
+def check_image(name: str, image: object) -> None:
+    """Refuse what is no image.
+
+    Raises:
+        ArgumentError: it is no tensor (channels, height, width) of uint8, or of numbers.
+    """
+    if (
+        not isinstance(image, torch.Tensor)
+        or image.ndim != 3
+        or image.shape[0] not in (1, 3, 4)
+        or not image.numel()
+        or not (image.dtype == torch.uint8 or image.is_floating_point())
+    ):
+        shown = (
+            f"a tensor of shape {tuple(image.shape)}, {image.dtype}"
+            if isinstance(image, torch.Tensor)
+            else type(image).__name__
+        )
+        msg = (
+            f"images: {name!r} is {shown}; expected a tensor (channels, height, width)"
+            " with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1."
+        )
+        raise ArgumentError(msg)
+
+
+def pixels(name: str, image: torch.Tensor) -> Pixels:
+    """Return an image as bytes.
+
+    Raises:
+        ArgumentError: a floating-point image is not from 0 to 1.
+    """
+    image = image.detach().cpu()
+    if image.is_floating_point():
+        low, high = float(image.min()), float(image.max())
+        if not (low >= 0 and high <= 1):
+            msg = (
+                f"images: {name!r} is from {low:.6g} to {high:.6g}; floating-point images"
+                " are from 0, black, to 1."
+            )
+            raise ArgumentError(msg)
+        image = (image.double() * 255).round().to(torch.uint8)
+    return image.permute(1, 2, 0).contiguous().numpy()
+
+
+def check_samples(name: str, values: object) -> None:
+    """Refuse what has no histogram.
+
+    Raises:
+        ArgumentError: it is no tensor of real numbers, or empty.
+    """
+    if (
+        not isinstance(values, torch.Tensor)
+        or not values.numel()
+        or values.is_complex()
+    ):
+        msg = f"histograms: {name!r}: expected a tensor of real numbers, not empty."
+        raise ArgumentError(msg)
+
+
+def samples(name: str, values: torch.Tensor) -> Samples:
+    """Return the values of a histogram.
+
+    Raises:
+        ArgumentError: some are not finite.
+    """
+    flat = values.detach().to(torch.float64).flatten().cpu()
+    wrong = flat.numel() - int(flat.isfinite().sum())
+    if wrong:
+        msg = f"histograms: {name!r}: {wrong} of {flat.numel()} values are not finite."
+        raise ArgumentError(msg)
+    return flat.numpy()
+
+
+def plain(value: object) -> Plain:
+    """Return a setting as plain data: what is no number, text or container as its repr."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(name): plain(each) for name, each in items}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in cast("list[Any]", value)]
+    return repr(value)
+
+
+def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
+    """Return settings by names with dots, for backends without nested ones; lists as text."""
+    found: dict[str, Plain] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        elif value is None or isinstance(value, (list, dict)):
+            found[prefix + name] = str(value)
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def spelt(value: Plain) -> Any:
+    """Return plain data as JSON has it: "NaN", "Infinity" and "-Infinity" are texts there."""
+    if isinstance(value, dict):
+        return {name: spelt(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [spelt(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    return value

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers: what is refused, what goes where, and what a failing backend does."""
+
+import errno
+import io
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+
+WORLD = af.World.single(device="cpu")
+NAMES = st.text(min_size=1).filter(lambda name: name != "step")
+VALUES = st.floats() | st.floats(width=32).map(torch.tensor)
+RECORDS = st.lists(st.tuples(st.integers(0, 9), st.dictionaries(NAMES, VALUES)))
+
+
+class Broken:
+    """A backend that takes nothing from its second record on."""
+
+    backend = None
+
+    def __init__(self):
+        self.steps, self.failed = [], None
+
+    def metrics(self, metrics, step):
+        self.steps.append(step)
+        if len(self.steps) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self, *, failed):
+        self.failed = failed
+        if failed:
+            raise ConnectionError("no network")
+
+
+def same(one, other):
+    """Return whether two numbers are, NaN and NaN too."""
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def remaining(records):
+    """Return what is left of records of which a lower step takes back itself and later ones."""
+    left = {}
+    for step, metrics in records:
+        if left and step < max(left):
+            left = {earlier: told for earlier, told in left.items() if earlier < step}
+        left[step] = {**left.get(step, {}), **metrics}
+    return left
+
+
+@given(records=RECORDS)
+def test_what_was_tracked_is_read_back(tmp_path_factory, records):
+    """Every number comes back bitwise, unless the run went back to before it."""
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    with af.track.jsonl(path, world=WORLD) as tracker:
+        for step, metrics in records:
+            tracker(metrics, step)
+    left, log = remaining(records), af.track.read(path)
+    assert sorted(left) == list(log.times)
+    found = {(n, s): v for n, each in log.metrics.items() for s, v in each.items()}
+    told = {(n, s): float(v) for s, each in left.items() for n, v in each.items()}
+    assert found.keys() == told.keys()
+    assert all(same(found[key], told[key]) for key in told)
+
+
+@given(cut=st.integers(0, 400))
+def test_a_line_is_whole_or_absent(tmp_path_factory, cut):
+    """Of a file cut anywhere the whole lines are read, and a tracker goes on after them."""
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    with af.track.jsonl(path, world=WORLD) as tracker:
+        for step in range(5):
+            tracker({"loss": step / 3}, step)
+    data = path.read_bytes()[:cut]
+    path.write_bytes(data)
+    lines = [json.loads(line) for line in data.split(b"\n")[:-1]]
+    steps = [line["step"] for line in lines if "step" in line]
+    assert list(af.track.read(path).times) == steps
+    assert af.track.read(path).unfinished == (not data.endswith(b"\n") and cut > 0)
+    with af.track.jsonl(path, world=WORLD) as tracker:
+        tracker({"loss": 1.0}, 9)
+    assert list(af.track.read(path).times) == [*steps, 9]
+    assert not af.track.read(path).unfinished
+
+
+def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
+    """Infinities and NaN are texts, in hyperparameters too."""
+    path = tmp_path / "run.jsonl"
+    with af.track.jsonl(path, world=WORLD) as tracker:
+        tracker.hyperparameters({"bound": math.inf})
+        tracker({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    lines = path.read_text().splitlines()
+    _, told, numbers = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert told["hyperparameters"] == {"bound": "Infinity"}
+    assert numbers["metrics"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    assert af.track.read(path).metrics["c"] == {1: -math.inf}
+
+
+def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
+    """With `step=`, later steps count no more, also those that the run does not reach again."""
+    path = tmp_path / "run.jsonl"
+    with af.track.jsonl(path, world=WORLD) as tracker:
+        for step in range(1, 8):
+            tracker({"loss": 1.0}, step)
+    with af.track.jsonl(path, world=WORLD, step=4) as tracker:
+        tracker({"loss": 2.0}, 9)
+    log = af.track.read(path)
+    assert log.metrics["loss"] == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 9: 2.0}
+    assert (log.superseded, log.resumed) == (3, (4,))
+
+
+def test_a_killed_process_loses_no_record(tmp_path):
+    """What was tracked before SIGKILL is in the file."""
+    code = (
+        "import os, accelfn as af\n"
+        "tracker = af.track.jsonl('run.jsonl', world=af.World.single(device='cpu'))\n"
+        "for step in range(100): tracker({'loss': 1.0}, step)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list(af.track.read(tmp_path / "run.jsonl").times) == list(range(100))
+
+
+def test_a_full_disk_ends_no_training(tmp_path):
+    """A line the disk took a part of is cut off, a warning names it once, and the end counts."""
+    path = tmp_path / "run.jsonl"
+    tracker = af.track.jsonl(path, world=WORLD)
+    tracker({"loss": 1.0}, 1)
+    size = path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+    try:
+        with pytest.warns(
+            af.TrackingWarning, match="jsonl did not take .* step 2: OSErr"
+        ):
+            tracker({"loss": 2.0}, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tracker({"loss": 3.0}, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.stat().st_size == size
+    tracker({"loss": 4.0}, 4)
+    with pytest.warns(af.TrackingWarning, match="2 of 4 records, first .* step 2"):
+        tracker.close()
+    assert af.track.read(path).metrics["loss"] == {1: 1.0, 4: 4.0}
+
+
+def test_a_backend_that_fails_keeps_no_other_from_its_records():
+    """Others get every record, closing failures are named, and the run's own error is raised."""
+    broken = Broken()
+    kept = af.track.in_memory(world=WORLD)
+    mine = af.track.custom(lambda: broken, name="mine", world=WORLD)
+
+    def run():
+        with af.track.together(mine, kept) as tracker:
+            for step in range(4):
+                tracker({"loss": 1.0}, step)
+            raise ZeroDivisionError
+
+    with pytest.warns(af.TrackingWarning) as said:  # noqa: SIM117 - this order
+        with pytest.raises(ZeroDivisionError):
+            run()
+    assert list(kept.backends["in_memory"].metrics["loss"]) == [0, 1, 2, 3]
+    first, last = (str(each.message) for each in said)
+    assert "mine did not take the metrics of step 1: OSError" in first
+    assert "mine did not take 3 of 4 records" in last
+    assert "mine did not close: ConnectionError: no network" in last
+    assert broken.failed
+
+
+def test_a_failure_is_an_error_where_that_is_asked_for():
+    """The warning is one of accelfn's errors when filters raise it."""
+    tracker = af.track.custom(Broken, name="mine", world=WORLD)
+    tracker({"loss": 1.0}, 1)
+    with pytest.raises(af.Error, match="step 2"):
+        tracker({"loss": 1.0}, 2)
+
+
+def test_other_ranks_track_nothing_and_refuse_what_rank_0_refuses(tmp_path):
+    """Only rank 0 opens a file or a package; a mistake is one on all ranks."""
+
+    def train(world):
+        def opened():
+            assert world.rank == 0
+            return Broken()
+
+        with af.track.together(
+            af.track.jsonl(tmp_path / f"{world.rank}.jsonl", world=world),
+            af.track.custom(opened, name="mine", world=world),
+        ) as tracker:
+            tracker({"loss": 1.0}, 1)
+            for wrong in ({"loss": torch.zeros(2)}, af.Metrics({"loss": (1.0, 1)})):
+                with pytest.raises(af.ArgumentError):
+                    tracker(wrong, 2)
+            with pytest.raises(af.ArgumentError, match="cannot hold images"):
+                tracker.images({"seen": torch.zeros(1, 2, 2)}, 1)
+            return len(tracker.backends)
+
+    assert simulate(2, train).results == (2, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["0.jsonl"]
+
+
+def test_packages_are_imported_on_rank_0_alone():
+    """Trackers of other ranks, and `af.track` itself, import none of the packages."""
+    code = (
+        "import sys, torch, accelfn as af\n"
+        "assert 'accelfn.track' not in sys.modules\n"
+        "from accelfn.testing import simulate\n"
+        "def train(world):\n"
+        "    if world.rank:\n"
+        "        for make in (af.track.wandb, af.track.comet, af.track.mlflow,\n"
+        "                     af.track.tensorboard):\n"
+        "            make('digits', world=world)({'loss': 1.0}, 1)\n"
+        "simulate(2, train)\n"
+        "packages = {'wandb', 'comet_ml', 'mlflow', 'tensorboard', 'matplotlib'}\n"
+        "sys.exit(' '.join(packages & set(sys.modules)) or None)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "extra"),
+    [
+        (af.track.tensorboard, "tensorboard", "tensorboard"),
+        (af.track.wandb, "wandb", "wandb"),
+        (af.track.comet, "comet_ml", "comet"),
+        (af.track.mlflow, "mlflow", "mlflow"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_command(
+    monkeypatch, tmp_path, make, module, extra
+):
+    """The error says what to type."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(af.TrackingError, match=rf"pip install \"accelfn\[{extra}\]\""):
+        make("digits", world=WORLD)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "step", "said"),
+    [
+        ({"loss": torch.zeros(2)}, 1, r"tensor of shape \(2,\)"),
+        ({"loss": "low"}, 1, "'low'; expected one real number"),
+        ({"loss": 1j}, 1, "one real number"),
+        ({"loss": None}, 1, "one real number"),
+        ({1: 1.0}, 1, "no text"),
+        ({"step": 1.0}, 1, "second argument"),
+        ([1.0], 1, "mapping by name"),
+        ({"loss": 1.0}, -1, "step=-1"),
+        ({"loss": 1.0}, 1.0, "step=1.0"),
+        ({"loss": 1.0}, True, "step=True"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics, step, said):
+    """A mistake in the call is an error, and nothing of it is tracked."""
+    tracker = af.track.in_memory(world=WORLD)
+    with pytest.raises(af.ArgumentError, match=said):
+        tracker(metrics, step)
+    assert tracker.backends["in_memory"].metrics == {}
+
+
+def test_numbers_of_every_kind_become_floats():
+    """Python's, numpy's, tensors' of one element, and metrics of a world of 1."""
+    tracker = af.track.in_memory(world=WORLD)
+    tracker(
+        {
+            "a": 1,
+            "b": True,
+            "c": np.float32(0.5),
+            "d": torch.tensor([[2]], dtype=torch.bfloat16, requires_grad=True),
+            "e": np.ones(1),
+        },
+        1,
+    )
+    tracker(af.Metrics({"loss": (6.0, 2)}), 1)
+    found = tracker.backends["in_memory"].metrics
+    assert {n: v[1] for n, v in found.items()} == {
+        "a": 1.0,
+        "b": 1.0,
+        "c": 0.5,
+        "d": 2.0,
+        "e": 1.0,
+        "loss": 3.0,
+    }
+    assert {type(v[1]) for v in found.values()} == {float}
+
+
+def test_images_and_histograms_are_checked_and_converted():
+    """Floating-point images become bytes; values that are not finite are told, not dropped."""
+    tracker = af.track.in_memory(world=WORLD)
+    tracker.images({"seen": torch.tensor([[[0.0, 0.5, 1.0]]])}, 1)
+    kept = tracker.backends["in_memory"]
+    assert kept.images["seen"][1].tolist() == [[[0], [128], [255]]]
+    with pytest.raises(af.ArgumentError, match="from 0 to 2"):
+        tracker.images({"seen": torch.tensor([[[0.0, 2.0]]])}, 1)
+    with pytest.raises(af.ArgumentError, match="channels, height, width"):
+        tracker.images({"seen": torch.zeros(2, 2)}, 1)
+    with pytest.warns(af.TrackingWarning, match="1 of 2 values are not finite"):
+        tracker.histograms({"w": torch.tensor([1.0, math.nan]), "v": torch.ones(2)}, 1)
+    assert list(kept.histograms) == ["v"]
+    with pytest.raises(af.ArgumentError, match="not empty"):
+        tracker.histograms({"w": torch.zeros(0)}, 1)
+
+
+def test_images_go_to_the_backends_that_have_them(tmp_path):
+    """Beside one that has them, a backend without is left out; alone it refuses."""
+    file = af.track.jsonl(tmp_path / "run.jsonl", world=WORLD)
+    kept = af.track.in_memory(world=WORLD)
+    with af.track.together(file, kept, None) as tracker:
+        tracker.images({"seen": torch.zeros(1, 2, 2)}, 1)
+    assert list(kept.backends["in_memory"].images) == ["seen"]
+    with pytest.raises(af.TrackingError, match="closed"):
+        file({"loss": 1.0}, 1)
+    with pytest.raises(af.ArgumentError, match="expected trackers"):
+        af.track.together(print)
+
+
+def test_two_trackers_of_one_file_are_refused(tmp_path):
+    """The second is told; when the first is closed, it goes on with the file."""
+    path = tmp_path / "run.jsonl"
+    with (
+        af.track.jsonl(path, world=WORLD),
+        pytest.raises(af.TrackingError, match="another tracker writes"),
+    ):
+        af.track.jsonl(path, world=WORLD)
+    af.track.jsonl(path, world=WORLD).close()
+    with pytest.raises(af.TrackingError, match="could not begin: .*run.jsonl"):
+        af.track.jsonl(path / "run.jsonl", world=WORLD)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 1 is no JSON"),
+        ("[]", "line 1 is not what"),
+        ('{"step": "1", "time": 0, "metrics": {}}', "line 1 is not what"),
+        ('{"step": 1, "metrics": {}}', "line 1 is not what"),
+        ('{"step": 1, "time": 0, "metrics": {"loss": "low"}}', "line 1 is not what"),
+        ('{"accelfn": 2, "began": 0}', "format 2"),
+    ],
+)
+def test_what_no_tracker_wrote_is_refused(tmp_path, line, said):
+    """A foreign line is named by its number."""
+    path = tmp_path / "run.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(af.TrackingError, match=said):
+        af.track.read(path)
+
+
+class Terminal(io.StringIO):
+    """A terminal, as far as anybody can tell."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_bar_is_shown_on_a_terminal_alone(monkeypatch, stream):
+    """All is yielded; where standard error is no terminal, nothing is written."""
+    shown = stream()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(af.track.progress(range(3), world=WORLD, label="training")) == [0, 1, 2]
+    endless = af.track.progress(iter("ab"), world=WORLD, label="training")
+    assert list(endless) == ["a", "b"]
+    text = shown.getvalue()
+    assert ("training" in text and "3/3" in text) if stream is Terminal else not text
+
+
+def test_a_bar_is_shown_by_rank_0_alone(monkeypatch):
+    """On other ranks the work goes on without one."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+
+    def train(world):
+        return list(af.track.progress([1, 2], world=world, label=f"rank {world.rank}"))
+
+    assert simulate(2, train).results == ([1, 2], [1, 2])
+    assert "rank 1" not in shown.getvalue()
+    with pytest.raises(af.ArgumentError, match="iterate"):
+        af.track.progress(3, world=WORLD)
