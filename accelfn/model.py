@@ -6,17 +6,19 @@ copies that structure around tensors of a state, without copying the tensors.
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Mapping
+from typing import Any, Self, TypeAlias
 
 import attrs
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn import streams
-from accelfn.errors import ModelError
+from accelfn.errors import ModelError, StateError
 
+_GIVEN = WeakIdKeyDictionary()  # parameters that a state took
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module]
 
 
@@ -29,20 +31,34 @@ class Skeleton:
         trainable: names of the parameters that require a gradient, in the module's order.
         aliases: further names of tied parameters, by name: `{"head.weight": "embed.weight"}`.
         persistent: names of the buffers that belong in an exported state dict.
+        once_trained: names of the parameters that are trained, or were before they were
+            frozen in mid-run.
     """
 
     module: nn.Module
     trainable: tuple[str, ...]
     aliases: Mapping[str, str]
     persistent: frozenset[str]
+    once_trained: frozenset[str] = attrs.field(
+        default=attrs.Factory(lambda self: frozenset(self.trainable), takes_self=True)
+    )
+
+    def training(self, names: Container[str]) -> Self:
+        """Return the structure with other parameters trained."""
+        every = (name for name, _ in self.module.named_parameters())
+        trainable = tuple(name for name in every if name in names)
+        once = self.once_trained.union(trainable)
+        return attrs.evolve(self, trainable=trainable, once_trained=once)
 
     def build(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> nn.Module:
         """Return a copy of the structure around these tensors, which are shared."""
         memo: dict[int, Any] = {}
+        trained = set(self.trainable)
         for name, meta in self.module.named_parameters():
-            memo[id(meta)] = _parameter_like(meta, params[name])
+            made = _parameter_like(meta, params[name])
+            memo[id(meta)] = made.requires_grad_(name in trained)
         for name, meta in self.module.named_buffers():
             memo[id(meta)] = buffers[name].detach()
         return copy.deepcopy(self.module, memo)
@@ -56,7 +72,8 @@ def materialize(
     A factory runs on the CPU, so the same seed gives the same model on every device.
 
     Raises:
-        ModelError: it is no module, has meta tensors, or nothing in it can be trained.
+        ModelError: it is no module, has meta tensors, nothing in it can be trained, or
+            another state has its parameters.
     """
     module = source
     if not isinstance(source, nn.Module):
@@ -106,14 +123,53 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     )
 
 
+def check_params(
+    given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse parameters that cannot stand in the place of others.
+
+    Raises:
+        StateError: names, shapes, dtypes or devices differ.
+    """
+    missing, extra = expected.keys() - given.keys(), given.keys() - expected.keys()
+    if missing or extra:
+        msg = f"with_params: missing {sorted(missing)}, unknown {sorted(extra)}."
+        raise StateError(msg)
+    for name, tensor in expected.items():
+        new = given[name]
+        if not isinstance(new, torch.Tensor):
+            msg = f"with_params: {name!r} is {type(new).__name__}, not a tensor."
+            raise StateError(msg)
+        want = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        have = (tuple(new.shape), new.dtype, new.device)
+        if want != have:
+            msg = f"with_params: {name!r} is {have}, the model's is {want}."
+            raise StateError(msg)
+
+
 def _parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     made = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
 
 
+def give_away(module: nn.Module) -> None:
+    """Note that a state owns the tensors of a module from now on."""
+    for param in module.parameters():
+        _GIVEN[param] = True
+
+
 def _check(module: nn.Module) -> None:
     """Refuse what can't be trained, with names."""
+    given = [name for name, param in module.named_parameters() if param in _GIVEN]
+    if given:
+        msg = (
+            f"{type(module).__name__} has {len(given)} parameters that are another state's"
+            f" already: {', '.join(given[:5])}. A step on one would change the other. Give"
+            " a factory that makes new ones each time it is called (not a partial over"
+            " modules), or copy.deepcopy(model) before the first."
+        )
+        raise ModelError(msg)
     named = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:

@@ -7,6 +7,7 @@ groups, over meta parameters. `accelfn.engine.live_optimizer` makes copies over 
 
 import copy
 import inspect
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -14,10 +15,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.errors import OptimizerError
+from accelfn.errors import ArgumentError, ModelError, OptimizerError
 from accelfn.model import Skeleton
+from accelfn.partition import (
+    NamedParameters,
+    Partitioned,
+    bare_step,
+    empty_state,
+    parts_of,
+)
 
-NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 OptimizerSource: TypeAlias = Optimizer | Callable[[NamedParameters], Optimizer]
 Hyper: TypeAlias = Mapping[str | tuple[int | str, str], Any]
 
@@ -49,7 +56,9 @@ def prototype_of(
             " lr=3e-4)."
         )
         raise OptimizerError(msg)
-    _refuse_closure(optimizer)
+    for part in parts_of(optimizer):
+        _refuse_inner(part)
+        _refuse_closure(part)
     names = {id(param): name for name, param in module.named_parameters()}
     _check_owned(optimizer, names, trainable, given_ready=optimizer is source)
     held = named_state(optimizer, names)
@@ -74,6 +83,45 @@ def named_state(
     return named
 
 
+def trained_names(
+    predicate: Callable[[str, torch.Tensor], object],
+    params: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    skeleton: Skeleton,
+) -> set[str]:
+    """Return the names of the parameters of which a predicate is true.
+
+    Raises:
+        OptimizerError: the optimizer lacks one of them.
+        ModelError: there are none.
+    """
+    if not callable(predicate):
+        msg = (
+            f"with_trainable({predicate!r}): expected a function of (name, parameter) that"
+            " says whether it is trained."
+        )
+        raise ArgumentError(msg)
+    wanted = {name for name, param in params.items() if predicate(name, param)}
+    if not wanted:
+        msg = (
+            f"with_trainable({predicate!r}): it is true of none of the {len(params)}"
+            f" parameters ({', '.join(list(params)[:3])}, ...), so nothing would be trained."
+        )
+        raise ModelError(msg)
+    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    metas = skeleton.module.named_parameters()
+    lacking = [name for name, p in metas if name in wanted and id(p) not in owned]
+    if lacking:
+        msg = (
+            f"with_trainable({predicate!r}): {type(optimizer).__name__} lacks"
+            f" {len(lacking)} parameters that would be trained: {', '.join(lacking[:5])}."
+            " They were frozen when the state was created. Create it with them trained,"
+            " then freeze them with with_trainable."
+        )
+        raise OptimizerError(msg)
+    return wanted
+
+
 def group_key(index: int) -> str:
     """Return where what changes in a parameter group stands in `opt_state`."""
     return f"<group {index}>"
@@ -85,24 +133,85 @@ def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     Not by deepcopy of the object: Optimizer.__getstate__ leaves subclass attributes out.
     An LRScheduler patches `step` on the instance; a copy starts unpatched.
     """
+    if isinstance(optimizer, Partitioned):
+        # first the parts, so that the whole's copy has their groups
+        memo |= {id(part): rebuilt(part, memo) for part in optimizer.parts}
     made = object.__new__(type(optimizer))
     attributes = {
         k: v for k, v in vars(optimizer).items() if k not in {"state", "step"}
     }
     made.__dict__.update(copy.deepcopy(attributes, memo))
-    made.state = type(optimizer.state)(optimizer.state.default_factory)  # type: ignore[attr-defined]
+    made.state = empty_state(made, optimizer)
     return made
 
 
+def kind_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
+    """Return an optimizer's class; of several, each with what tells its parameters.
+
+    Args:
+        optimizer: of a state.
+        names: of its parameters, by their ids.
+    """
+    if isinstance(optimizer, Partitioned):
+        parts = [
+            f"{kind_of(each, names)}{_share(each, names)}" for each in optimizer.parts
+        ]
+        return f"partition({', '.join(parts)})"
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _share(part: Optimizer, names: Mapping[int, str]) -> str:
+    owned = [
+        names[id(param)] for group in part.param_groups for param in group["params"]
+    ]
+    listed = zlib.crc32("\n".join(sorted(owned)).encode())
+    return f" of {len(owned)} parameters ({listed:08x})"
+
+
+def _refuse_inner(optimizer: Optimizer) -> None:
+    """Refuse an optimizer around another, whose state would be in no copy nor checkpoint."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            msg = (
+                f"{type(optimizer).__name__} keeps another optimizer, {name}, whose state is"
+                " not in its own: no copy or checkpoint of the training would have it. Give"
+                " one that is not wrapped; for several side by side, use af.partition."
+            )
+            raise OptimizerError(msg)
+
+
 def _refuse_closure(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that calls the loss itself: by its signature, or when tried.
+
+    It is tried without gradients, on a copy over what stands for the parameters.
+    """
+    kind = type(optimizer).__name__
+    msg = (
+        f"{kind} calls the loss from inside its step (a required closure), but gradients"
+        " are taken before it. Use an optimizer that takes gradients."
+    )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        msg = (
-            f"{type(optimizer).__name__} calls the loss from inside its step (a"
-            " required closure), but gradients are taken before it. Use an optimizer"
-            " that takes gradients."
-        )
         raise OptimizerError(msg)
+    if type(optimizer).__module__.startswith("torch."):
+        return
+    memo: dict[int, Any] = {
+        id(param): nn.Parameter(
+            torch.empty_like(param, device="meta"), param.requires_grad
+        )
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+    trial = rebuilt(optimizer, memo)
+    trial._optimizer_step_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage]
+    trial._optimizer_step_post_hooks.clear()  # pyright: ignore[reportPrivateUsage]
+    try:
+        bare_step(trial)()
+    except Exception as error:
+        told = str(error)
+        if "closure" in told or "'NoneType' object is not callable" in told:
+            raise OptimizerError(msg) from error
 
 
 def _check_owned(

@@ -364,6 +364,91 @@ def test_optimizer_that_calls_the_loss():
         )
 
 
+class Asking(optim.SGD):
+    """Takes no closure by its signature, but asks for one."""
+
+    def step(self, closure=None):
+        assert closure is not None, "this needs a closure"
+        return super().step(closure)
+
+
+class Calling(optim.SGD):
+    """Calls the closure that nobody gave."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step()
+
+
+@pytest.mark.parametrize("make", [Asking, Calling])
+@pytest.mark.parametrize("ready", [True, False])
+def test_optimizer_that_needs_a_closure_when_tried(make, ready):
+    """An optimizer that asks for a closure, or calls it, is refused before any step."""
+    model = seeded()
+    factory = partial(make, lr=0.1)
+    optimizer = factory(model.named_parameters()) if ready else factory
+    with pytest.raises(af.OptimizerError, match=rf"{make.__name__} calls the loss"):
+        af.TrainState.create(model=model, optimizer=optimizer)
+
+
+def test_trying_leaves_no_trace():
+    """An optimizer that is tried for a closure has its own numbers and hooks untouched."""
+    model, seen = seeded(), []
+    optimizer = Counting(model.named_parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
+    state = af.TrainState.create(model=model, optimizer=optimizer)
+    assert (seen, dict(optimizer.state)) == ([], {})
+    assert optimizer.param_groups[0]["num_updates"] == 0
+    assert STEP(state, X)[0].opt_state["<group 0>"] == {"num_updates": 1}
+
+
+class Around(optim.Optimizer):
+    """Keeps another optimizer, as Lookahead does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.base = optim.Adam(
+            [p for group in self.param_groups for p in group["params"]]
+        )
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+def test_optimizer_around_another():
+    """State of an optimizer inside another would be in no copy; it is refused by name."""
+    with pytest.raises(af.OptimizerError, match="Around keeps another optimizer, base"):
+        create(Around)
+
+
+EVERY = sorted(
+    name
+    for name, each in vars(optim).items()
+    if isinstance(each, type) and each is not optim.Optimizer
+)
+REFUSED = {
+    "LBFGS": (af.OptimizerError, "closure"),
+    "Muon": (ValueError, "2D"),
+    "SparseAdam": (RuntimeError, "does not support dense gradients"),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_optimizer_of_torch_steps_or_says_why(name):
+    """Each class of torch.optim trains as by hand, or is refused with the reason."""
+    kind = getattr(optim, name)
+    make = lambda named: kind([param for _, param in named])  # noqa: E731
+    if name in REFUSED:
+        error, why = REFUSED[name]
+        with pytest.raises(error, match=why):
+            STEP(create(make), X)
+        return
+    state = create(make)
+    for part in PARTS:
+        state, _ = STEP(state, part)
+    assert by_hand(make, PARTS)[-1] == plain(state.params)
+
+
 @pytest.mark.parametrize("optimizer", [42, None, "adam", lambda _: None])
 def test_no_optimizer(optimizer):
     """What is no optimizer, nor a factory of one, is refused with an example."""

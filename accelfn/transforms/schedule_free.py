@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train at one point and evaluate at another, as schedule-free optimizers do."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accelfn.errors import OptimizerError
+from accelfn.optimizer import Hyper, rebuilt
+from accelfn.partition import parts_of
+from accelfn.state import TrainState
+from accelfn.transform import Transform, has_field, transform
+
+
+@transform
+class schedule_free:
+    """Evaluate and export the averages of a schedule-free optimizer, and train where it does.
+
+    For the optimizers of the package `schedulefree`, and others with its `train()`,
+    `eval()` and `train_mode`: they take gradients at one point (y), which `state.params`
+    holds and `save` writes, and are evaluated at another (x), a running average. Their
+    modes need not be switched: steps are in the training mode, and `eval_params`,
+    `evaluate`, `frozen` and exports see what the optimizer's own `eval()` makes of a copy.
+    In a `partition` it is about the parts that are schedule-free.
+
+    Acts on: hyper, eval_params.
+
+    Law:
+        The evaluated parameters are bitwise those of the optimizer's `eval()`, and looking
+        at them changes nothing.
+
+    Cost:
+        Nothing in a step; a copy of the parameters at each evaluation. Batch statistics are
+        those of y: after training, pass some batches through the exported model in
+        training mode.
+
+    Raises:
+        CompositionError: beside another transform that says what is evaluated, as `ema`.
+        OptimizerError: when applied to a state whose optimizer is not schedule-free, or was
+            given away in its evaluation mode after some steps. Without this transform, such
+            an optimizer is refused at the first update.
+
+    References:
+        Defazio et al. 2024, "The Road Less Scheduled".
+
+    Example:
+        >>> schedule_free()
+        af.schedule_free()
+    """
+
+    _draws: ClassVar[bool] = False
+
+    def hyper(self, state: TrainState, slot: None) -> Hyper:
+        """Let every update be in the training mode."""
+        groups = state.definition.optimizer.param_groups
+        found = (i for i, group in enumerate(groups) if "train_mode" in group)
+        return {(i, "train_mode"): True for i in found}
+
+    def eval_params(self, state: TrainState, slot: None) -> Mapping[str, torch.Tensor]:
+        """Return what the optimizer's own `eval()` makes of a copy of the parameters."""
+        prototype = state.definition.optimizer
+        metas = dict(state.definition.skeleton.module.named_parameters())
+        copies = {n: nn.Parameter(p.clone(), False) for n, p in state.params.items()}  # noqa: FBT003 - requires_grad
+        optimizer = rebuilt(prototype, {id(metas[n]): p for n, p in copies.items()})
+        entries = cast("dict[Any, Any]", optimizer.state)
+        for name, param in copies.items():
+            if name in state.opt_state:
+                entries[param] = dict(state.opt_state[name])
+        for part in filter(_is_schedule_free, parts_of(optimizer)):
+            for group in part.param_groups:
+                group["train_mode"] = True
+            cast("Any", part).eval()
+        return {name: param.detach() for name, param in copies.items()}
+
+    def _refuse(self, transforms: tuple[Transform, ...]) -> str | None:
+        """Return why it cannot stand beside others."""
+        for each in transforms:
+            if each is not self and has_field(each, "eval_params"):
+                return f"and {each!r} both say what is evaluated. Keep one of them."
+        return None
+
+    def _check_state(self, state: TrainState) -> None:
+        """Refuse a state without a schedule-free optimizer in its training mode."""
+        optimizer = state.definition.optimizer
+        parts = [each for each in parts_of(optimizer) if _is_schedule_free(each)]
+        if not parts:
+            kinds = {type(each).__name__: None for each in parts_of(optimizer)}
+            msg = (
+                f"{self!r}: {', '.join(kinds)} is not schedule-free: it has no train() and"
+                " eval() that move the parameters. Use one of the package schedulefree, such"
+                " as schedulefree.AdamWScheduleFree, or leave the transform out."
+            )
+            raise OptimizerError(msg)
+        away = [each for each in parts if state.step == 0 and _is_away(each, state)]
+        if away:
+            msg = (
+                f"{self!r}: the {type(away[0]).__name__} has taken steps and is in its"
+                " evaluation mode, so the parameters are not where it trains. Call its"
+                " train() before TrainState.create."
+            )
+            raise OptimizerError(msg)
+
+
+def _is_away(optimizer: Optimizer, state: TrainState) -> bool:
+    """Whether it has taken steps, and is in its evaluation mode now."""
+    metas = state.definition.skeleton.module.named_parameters()
+    moved = {id(meta) for name, meta in metas if state.opt_state.get(name)}
+    return any(
+        not group["train_mode"] and any(id(param) in moved for param in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def _is_schedule_free(optimizer: Optimizer) -> bool:
+    switches = (getattr(optimizer, name, None) for name in ("train", "eval"))
+    groups = optimizer.param_groups
+    return all(map(callable, switches)) and all("train_mode" in g for g in groups)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers made of several, frozen in part, or schedule-free, are torch's own at work."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import schedulefree
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP, Found, single
+from tests.strategies import (
+    LOSSES,
+    OPTIMIZERS,
+    Run,
+    differences,
+    model,
+    runs,
+    tensors,
+)
+
+sizes = st.sampled_from([1, 2])
+SETUPS = [
+    af.chain(DDP, af.clip_grad_norm(0.5), af.ema(0.5)),
+    af.chain(DDP, af.accumulate(num_micro_batches=2)),
+    af.chain(af.shard_data(), af.local_sgd(sync_every=1, opt_state=True)),
+]
+setups = st.sampled_from(SETUPS)
+exact = st.sampled_from(SETUPS[:2])  # an average of equal numbers is rounded
+PARTS = {
+    "muon": partial(torch.optim.Muon, lr=0.25),
+    "momentum": OPTIMIZERS["momentum"],
+    "adamw": OPTIMIZERS["adamw"],
+}
+ROWS = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
+
+
+RATES = {torch.optim.Muon: 0.25, torch.optim.SGD: 0.25, torch.optim.AdamW: 0.05}
+
+
+def is_matrix(_name: str, param: torch.Tensor) -> bool:
+    return param.ndim == 2
+
+
+def muon_and(rest: str) -> af.partition:
+    """Return Muon for matrices, and another optimizer for the rest."""
+    return af.partition((is_matrix, PARTS["muon"]), (..., PARTS[rest]))
+
+
+def halves(names: frozenset[str], make: Callable[..., object]) -> af.partition:
+    """Return one optimizer twice, each for some of the parameters, or once for all."""
+    if "head.weight" in names or "head.bias" not in names:
+        return af.partition((..., make))
+    return af.partition((lambda name, _: name in names, make), (..., make))
+
+
+def made(run: Run, optimizer: object, setup: object, world: af.World) -> af.TrainState:
+    """Return the first state of a run with another optimizer."""
+    plain = run.state(world)
+    state = af.TrainState.create(
+        model=model(run.kind),
+        optimizer=optimizer,
+        schedule=plain.schedule,
+        data=plain.data,
+        world=world,
+        seed=run.seed,
+    )
+    return state.with_params(plain.params).with_setup(setup)
+
+
+names = st.frozensets(
+    st.sampled_from(["first.weight", "first.bias", "head.weight", "head.bias"])
+)
+
+
+@given(run=runs(), size=sizes, setup=setups, half=names)
+def test_equal_parts_are_one_optimizer(
+    run: Run, size: int, setup: object, half: frozenset[str]
+) -> None:
+    """Parts of one kind and options are one optimizer, however parameters are divided."""
+    make = OPTIMIZERS[run.optimizer]
+
+    def train(world: af.World, optimizer: object) -> Found:
+        return tensors(run.train(made(run, optimizer, setup, world))[0])
+
+    whole = simulate(size, lambda world: train(world, make))
+    parted = simulate(size, lambda world: train(world, halves(half, make)))
+    for one, two in zip(whole, parted, strict=True):
+        assert differences(one, two) == []
+
+
+def by_hand(net: nn.Module, rest: str, factors: Sequence[float]) -> Found:
+    """Return what a loop with two torch optimizers makes of a model."""
+    named = list(net.named_parameters())
+    muon = PARTS["muon"]([(n, p) for n, p in named if p.ndim == 2])
+    other = PARTS[rest]([(n, p) for n, p in named if p.ndim != 2])
+    for i, factor in enumerate(factors):
+        for each in (muon, other):
+            each.param_groups[0]["lr"] = RATES[type(each)] * factor
+        net(ROWS + i).square().mean().backward()
+        for each in (muon, other):
+            each.step()
+            each.zero_grad()
+    return {name: param.detach().clone() for name, param in named}
+
+
+@given(
+    rest=st.sampled_from(["momentum", "adamw"]),
+    factors=st.lists(st.sampled_from([1.0, 0.5, 2.0, 0.0]), min_size=1, max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_each_part_is_its_own_optimizer(
+    rest: str, factors: list[float], seed: int
+) -> None:
+    """Muon for matrices and another for the rest are the two stepped by hand, at any rate."""
+    state = af.TrainState.create(
+        model=model("plain"),
+        seed=seed,
+        optimizer=muon_and(rest),
+        schedule=lambda step: factors[step],
+        world=single(),
+    )
+    with af.bind(state.copy()) as net:
+        expected = by_hand(net, rest, factors)
+    step = af.make_step(lambda net, x: net(x).square().mean())
+    for i in range(len(factors)):
+        state, _ = step(state, ROWS + i)
+    assert differences(expected, dict(state.params)) == []
+
+
+@given(
+    run=runs(kind="plain", n=9, batch_size=3),
+    rest=st.sampled_from(["momentum", "adamw"]),
+    size=sizes,
+    setup=setups,
+    cut=st.integers(0, 2),
+)
+def test_parts_are_saved_and_copied(
+    run: Run, rest: str, size: int, setup: object, cut: int
+) -> None:
+    """A partition copied, or saved and loaded, at any update goes on as if it had not been."""
+
+    def train(world: af.World, folder: Path) -> tuple[Found, Found]:
+        state, _ = run.train(made(run, muon_and(rest), setup, world), cut)
+        af.save(state, folder / "saved")
+        fresh = made(run, muon_and(rest), setup, world)
+        loaded = af.load(fresh, folder / "saved")
+        fork = state.copy()
+        state, _ = run.train(state, 2)
+        expected = tensors(state)
+        run.train(fork, 2)
+        return expected, tensors(run.train(loaded, 2)[0])
+
+    with tempfile.TemporaryDirectory() as folder:
+        for one, two in simulate(size, lambda world: train(world, Path(folder))):
+            assert differences(one, two) == []
+
+
+masks = st.lists(names.filter(bool), min_size=1, max_size=4)
+
+
+@given(
+    optimizer=st.sampled_from(["momentum", "adamw", "decay"]),
+    masks=masks,
+    size=sizes,
+    setup=exact,
+    loss=st.sampled_from(sorted(LOSSES)),
+)
+def test_frozen_in_mid_run(
+    optimizer: str, masks: list[frozenset[str]], size: int, setup: object, loss: str
+) -> None:
+    """What is frozen stays, its optimizer state too; both are gone on with once thawed."""
+    run = Run(n=8, batch_size=4, optimizer=optimizer, loss=loss, dyadic=False)
+
+    def train(world: af.World) -> None:
+        state = run.state(world).with_setup(setup)
+        for mask in masks:
+            before = tensors(state)
+            state = state.with_trainable(lambda name, _, mask=mask: name in mask)
+            assert differences(before, tensors(state)) == []
+            state, _ = run.train(state, 1)
+            after = tensors(state)
+            for path, value in before.items():
+                field, _, rest = path.partition(".")
+                named = next((n for n in state.params if rest.startswith(n)), "")
+                if field in ("params", "opt_state") and named not in mask:
+                    assert torch.equal(value, after[path]), path
+
+    simulate(size, train)
+
+
+@given(
+    optimizer=st.sampled_from(["sgd", "momentum", "adamw", "decay"]),
+    masks=masks,
+)
+def test_freezing_is_requires_grad(optimizer: str, masks: list[frozenset[str]]) -> None:
+    """Training what a predicate says is a loop by hand that sets `requires_grad` so."""
+    run = Run(optimizer=optimizer, dyadic=False)
+    state = run.state(single())
+    step = af.make_step(lambda net, x: net(x).square().mean())
+    with af.bind(state.copy()) as net:
+        torchs = OPTIMIZERS[optimizer](list(net.named_parameters()))
+        for i, mask in enumerate(masks):
+            for name, param in net.named_parameters():
+                param.requires_grad_(name in mask)
+            net(ROWS + i).square().mean().backward()
+            torchs.step()
+            torchs.zero_grad()
+        expected = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for i, mask in enumerate(masks):
+        state = state.with_trainable(lambda name, _, mask=mask: name in mask)
+        state, _ = step(state, ROWS + i)
+    assert differences(expected, dict(state.params)) == []
+
+
+@given(run=runs(kind="plain"), mask=names.filter(bool), other=names.filter(bool))
+def test_a_checkpoint_is_of_no_trained_set(
+    run: Run, mask: frozenset[str], other: frozenset[str]
+) -> None:
+    """Loaded into a state that trains others, a checkpoint goes on with those."""
+    saved, _ = run.train(run.state().with_trainable(lambda name, _: name in mask))
+    fresh = run.state().with_trainable(lambda name, _: name in other)
+    with tempfile.TemporaryDirectory() as folder:
+        af.save(saved, Path(folder) / "saved")
+        loaded = af.load(fresh, Path(folder) / "saved")
+    assert differences(tensors(saved), tensors(loaded)) == []
+    thawed = saved.with_trainable(lambda name, _: name in other)
+    one, two = (tensors(run.train(each)[0]) for each in (thawed, loaded))
+    assert differences(one, two) == []
+
+
+FREE = {
+    "adamw": partial(schedulefree.AdamWScheduleFree, lr=0.1, weight_decay=0.1),
+    "warm": partial(schedulefree.AdamWScheduleFree, lr=0.1, warmup_steps=3),
+    "sgd": partial(schedulefree.SGDScheduleFree, lr=0.1, weight_decay=0.1),
+    "radam": partial(schedulefree.RAdamScheduleFree, lr=0.1, silent_sgd_phase=False),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FREE))
+@given(updates=st.integers(0, 6), seed=st.integers(0, 3))
+def test_schedule_free_is_its_own_modes(kind: str, updates: int, seed: int) -> None:
+    """Steps are those of the training mode, what is evaluated that of the evaluation mode."""
+    state = af.TrainState.create(
+        model=model("plain"),
+        seed=seed,
+        optimizer=FREE[kind],
+        setup=af.schedule_free(),
+        world=single(),
+    )
+    step = af.make_step(lambda net, x: net(x).square().mean())
+    with af.bind(state.copy()) as net:
+        torchs = FREE[kind](list(net.named_parameters()))
+        torchs.train()
+        for i in range(updates):
+            net(ROWS + i).square().mean().backward()
+            torchs.step()
+            torchs.zero_grad()
+            state, _ = step(state, ROWS + i)
+            af.eval_params(state)  # looking changes nothing
+        assert differences(dict(net.named_parameters()), dict(state.params)) == []
+        torchs.eval()
+        looked = dict(af.eval_params(state))
+        assert differences(dict(net.named_parameters()), looked) == []
+
+
+@given(
+    run=runs(kind="plain", n=9, batch_size=3, dyadic=True, loss="squared"),
+    kind=st.sampled_from(["adamw", "sgd"]),
+    size=sizes,
+    cut=st.integers(0, 2),
+)
+def test_schedule_free_over_ranks_and_cuts(
+    run: Run, kind: str, size: int, cut: int
+) -> None:
+    """Ranks evaluate alike, and a run that was saved and loaded goes on bit by bit."""
+    setup = af.chain(DDP, af.schedule_free())
+
+    def train(world: af.World, folder: Path) -> tuple[Found, Found]:
+        state, _ = run.train(made(run, FREE[kind], setup, world), cut)
+        af.save(state, folder / "saved")
+        loaded = af.load(made(run, FREE[kind], setup, world), folder / "saved")
+        found = []
+        for each in (state, loaded):
+            after, _ = run.train(each, 2)
+            found.append(tensors(after) | dict(af.eval_params(after)))
+        return found[0], found[1]
+
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = simulate(size, lambda world: train(world, Path(folder))).results
+    for one, two in ranks:
+        assert differences(one, two) == []
+        assert differences(one, ranks[0][0]) == []

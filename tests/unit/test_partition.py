@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several optimizers as one: what each part gets, what is refused, what torch would do."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+import accelfn as af
+from accelfn.partition import parts_of
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+ADAMW = partial(optim.AdamW, lr=0.1)
+MUON = partial(optim.Muon, lr=0.02)
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def is_matrix(_name, param):
+    return param.ndim == 2
+
+
+STEP = af.make_step(lambda model, x: model(x).square().mean())
+PARTED = af.partition((is_matrix, MUON), (..., ADAMW))
+
+
+def create(optimizer, **options):
+    return af.TrainState.create(model=net, optimizer=optimizer, **options)
+
+
+def test_groups_are_numbered_through_the_parts():
+    """Rates stand in the order of the parts, and `hyper` goes by that number."""
+
+    @af.transform
+    class Stops:
+        where: object
+
+        def hyper(self, state, slot):
+            return {(self.where, "lr"): 0.0}
+
+    for where, still in ((0, "weight"), (1, "bias")):
+        state = create(PARTED, setup=Stops(where))
+        assert state.lrs == (0.02, 0.1)
+        before = {name: param.clone() for name, param in state.params.items()}
+        after = STEP(state, X)[0].params
+        assert [n for n in before if torch.equal(before[n], after[n])] == [
+            f"0.{still}",
+            f"2.{still}",
+        ]
+
+
+def test_a_hyperparameter_that_one_part_lacks():
+    """An option of all groups must be one of each; the group without it is named."""
+
+    @af.transform
+    class Sets:
+        def hyper(self, state, slot):
+            return {"betas": (0.5, 0.5)}
+
+    with pytest.raises(af.OptimizerError, match="group 0 has .*'ns_steps'"):
+        STEP(create(PARTED, setup=Sets()), X)
+
+
+class Counting(optim.SGD):
+    """Keeps an entry that belongs to no parameter, as MADGRAD does."""
+
+    def step(self, closure=None):
+        self.state["k"] = self.state.get("k", 0) + 1
+        super().step(closure)
+
+
+def test_entries_of_no_parameter_are_the_parts_own(tmp_path):
+    """Two parts may keep entries under one key; each has its own, copied and loaded."""
+    make = partial(Counting, lr=0.1)
+    parted = af.partition((is_matrix, make), (..., ADAMW))
+    twice = af.partition((is_matrix, make), (..., make))
+    for optimizer, expected in (
+        (parted, {"0:k": 3}),
+        (twice, {"0:k": 3, "1:k": 3}),
+    ):
+        state = create(optimizer)
+        for _ in range(3):
+            state, _ = STEP(state.copy(), X)
+        assert state.opt_state["<optimizer>"] == expected
+        folder = tmp_path / str(len(expected))
+        af.save(state, folder)
+        assert af.load(create(optimizer), folder).opt_state["<optimizer>"] == expected
+
+
+def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
+    """Parts of other kinds, or with other parameters, do not get each other's state."""
+    state, _ = STEP(create(PARTED), X)
+    af.save(state, tmp_path / "saved")
+    is_first = lambda name, param: param.ndim == 2 and name.startswith("0.")  # noqa: E731
+    for other in (
+        ADAMW,
+        af.partition((is_first, MUON), (..., ADAMW)),
+        af.partition((is_matrix, ADAMW), (..., ADAMW)),
+    ):
+        with pytest.raises(af.CheckpointError, match=r"Muon of 2 parameters"):
+            af.load(create(other), tmp_path / "saved")
+
+
+def test_parts_of_parts():
+    """A part may be divided again."""
+    inner = af.partition((lambda name, _: name == "0.bias", ADAMW), (..., ADAMW))
+    state = create(af.partition((is_matrix, MUON), (..., inner)))
+    assert len(parts_of(state.definition.optimizer)) == 3
+    for _ in range(3):
+        state, _ = STEP(state.copy(), X)
+    plain = create(PARTED)
+    for _ in range(3):
+        plain, _ = STEP(plain, X)
+    assert all(torch.equal(state.params[n], plain.params[n]) for n in plain.params)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_fused_parts_divide_by_the_weight(whole):
+    """Where each part's kernel divides gradients it is left to them, else it is done before."""
+    adamw = af.fused(ADAMW)
+    other = partial(optim.SGD, lr=0.1, fused=True) if whole else MUON
+    optimizer = af.partition((is_matrix, other), (..., adamw))
+    loss = lambda model, x: af.Loss(  # noqa: E731
+        model(x).square().sum(), torch.tensor(8.0)
+    )
+    summed, mean = create(optimizer), create(optimizer)
+    made = af.partition((is_matrix, other), (..., adamw))(
+        list(net().named_parameters())
+    )
+    assert made._step_supports_amp_scaling is whole
+    for i in range(3):
+        summed, _ = af.make_step(loss)(summed, X + i)
+        mean, _ = STEP(mean, X + i)
+    for name, param in mean.params.items():
+        torch.testing.assert_close(param, summed.params[name])
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_fused_parts_leave_out_what_overflowed(found):
+    """What a GradScaler hands to the whole, the scale and its flag, each part is handed."""
+    model = net()
+    make = partial(optim.SGD, lr=1.0, fused=True)
+    whole = af.partition((is_matrix, make), (..., make))(list(model.named_parameters()))
+    before = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 4.0)
+    whole.grad_scale, whole.found_inf = torch.tensor(2.0), torch.tensor(found)
+    whole.step()
+    moved = 0.0 if found else 2.0
+    for one, two in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(one - two, torch.full_like(one, moved))
+    assert not any("found_inf" in vars(part) for part in whole.parts)
+
+
+def test_hooks_of_parts_and_of_the_whole_run():
+    """Step hooks run once an update, those of the whole and those of a part."""
+    model, seen = net(), []
+    optimizer = PARTED(list(model.named_parameters()))
+    optimizer.register_step_post_hook(lambda *_: seen.append("whole"))
+    optimizer.parts[1].register_step_post_hook(lambda *_: seen.append("part"))
+    state = af.TrainState.create(model=model, optimizer=optimizer)
+    STEP(state, X)
+    assert sorted(seen) == ["part", "whole"]
+
+
+def test_a_partition_is_a_torch_optimizer():
+    """Outside of accelfn it steps, clears gradients, and takes a closure as torch's do."""
+    model = net()
+    twin = copy.deepcopy(model)
+    whole = PARTED(list(model.named_parameters()))
+    parts = PARTED(list(twin.named_parameters())).parts
+    for _ in range(2):
+
+        def closure():
+            whole.zero_grad()
+            loss = model(X).square().mean()
+            loss.backward()
+            return loss
+
+        whole.step(closure)
+        twin(X).square().mean().backward()
+        for part in parts:
+            part.step()
+            part.zero_grad()
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, two)
+    with pytest.raises(af.OptimizerError, match="parts"):
+        whole.load_state_dict({})
+
+
+def test_its_printing_names_functions():
+    """A partition prints the names of its predicates and optimizers."""
+    assert repr(PARTED) == "af.partition((is_matrix, Muon), (..., AdamW))"
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ((), "pairs, such as"),
+        ((ADAMW,), "part 0 .*pair"),
+        (((is_matrix, ADAMW, 3),), "part 0 .*pair"),
+        (((..., ADAMW), (is_matrix, MUON)), "part 0 is the rest.*goes last"),
+        ((("weight", ADAMW),), "part 0 has 'weight'.*function of"),
+        (((is_matrix, 3),), "part 0 has 3.*factory"),
+        (
+            ((..., ADAMW(list(net().named_parameters()))),),
+            "part 0 has a ready AdamW.*factory",
+        ),
+    ],
+)
+def test_no_parts(parts, why):
+    """What is no pair of a predicate and a factory is refused when it is written."""
+    with pytest.raises(af.ArgumentError, match=why):
+        af.partition(*parts)
+
+
+def others(_named):
+    return optim.SGD(net().parameters(), lr=0.1)
+
+
+def some(named):
+    return optim.SGD(named[:1], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        (((is_matrix, MUON),), r"no part takes 2 .*0\.bias, 2\.bias.*the rest"),
+        (((..., MUON),), "2D"),
+        (((lambda *_: True, ADAMW), (..., ADAMW)), r"part 1 gets none .*0\.weight"),
+        (((lambda *_: None, ADAMW), (..., ADAMW)), "part 0 gets none"),
+        (((..., lambda _: None),), "part 0 gave NoneType"),
+        (((is_matrix, MUON), (..., others)), r"part 1 lacks .*has 4 others"),
+        (((is_matrix, some), (..., ADAMW)), r"part 0 lacks \['2\.weight'\]"),
+        (
+            ((..., lambda named: optim.LBFGS([p for _, p in named])),),
+            "LBFGS .*closure",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_the_model(parts, why):
+    """Parameters without a part, and parts without theirs, are named at `create`."""
+    with pytest.raises((af.OptimizerError, ValueError), match=why):
+        create(af.partition(*parts))

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`with_trainable` freezes and thaws in mid-run: what it shares, keeps and refuses."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+import accelfn as af
+from accelfn.testing import simulate
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+        self.fixed = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)) * self.fixed)
+
+
+ADAMW = partial(optim.AdamW, lr=0.1, weight_decay=0.5)
+LOSS = lambda model, x: model(x).square().mean()  # noqa: E731
+STEP = af.make_step(LOSS)
+
+
+def in_head(name, _param):
+    return name.startswith("head.")
+
+
+def not_fixed(name, _param):
+    return name != "fixed"
+
+
+def create(**options):
+    return af.TrainState.create(model=Net, optimizer=ADAMW, **options)
+
+
+def clones(params):
+    return {name: param.clone() for name, param in params.items()}
+
+
+def test_it_shares_tensors_and_the_lease():
+    """The state with others trained is the same tensors; a step on one gives both away."""
+    state = create()
+    frozen = state.with_trainable(in_head)
+    assert all(frozen.params[name] is param for name, param in state.params.items())
+    STEP(frozen, X)
+    with pytest.raises(af.StateDonatedError):
+        STEP(state, X)
+
+
+def test_the_same_set_is_the_same_state():
+    """Where nothing changes no engine is lost."""
+    state = create()
+    assert state.with_trainable(not_fixed) is state
+    assert state.with_trainable(in_head).with_trainable(in_head) is not state
+
+
+def test_steps_before_and_after():
+    """A step on each state trains what that state says, in any order."""
+    state = create()
+    head = state.copy().with_trainable(in_head)
+    for _ in range(2):
+        before = clones(head.params)
+        head, _ = STEP(head, X)
+        moved = [n for n in before if not torch.equal(before[n], head.params[n])]
+        assert moved == ["head.weight", "head.bias"]
+        before = clones(state.params)
+        state, _ = STEP(state, X)
+        still = [n for n in before if torch.equal(before[n], state.params[n])]
+        assert still == ["fixed"]
+
+
+def test_lent_modules_say_what_is_trained():
+    """A module lent from the state requires gradients where it is trained; a frozen one none."""
+    state = create().with_trainable(in_head)
+    with af.bind(state) as net:
+        wanted = [n for n, p in net.named_parameters() if p.requires_grad]
+    assert wanted == ["head.weight", "head.bias"]
+    assert not any(p.requires_grad for p in af.frozen(state).parameters())
+
+
+def test_no_gradient_is_taken_of_the_frozen():
+    """Gradients are those of what is trained; batch statistics go on moving."""
+    state = create().with_trainable(in_head)
+    _, grads = af.value_and_grad(LOSS)(state, X)
+    assert list(grads.tensors) == ["head.weight", "head.bias"]
+    before = state.buffers["norm.running_mean"].clone()
+    after = af.apply_grads(state, grads).buffers["norm.running_mean"]
+    assert not torch.equal(before, after)
+
+
+def test_schedules_and_slots_go_on():
+    """Update number, rate and averages do not begin anew."""
+    state = create(schedule=af.schedules.linear(10), setup=af.ema(0.5))
+    state, _ = STEP(state, X)
+    slot = state.slots["ema"]
+    frozen = state.with_trainable(in_head)
+    assert (frozen.step, frozen.lrs, frozen.slots["ema"]) == (1, state.lrs, slot)
+
+
+def test_gradients_of_another_set_are_refused():
+    """Gradients taken when others were trained are neither added to nor applied."""
+    state = create()
+    compute = af.value_and_grad(LOSS)
+    head = state.with_trainable(in_head)
+    for one, two in ((state, head), (head, state)):
+        _, grads = compute(one, X, sync=False)
+        for use in (
+            lambda g=grads, s=two: compute(s, X, into=g),
+            lambda g=grads, s=two: af.apply_grads(s, g),
+        ):
+            with pytest.raises(af.GradsError, match=r"body\.bias.*with_trainable"):
+                use()
+        af.apply_grads(one.copy(), grads)
+
+
+def test_hashes_are_of_what_was_never_trained(tmp_path):
+    """`frozen="hash"` writes what was trained before it was frozen, and it comes back."""
+    state, _ = STEP(create(), X)
+    state = state.with_trainable(in_head)
+    af.save(state, tmp_path / "saved", frozen="hash")
+    loaded = af.load(create(seed=1), tmp_path / "saved")
+    for name, param in state.params.items():
+        assert torch.equal(param, loaded.params[name])
+
+
+def test_local_sgd_averages_what_was_trained():
+    """Averages move no parameter that was never trained, whatever the ranks' weights."""
+
+    def train(world):
+        state = create(
+            setup=af.chain(af.shard_data(), af.local_sgd(sync_every=1)),
+            data=af.Data(X[:7], batch_size=7),
+            world=world,
+        )
+        state = state.with_params({**state.params, "fixed": torch.full((4,), 0.1)})
+        for batch in af.batches(state, epochs=3):
+            state, _ = STEP(state, batch)
+        return state.params["fixed"], af.eval_params(state)["fixed"]
+
+    for found in simulate(2, train):
+        assert all(torch.equal(each, torch.full((4,), 0.1)) for each in found)
+
+
+# What is refused.
+
+
+def test_ranks_that_train_others():
+    """Ranks whose predicates differ are told which parameter, before they communicate it."""
+
+    def train(world):
+        state = create(setup=af.wrap_ddp(), world=world)
+        state = state.with_trainable(in_head if world.rank else not_fixed)
+        STEP(state, X)
+
+    with pytest.raises(af.ReplicaMismatchError, match=r"body\.weight.*, frozen"):
+        simulate(2, train)
+
+
+@pytest.mark.parametrize(
+    ("predicate", "error", "why"),
+    [
+        (lambda *_: True, af.OptimizerError, "AdamW lacks 1 .*: fixed.*Create it"),
+        (lambda *_: None, af.ModelError, "true of none of the 7 .*nothing"),
+        ("head", af.ArgumentError, "'head'.*function of"),
+    ],
+)
+def test_what_cannot_be_trained(predicate, error, why):
+    """What the optimizer lacks, and nothing at all, cannot be trained."""
+    with pytest.raises(error, match=why):
+        create().with_trainable(predicate)
+
+
+def test_a_donated_state():
+    """A state that was given away has nothing to freeze."""
+    state = create()
+    STEP(state, X)
+    with pytest.raises(af.StateDonatedError):
+        state.with_trainable(in_head)
