@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call: what one rank posts when it enters a collective, and how calls of ranks compare."""
 
-import contextlib
-import functools
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 import torch
-import typing_extensions
 
-if TYPE_CHECKING:
-    from types import FrameType
+from accelfn.collectives.calls import shown
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -32,9 +25,11 @@ class Call:
         peer: the other rank of a send or recv; None for any.
         tag: that of a send or recv.
         label: what the ranks are doing, as accelfn's collectives say.
+        structure: the containers of the tree that the call is for, as those say.
         step: the update at which a state's step called, where one did.
         site: file and line of the user's code.
         at: the rank's virtual time in seconds.
+        branch: which of the world's groups; 0 is its own. See `Exchange.give_up`.
     """
 
     rank: int
@@ -47,9 +42,11 @@ class Call:
     peer: int | None = None
     tag: int = 0
     label: str | None = None
+    structure: str | None = None
     step: int | None = None
     site: str = ""
     at: float = 0.0
+    branch: int = 0
 
     @property
     def is_message(self) -> bool:
@@ -71,7 +68,7 @@ class Call:
     def agreed(self) -> tuple[Any, ...]:
         """Return what must be the same on all ranks, in the order of `AGREED`."""
         common = [(each.shape, each.dtype, each.layout) for each in self._common()]
-        return self.kind, self.op, self.root, common, self.label
+        return self.kind, self.op, self.root, common, self.structure, self.label
 
     def row(self) -> tuple[str, ...]:
         """Return what a table shows of it."""
@@ -80,7 +77,8 @@ class Call:
         if peer is not None:
             peer = f"{peer} {'any rank' if self.peer is None else f'rank {self.peer}'}"
         tag = f"tag {self.tag}" if self.tag else None
-        said = (self.op, root, peer, tag, self.shapes)
+        tree = None if self.structure == "*" else self.structure
+        said = (self.op, root, peer, tag, self.shapes, tree)
         return (
             f"#{self.index} {self.kind}",
             " ".join(each for each in said if each),
@@ -95,7 +93,7 @@ class Call:
         return self.sends if self.kind in _ONE_SENT else self.fills
 
 
-AGREED = ("kind", "reduction", "root", "shape or dtype", "label")
+AGREED = ("kind", "reduction", "root", "shape or dtype", "structure", "label")
 _ONE_SENT = frozenset(
     {
         *("all_reduce", "broadcast", "reduce", "send"),
@@ -130,12 +128,6 @@ def _unequal_splits(calls: Sequence[Call]) -> list[str]:
     return [] if same else ["splits"]
 
 
-def shown(tensor: torch.Tensor) -> str:
-    """Name a tensor's shape and dtype, and its layout if that is not the common one."""
-    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
-    return f"{tuple(tensor.shape)} {tensor.dtype}{layout}".replace("torch.", "")
-
-
 def _num_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.sparse_coo:
         return tensor.numel() * tensor.element_size()
@@ -144,42 +136,3 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 def _listed(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(shown(each) for each in tensors)
-
-
-def table(rows: Mapping[int, tuple[str, ...]]) -> str:
-    """Return one aligned line a rank."""
-    width = max(len(row) for row in rows.values())
-    padded = {rank: (*row, *[""] * (width - len(row))) for rank, row in rows.items()}
-    widths = [max(len(row[i]) for row in padded.values()) for i in range(width)]
-    lines: list[str] = []
-    for rank, row in padded.items():
-        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True) if w]
-        lines.append(f"  rank {rank}: {'  '.join(cells)}".rstrip())
-    return "\n".join(lines)
-
-
-_NOT_USERS = (
-    str(Path(__file__).parents[2]) + os.sep,
-    str(Path(torch.__file__).parent) + os.sep,
-    typing_extensions.__file__,  # its decorator calls what torch deprecates
-    contextlib.__file__,
-    functools.__file__,
-    "<attrs",
-    "<frozen",
-)
-
-
-def site() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor accelfn's."""
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if _is_users(path):
-            return f"{path.rpartition(os.sep)[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-@functools.cache
-def _is_users(path: str) -> bool:
-    return not path.startswith(_NOT_USERS)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from accelfn.collectives.calls import table
 from accelfn.errors import (
     CollectiveMismatchError,
     DeadlockError,
@@ -14,7 +15,7 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.testing.simulation.calls import Call, differing, table
+from accelfn.testing.simulation.calls import Call, differing
 from accelfn.testing.simulation.faults import (
     Crashed,
     Fault,
@@ -92,6 +93,7 @@ class Exchange:
         self._gone: dict[int, Unwound] = {}
         self._failure: Callable[[int], Exception] | None = None
         self._told: dict[int, list[Exception]] = {rank: [] for rank in range(size)}
+        self._given_up: dict[int, int] = {}
         self._asking: set[int] = set()
         self._num_asked = 0
 
@@ -144,6 +146,12 @@ class Exchange:
         if meeting.results is None:
             self._check(call)
         return meeting.results is not None
+
+    def give_up(self, rank: int, branch: int) -> None:
+        """Let all calls of a branch of the world fail on all ranks; the rest goes on."""
+        if branch not in self._given_up:
+            self._given_up[branch] = rank
+            self._meetings.forget(branch)
 
     def receive(self, call: Call) -> None:
         """Let faults change what a rank has received."""
@@ -203,6 +211,7 @@ class Exchange:
         self._meetings, self._standings = Meetings(self.size), Standings(self.size)
         self._gone.clear()
         self._told.clear()
+        self._given_up.clear()
         return failure
 
     def has_told(self, error: BaseException) -> bool:
@@ -216,6 +225,7 @@ class Exchange:
         if rank in self._gone:
             raise self._gone[rank]
         if self._failure is None:
+            self._check_branch(call)
             return
         self._told[rank].append(self._failure(rank))
         if len(self._told[rank]) > _PATIENCE:
@@ -223,6 +233,16 @@ class Exchange:
             self._gone[rank] = Crashed(how)
             raise self._gone[rank] from self._told[rank][0]
         raise self._told[rank][-1]
+
+    def _check_branch(self, call: Call) -> None:
+        """Refuse a call of a branch that a rank has given up."""
+        peer = self._given_up.get(call.branch)
+        if peer is not None:
+            msg = (
+                f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
+                f" rank {peer} has given up the process group."
+            )
+            raise PeerFailedError(msg)
 
     def _check_place(self, call: Call) -> None:
         rank = call.rank
@@ -247,7 +267,12 @@ class Exchange:
             self._check(call)
             return
         self._standings.enters(call)
-        turns.wait(call.rank, lambda: ready() or self._failure is not None)
+        turns.wait(
+            call.rank,
+            lambda: (
+                ready() or self._failure is not None or call.branch in self._given_up
+            ),
+        )
         self._standings.goes_on(call.rank)
 
     def _strike(self, call: Call) -> None:

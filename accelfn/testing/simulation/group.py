@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+from accelfn.collectives.calls import shown, site
 from accelfn.errors import ArgumentError, SimulationError
-from accelfn.testing.simulation.calls import Call, shown, site
+from accelfn.testing.simulation.calls import Call
 from accelfn.testing.simulation.operations import can_carry_out
 
 if TYPE_CHECKING:
@@ -35,16 +36,24 @@ class SimulatedGroup(dist.ProcessGroup):
     Attributes:
         log: what was carried out so far, by all ranks.
         connection: the world's, which says what the rank is doing.
+        branch: which of the world's groups it is; 0 is its own.
     """
 
     def __init__(
-        self, rank: int, size: int, post: Post, log: "Sequence[Entry]" = ()
+        self,
+        rank: int,
+        size: int,
+        post: Post,
+        log: "Sequence[Entry]" = (),
+        branch: int = 0,
     ) -> None:
         """Take the rank's place, what posts its calls, and what will come of them."""
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - no store needed
         self._rank = rank
         self._size = size
         self._post = post
+        self._num_branches = 0
+        self.branch = branch
         self.log = log
         self.connection: Connection | None = None
 
@@ -188,6 +197,12 @@ class SimulatedGroup(dist.ProcessGroup):
         """Wait for all ranks."""
         return self._post([self._call("barrier", [], [])], [])
 
+    def branched(self) -> "SimulatedGroup":
+        """Return a group of the same ranks, whose calls meet one another alone."""
+        self._num_branches += 1
+        place = self._rank, self._size
+        return SimulatedGroup(*place, self._post, self.log, self._num_branches)
+
     @property
     def group_name(self) -> NoReturn:
         """Refuse what finds groups by name."""
@@ -246,8 +261,10 @@ class SimulatedGroup(dist.ProcessGroup):
             peer=peer,
             tag=tag,
             label=None if connection is None else connection.label,
+            structure=None if connection is None else connection.structure,
             step=None if connection is None else connection.step,
             site=site(),
+            branch=self.branch,
         )
 
     def _each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

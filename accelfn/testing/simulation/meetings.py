@@ -2,8 +2,10 @@
 """Meetings: which calls of ranks belong together.
 
 The collectives of all ranks meet by their order; messages by sender, receiver and tag, and
-among equal ones by their order.
+among equal ones by their order. Each branch of the world has an order of its own.
 """
+
+from collections import Counter
 
 import attrs
 
@@ -37,16 +39,16 @@ class Meetings:
     def __init__(self, size: int) -> None:
         """Begin with none."""
         self._size = size
-        self._num_joined = [0] * size
-        self._by_order: dict[int, Meeting] = {}
+        self._num_joined: Counter[tuple[int, int]] = Counter()
+        self._by_order: dict[tuple[int, int], Meeting] = {}
         self._messages: list[Meeting] = []
 
     def join(self, call: Call) -> tuple[Meeting, bool]:
         """Return where a call belongs, and whether it was the last one awaited there."""
         if call.is_message:
             return self._join_message(call)
-        place = self._num_joined[call.rank]
-        self._num_joined[call.rank] += 1
+        place = self._num_joined[call.rank, call.branch], call.branch
+        self._num_joined[call.rank, call.branch] += 1
         meeting = self._by_order.setdefault(place, Meeting())
         meeting.calls.append(call)
         if len(meeting.calls) < self._size:
@@ -59,6 +61,12 @@ class Meetings:
         """Return the calls that wait for others."""
         waiting = [*self._by_order.values(), *self._messages]
         return [call for meeting in waiting for call in meeting.calls]
+
+    def forget(self, branch: int) -> None:
+        """Drop the calls of a branch that wait for others."""
+        collectives, messages = self._by_order, self._messages
+        self._by_order = {k: m for k, m in collectives.items() if k[1] != branch}
+        self._messages = [m for m in messages if m.calls[0].branch != branch]
 
     def _join_message(self, call: Call) -> tuple[Meeting, bool]:
         for meeting in self._messages:
@@ -78,4 +86,5 @@ def _is_message(send: Call, recv: Call) -> bool:
         and send.peer == recv.rank
         and recv.peer in (None, send.rank)
         and send.tag == recv.tag
+        and send.branch == recv.branch
     )

@@ -52,6 +52,19 @@ class Registry:
             pg_backend_config=dict.fromkeys((group, default), "cpu:simulated"),
         )
 
+    def add(self, group: SimulatedGroup) -> None:
+        """Let torch know a branch of the world."""
+        self.pg_map[group] = ("simulated", None)
+        self.pg_names[group] = f"simulated branch {group.branch}"
+        self.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        self.pg_backend_config[group] = "cpu:simulated"
+
+    def remove(self, group: SimulatedGroup) -> None:
+        """Let torch forget a branch of the world."""
+        for each in (self.pg_map, self.pg_names, self.pg_group_ranks):
+            each.pop(group, None)
+        self.pg_backend_config.pop(group, None)
+
 
 def _refuse(calls: Sequence[Call], returned: Sequence[torch.Tensor]) -> NoReturn:
     del returned

@@ -210,7 +210,8 @@ def _run(plan: Plan) -> Run[Any]:
     groups = [
         SimulatedGroup(rank, plan.size, post, exchange.log) for rank in range(plan.size)
     ]
-    ambient = Ambient(plan.seed, [Registry.of(group) for group in groups])
+    registries = [Registry.of(group) for group in groups]
+    ambient = Ambient(plan.seed, registries)
     exchange.turns = Turns(
         plan.size,
         plan.schedule,
@@ -226,6 +227,9 @@ def _run(plan: Plan) -> Run[Any]:
         _inside.rank = True
         error: BaseException | None = None
         world = _world(rank, groups)
+        world.connection.make_branch = partial(
+            _branch, exchange, groups[rank], registries[rank]
+        )
         try:
             with enter_modes():
                 results[rank] = plan.fn(world)
@@ -256,7 +260,26 @@ def _world(rank: int, groups: Sequence[SimulatedGroup]) -> World:
         rank=rank, size=size, local_rank=rank, local_size=size, group=groups[rank]
     )
     groups[rank].connection = world.connection
+    world.connection.tells_structure = True
     return world
+
+
+def _branch(
+    exchange: Exchange, group: SimulatedGroup, registry: Registry, world: World
+) -> tuple[World, Callable[[], None]]:
+    """Return a world of the same ranks with a group of its own, and what gives it up."""
+    made = group.branched()
+    registry.add(made)
+    inner = attrs.evolve(world, group=made, owns_group=False)
+    made.connection = inner.connection
+    inner.connection.tells_structure = True
+
+    def give_up() -> None:
+        exchange.give_up(world.rank, made.branch)
+        inner.connection.close()
+        registry.remove(made)
+
+    return inner, give_up
 
 
 def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standings: where each rank of a simulated world is, for the tables in errors."""
 
-from accelfn.testing.simulation.calls import Call, table
+from accelfn.collectives.calls import table
+from accelfn.testing.simulation.calls import Call
 
 
 class Standings:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`profile`: what a few steps spend their time on, a trace a rank."""
+
+import os
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import profiler as torch_profiler
+
+from accelfn.errors import ArgumentError, WorldError
+from accelfn.spans import is_profiled
+from accelfn.world import World
+
+_ONE_A_PROCESS = threading.Lock()
+"""torch has one profiler a process, and crashes where two threads start it."""
+
+
+class Profiler:
+    """What `af.profile` gives: tell it where a step ends.
+
+    Attributes:
+        path: the file of this rank's trace.
+        num_steps: how many steps have ended.
+        is_written: whether the trace is there.
+    """
+
+    def __init__(self, path: Path, *, wait: int, warmup: int, active: int) -> None:
+        """Take the file to write, and how many steps come before it and stand in it."""
+        self.path = path
+        self.num_steps = 0
+        self.is_written = False
+        activities = [torch_profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch_profiler.ProfilerActivity.CUDA)
+        self._torch = torch_profiler.profile(
+            activities=activities,
+            schedule=torch_profiler.schedule(
+                wait=wait, warmup=warmup, active=active, repeat=1
+            ),
+            on_trace_ready=self._write,
+        )
+
+    def step(self) -> None:
+        """Let it be known that a step has ended."""
+        self.num_steps += 1
+        self._torch.step()
+
+    def start(self) -> None:
+        """Begin to count steps."""
+        self._torch.start()
+
+    def stop(self) -> None:
+        """End, and write what was recorded and is not written yet."""
+        self._torch.stop()
+
+    def _write(self, found: torch_profiler.profile) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(self.path))
+        self.is_written = True
+
+
+@contextmanager
+def profile(
+    directory: str | os.PathLike[str],
+    *,
+    world: World | None = None,
+    wait: int = 1,
+    warmup: int = 1,
+    active: int = 3,
+) -> Generator[Profiler]:
+    """Record some steps with torch's profiler, and write `directory/rank-N.json`.
+
+    Call `profiler.step()` after each step. The first `wait` pass unrecorded, `warmup` are
+    recorded and dropped, `active` are written, as soon as they are over; what comes after
+    runs at full speed. Spans named "accelfn value_and_grad" and "accelfn apply_grads" show the
+    halves of a step, torch's own the forward of DistributedDataParallel and the optimizer.
+    chrome://tracing and https://ui.perfetto.dev show the file.
+
+    Args:
+        directory: made if it is not there; an older trace of the same rank is replaced.
+        world: tells the rank in the file's name; default `World.single()`.
+        wait: steps to pass over, 0 or more: the first builds the engine.
+        warmup: steps to record and drop, 1 or more, for the first are distorted.
+        active: steps to write, 1 or more.
+
+    Yields:
+        A record with `step()`, and with `path`, the file that this rank writes.
+
+    Law: the steps compute what they compute without it, bitwise.
+
+    Cost: while steps are recorded, several microseconds an operation; else nothing.
+
+    Raises:
+        ArgumentError: a number of steps that can have no meaning; or the block ended before
+            a step was recorded, so that nothing was written.
+        WorldError: a profiler runs in this process already, an outer one or that of another
+            simulated rank.
+
+    Example:
+        ```python
+        with af.profile("traces", world=world) as profiler:
+            for batch in af.batches(state, epochs=1):
+                state, metrics = step(state, batch)
+                profiler.step()
+        af.print_in_order(world, profiler.path)
+        ```
+    """
+    for name, value, least in (
+        ("wait", wait, 0),
+        ("warmup", warmup, 1),
+        ("active", active, 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            msg = f"af.profile({name}={value!r}): expected a number of steps, {least} or more."
+            raise ArgumentError(msg)
+    world = World.single() if world is None else world
+    path = Path(directory) / f"rank-{world.rank}.json"
+    if is_profiled() or not _ONE_A_PROCESS.acquire(blocking=False):
+        msg = (
+            f"af.profile({str(directory)!r}) on rank {world.rank}: torch has one profiler a"
+            " process, and it runs already. End the other first; of a simulated world,"
+            " profile one rank, or run it on real processes with `accelfn launch`."
+        )
+        raise WorldError(msg)
+    try:
+        profiler = Profiler(path, wait=wait, warmup=warmup, active=active)
+        profiler.start()
+        try:
+            yield profiler
+        finally:
+            profiler.stop()
+    finally:
+        _ONE_A_PROCESS.release()
+    if not profiler.is_written:
+        msg = (
+            f"af.profile: the block ended after {profiler.num_steps} steps, and {wait} to"
+            f" wait and {warmup} to warm up come before the first that is written. Take"
+            " more steps, and call profiler.step() after each."
+        )
+        raise ArgumentError(msg)

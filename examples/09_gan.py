@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One idea more: two states, a loss each, and one step of your own that updates both.
+
+A generator learns a tilted ring of points from a critic that learns to tell its points from
+true ones (Goodfellow et al. 2014, with the penalty of Mescheder et al. 2018).
+"""
+
+from functools import partial
+from math import tau
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+import accelfn as af
+
+TILT = torch.tensor([[1.0, 0.0], [0.8, 0.6]])
+PENALTY = 0.1
+Pair = tuple[af.TrainState, af.TrainState]
+
+
+def ring(count: int) -> Tensor:
+    """Return points of a noisy ring of radius 1, stretched along a diagonal."""
+    draw = torch.Generator().manual_seed(0)
+    angle = tau * torch.rand(count, generator=draw)
+    points = torch.stack([angle.cos(), angle.sin()], 1)
+    return (points + 0.05 * torch.randn(count, 2, generator=draw)) @ TILT.T
+
+
+def net(num_in: int, num_out: int) -> nn.Module:
+    """Return three layers."""
+    hidden = nn.Linear(num_in, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU()
+    return nn.Sequential(*hidden, nn.Linear(64, num_out))
+
+
+def critic_loss(critic: nn.Module, batch: list[Tensor], generator: nn.Module) -> Tensor:
+    """Return how badly the critic tells true points from made ones."""
+    true = batch[0].requires_grad_()
+    made = generator(torch.randn(len(true), 2))
+    score = critic(true)
+    (slope,) = torch.autograd.grad(score.sum(), true, create_graph=True)
+    loss = softplus(critic(made)) + softplus(-score)
+    return (loss + PENALTY * slope.square().sum(1, keepdim=True)).mean()
+
+
+def generator_loss(
+    generator: nn.Module, batch: list[Tensor], critic: nn.Module
+) -> Tensor:
+    """Return how well the critic, which stands still, knows the made points."""
+    return softplus(-critic(generator(torch.randn(len(batch[0]), 2)))).mean()
+
+
+critic_step, generator_step = map(af.make_step, (critic_loss, generator_loss))
+
+
+def gan_step(states: Pair, batch: af.Batch) -> Pair:
+    """Update the critic, then the generator; each sees the other as it is, frozen."""
+    generator, critic = states
+    critic, _ = critic_step(critic, batch, af.frozen(generator, raw=True))
+    generator, _ = generator_step(generator, batch.value, af.frozen(critic, raw=True))
+    return generator, critic
+
+
+def train(world: af.World, epochs: int = 40) -> Tensor:
+    """Return points that the generator makes at the end, at its average."""
+    adam = partial(torch.optim.Adam, lr=0.004, betas=(0.5, 0.99))
+    setup = af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.99))
+    create = partial(af.TrainState.create, optimizer=adam, setup=setup, world=world)
+    data = af.Data((ring(4096),), batch_size=128, shuffle=True)
+    generator = create(model=partial(net, 2, 2), name="generator")
+    critic = create(model=partial(net, 2, 1), data=data, name="critic")
+    for batch in af.batches(critic, epochs=epochs):
+        generator, critic = gan_step((generator, critic), batch)
+    with af.rng(generator, "look", shared=True):
+        return af.frozen(generator)(torch.randn(4096, 2))
+
+
+if __name__ == "__main__":
+    with af.World.from_env(device="cpu") as world:
+        for name, points in ("true", ring(4096)), ("made", train(world)):
+            radius = torch.linalg.solve(TILT, points.T).norm(dim=0)
+            numbers = *points.mean(0), *points.T.cov().flatten(), radius.std()
+            text = " ".join(f"{number:6.3f}" for number in numbers)
+            af.print_once(world, f"{name}: mean, covariance, spread of radius {text}")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes that are estimated are those of a real state."""
+
+from functools import partial
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn import tree
+from accelfn.testing.strategies import chains
+
+NAMES = [
+    *("SGD", "AdamW", "Adafactor", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam"),
+    *("Rprop", "ASGD", "Adamax"),
+]
+OPTIMIZERS = [
+    *(partial(getattr(torch.optim, name), lr=0.1) for name in NAMES),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
+    partial(torch.optim.AdamW, lr=0.1, fused=True),
+]
+
+
+class Net(nn.Module):
+    """Layers with buffers, an integer among them, a tied weight and a frozen one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.middle = nn.Linear(width, width, bias=False)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.middle.weight
+        self.frozen = nn.Linear(width, 2).requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x))
+        return self.frozen(self.tied(self.middle(x)))
+
+
+def bytes_of(value: object) -> int:
+    """Return the bytes of all tensors in a tree."""
+    return sum(t.numel() * t.element_size() for t in tree.tensor_leaves(value))
+
+
+@given(
+    width=st.integers(1, 5),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    setup=chains(max_size=3, exclude=[af.accumulate]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    instance=st.booleans(),
+)
+def test_an_estimate_is_exact(width, optimizer, setup, dtype, instance) -> None:
+    """Parameters, buffers, gradients, optimizer state and slots have as many bytes in a state
+    that has taken an update, whatever the optimizer and the setup.
+    """
+    model = Net(width) if instance else partial(Net, width)
+    estimate = af.memory_estimate(model, setup, optimizer=optimizer)
+    state = af.TrainState.create(
+        model=lambda: Net(width).to(dtype), optimizer=optimizer
+    )
+    loss = af.value_and_grad(lambda model, x: model(x).float().square().mean())
+    _, grads = loss(state, torch.ones(4, 3, dtype=dtype))
+    found = estimate.by_dtype[dtype]
+
+    assert found.grads == bytes_of(dict(grads.tensors))
+    state = af.apply_grads(state, grads)
+    slots = setup(state).slots
+    assert found.params == bytes_of(dict(state.params))
+    assert found.buffers == bytes_of(dict(state.buffers))
+    assert found.opt_state == bytes_of(dict(state.opt_state))
+    assert found.slots == {name: bytes_of(slot) for name, slot in slots.items()}
+    assert found.total == sum(size for _, size in found.rows())
+    assert estimate.num_parameters == sum(p.numel() for p in state.params.values())

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes agree on a batch size, wherever one of them runs out of memory."""
+
+import pytest
+
+from accelfn.testing import simulate
+from tests.laws.test_batch_size import PLACES
+from tests.processes import RankError, run_ranks
+from tests.ranks import programs_of_batch_sizes as programs
+from tests.strategies import differences
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_agree_within_seconds(place: str) -> None:
+    """One rank runs out of memory while the other waits: both find what simulated ones do."""
+    expected = simulate(2, lambda world: programs.search(world, [16, 5], 16, place))
+    for rank, (tried, state, seconds) in enumerate(
+        run_ranks(2, programs.search, [16, 5], 16, place)
+    ):
+        assert tried == [16, 8, 4]
+        assert seconds < 60  # the world's timeout is 300
+        assert differences(expected[rank][1], state) == []
+
+
+@pytest.mark.ranks(3)
+def test_three_ranks_agree() -> None:
+    """Two ranks run out of memory at sizes of their own."""
+    found = run_ranks(3, programs.search, [9, 16, 3], 12, "backward")
+    assert [each[0] for each in found] == [[12, 6, 3]] * 3
+
+
+@pytest.mark.ranks(2)
+def test_another_error_is_the_one_that_is_shown() -> None:
+    """A rank that raises something else ends the other's waiting, and is the culprit."""
+    with pytest.raises(RankError, match="ValueError: a bug"):
+        run_ranks(2, programs.fail_on_one)

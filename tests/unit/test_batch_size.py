@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as out of memory, what is kept of a try that failed, and what is refused."""
+
+import weakref
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.testing import simulate
+
+
+def out_of_memory() -> None:
+    """Ask the CPU's allocator for more than there is."""
+    torch.empty(2**46, dtype=torch.uint8)
+
+
+def raises(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "run_out",
+    [
+        out_of_memory,
+        lambda: raises(MemoryError()),
+        lambda: raises(torch.OutOfMemoryError("CUDA out of memory. Tried to")),
+        lambda: raises(RuntimeError("CUDA error: out of memory")),
+        lambda: raises(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
+        lambda: raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when")),
+        lambda: raises(RuntimeError("DefaultCPUAllocator: not enough memory: you")),
+    ],
+)
+def test_out_of_memory_is_noticed(run_out) -> None:
+    """What torch and Python raise for want of memory halves the batch size."""
+    tried = []
+
+    def fn(batch_size, _world):
+        tried.append(batch_size)
+        if batch_size > 5:
+            run_out()
+        return batch_size
+
+    assert af.find_batch_size(fn, 23) == 5
+    assert tried == [23, 11, 5]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("bad"), KeyboardInterrupt()]
+)
+def test_other_errors_pass_at_once(error) -> None:
+    """They are the caller's, and nothing is tried again."""
+    tried = []
+
+    def fn(batch_size, _world):
+        tried.append(batch_size)
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        af.find_batch_size(fn, 8)
+    assert raised.value is error
+    assert tried == [8]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_of_a_try_is_kept(size) -> None:
+    """When the next begins, the tensors of the last are gone: of the rank that ran out of
+    memory, and of one that had a result.
+    """
+
+    def search(world):
+        made = []
+
+        def fn(batch_size, _inner):
+            assert [each() for each in made] == [None] * len(made)
+            tensor = torch.ones(batch_size)
+            cycle = [tensor]
+            cycle.append(cycle)
+            made.append(weakref.ref(tensor))
+            if batch_size > 2 and world.is_main:
+                try:
+                    raises(ValueError("the first"))
+                except ValueError:
+                    raise MemoryError from None
+            return tensor
+
+        return af.find_batch_size(fn, 8, world=world)
+
+    assert [len(found) for found in simulate(size, search)] == [2] * size
+
+
+def test_the_last_error_is_shown() -> None:
+    """Where not even 1 fits, the message names it, and the error is the cause."""
+    with pytest.raises(af.OutOfMemoryError, match=r"size of 1, the last after 4") as it:
+        af.find_batch_size(lambda _, __: raises(MemoryError("boom")), 4)
+    assert str(it.value.__cause__) == "boom"
+
+
+@pytest.mark.parametrize("start", [0, -2, 2.5, True, "8"])
+def test_a_start_is_a_positive_integer(start) -> None:
+    """Anything else can be no batch size."""
+    with pytest.raises(af.ArgumentError, match="start="):
+        af.find_batch_size(lambda size, _: size, start)
+
+
+def test_a_function_is_called() -> None:
+    """Something that cannot be called is refused."""
+    with pytest.raises(af.ArgumentError, match="expected a function"):
+        af.find_batch_size(8, 8)
+
+
+def test_ranks_start_alike() -> None:
+    """Different starts on different ranks would never agree."""
+    with pytest.raises(af.ArgumentError, match=r"differs between ranks: \[4, 5\]"):
+        simulate(2, lambda w: af.find_batch_size(lambda b, _: b, 4 + w.rank, world=w))
+
+
+def test_the_outer_world_is_refused_meanwhile() -> None:
+    """A rank in it could wait for ever for one that ran out of memory; after it, it works."""
+
+    def search(world):
+        with pytest.raises(af.WorldError, match="the world that the function is given"):
+            af.find_batch_size(lambda *_: af.barrier(world), 4, world=world)
+        return af.find_batch_size(lambda size, _: size, 4, world=world)
+
+    assert simulate(2, search).results == (4, 4)
+
+
+def test_a_search_in_a_search_is_refused() -> None:
+    """The inner one would need a world that the outer one may have given up."""
+
+    def search(world):
+        return af.find_batch_size(
+            lambda size, inner: af.find_batch_size(lambda s, _: s, size, world=inner),
+            4,
+            world=world,
+        )
+
+    with pytest.raises(af.WorldError, match="of another search"):
+        simulate(2, search)
+
+
+def test_a_rank_that_fails_is_no_rank_without_memory() -> None:
+    """The error of one rank ends all, as anywhere."""
+
+    def fn(_, world):
+        if world.rank == 1:
+            raise ValueError("a bug")
+        af.barrier(world)
+
+    with pytest.raises(ValueError, match="a bug"):
+        simulate(2, lambda world: af.find_batch_size(fn, 4, world=world))
+
+
+def test_a_lost_connection_is_no_lack_of_memory() -> None:
+    """A rank that loses its peers while none is out of memory says so, on all ranks."""
+
+    def search(world):
+        def fn(*_):
+            if world.rank == 1:
+                raise af.PeerFailedError("gone")
+
+        with pytest.raises(af.PeerFailedError, match="no rank ran out of memory"):
+            af.find_batch_size(fn, 4, world=world)
+        return True
+
+    assert simulate(2, search).results == (True, True)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an estimate shows, what it leaves alone, and what it refuses."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+adamw = partial(torch.optim.AdamW, lr=0.1)
+
+
+def huge() -> nn.Module:
+    """Return a layer of 4 TB in float32."""
+    return nn.Linear(10**6, 10**6)
+
+
+def test_nothing_is_allocated() -> None:
+    """A model that no machine holds is estimated."""
+    found = af.memory_estimate(huge, af.ema(0.9), optimizer=adamw)
+    weights = 10**12 + 10**6
+
+    assert found.num_parameters == weights
+    full, half = found.by_dtype[torch.float32], found.by_dtype[torch.bfloat16]
+    assert full.params == full.grads == full.slots["ema"] == 4 * weights
+    assert half.params == 2 * weights
+    assert full.opt_state == 8 * weights + 8  # two counts of steps
+    assert full.total == 20 * weights + 8
+
+
+def test_the_table_can_be_read() -> None:
+    """A row a part that is not empty, a column a dtype, and what is left out."""
+    text = str(af.memory_estimate(huge, af.ema(0.9), optimizer=adamw))
+    lines = text.splitlines()
+
+    assert "1,000,001,000,000 parameters" in lines[0]
+    assert lines[1].split() == ["float32", "bfloat16", "float16"]
+    assert [line.split("  ")[0] for line in lines[2:-1]] == [
+        *("parameters", "gradients", "optimizer", "slot 'ema'", "total")
+    ]
+    assert "18.19 TiB" in lines[-2]
+    assert "Activations are not included" in lines[-1]
+
+
+@pytest.mark.parametrize(("views", "copies"), [(True, 0), (False, 1)])
+def test_buckets_are_counted_where_gradients_are_no_views(views, copies) -> None:
+    """DistributedDataParallel holds the gradients once more, unless they lie in its buckets."""
+    setup = af.wrap_ddp(gradient_as_bucket_view=views)
+    found = af.memory_estimate(huge, setup, optimizer=adamw).by_dtype[torch.float32]
+    assert found.buckets == copies * found.grads
+
+
+def test_a_dtype_that_the_setup_refuses_says_why() -> None:
+    """Its column is not there, and the reason is."""
+    found = af.memory_estimate(huge, af.autocast("fp16"), optimizer=adamw)
+
+    assert list(found.by_dtype) == [torch.float32, torch.bfloat16]
+    assert list(found.refused) == [torch.float16]
+    assert "Not float16: af.autocast('fp16'): 2 parameters are float16" in str(found)
+
+
+def test_an_instance_is_left_alone() -> None:
+    """Its parameters are the very same, bitwise, and without gradients."""
+    model = nn.Linear(3, 2)
+    before = [param.clone() for param in model.parameters()]
+    af.memory_estimate(model, optimizer=adamw)
+
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, was)
+        assert param.dtype is torch.float32
+        assert param.grad is None
+
+
+def test_a_ready_optimizer_is_refused() -> None:
+    """It goes with tensors that it was given; a factory makes one for each dtype."""
+    model = nn.Linear(3, 2)
+    with pytest.raises(af.ArgumentError, match="expected a factory"):
+        af.memory_estimate(model, optimizer=adamw(model.parameters()))
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    """A factory that returns something else says what it returned."""
+    with pytest.raises(
+        af.ArgumentError, match=r"gave int; expected a torch\.nn\.Module"
+    ):
+        af.memory_estimate(lambda: 3, optimizer=adamw)

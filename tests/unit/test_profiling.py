@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile shows the steps that it was asked for, and leaves nothing behind."""
+
+import json
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.spans import is_profiled
+from accelfn.testing import simulate
+
+
+def profiled(directory, *, steps=6, world=None, **options):
+    """Train some updates under a profile; return its record and the final parameters."""
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(3, 1),
+        optimizer=partial(torch.optim.AdamW, lr=0.1),
+        world=world,
+    )
+    step = af.make_step(lambda model, batch: model(batch).square().mean())
+    with af.profile(directory, world=world, **options) as profiler:
+        for _ in range(steps):
+            state, _ = step(state, torch.ones(4, 3))
+            profiler.step()
+    return profiler, dict(state.params)
+
+
+def names(profiler) -> Counter[str]:
+    """Return how often each name stands in the trace."""
+    trace = json.loads(profiler.path.read_text())
+    return Counter(event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_the_steps_that_were_asked_for_are_written(tmp_path) -> None:
+    """After those that are passed over: each with its halves, and the optimizer's own."""
+    profiler, _ = profiled(tmp_path / "new", wait=2, warmup=1, active=2)
+    found = names(profiler)
+
+    assert profiler.path == tmp_path / "new" / "rank-0.json"
+    assert profiler.is_written
+    assert {name for name in found if name.startswith("ProfilerStep")} == {
+        "ProfilerStep#3",
+        "ProfilerStep#4",
+    }
+    assert found["accelfn value_and_grad"] == found["accelfn apply_grads"] == 2
+    assert found["Optimizer.step#AdamW.step"] == 2
+
+
+def test_a_block_that_ends_early_writes_what_it_has(tmp_path) -> None:
+    """Fewer steps than asked for are written when the block ends."""
+    profiler, _ = profiled(tmp_path, steps=3)
+    assert names(profiler)["accelfn apply_grads"] == 1
+
+
+def test_nothing_written_is_said(tmp_path) -> None:
+    """A block that ends before the first step that counts is an error."""
+    with pytest.raises(af.ArgumentError, match="ended after 1 steps"):
+        profiled(tmp_path, steps=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_changes_nothing(tmp_path) -> None:
+    """The parameters are bitwise those without it, and no profiler runs afterwards."""
+    _, seen = profiled(tmp_path)
+    _, again = profiled(tmp_path, wait=4, active=1)
+    assert not is_profiled()
+    assert all(torch.equal(seen[name], again[name]) for name in seen)
+
+
+def test_an_error_passes(tmp_path) -> None:
+    """What the block raises is raised, and the next profile may begin."""
+    with pytest.raises(ValueError, match="mine"), af.profile(tmp_path):
+        raise ValueError("mine")
+    profiled(tmp_path)
+
+
+def test_a_second_profiler_is_refused(tmp_path) -> None:
+    """torch has one a process; of a simulated world, one rank can be profiled."""
+    with af.profile(tmp_path, active=1, wait=0) as outer:
+        with pytest.raises(af.WorldError, match="one profiler a process"):
+            profiled(tmp_path)
+        for _ in range(2):
+            outer.step()
+    with torch.profiler.profile(), pytest.raises(af.WorldError, match="runs already"):
+        profiled(tmp_path)
+
+    def train(world):
+        with af.profile(tmp_path, world=world):
+            af.barrier(world)
+
+    with pytest.raises(af.WorldError, match="profile one rank"):
+        simulate(2, train)
+
+
+def test_a_rank_is_in_the_name(tmp_path) -> None:
+    """Each rank writes a file of its own; in a simulated world, one may."""
+
+    def look(world):
+        if world.is_main:
+            return None
+        with af.profile(tmp_path, world=world, wait=0) as profiler:
+            for _ in range(4):
+                profiler.step()
+        return profiler.path
+
+    assert simulate(2, look)[1] == tmp_path / "rank-1.json"
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"wait": -1}, {"warmup": 0}, {"active": 0}, {"active": True}]
+)
+def test_numbers_of_steps_are_checked(tmp_path, options) -> None:
+    """A number of steps that can have no meaning is refused by name."""
+    with pytest.raises(af.ArgumentError, match=next(iter(options))):
+        profiled(tmp_path, **options)
