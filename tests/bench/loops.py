@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop as each contestant's own documentation writes it."""
 
+from collections.abc import Callable
+
 from accelerate import Accelerator
 from lightning_fabric import Fabric
 from models import Source, adamw, loss_fn, mlp
@@ -37,9 +39,11 @@ def by_accelfn(state: af.TrainState, batches: Source) -> Loop:
     return loop
 
 
-def by_accelerate(accelerator: Accelerator, batches: Source) -> Loop:
+def by_accelerate(
+    accelerator: Accelerator, batches: Source, make: Callable[[], nn.Module] = mlp
+) -> Loop:
     """Train with Hugging Face Accelerate."""
-    model = mlp()
+    model = make()
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
 
     def loop(steps: int) -> None:

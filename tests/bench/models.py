@@ -31,6 +31,43 @@ def mlp(width: int = 64, *, classes: int = 10) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, classes))
 
 
+def convnet() -> nn.Module:
+    """Return two convolutions over images of 3 times 16 times 16, and a layer to the classes."""
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 16, 16)),
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(4),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+class Transformer(nn.Module):
+    """Four encoder layers of width 64 over 16 tokens, each a projection of 4 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 64)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+            for _ in range(4)
+        )
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the classes' scores of inputs of shape `(rows, 64)`."""
+        tokens = self.embed(inputs.unflatten(1, (16, 4)))
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.head(tokens.mean(1))
+
+
 def rows(count: int, *, width: int = 64, seed: int = 0) -> Batch:
     """Return that many random rows with classes."""
     generator = torch.Generator().manual_seed(seed)

@@ -50,6 +50,27 @@ SUITE = (
         quick_rounds=8,
     ),
     Benchmark(
+        name="compile",
+        module="compiled",
+        title="A compiled step",
+        how=(
+            "Three models, each beside its own hand-written loop, which is not compiled: the "
+            "network of the first benchmark; two convolutions with batch normalisation over "
+            "images of 3 times 16 times 16; four transformer layers of width 64 over 16 tokens. "
+            "Batch 32, AdamW(fused=True). One block is 100 steps of the first, 20 of the "
+            "others; compiling is not timed. Accelerate compiles the model by "
+            'dynamo_backend="inductor", as a loop by hand does with torch.compile; accelfn '
+            "compiles the loss with its gradients."
+        ),
+        targets=(
+            ("mlp: accelfn, compile()", 0.75),
+            ("convnet: accelfn, compile()", 1.0),
+            ("transformer: accelfn, compile()", 1.0),
+        ),
+        rounds=40,
+        quick_rounds=8,
+    ),
+    Benchmark(
         name="epoch",
         module="epoch",
         title="An epoch with each library loading its own data",

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute activations again in the backward pass, instead of keeping them."""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from accelfn.engine.engine import MakeRunner
+from accelfn.engine.regions import Regions, are_regions, chosen
+from accelfn.engine.runner import Runner
+from accelfn.state import TrainState
+from accelfn.transform import Transform, transform
+
+
+def _are_regions(_owner: object, _field: object, value: object) -> None:
+    are_regions(f"af.checkpoint_activations({value!r})", value)
+
+
+@transform
+class checkpoint_activations:
+    """Keep of some modules only what they are given, and run them again when gradients are due.
+
+    It is torch's checkpointing without re-entrance. The second run draws the same random
+    numbers under the same autocast, and leaves running statistics alone. Modules inside
+    one that is meant are part of it. Evaluation and prediction keep nothing anyway.
+
+    Acts on: runner.
+
+    Args:
+        regions: a class of modules, such as `nn.TransformerEncoderLayer`, several, or a
+            function `(name, module) -> bool` of a module's name in the model. None: the
+            model's own children, such as the layers of an `nn.Sequential`.
+
+    Law:
+        Gradients, buffers and results are bitwise those without it.
+
+    Cost:
+        One more forward pass of these modules, for the memory of all that they kept but their
+        inputs.
+
+    Raises:
+        ArgumentError: it is no class of modules, and no function.
+        ModelError: when built, the model has no such module.
+        CompositionError: another one in the chain.
+
+    References:
+        Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+
+    Example:
+        >>> checkpoint_activations()
+        af.checkpoint_activations()
+    """
+
+    _draws: ClassVar[bool] = False
+    _recomputes: ClassVar[bool] = True
+    regions: Regions | None = attrs.field(default=None, validator=_are_regions)
+
+    def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
+        """Let the engine's own module checkpoint the calls of some of its modules."""
+        del state
+
+        def checkpointing(module: nn.Module) -> Runner:
+            found = chosen(module, self.regions, f"{self!r}")
+            runner = make(module)  # first: it may have given modules another forward
+            for each in found:
+                # its own attribute: the model's structure and names stay as they are
+                each.forward = partial(_checkpointed, each, each.forward)
+            return runner
+
+        return checkpointing
+
+    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
+        """Refuse to recompute what is recomputed already."""
+        for other in others:
+            if other is not self and type(other) is type(self):
+                return (
+                    f"and {other!r} may mean the same modules. Leave out one, and give the"
+                    " other a tuple of classes, or a function."
+                )
+        return None
+
+
+def _checkpointed(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module's forward under torch's checkpointing."""
+    if torch.compiler.is_compiling() or not any(True for _ in module.buffers()):
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        buffers = _Buffers(module)
+        return buffers.watched(), buffers.as_before()
+
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+    )
+
+
+_LARGE = 65_536  # elements; what is larger is a mask or a table, and no statistic
+
+
+class _Buffers:
+    """The buffers of a module, which a second run finds, and leaves, as the first did.
+
+    Large ones that the first run does not write are not kept. Of small ones that is not
+    asked: batch normalisation writes its own without counting it as a version.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables = [each._buffers for each in module.modules()]  # pyright: ignore[reportPrivateUsage]
+        self._before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Run the first time."""
+        found = [
+            (table, key, buffer, buffer._version, buffer.clone())
+            for table in self._tables
+            for key, buffer in table.items()
+            if buffer is not None
+        ]
+        yield
+        self._before = [
+            (table, key, copy)
+            for table, key, buffer, version, copy in found
+            if copy.numel() <= _LARGE
+            or table[key] is not buffer
+            or buffer._version != version
+        ]
+
+    @contextmanager
+    def as_before(self) -> Generator[None]:
+        """Run again, on copies."""
+        after = [(table, key, table[key]) for table, key, _ in self._before]
+        for table, key, copy in self._before:
+            table[key] = copy.clone()
+        try:
+            yield
+        finally:
+            for table, key, buffer in after:
+                table[key] = buffer

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sum over two processes of a tree of many small tensors."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import reduce as reduce_of_accelerate
+from counting import with_all_reduces
+from figures import Figure
+from rounds import Loop, compared, timed
+
+import accelfn as af
+
+Tree = dict[str, torch.Tensor]
+
+
+def measure(rounds: int) -> list[Figure]:
+    """Return what a sum costs; every rank runs the same blocks in the same order."""
+    with af.World.from_env() as world:
+        return _measure(world, rounds)
+
+
+def _measure(world: af.World, rounds: int) -> list[Figure]:
+    Accelerator(cpu=True)  # its reduce asks a state that this sets up
+    given = {f"layer {i}": torch.randn(8, 8) for i in range(100)}
+    loops = {
+        "by hand": again(by_hand, given),
+        "accelfn": again(lambda each: af.reduce(each, world), given),
+        "Accelerate": again(reduce_of_accelerate, given),
+    }
+    taken = timed(loops, rounds=rounds, steps=50, fence=dist.barrier)
+    return with_all_reduces(compared(taken), loops, steps=4)
+
+
+def by_hand(given: Tree) -> Tree:
+    """Sum all tensors as one vector, and cut it."""
+    flat = torch.cat([each.reshape(-1) for each in given.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([each.numel() for each in given.values()])
+    return {
+        name: part.view_as(each)
+        for (name, each), part in zip(given.items(), parts, strict=True)
+    }
+
+
+def again(reduce: Callable[[Tree], Tree], given: Tree) -> Loop:
+    """Return a loop that sums what it is given."""
+
+    def loop(steps: int) -> None:
+        for _ in range(steps):
+            reduce(given)
+
+    return loop

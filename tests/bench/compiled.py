@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compiled step on batches that are there already, for three models on one process."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from accelerate import Accelerator
+from figures import Figure
+from loops import by_accelerate, by_accelfn, by_hand
+from models import Transformer, adamw, convnet, in_turn, mlp
+from rounds import Loop, compared, timed
+from torch import nn
+
+import accelfn as af
+
+MODELS = {
+    "mlp": (mlp, in_turn(), 100),
+    "convnet": (convnet, in_turn(width=768), 20),
+    "transformer": (Transformer, in_turn(), 20),
+}
+"""Each with its batches, and how many steps a block has."""
+
+
+def measure(rounds: int) -> list[Figure]:
+    """Return what a step costs, each model's beside that of its hand-written loop."""
+    found: list[Figure] = []
+    for name, (model, batches, steps) in MODELS.items():
+        loops = contestants(model, batches)
+        named = {f"{name}: {who}": loop for who, loop in loops.items()}
+        found += compared(timed(named, rounds=rounds, steps=steps))
+    return found
+
+
+def contestants(
+    model: Callable[[], nn.Module], batches: Callable
+) -> Mapping[str, Loop]:
+    """Return the loops that are compared."""
+    eager = af.TrainState.create(model=model, optimizer=adamw)
+    compiled = af.TrainState.create(model=model, optimizer=adamw, setup=af.compile())
+    in_cpp = compiled.with_setup(af.compile(options={"cpp_wrapper": True})).copy()
+    accelerator = Accelerator(cpu=True, dynamo_backend="inductor")
+    return {
+        "by hand": by_hand(model(), batches),
+        "accelfn": by_accelfn(eager, batches),
+        "accelfn, compile()": by_accelfn(compiled, batches),
+        "accelfn, compile(), cpp_wrapper": by_accelfn(in_cpp, batches),
+        "torch.compile by hand": by_hand(torch.compile(model()), batches),
+        "Accelerate, inductor": by_accelerate(accelerator, batches, model),
+    }

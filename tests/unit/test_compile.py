@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `compile` compiles, when it says that it does so again, and what it refuses."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch.nn.functional import cross_entropy
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.strategies import differences, tensors
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+Batch = tuple[torch.Tensor, torch.Tensor]
+quick = functools.partial(af.compile, backend="aot_eager")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+
+
+class Block(nn.Module):
+    """Half of what it is given, and a layer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2 + self.drop(self.layer(x).relu())
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(3)), nn.Linear(6, 4))
+
+
+def rows(count: int = 8, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 6, generator=generator)
+    return inputs, torch.randint(4, (count,), generator=generator)
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def begun(*setup: object, model=net, world=None) -> af.TrainState:
+    chain = af.chain(*setup)
+    return af.TrainState.create(model=model, optimizer=SGD, setup=chain, world=world)
+
+
+def trained(*setup: object, model=net, loss=loss_fn, batches=None) -> af.TrainState:
+    state, step = begun(*setup, model=model), af.make_step(loss)
+    for batch in batches or [rows(seed=i) for i in range(3)]:
+        state, _ = step(state, batch)
+    return state
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def close(one: af.TrainState, two: af.TrainState) -> bool:
+    return differences(tensors(one), tensors(two), within=1e-5) == []
+
+
+def test_inductor_gives_the_same_numbers():
+    """The default backend trains what the plain step trains, with one graph compiled."""
+    before = num_graphs()
+    found = trained(af.compile(), af.clip_grad_norm(0.1))
+    assert num_graphs() == before + 1
+    assert close(trained(af.clip_grad_norm(0.1)), found)
+
+
+def test_draws_are_the_states_own():
+    """Under inductor a step is a function of its state, and another step draws anew."""
+    state, step = begun(af.compile(), model=blocks), af.make_step(loss_fn)
+    torch.randn(3)  # what others drew does not matter
+    one, first = step(state, rows(), donate=False)
+    torch.randn(5)
+    two, again = step(state, rows(), donate=False)
+    assert differences(tensors(one), tensors(two)) == []
+    assert torch.equal(first["loss"], again["loss"])
+    still = state.with_params(one.params)
+    _, before = step(still, rows(), donate=False)
+    _, after = step(one, rows())
+    assert not torch.equal(before["loss"], after["loss"])
+
+
+def test_torchs_own_draws():
+    """With inductor's fallback_random, dropout is bitwise where the plain step has it."""
+    own = af.compile(options={"fallback_random": True})
+    assert close(trained(model=blocks), trained(own, model=blocks))
+
+
+class Equal(nn.Module):
+    """Parameters whose gradients are equal, are the batch itself, or are the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+        self.c = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, x: (m.a * x).sum() + (m.b * x).sum() + m.c.exp(),
+        lambda m, _: m.c.exp(),
+    ],
+    ids=["inputs", "loss"],
+)
+def test_a_gradient_lies_in_memory_of_its_own(loss):
+    """Scaling gradients in place changes neither each other, nor the batch, nor the loss."""
+    clip, x = af.clip_grad_norm(0.1), torch.arange(6.0)
+    plain, step = begun(clip, model=Equal), af.make_step(loss)
+    compiled = begun(af.compile(), clip, model=Equal)
+    for _ in range(2):
+        plain, expected = step(plain, x)
+        compiled, told = step(compiled, x)
+        assert torch.allclose(expected["loss"], told["loss"])
+    assert torch.equal(x, torch.arange(6.0))
+    assert close(plain, compiled)
+
+
+def test_other_states_are_not_compiled_for():
+    """Forks, copies and states with other tensors run what was compiled for the first."""
+    state, step = begun(quick()), af.make_step(loss_fn)
+    state, _ = step(state, rows())
+    before = num_graphs()
+    fork = state.copy()
+    one, _ = step(state, rows(seed=1))
+    two, _ = step(fork.with_params(fork.params), rows(seed=1))
+    assert differences(tensors(one), tensors(two)) == []
+    assert num_graphs() == before
+
+
+def test_compiling_again_is_told():
+    """The warning says what was compiled, at which update, how often and why."""
+    state, step = begun(quick()), af.make_step(loss_fn)
+    state, _ = step(state, rows(8))
+    state, _ = step(state, rows(8))
+    with pytest.warns(af.RecompilationWarning) as told:
+        step(state, rows(5), donate=False)
+    (message,) = [str(each.message) for each in told]
+    assert "loss_fn was compiled again at update 2 (so far 1 times)" in message
+    assert "expected 8, actual 5" in message
+    assert "dynamic=True" in message
+    for size in (6, 7, 8):  # sizes are symbols now
+        state, _ = step(state, rows(size))
+
+
+def test_numbers_that_change_are_told():
+    """An extra that is a number of Python's, and another one each time, is told too."""
+    step = af.make_step(lambda model, batch, by: loss_fn(model, batch) * by)
+    state, _ = step(begun(quick()), rows(), 1.0)
+    with pytest.warns(af.RecompilationWarning, match=r"extras\[0\]"):
+        step(state, rows(), 2.0)
+
+
+def test_dynamic_sizes_are_compiled_once():
+    """With dynamic=True no batch of another size is compiled for."""
+    sizes = [rows(size) for size in (8, 7, 5, 9)]
+    assert close(trained(batches=sizes), trained(quick(dynamic=True), batches=sizes))
+
+
+def test_new_functions_are_told():
+    """Who makes a loss function anew at each update is told."""
+    state = begun(quick())
+
+    def train() -> None:
+        for i in range(8):
+            step = af.make_step(lambda model, batch, by=i: loss_fn(model, batch) + by)
+            step(state, rows(), donate=False)
+
+    with pytest.warns(af.RecompilationWarning, match="8 loss functions"):
+        train()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_regions_are_compiled_once(backend):
+    """Blocks that are alike share a graph, but for the first one's input without a gradient."""
+    before = num_graphs()
+    found = trained(af.compile(backend=backend, regions=Block), model=blocks)
+    assert num_graphs() == before + 2
+    assert close(trained(model=blocks), found)
+    named = af.compile(backend=backend, regions=lambda name, _: name in {"1", "2"})
+    assert close(trained(model=blocks), trained(named, model=blocks))
+
+
+def test_regions_that_change_are_told():
+    """A region that is compiled again is named by its class."""
+    state, step = begun(quick(regions=Block), model=blocks), af.make_step(loss_fn)
+    state, _ = step(state, rows(8))
+    with pytest.warns(af.RecompilationWarning, match="Block was compiled again"):
+        step(state, rows(5))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(
+    "others",
+    [
+        (af.autocast("bf16"), af.ema(0.5)),
+        (af.autocast("fp16"), af.clip_grad_value(0.1)),
+        (af.checkpoint_activations(Block), af.skip_nonfinite()),
+    ],
+    ids=repr,
+)
+def test_it_stands_anywhere(at, others):
+    """Wherever it stands in a chain, all of the loss is compiled."""
+    setup = [*others]
+    setup.insert(at, quick())
+    assert close(trained(*others, model=blocks), trained(*setup, model=blocks))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        (af.wrap_ddp(),),
+        (af.wrap_ddp(static_graph=True),),
+        (af.wrap_ddp(find_unused_parameters=True), af.checkpoint_activations(Block)),
+        (af.local_sgd(sync_every=2),),
+    ],
+    ids=repr,
+)
+def test_on_ranks(how):
+    """Ranks with uneven shares train what they train without it, and agree."""
+
+    def train(world: af.World, *more: object) -> dict[str, torch.Tensor]:
+        state = begun(*how, *more, model=blocks, world=world)
+        step = af.make_step(loss_fn)
+        for i in range(2):
+            state, _ = step(state, rows(4 + world.rank, seed=2 * i + world.rank))
+        return tensors(state)
+
+    plain = simulate(2, train).results
+    found = simulate(2, lambda world: train(world, quick(dynamic=True))).results
+    for one, two in zip(plain, found, strict=True):
+        assert differences(one, two, within=1e-5) == []
+
+
+def test_micro_batches_communicate_once():
+    """Under DDP only the last micro-batch reduces, forward and backward being compiled."""
+
+    def reduced(setup: object) -> list[tuple]:
+        def train(world: af.World) -> None:
+            state = begun(af.wrap_ddp(), setup, world=world)
+            grads = af.value_and_grad(loss_fn)
+            _, into = grads(state, rows(), sync=False)
+            _, into = grads(state, rows(), into=into)
+            af.apply_grads(state, into)
+
+        log = simulate(2, train).log
+        return [(each.op, each.num_bytes) for each in log if each.kind == "all_reduce"]
+
+    assert reduced(quick()) == reduced(None) != []
+
+
+def test_breaks_in_the_graph():
+    """Code that cannot be traced is refused, or with fullgraph=False run between graphs."""
+
+    def breaking(model: nn.Module, batch: Batch) -> torch.Tensor:
+        out = model(batch[0])
+        torch._dynamo.graph_break()
+        return cross_entropy(out, batch[1])
+
+    with pytest.raises(af.CompileError, match=r"breaking cannot be .*\n[^$]*fullgraph"):
+        trained(quick(), loss=breaking)
+    found = trained(quick(fullgraph=False), loss=breaking)
+    assert close(trained(loss=breaking), found)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_wrong_losses_are_refused_as_ever(apart):
+    """What is wrong without compiling too is told in the same words; the state stays."""
+    norm = functools.partial(nn.Sequential, nn.Linear(6, 4), nn.BatchNorm1d(4))
+    state = begun(quick(fullgraph=not apart), model=norm)
+    before = tensors(state)
+
+    def step(loss) -> None:
+        af.make_step(loss)(state, rows())
+
+    def raising(model: nn.Module, batch: Batch) -> torch.Tensor:
+        model(batch[0])
+        raise ValueError("mine")
+
+    with pytest.raises(af.LossError, match="expected a scalar"):
+        step(lambda model, batch: model(batch[0]))
+    with pytest.raises(af.LossError, match="returned str"):
+        step(lambda *_: "three")
+    with pytest.raises(af.LossError, match="has no gradient"):
+        step(lambda model, batch: model(batch[0]).sum().detach())
+    with pytest.raises(af.NonFiniteLossError):
+        step(lambda model, batch: model(batch[0]).sum() / 0)
+    with pytest.raises(af.LossError, match="0 or more"):
+        step(lambda model, batch: af.Loss(model(batch[0]).sum(), -1))
+    with pytest.raises(ValueError, match="mine"):
+        step(raising)
+    assert differences(before, tensors(state)) == []
+
+
+def test_no_compiler_is_named(monkeypatch, tmp_path):
+    """Where there is no C++ compiler, the error says that one is needed."""
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(config, "fx_graph_cache", False)
+    with pytest.raises(af.CompileError, match="needs a C.. compiler"):
+        trained(af.compile(), loss=lambda m, batch: m(batch[0]).square().sin().mean())
+
+
+def test_what_cannot_stand_together():
+    """Two of them, an interpreter beside recomputation, and tiny buckets are refused."""
+    with pytest.raises(af.CompositionError, match="both compile"):
+        af.chain(quick(), af.compile(name="other"))
+    with pytest.raises(af.CompositionError, match="other random numbers"):
+        af.chain(af.compile(backend="eager"), af.checkpoint_activations())
+    with pytest.raises(af.CompositionError, match="bucket_cap_mb"):
+        af.chain(af.wrap_ddp(bucket_cap_mb=0.5), af.compile())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"backend": "none"}, "inductor"),
+        ({"mode": "fastest"}, "max-autotune"),
+        ({"mode": "default", "options": {}}, "Give one of the two"),
+        ({"mode": "default", "backend": "aot_eager"}, "would not read them"),
+        ({"dynamic": "yes"}, "True or False"),
+        ({"fullgraph": None}, "True or False"),
+        ({"regions": "Block"}, "class of modules"),
+        ({"regions": ()}, "class of modules"),
+        ({"regions": int}, "class of modules"),
+    ],
+)
+def test_bad_options(options, says):
+    """What torch would not take, or not read, is refused when the transform is made."""
+    with pytest.raises(af.ArgumentError, match=says):
+        af.compile(**options)
+
+
+def test_no_such_region():
+    """Regions that no module is one of are refused when the engine is built, by name."""
+    state = begun(af.compile(regions=nn.Conv2d))
+    with pytest.raises(af.ModelError, match=r"Linear, ReLU, Sequential\."):
+        af.build(state)
+
+
+def test_evaluation_is_not_compiled():
+    """Evaluating a state runs the plain function."""
+    state = begun(quick())
+    before = num_graphs()
+    data = af.Data(torch.utils.data.TensorDataset(*rows()), batch_size=4)
+    af.evaluate(state, data, loss_fn)
+    assert num_graphs() == before
+
+
+def test_torchs_own_warnings():
+    """What torch's compilers warn of in the first pass, of their own ways, is not told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(quick(regions=Block), model=blocks)
