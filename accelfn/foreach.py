@@ -39,6 +39,28 @@ def copy_(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> N
         torch._foreach_copy_(found, list(sources))  # pyright: ignore[reportPrivateUsage]
 
 
+def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return 1 if any element is infinite or not a number, else 0, on their device.
+
+    One pass, in which torch's kernel multiplies by 1: numbers stay bitwise what they are.
+    """
+    found = [_dense(tensor) for tensor in tensors]
+    device = found[0].device if found else None
+    flag = torch.zeros((), device=device)
+    if found:
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
+            found, flag, torch.ones((), device=device)
+        )
+    return flag
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the real numbers that a tensor holds; a view."""
+    if tensor.is_sparse:
+        tensor = tensor._values()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def clamp_(tensors: Iterable[torch.Tensor], low: float, high: float) -> None:
     """Bound every element of each."""
     found = list(tensors)

@@ -15,7 +15,16 @@ from accelfn.errors import CheckpointError
 from accelfn.lease import Lease
 from accelfn.state import TrainState
 
-FIELDS = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+FIELDS = (
+    "params",
+    "buffers",
+    "opt_state",
+    "step",
+    "cursor",
+    "seed",
+    "num_skipped",
+    "slots",
+)
 
 
 def fields_of(state: TrainState) -> dict[str, Any]:
@@ -27,6 +36,7 @@ def fields_of(state: TrainState) -> dict[str, Any]:
         "step": state.step,
         "cursor": state.cursor.to_plain(),
         "seed": state.seed,
+        "num_skipped": state.num_skipped,
         "slots": dict(state.slots),
     }
 
@@ -49,6 +59,7 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         step=saved["step"],
         cursor=Cursor(*saved["cursor"]),
         seed=saved["seed"],
+        num_skipped=saved["num_skipped"],
         slots=slots,
         lease=Lease(),
     )

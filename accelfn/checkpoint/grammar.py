@@ -247,6 +247,7 @@ _UNITS: dict[str, Rule] = {
     "step": _COUNT,
     "cursor": _cursor,
     "seed": _WHOLE,
+    "num_skipped": _COUNT,
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
 _SHAPE = _each(_size)

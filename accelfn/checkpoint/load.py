@@ -64,8 +64,8 @@ def load(
             "order" and "fingerprint".
         verify: whether to compare every byte with its digest.
         only: load these fields alone, of "params", "buffers", "opt_state", "step", "cursor",
-            "seed" and "slots", or a slot by name ("slots.ema"), and return a report. All
-            else stays the given state's.
+            "seed", "num_skipped" and "slots", or a slot by name ("slots.ema"), and return a
+            report. All else stays the given state's.
         missing: with `only`: "init" leaves what the checkpoint lacks as the given state has it.
         extra: with `only`: "ignore" leaves out what the state has no place for.
         cast: with `only`: convert parameters and buffers to the state's dtypes; not floats to

@@ -11,6 +11,7 @@ from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import gather_text
 from accelfn.errors import ArgumentError
+from accelfn.optimizer import kind_of
 from accelfn.state import TrainState
 
 
@@ -29,7 +30,8 @@ def save(
             and `load_state_dict()`.
         directory: does not exist yet.
         frozen: "write" parameters that are not trained like all others, or keep their "hash"
-            only: then the state that this is loaded into must have them.
+            only: then the state that this is loaded into must have them. Those that
+            `with_trainable` froze were trained before, and are written.
 
     Law: `load(save(s))` is `s`, bitwise, and a step from either is the same. Saving twice
     writes the same bytes.
@@ -72,7 +74,7 @@ def contents_of(
     """Return what is saved of a state; its tensors are the state's own."""
     fields, kept = fields_of(state), dict[str, str]()
     if frozen == "hash":
-        trained = set(state.definition.skeleton.trainable)
+        trained = state.definition.skeleton.once_trained
         held = {
             name: param
             for name, param in fields["params"].items()
@@ -97,9 +99,10 @@ def contents_of(
 
 
 def optimizer_name(state: TrainState) -> str:
-    """Return the class of a state's optimizer."""
-    kind = type(state.definition.optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Return the class of a state's optimizer; of a partition, those of its parts."""
+    metas = state.definition.skeleton.module.named_parameters()
+    names = {id(param): name for name, param in metas}
+    return kind_of(state.definition.optimizer, names)
 
 
 def check_frozen(frozen: str) -> None:

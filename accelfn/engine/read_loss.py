@@ -22,12 +22,14 @@ class ReadLoss:
         weight: what the total is divided by.
         is_mean: whether `scalar` is the mean, so that the total is `scalar * weight`.
         sums: what the step reports.
+        is_finite: False if it was seen not to be.
     """
 
     scalar: torch.Tensor
     weight: Number
     is_mean: bool
     sums: dict[str, WeightedSum]
+    is_finite: bool = True
 
 
 @attrs.frozen
@@ -38,11 +40,13 @@ class Samples:
         value: what the loss function was given.
         known: their number, where the data say it; 0 for an empty share's stand-in.
         lone: whether nothing else is combined with this loss, so that it need not be known.
+        judged: whether a transform looks at the gradients, so that a loss may be infinite.
     """
 
     value: Any
     known: int | None
     lone: bool
+    judged: bool = False
 
     def count(self) -> int:
         """Return their number.
@@ -70,15 +74,19 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
     """
     if isinstance(returned, torch.Tensor):
         seen = _checked(returned, loss_fn)
+        finite = _finite(seen, loss_fn, samples)
         weight = samples.count()
         sums = {"loss": WeightedSum(seen, weight, weight)}
-        return ReadLoss(returned, weight, is_mean=True, sums=sums)
+        return ReadLoss(returned, weight, is_mean=True, sums=sums, is_finite=finite)
     if isinstance(returned, Loss):
         seen = _checked(returned.total, loss_fn)
+        finite = _finite(seen, loss_fn, samples)
         totals = {"loss": (seen, returned.weight), **returned.aux}
         if samples.known == 0:
             nothing = dict.fromkeys(totals, WeightedSum(0.0, 0))
-            return ReadLoss(returned.total, 0, is_mean=True, sums=nothing)
+            return ReadLoss(
+                returned.total, 0, is_mean=True, sums=nothing, is_finite=finite
+            )
         weight = _detached(returned.weight)
         sums = {
             name: WeightedSum(*entry)
@@ -86,7 +94,9 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
             else WeightedSum(_detached(entry), weight)
             for name, entry in totals.items()
         }
-        return ReadLoss(returned.total, weight, is_mean=False, sums=sums)
+        return ReadLoss(
+            returned.total, weight, is_mean=False, sums=sums, is_finite=finite
+        )
     msg = (
         f"{_name(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor"
         " (the mean over the samples), or af.Loss(total, weight, name=total)."
@@ -123,14 +133,20 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
             " no_grad, or rebuilt from numbers?"
         )
         raise LossError(msg)
-    value = scalar.detach()
-    if not _is_finite(value):
-        msg = (
-            f"{_name(loss_fn)} returned {float(value)}. The state is as it was before"
-            " this step. Look at the batch, the learning rate and the precision."
-        )
-        raise NonFiniteLossError(msg)
-    return value
+    return scalar.detach()
+
+
+def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) -> bool:
+    """Return whether a loss is finite, where that can be seen, or else may be otherwise."""
+    finite = _is_finite(value)
+    if finite or samples.judged:
+        return finite
+    msg = (
+        f"{_name(loss_fn)} returned {float(value)}. The state is as it was before this"
+        " step. Look at the batch, the learning rate and the precision; af.skip_nonfinite()"
+        " skips such updates."
+    )
+    raise NonFiniteLossError(msg)
 
 
 def _detached(value: Number) -> Number:

@@ -32,6 +32,7 @@ class Row:
         not_beside: fields of other transforms that it cannot stand beside.
         default_beside: by option, the fields of other transforms beside which it keeps its
             default.
+        not_drawn: options that keep their default, for what they are about is a model's own.
     """
 
     cls: type
@@ -41,6 +42,7 @@ class Row:
     default_beside: Mapping[str, frozenset[str]] = attrs.field(
         factory=dict, kw_only=True
     )
+    not_drawn: frozenset[str] = attrs.field(default=frozenset(), kw_only=True)
 
     @property
     def fields(self) -> frozenset[str]:
@@ -114,7 +116,18 @@ CATALOG: tuple[Row, ...] = (
         not_beside=frozenset({"reduce"}),
         default_beside={"static_graph": frozenset({"value_and_grad"})},
     ),
-    Row(af.autocast, _options({"precision": st.just("bf16")})),
+    Row(
+        af.autocast,
+        _options({"precision": st.just("bf16")})
+        | _options(
+            {"precision": st.just("fp16")},
+            init_scale=st.sampled_from([1.0, 256.0]),
+            growth_factor=st.sampled_from([2.0, 4.0]),
+            backoff_factor=st.sampled_from([0.5, 0.25]),
+            growth_interval=st.integers(1, 3),
+        ),
+        not_drawn=frozenset({"layers"}),
+    ),
     Row(
         af.clip_grad_norm,
         _options({"max_norm": _BOUNDS}, norm_type=st.sampled_from([2.0, 1.0, 3.0])),
@@ -133,18 +146,40 @@ CATALOG: tuple[Row, ...] = (
             opt_state=st.booleans(),
         ),
     ),
+    Row(
+        af.skip_nonfinite,
+        _options(max_consecutive=st.integers(1, 3)),
+        neutral={},
+    ),
+    Row(
+        af.checkpoint_activations,
+        _options(),
+        neutral={},
+        not_drawn=frozenset({"regions"}),
+    ),
     Row(af.ema, _options({"decay": st.sampled_from([0.5, 0.25, 0.0, 1.0])})),
 )
 
 
+APART: frozenset[type] = frozenset({af.compile, af.schedule_free})
+"""Transforms with which no chain is drawn.
+
+`compile` takes seconds, and `schedule_free` goes with one kind of optimizer alone.
+"""
+
+
 def public_transforms() -> frozenset[type]:
-    """Return the classes of transforms among accelfn's public names; `chain` is none."""
+    """Return the classes of transforms among accelfn's public names; `chain` is none.
+
+    Those in `APART` are left out.
+    """
     return frozenset(
         value
         for value in vars(af).values()
         if isinstance(value, type)
         and getattr(value, "__accelfn_transform__", False)
         and value is not chain
+        and value not in APART
     )
 
 

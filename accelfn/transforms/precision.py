@@ -1,16 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the loss in a lower precision."""
 
-from typing import Any
+import contextlib
+from collections.abc import Generator
+from typing import Any, ClassVar, TypeAlias
 
 import attrs
 import torch
 
-from accelfn.engine.runner import LossFunction
-from accelfn.errors import ArgumentError
+from accelfn import foreach, tree
+from accelfn.collectives import all_reduce_
+from accelfn.engine.engine import MakeRunner
+from accelfn.engine.float8 import Chosen, check_installed, to_float8
+from accelfn.engine.runner import LossFunction, Runner
+from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
+from accelfn.grads import Grads
+from accelfn.state import TrainState
 from accelfn.transform import transform
 
-_DTYPES = {"bf16": torch.bfloat16}
+Slot: TypeAlias = dict[str, torch.Tensor]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+_SMALLEST_SCALE = 2.0**-24
+_LOOK_EVERY = 100
+"""Updates after which a device is asked for its scale."""
+_SCALING = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+}
+_SCALING_FIELDS = ("init", "loss_scale", "grads", "after_skip")
 
 
 def _is_precision(_owner: object, _field: object, value: object) -> None:
@@ -20,35 +40,127 @@ def _is_precision(_owner: object, _field: object, value: object) -> None:
             f" {', '.join(map(repr, _DTYPES))}."
         )
         raise ArgumentError(msg)
+    if value == "fp8":
+        check_installed("af.autocast('fp8')")
+
+
+def _is_choice(owner: Any, _field: object, value: object) -> None:
+    if value is not None and owner.precision != "fp8":
+        msg = f"af.autocast({owner.precision!r}, layers=...): only fp8 chooses layers."
+        raise ArgumentError(msg)
+    if value is not None and not callable(value):
+        msg = (
+            f"af.autocast(layers={value!r}): expected a function (name, layer) -> bool."
+        )
+        raise ArgumentError(msg)
+
+
+def _between(low: float, high: float) -> Any:
+    """Return an option of fp16, a number between two others."""
+
+    def check(owner: Any, field: Any, value: Any) -> None:
+        if value is None:
+            return
+        kind = int if isinstance(_SCALING[field.name], int) else (int, float)
+        if owner.precision != "fp16":
+            msg = (
+                f"af.autocast({owner.precision!r}, {field.name}={value!r}): only fp16"
+                " scales its losses. Leave it out."
+            )
+            raise ArgumentError(msg)
+        if (
+            not isinstance(value, kind)
+            or isinstance(value, bool)
+            or not low < value < high
+        ):
+            msg = (
+                f"af.autocast({field.name}={value!r}): expected a number above {low:g} and"
+                f" below {high:g}."
+            )
+            raise ArgumentError(msg)
+
+    return attrs.field(default=None, validator=check, kw_only=True)
 
 
 @transform
 class autocast:
-    """Run the loss under torch's autocast: matrix products in bfloat16, the rest as torch says.
+    """Run the loss under torch's autocast: matrix products in 16 bits, the rest as torch says.
 
     Parameters, gradients and the optimizer stay in their own dtype. Evaluation and
     prediction run under it too.
 
-    Acts on: loss.
+    With "fp8" linear layers multiply in float8 by torchao, which scales each tensor, and all
+    else is as with "bf16".
+
+    Gradients below 6e-8 are 0 in "fp16", so there losses are multiplied by a scale, and
+    gradients divided by it before anything looks at them. If any gradient on any rank is
+    infinite or NaN, all ranks skip the update and the scale is lowered; after
+    `growth_interval` updates without that it grows. `metrics["skipped"]` is 1 for an update
+    that was skipped, else 0, and `metrics["loss_scale"]` the scale. It is that of the mean:
+    losses that are totals are first divided by a power of 2 near the last update's weight.
+
+    Acts on: loss; with "fp16" also init, loss_scale, grads, after_skip; with "fp8" runner.
 
     Args:
-        precision: "bf16".
+        precision: "bf16", "fp16" or "fp8".
+        init_scale: the first scale of fp16; by default 65536.
+        growth_factor: by what it grows; 2.
+        backoff_factor: by what it shrinks; 0.5.
+        growth_interval: after how many good updates; 2000.
+        layers: a function `(name, layer) -> bool` of fp8, which linear layers; default all.
 
     Law:
-        It changes neither the dtype of a parameter nor that of a gradient.
+        It changes neither the dtype of a parameter nor that of a gradient. Where nothing
+        overflows or vanishes, a scale that is a power of 2 changes no bit of a gradient. A
+        skipped update leaves parameters, buffers, optimizer and step bitwise as they were.
 
     Cost:
-        A copy of each weight in bfloat16 during a pass; products at its speed.
+        A copy of each weight in 16 bits during a pass; products at its speed. With fp16 one
+        pass over the gradients. On a GPU a fused optimizer skips by itself, and the host waits
+        only for the schedule, which needs to know how many updates were taken; with another
+        optimizer, batch statistics or a transform that acts after updates it waits for the flag.
 
     Raises:
-        ArgumentError: an unknown precision.
+        ArgumentError: an unknown precision, or an option that it has no use for; fp8 without
+            torchao (`pip install 'accelfn[fp8]'`) or, when built, on a GPU that cannot.
+        ModelError: fp16, and parameters that are float16 themselves; fp8, and, when built,
+            a layer whose sizes are no multiples of 16.
+        NonFiniteGradsError: at a step, the scale fell to nothing and gradients still are
+            not finite.
+
+    References:
+        Micikevicius et al. 2018, "Mixed Precision Training"; Micikevicius et al. 2022, "FP8
+        Formats for Deep Learning".
 
     Example:
-        >>> autocast("bf16")
-        af.autocast('bf16')
+        >>> autocast("fp16", init_scale=1024.0)
+        af.autocast('fp16', init_scale=1024.0)
     """
 
+    _draws: ClassVar[bool] = False
+    _skips_on_device: ClassVar[bool] = True
     precision: str = attrs.field(validator=_is_precision)
+    init_scale: float | None = _between(0, 2.0**100)
+    growth_factor: float | None = _between(1, 2.0**20)
+    backoff_factor: float | None = _between(0, 1)
+    growth_interval: int | None = _between(0, 2**31)
+    layers: Chosen | None = attrs.field(
+        default=None, validator=_is_choice, kw_only=True
+    )
+
+    @property
+    def judges_finite(self) -> bool:
+        """Whether a loss may be infinite or NaN, because gradients are looked at."""
+        return self.precision == "fp16"
+
+    @property
+    def _without(self) -> tuple[str, ...]:
+        without = () if self.precision == "fp16" else _SCALING_FIELDS
+        return without if self.precision == "fp8" else (*without, "runner")
+
+    def _option(self, name: str) -> Any:
+        given = getattr(self, name)
+        return _SCALING[name] if given is None else given
 
     def loss(self, loss_fn: LossFunction) -> LossFunction:
         """Run the loss function inside autocast on the device of the model."""
@@ -59,6 +171,8 @@ class autocast:
             # torch keeps cast weights until the outermost region ends, which may be one of
             # the caller's around many updates: these would see the first one's weights
             torch.clear_autocast_cache()
+            if self.precision == "fp8":  # that of an evaluation was not built
+                to_float8(model, self.layers, repr(self))
             try:
                 with torch.autocast(kind, dtype=dtype):
                     return loss_fn(model, batch, *extras)
@@ -67,3 +181,115 @@ class autocast:
 
         autocast_loss.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
         return autocast_loss
+
+    def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
+        """Let the engine's own module multiply in float8."""
+        del state
+
+        def converting(module: torch.nn.Module) -> Runner:
+            to_float8(module, self.layers, repr(self))
+            return make(module)
+
+        return converting
+
+    def init(self, state: TrainState) -> Slot:
+        """Begin with the first scale."""
+        half = [n for n, p in state.params.items() if p.dtype is torch.float16]
+        if half:
+            msg = (
+                f"{self!r}: {len(half)} parameters are float16 themselves"
+                f" ({', '.join(half[:5])}), in which an update would be lost to rounding."
+                " Keep parameters in float32: model.float()."
+            )
+            raise ModelError(msg)
+        rows = 1 if state.data is None else state.data.batch_size
+        device = state.world.device
+        return {
+            "scale": torch.tensor(float(self._option("init_scale")), device=device),
+            "good": torch.tensor(0, dtype=torch.int32, device=device),
+            "unit": _power_of_2(torch.tensor(float(rows), device=device)),
+        }
+
+    def loss_scale(self, state: TrainState, slot: Slot) -> torch.Tensor:
+        """Return the scale of a total."""
+        del state
+        return slot["scale"] / slot["unit"]
+
+    def grads(self, grads: Grads, slot: Slot, state: TrainState) -> tuple[Grads, Slot]:
+        """Look for what is not finite, on all ranks, and move the scale."""
+        found = foreach.non_finite(grads.tensors.values())
+        if not grads.reduced:
+            all_reduce_([found], state.world, label="autocast: overflow?")
+        scale, good = slot["scale"].clone(), slot["good"].clone()
+        torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage]
+            scale,
+            good,
+            found,
+            self._option("growth_factor"),
+            self._option("backoff_factor"),
+            self._option("growth_interval"),
+        )
+        weight = torch.as_tensor(grads.weight, dtype=torch.float32, device=found.device)
+        unit = torch.where(weight > 0, _power_of_2(weight), slot["unit"])
+        if not state.num_tried % _LOOK_EVERY:
+            self._check_scale(state, slot)
+        noted = grads.with_metrics(loss_scale=slot["scale"])
+        noted = noted.with_skip(found, agreed=True)
+        return noted, {"scale": scale, "good": good, "unit": unit}
+
+    def after_skip(self, grads: Grads, slot: Slot, state: TrainState) -> Slot:
+        """Keep the scale that was moved."""
+        del grads
+        if slot["scale"].is_cpu:
+            self._check_scale(state, slot)
+        return slot
+
+    def _check_scale(self, state: TrainState, slot: Slot) -> None:
+        if float(slot["scale"]) < _SMALLEST_SCALE:
+            msg = (
+                f"Update {state.step}: the loss scale of {self!r} fell to"
+                f" {float(slot['scale']):g}, and gradients still are infinite or not a"
+                " number, so it is not fp16 that makes them so. Look at the loss, the data"
+                " and the learning rate; af.autocast('bf16') has the range of float32."
+            )
+            raise NonFiniteGradsError(msg)
+
+
+def _power_of_2(number: torch.Tensor) -> torch.Tensor:
+    """Return the largest power of 2 that is at most a number above 0."""
+    return torch.ldexp(torch.ones_like(number), torch.frexp(number).exponent - 1)
+
+
+@contextlib.contextmanager
+def full_precision(*values: Any) -> Generator[Any]:
+    """Leave a region of a loss in its own precision, under `autocast`.
+
+    Args:
+        values: trees of tensors that the region uses; those in 16 bits are given back as
+            float32.
+
+    Yields:
+        the values: none, the one, or a tuple of them.
+
+    Example:
+        >>> import accelfn as af
+        >>> def loss_fn(model, batch):
+        ...     inputs, targets = batch
+        ...     with af.full_precision(model(inputs)) as outputs:
+        ...         return (outputs.exp().sum(-1).log() - targets).square().mean()
+    """
+    wide = tuple(tree.tree_map(_widened, value) for value in values)
+    with contextlib.ExitStack() as stack:
+        for kind in {"cpu", _accelerator()}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield wide[0] if len(wide) == 1 else wide or None
+
+
+def _accelerator() -> str:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if device is None else device.type
+
+
+def _widened(leaf: Any) -> Any:
+    narrow = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return leaf.float() if narrow and leaf.dtype.itemsize < 4 else leaf

@@ -19,7 +19,16 @@ from accelfn.testing import simulate
 
 FOLDER = Path(__file__).parent / "format-1"
 CASES = {"one-rank": 1, "two-ranks": 2}
-FIELDS = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+FIELDS = (
+    "params",
+    "buffers",
+    "opt_state",
+    "step",
+    "cursor",
+    "seed",
+    "num_skipped",
+    "slots",
+)
 X = torch.linspace(-1, 1, 36).reshape(12, 3)
 
 

@@ -20,7 +20,7 @@ OPTIONS = [
     (row, field.name)
     for row in CATALOG
     for field in attrs.fields(row.cls)
-    if field.name != "name"
+    if field.name not in {"name", *row.not_drawn}
 ]
 
 

@@ -150,6 +150,7 @@ def _held(state: TrainState, metrics: Any) -> Held:
         metrics = mean(metrics, state.world)
     held = {
         "step": state.step,
+        "num_skipped": state.num_skipped,
         "cursor": [state.cursor.epoch, state.cursor.samples],
         "metrics": metrics,
         "opt_state": dict(state.opt_state),

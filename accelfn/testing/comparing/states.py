@@ -10,7 +10,10 @@ from accelfn.errors import ArgumentError, LawError
 from accelfn.state import TrainState
 from accelfn.testing.comparing.differences import Comparison, Difference, leaves, listed
 
-SAVED = ("step", "cursor", "seed", "params", "buffers", "opt_state", "slots")
+SAVED = (
+    *("step", "num_skipped", "cursor", "seed"),
+    *("params", "buffers", "opt_state", "slots"),
+)
 """The fields of a state that are saved, numbers first: they explain what follows."""
 
 
@@ -19,8 +22,8 @@ def assert_states_equal(
 ) -> None:
     """Assert that two states are equal in all that is saved of them.
 
-    That is `step`, `cursor`, `seed`, `params`, `buffers`, `opt_state` with its numbers, and
-    `slots`; also dtypes, shapes, and which entries are one tensor. Not compared is what is
+    That is `step`, `num_skipped`, `cursor`, `seed`, `params`, `buffers`, `opt_state` with
+    its numbers, and `slots`; also dtypes, shapes, and which entries are one tensor. Not compared is what is
     not saved: the definition, devices, memory layouts, the order of names.
 
     By default bit by bit: a NaN equals itself, and -0.0 is not 0.0, for they divide

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accelfn.errors import ArgumentError
 from accelfn.testing.catalog import CATALOG, Row, fields_of, row_of
-from accelfn.transform import FIELDS, Transform, chain, is_transform
+from accelfn.transform import FIELDS, Transform, chain, has_field, is_transform
 
 
 def chains(
@@ -46,16 +46,24 @@ def chains(
     away = {row_of(cls) for cls in exclude}
     free = [row for row in CATALOG if row not in away and row.cls not in present]
     reducers = [row for row in free if _reduces(row)] if reduced else []
-    drawn = [row for row in free if field is None or field in row.fields]
+    drawn = [
+        _Place(row, field=field)
+        for row in free
+        if field is None or field in row.fields
+    ]
     return _chains(musts, reducers, drawn, max_size)
 
 
 @attrs.frozen(eq=False)
 class _Place:
-    """One transform of a chain that is being drawn: a value, or a row to draw it from."""
+    """One transform of a chain that is being drawn: a value, or a row to draw it from.
+
+    What is drawn has a say in `field`, if one is named, which may depend on its options.
+    """
 
     row: Row
     value: Transform | None = None
+    field: str | None = None
 
     def composes(self, others: Sequence["_Place"]) -> bool:
         """Whether it can stand beside others, if their options allow it."""
@@ -87,7 +95,7 @@ def _chains(
     draw: st.DrawFn,
     musts: Sequence[_Place],
     reducers: Sequence[Row],
-    rows: Sequence[Row],
+    rows: Sequence[_Place],
     max_size: int,
 ) -> chain:
     chosen = list(musts)
@@ -95,7 +103,7 @@ def _chains(
     if able:
         chosen.append(_Place(draw(st.sampled_from(able))))
     fixed = len(chosen)
-    order = draw(st.permutations([*chosen, *map(_Place, rows)]))
+    order = draw(st.permutations([*chosen, *rows]))
     for place in order:
         wanted = place not in chosen and draw(st.booleans())
         if wanted and len(chosen) < fixed + max_size and place.composes(chosen):
@@ -112,4 +120,7 @@ def _made(draw: st.DrawFn, place: _Place, places: Sequence[_Place]) -> Transform
         if other is not place
         for field in fields_of(other.row.cls)
     }
-    return draw(place.row.transforms(beside))
+    field, drawn = place.field, place.row.transforms(beside)
+    if field is not None:
+        drawn = drawn.filter(lambda made: has_field(made, field))
+    return draw(drawn)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses with several denominators, which are counted before the first forward pass."""
+
+from typing import Any
+
+import attrs
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP, close_means, params, single
+from tests.strategies import Run, differences, runs, tensors
+
+
+def count(batch: Any) -> dict[str, Any]:
+    """Count two things, of which there may be none."""
+    x, y = batch
+    return {"big": int((x[:, 0].abs() > 1).sum()), "size": y[:, 1].abs().sum()}
+
+
+def both(net: nn.Module, batch: Any, counts: dict[str, float]) -> af.Loss:
+    """Return a loss of two means over different things."""
+    x, y = batch
+    out = net(x) * y
+    big = (out.sum(1) * (x[:, 0].abs() > 1)).sum()
+    size = (out[:, 0] * y[:, 1].abs()).sum()
+    share = big / counts["big"] + size / counts["size"]
+    return af.Loss(share, 1, seen=(float(len(x)), 1), size=size / counts["size"])
+
+
+def trained(world: af.World, run: Run) -> Any:
+    state, step = run.state(world), af.make_step(both, count=count)
+    means = []
+    for batch, _ in zip(af.batches(state), range(run.updates), strict=False):
+        state, metrics = step(state, batch)
+        means.append(af.mean(metrics, world))
+    return params(tensors(state)), means
+
+
+@given(
+    run=runs(dyadic=False, remainder="short", optimizer="sgd"),
+    micro=st.integers(1, 4),
+    size=st.integers(1, 4),
+    fp16=st.booleans(),
+)
+def test_several_denominators_are_those_of_the_whole_update(
+    run: Run, micro: int, size: int, fp16: bool
+) -> None:
+    """Two means over different things train alike for any ranks and micro-batches."""
+    scaled = af.autocast("fp16") if fp16 else None
+    setup = af.chain(DDP, af.accumulate(num_micro_batches=micro), scaled)
+    want, means = trained(single(), attrs.evolve(run, setup=af.chain()))
+    for got, found in simulate(
+        size, lambda world: trained(world, attrs.evolve(run, setup=setup))
+    ).results:
+        assert differences(want, got, within=1e-9) == []
+        for one, two in zip(means, found, strict=True):
+            same = {"loss", "size"}
+            assert close_means({n: one[n] for n in same}, {n: two[n] for n in same})
+
+
+@given(run=runs(remainder="short", loss="mean"), size=st.integers(1, 3))
+def test_a_count_of_samples_is_the_mean(run: Run, size: int) -> None:
+    """Dividing by the number of samples oneself is what a plain mean does."""
+
+    def share(net: nn.Module, batch: Any, samples: float) -> Any:
+        x, y = batch
+        return (net(x) * y).sum() / samples
+
+    def with_count(world: af.World) -> Any:
+        state = attrs.evolve(run, setup=DDP).state(world)
+        step = af.make_step(share, count=lambda batch: len(batch[0]))
+        for batch, _ in zip(af.batches(state), range(run.updates), strict=False):
+            state, metrics = step(state, batch)
+        return params(tensors(state)), af.mean(metrics, world)
+
+    def with_mean(world: af.World) -> Any:
+        state = attrs.evolve(run, setup=DDP).state(world)
+        state, metrics = run.train(state)
+        return params(tensors(state)), af.mean(metrics[-1], world)
+
+    counted, plain = (simulate(size, each).results for each in (with_count, with_mean))
+    for (one, loss), (two, mean) in zip(counted, plain, strict=True):
+        assert differences(one, two, within=1e-9) == []
+        assert close_means(loss, mean)

@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates that are skipped: by all ranks or by none, and as if their batch had not been."""
+
+import functools
+import math
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn import foreach, update
+from accelfn.errors import NonFiniteGradsError
+from accelfn.testing import simulate
+from accelfn.transform import transform
+from tests.laws.worlds import DDP, Found, params, single
+from tests.strategies import Run, differences, model, tensors
+
+FP16 = af.autocast("fp16", init_scale=1024.0, growth_interval=2)
+SKIPPING = st.sampled_from([FP16, af.skip_nonfinite()])
+REDUCING = st.sampled_from(
+    [
+        DDP,
+        af.chain(af.shard_data(), af.wrap_ddp(gradient_as_bucket_view=False)),
+        af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
+    ]
+)
+BAD = st.sampled_from([math.nan, math.inf, -math.inf])
+SEEDS = st.integers(0, 5)
+
+
+class Plant(torch.autograd.Function):
+    """Add nothing to a loss, and one element to a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, param: torch.Tensor, place: int, value: float
+    ) -> torch.Tensor:
+        ctx.place, ctx.value, ctx.like = place, value, torch.zeros_like(param)
+        return param.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        del grad
+        planted = ctx.like
+        planted.view(-1)[ctx.place % planted.numel()] = ctx.value
+        return planted, None, None
+
+
+@attrs.frozen
+class Fault:
+    """An element of a gradient that is not finite: where, on which rank, in which batches."""
+
+    value: float
+    rank: int
+    param: int
+    place: int
+    at: frozenset[int]
+
+
+FAULTS = st.builds(
+    Fault,
+    BAD,
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 8),
+    st.frozensets(st.integers(0, 4), min_size=1, max_size=3),
+)
+
+
+def batches(seed: int, count: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return batches of plain values, on all ranks alike."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=generator)
+    return [(draw(4, 3), draw(4, 2)) for _ in range(count)]
+
+
+def create(world: af.World, *setup: object, lr: float = 0.25) -> af.TrainState:
+    return af.TrainState.create(
+        model=model("norm"),
+        optimizer=functools.partial(torch.optim.AdamW, lr=lr),
+        schedule=af.schedules.linear(16),
+        setup=af.chain(*setup),
+        world=world,
+    )
+
+
+def train(
+    world: af.World,
+    setup: af.chain,
+    seed: int,
+    fault: Fault,
+    *,
+    leave_out: bool = False,
+) -> tuple[list[Found], list[float], int]:
+    """Train on five batches; return states, which were skipped, and how many the state says."""
+
+    def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
+        values, bad = batch
+        loss = (net(values[0]) - values[1]).square().mean()
+        if bad and world.rank == fault.rank % world.size:
+            param = list(net.parameters())[fault.param % 4]
+            loss = loss + Plant.apply(param, fault.place, fault.value)
+        return loss
+
+    state, step = create(world, setup), af.make_step(loss_fn)
+    states, skipped = [tensors(state)], []
+    for i, values in enumerate(batches(seed)):
+        if leave_out and i in fault.at:
+            continue
+        state, metrics = step(state, (values, i in fault.at))
+        states.append(tensors(state))
+        skipped.append(float(metrics["skipped"]) if "skipped" in metrics else 0.0)
+    return states, skipped, state.num_skipped
+
+
+def trained_parts(found: Found) -> Found:
+    """Return what training is about: not what counts skips, nor the running scale."""
+    apart = ("slots.autocast", "slots.skip_nonfinite")
+    return {path: found[path] for path in found if not path.startswith(apart)}
+
+
+@given(
+    fault=FAULTS,
+    skipping=SKIPPING,
+    reducing=REDUCING,
+    size=st.integers(1, 3),
+    seed=SEEDS,
+)
+def test_one_bad_element_on_one_rank_skips_that_update_on_all(
+    fault: Fault, skipping: Any, reducing: af.chain, size: int, seed: int
+) -> None:
+    """All ranks skip it, and parameters, buffers, optimizer, slots and step stay, bitwise."""
+    setup = af.chain(reducing, skipping, af.clip_grad_norm(1.0), af.ema(0.5))
+    for states, skipped, count in simulate(
+        size, lambda world: train(world, setup, seed, fault)
+    ).results:
+        assert skipped == [float(i in fault.at) for i in range(5)]
+        assert count == len(fault.at)
+        for i in fault.at:
+            before, after = map(trained_parts, states[i : i + 2])
+            assert differences(before, after) == []
+
+
+@given(
+    fault=FAULTS,
+    skipping=SKIPPING,
+    reducing=REDUCING,
+    size=st.integers(1, 3),
+    seed=SEEDS,
+)
+def test_a_skipped_update_is_one_that_was_not(
+    fault: Fault, skipping: Any, reducing: af.chain, size: int, seed: int
+) -> None:
+    """Training on is bitwise what it is without the batches whose updates were skipped."""
+    setup = af.chain(reducing, skipping, af.ema(0.5))
+    # a power of 2 in the place of another changes no bit of a gradient in float64
+    with_bad, without = (
+        simulate(
+            size,
+            lambda world, out=out: train(world, setup, seed, fault, leave_out=out),
+        ).results
+        for out in (False, True)
+    )
+    for (bad, *_), (good, *_) in zip(with_bad, without, strict=True):
+        assert differences(trained_parts(bad[-1]), trained_parts(good[-1])) == []
+
+
+@given(reducing=REDUCING, size=st.integers(1, 3), seed=SEEDS)
+def test_looking_changes_nothing(reducing: af.chain, size: int, seed: int) -> None:
+    """Where all is finite, no update is skipped, and training is bitwise that without."""
+    none = Fault(0.0, 0, 0, 0, frozenset())
+    with_it, without = (
+        simulate(size, lambda world, s=setup: train(world, s, seed, none)).results
+        for setup in (af.chain(reducing, af.skip_nonfinite()), reducing)
+    )
+    for (looked, skipped, count), (plain, *_) in zip(with_it, without, strict=True):
+        assert (skipped, count) == ([0.0] * 5, 0)
+        assert differences(trained_parts(looked[-1]), plain[-1]) == []
+
+
+@transform
+class Wishes:
+    """Skip on one rank, at some updates."""
+
+    rank: int = 0
+    at: tuple[int, ...] = ()
+
+    def grads(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
+        wish = state.world.rank == self.rank and state.num_tried in self.at
+        return grads.with_skip(torch.tensor(wish)), slot
+
+
+@given(
+    size=st.integers(1, 3),
+    wishes=st.lists(
+        st.tuples(st.integers(0, 2), st.frozensets(st.integers(0, 4))), max_size=3
+    ),
+    reducing=REDUCING,
+)
+def test_any_wish_of_any_rank_skips_once(
+    size: int, wishes: list[tuple[int, frozenset[int]]], reducing: af.chain
+) -> None:
+    """Wishes of transforms and ranks are joined by or, and an update counts once."""
+    none = Fault(0.0, 0, 0, 0, frozenset())
+    wishing = [
+        Wishes(rank % size, at=tuple(sorted(at)), name=f"wish_{i}")
+        for i, (rank, at) in enumerate(wishes)
+    ]
+    skip = frozenset().union(*(at for _, at in wishes))
+    setup = af.chain(reducing, *wishing)
+    for _, skipped, count in simulate(
+        size, lambda world: train(world, setup, 0, none)
+    ).results:
+        assert skipped == [float(i in skip) for i in range(5)]
+        assert count == len(skip)
+
+
+@given(
+    overflows=st.lists(st.booleans(), max_size=12),
+    growth=st.sampled_from([2.0, 4.0]),
+    backoff=st.sampled_from([0.5, 0.25]),
+    interval=st.integers(1, 3),
+    size=st.integers(1, 2),
+)
+def test_the_scale_follows_its_rule(
+    overflows: list[bool], growth: float, backoff: float, interval: int, size: int
+) -> None:
+    """It shrinks at an overflow, grows after so many good updates; the rate follows the step."""
+    fp16 = af.autocast(
+        "fp16",
+        init_scale=2.0**10,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+    )
+
+    def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
+        values, bad = batch
+        factor = math.inf if bad else 1.0
+        return (net(values[0]) - values[1]).square().mean() * factor
+
+    def run(world: af.World) -> None:
+        state, step = create(world, DDP, fp16), af.make_step(loss_fn)
+        scale, good, taken = 2.0**10, 0, 0
+        for bad in overflows:
+            assert state.lrs == (0.25 * af.schedules.linear(16)(taken),)
+            state, metrics = step(state, (batches(0, 1)[0], bad))
+            assert float(metrics["loss_scale"]) == scale
+            good = 0 if bad else good + 1
+            taken += not bad
+            if bad:
+                scale *= backoff
+            elif good == interval:
+                scale, good = scale * growth, 0
+            assert float(state.slots["autocast"]["scale"]) == scale
+            assert int(state.slots["autocast"]["good"]) == good
+            assert (state.step, state.num_skipped) == (taken, state.num_tried - taken)
+
+    simulate(size, run)
+
+
+@given(
+    power=st.integers(-12, 20),
+    run=st.builds(
+        Run,
+        n=st.just(12),
+        batch_size=st.integers(1, 12),
+        loss=st.sampled_from(["mean", "weighted", "squared"]),
+        seed=SEEDS,
+        dyadic=st.booleans(),
+        optimizer=st.sampled_from(["sgd", "momentum", "adamw"]),
+    ),
+    micro=st.integers(1, 3),
+    size=st.integers(1, 2),
+)
+def test_a_scale_that_is_a_power_of_2_changes_no_bit(
+    power: int, run: Run, micro: int, size: int
+) -> None:
+    """Gradients, clipping and updates are bitwise those at scale 1, and close to those without."""
+
+    def found(*setup: object) -> list[Found]:
+        split = attrs.evolve(
+            run,
+            setup=af.chain(
+                DDP,
+                af.accumulate(num_micro_batches=micro),
+                *setup,
+                af.clip_grad_norm(0.5),
+            ),
+        )
+        return simulate(
+            size, lambda world: params(tensors(split.train(split.state(world))[0]))
+        ).results
+
+    # in float64 autocast leaves products alone: the scale is all that differs
+    scaled = found(af.autocast("fp16", init_scale=2.0**power))
+    for one, two in zip(
+        found(af.autocast("fp16", init_scale=1.0)), scaled, strict=True
+    ):
+        assert differences(one, two) == []
+    for one, two in zip(found(), scaled, strict=True):
+        assert differences(one, two, within=1e-9) == []
+
+
+@pytest.mark.parametrize("rows", [1, 37, 4096])
+def test_a_loss_that_is_a_total_needs_no_smaller_scale(rows: int) -> None:
+    """A sum over 4,096 rows overflows no sooner than their mean, and skips nothing."""
+    torch.manual_seed(0)
+    data = af.Data(
+        (torch.randn(rows * 3, 8), torch.randn(rows * 3, 4)), batch_size=rows
+    )
+
+    def total(net: nn.Module, batch: Any) -> af.Loss:
+        x, y = batch
+        return af.Loss((net(x).float() - y).square().mean(1).sum(), len(x))
+
+    def skipped(loss_fn: Any) -> int:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(8, 4),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            data=data,
+            setup=af.autocast("fp16", init_scale=2.0**14),
+            world=single(),
+        )
+        step = af.make_step(loss_fn)
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+        return state.num_skipped
+
+    assert skipped(total) == 0
+
+
+@given(
+    value=BAD,
+    shapes=st.lists(st.sampled_from([(1,), (3,), (2, 5), (4, 4, 4)]), max_size=4),
+    dtype=st.sampled_from(
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+    ),
+    place=st.integers(0, 1000),
+    spoil=st.booleans(),
+)
+def test_what_is_not_finite_is_found(
+    value: float, shapes: list, dtype: torch.dtype, place: int, spoil: bool
+) -> None:
+    """Any element of any tensor is seen, the largest finite one is not, and all stay as is."""
+    fixed = [torch.full(shape, -0.0).to(dtype) for shape in shapes]
+    largest = torch.finfo(dtype).max
+    for tensor in fixed:
+        tensor.view(-1)[0] = largest
+        tensor.view(-1)[-1] = torch.finfo(dtype).tiny
+    if spoil and fixed:
+        tensor = fixed[place % len(fixed)]
+        number = complex(0.0, value) if dtype.is_complex else value
+        tensor.view(-1)[place % tensor.numel()] = number
+    before = [tensor.clone() for tensor in fixed]
+    assert bool(foreach.non_finite(fixed)) == (spoil and bool(fixed))
+    for one, two in zip(before, fixed, strict=True):
+        number = ~one.isnan()
+        assert torch.equal(number, ~two.isnan())
+        assert torch.equal(one[number].view(torch.uint8), two[number].view(torch.uint8))
+
+
+@given(most=st.integers(0, 3), size=st.integers(1, 3), rank=st.integers(0, 2))
+def test_too_many_in_a_row_raise_on_every_rank(most: int, size: int, rank: int) -> None:
+    """The update after `max_consecutive` raises, names parameter and rank, and is not taken."""
+
+    def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
+        values, factor = batch
+        return (net(values[0]) - values[1]).square().mean() * factor
+
+    def run(world: af.World) -> None:
+        setup = af.chain(DDP, af.skip_nonfinite(max_consecutive=most))
+        state, step = create(world, setup), af.make_step(loss_fn)
+        values = batches(0, 1)[0]
+        bad = math.nan if world.rank == rank % size else 1.0
+        for i in range(2):  # a good update begins the count anew
+            state, _ = step(state, (values, 1.0))
+            for _ in range(most):
+                state, _ = step(state, (values, bad))
+            assert (state.step, state.num_skipped) == (i + 1, most * (i + 1))
+        before = tensors(state)
+        with pytest.raises(NonFiniteGradsError) as caught:
+            step(state, (values, bad))
+        said = str(caught.value)
+        assert f"{most + 1} updates in a row" in said
+        assert "first.weight" in said
+        for each in range(size):
+            row = next(r for r in said.splitlines() if r.startswith(f"  rank {each}:"))
+            assert ("its loss is not finite" in row) == (each == rank % size)
+        assert differences(before, tensors(state)) == []
+
+    simulate(size, run)
+
+
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=8),
+    kind=st.sampled_from([torch.optim.AdamW, torch.optim.SGD]),
+    scheduled=st.booleans(),
+    clip=st.booleans(),
+    size=st.integers(1, 2),
+)
+def test_a_device_that_skips_by_itself_does_as_the_host(
+    overflows: list[bool], kind: Any, scheduled: bool, clip: bool, size: int
+) -> None:
+    """States, rates and counts are bitwise the same, and the last flag is not read before."""
+
+    def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
+        values, bad = batch
+        loss = (net(values[0]) - values[1]).square().mean()
+        return loss * math.inf if bad else loss
+
+    def run(world: af.World) -> Any:
+        state = af.TrainState.create(
+            model=model("plain"),
+            optimizer=functools.partial(kind, lr=0.25, fused=True),
+            schedule=af.schedules.linear(16) if scheduled else None,
+            setup=af.chain(DDP, FP16, af.clip_grad_norm(1.0) if clip else None),
+            world=world,
+        )
+        step = af.make_step(loss_fn)
+        # one update first, so that the optimizer's state is there
+        state, _ = step(state, (batches(0, 1)[0], False))
+        skipped = []
+        for bad in overflows:
+            state, metrics = step(state, (batches(0, 1)[0], bad))
+            skipped.append(float(metrics["skipped"]))
+        waiting = state.skips is not None and state.skips._known is None
+        counts = (state.step, state.num_skipped, state.num_tried, state.lrs)
+        return tensors(state), skipped, counts, waiting
+
+    host = simulate(size, run).results
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "_reads_at_once", lambda _: False)
+        device = simulate(size, run).results
+    for one, two in zip(host, device, strict=True):
+        assert differences(one[0], two[0]) == []
+        assert one[1:3] == two[1:3]
+        assert (one[3], two[3]) == (False, True)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers and inputs that are wrong, or odd: rows N1 to N14 of the catalogue of faults."""
+
+import copy
+import functools
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.errors import (
+    ArgumentError,
+    BatchError,
+    Error,
+    LossError,
+    ModelError,
+    NonFiniteGradsError,
+    NonFiniteLossError,
+    OptimizerError,
+)
+from accelfn.testing import assert_states_equal, simulate
+
+DDP = af.chain(af.shard_data(), af.wrap_ddp())
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
+
+
+def create(setup: object = None, model: Any = None, **options: Any) -> af.TrainState:
+    return af.TrainState.create(
+        model=model or (lambda: nn.Linear(2, 1)),
+        optimizer=options.pop("optimizer", SGD),
+        setup=setup,
+        **options,
+    )
+
+
+def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+ROWS = torch.arange(8.0).view(4, 2)
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+def test_n1_one_element_on_one_rank(tolerant: bool) -> None:
+    """N1: all ranks skip, or all raise; the parameter, the rank and the update are named."""
+
+    def run(world: af.World) -> None:
+        skip = af.skip_nonfinite(max_consecutive=int(tolerant))
+        state = create(af.chain(DDP, skip), world=world)
+        rows = ROWS.clone()
+        if world.rank == 1:
+            rows[0, 0] = math.nan
+        if tolerant:
+            state, metrics = af.make_step(mean_loss)(state, rows)
+            assert (state.step, state.num_skipped, metrics["skipped"]) == (0, 1, 1)
+            return
+        with pytest.raises(NonFiniteGradsError) as caught:
+            af.make_step(mean_loss)(state, rows)
+        assert "update 0" in str(caught.value)
+        assert "rank 1: 2 (weight, bias); its loss is not finite" in str(caught.value)
+
+    simulate(2, run)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_n2_clipping_leaves_what_is_not_finite(bad: float) -> None:
+    """N2: gradients whose norm is not finite are not scaled by it; the others stay."""
+    state = create(af.clip_grad_norm(1.0))
+    _, grads = af.value_and_grad(mean_loss)(state, ROWS)
+    tensors = {"weight": torch.tensor([[bad, 3.0]]), "bias": torch.tensor([4.0])}
+    clipped, _ = af.clip_grad_norm(1.0).grads(grads.with_tensors(tensors), None, state)
+    assert clipped.tensors["weight"][0, 1] == 3.0
+    assert clipped.tensors["bias"] == 4.0
+
+
+def test_n3_nothing_to_divide_by() -> None:
+    """N3: gradients of 0 clip to 0; nothing to train, and no parameter, are refused."""
+    state = create(af.clip_grad_norm(1.0))
+    before = state.copy()
+    state, metrics = af.make_step(lambda m, b: m(b * 0).sum() * 0)(state, ROWS)
+    assert metrics["grad_norm"] == 0
+    assert all(torch.equal(before.params[n], p) for n, p in state.params.items())
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        create(model=lambda: nn.Linear(2, 1).requires_grad_(requires_grad=False))
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        create(model=nn.ReLU)
+    with pytest.raises(OptimizerError, match="lacks 1 trainable parameters: bias"):
+        create(optimizer=lambda named: torch.optim.SGD(named[:1], lr=1.0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda m, b: m(b), r"shape \(4, 1\)"),
+        (lambda m, b: m(b).sum().detach(), "has no gradient"),
+        (lambda *_: 3.0, "returned float"),
+        (lambda m, b: {"loss": m(b).sum()}, "returned dict"),
+        (lambda *_: None, "returned NoneType"),
+    ],
+)
+def test_n4_what_is_no_loss(loss: Any, says: str) -> None:
+    """N4: a loss that is no scalar with a gradient is refused, with the function's name."""
+    state = create()
+    with pytest.raises(LossError, match=f"<lambda>.*{says}"):
+        af.make_step(loss)(state, ROWS)
+    af.make_step(mean_loss)(state, ROWS)  # the state is as it was
+
+
+@pytest.mark.parametrize("nobody", [True, False])
+def test_n5_weights_that_sum_to_0(nobody: bool) -> None:
+    """N5: a rank without weight adds nothing; without any, gradients are 0 and not NaN."""
+
+    def loss(model: nn.Module, batch: Any) -> af.Loss:
+        rows, weight = batch
+        return af.Loss((model(rows).sum(1) * weight).sum(), weight.sum())
+
+    def run(world: af.World) -> tuple[torch.Tensor, float]:
+        state = create(DDP, world=world)
+        weight = torch.full((4,), float(world.rank == 1 and not nobody))
+        before = state.params["weight"].clone()
+        state, metrics = af.make_step(loss)(state, (ROWS, weight))
+        means = af.mean(metrics, world)
+        return state.params["weight"] - before, float(means["loss"])
+
+    for moved, mean in simulate(2, run).results:
+        expected = torch.zeros(1, 2) if nobody else -0.5 * ROWS.mean(0, keepdim=True)
+        assert torch.allclose(moved, expected)
+        assert math.isfinite(mean)
+
+
+class Odd(nn.Module):
+    """A model with parameters that no optimizer can move, and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        self.phase = nn.Parameter(torch.tensor([3.0 + 4.0j, 1.0j]))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows * self.phase).abs().square()
+
+
+@pytest.mark.parametrize(
+    "reducing", [DDP, af.chain(af.shard_data(), af.local_sgd(sync_every=1))]
+)
+def test_n6_integers_and_complex_numbers(reducing: af.chain) -> None:
+    """N6: integers and booleans stay; complex numbers are averaged, and normed by their size."""
+
+    def run(world: af.World) -> dict[str, torch.Tensor]:
+        setup = af.chain(reducing, af.clip_grad_norm(math.inf))
+        state = create(setup, Odd, world=world)
+        rows = ROWS if world.size == 1 else ROWS[world.rank * 2 :][:2]
+        state, metrics = af.make_step(mean_loss)(state, rows / 8)
+        assert metrics["grad_norm"] > 0
+        return {n: p.clone() for n, p in af.finalize(state).params.items()}
+
+    def mean_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return model(rows).mean()
+
+    (alone,) = simulate(1, run).results
+    for found in simulate(2, run).results:
+        assert torch.equal(found["table"], torch.arange(3))
+        assert torch.equal(found["mask"], torch.tensor([True, False]))
+        assert torch.allclose(found["phase"], alone["phase"])
+
+
+@pytest.mark.parametrize("count", [2**31, 2**53 + 1, 2**63])
+def test_n7_huge_counts(count: int, tmp_path: Path) -> None:
+    """N7: a step and a cursor of any size are saved, loaded, and counted on."""
+    cursor = attrs.evolve(create().cursor, epoch=count)
+    state = attrs.evolve(create(), step=count, num_skipped=count, cursor=cursor)
+    af.save(state, tmp_path / "at")
+    loaded = af.load(create(), tmp_path / "at")
+    assert_states_equal(state, loaded)
+    loaded, _ = af.make_step(mean_loss)(loaded, ROWS)
+    assert (loaded.step, loaded.num_skipped) == (count + 1, count)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: af.accumulate(num_micro_batches=-1), r"num_micro_batches=-1"),
+        (lambda: af.accumulate(num_micro_batches=0), r"num_micro_batches=0"),
+        (lambda: af.clip_grad_norm(0.0), r"max_norm=0\.0"),
+        (lambda: af.clip_grad_norm(math.nan), r"max_norm=nan"),
+        (lambda: af.clip_grad_value(-1.0), r"max_value=-1\.0"),
+        (lambda: af.local_sgd(sync_every=0), r"sync_every=0"),
+        (lambda: af.ema(1.5), r"1\.5"),
+        (lambda: af.skip_nonfinite(max_consecutive=-1), r"max_consecutive=-1"),
+        (lambda: af.Data(ROWS, batch_size=0), r"batch_size=0"),
+    ],
+)
+def test_n8_numbers_without_a_meaning(make: Any, says: str) -> None:
+    """N8: an argument that can mean nothing is refused where it is given, with its value."""
+    with pytest.raises(ArgumentError, match=says):
+        make()
+
+
+def test_n8_learning_rates() -> None:
+    """N8: a rate of 0 moves nothing; a schedule that gives no finite number is refused."""
+    state = create(optimizer=functools.partial(torch.optim.SGD, lr=0.0))
+    before = state.copy()
+    state, _ = af.make_step(mean_loss)(state, ROWS)
+    assert all(torch.equal(before.params[n], p) for n, p in state.params.items())
+    wrong = create(schedule=lambda _: math.nan)
+    with pytest.raises(ArgumentError, match="schedule gave nan for update 0"):
+        af.make_step(mean_loss)(wrong, ROWS)
+
+
+@attrs.frozen
+class Pair:
+    rows: torch.Tensor
+    label: str
+
+
+class Named(NamedTuple):
+    rows: torch.Tensor
+    label: str
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (["a", None, ROWS], lambda b: b[2]),
+        ({"rows": [ROWS], "label": "x"}, lambda b: b["rows"][0]),
+        (Pair(ROWS, "x"), lambda b: b.rows),
+        (Named(ROWS, "x"), lambda b: b.rows),
+        ((np.asarray(ROWS), 3), lambda b: torch.as_tensor(b[0])),
+        ("text", lambda _: ROWS),
+        (None, lambda _: ROWS),
+    ],
+)
+def test_n10_batches_of_any_kind(batch: Any, rows: Any) -> None:
+    """N10: what is no tensor reaches the loss as it was given, the very object."""
+    seen = []
+
+    def loss(model: nn.Module, value: Any) -> torch.Tensor:
+        seen.append(value)
+        return model(rows(value)).sum()
+
+    af.make_step(loss)(create(), batch)
+    assert seen[0] is batch
+
+
+def test_n10_ragged_batches() -> None:
+    """N10: tensors of different numbers of rows are not split, and the numbers are said."""
+    with pytest.raises(BatchError, match=r"4.*3|3.*4"):
+        af.micro_batches({"x": ROWS, "y": torch.zeros(3)}, 2)
+
+
+def test_n11_ranks_with_different_batches() -> None:
+    """N11: ranks whose batches lead to different collectives are told apart in a table."""
+
+    def run(world: af.World) -> None:
+        values = [ROWS, ROWS] if world.rank else [ROWS]
+        af.gather(values, world)
+
+    with pytest.raises(Error) as caught:
+        simulate(2, run)
+    assert "rank 0" in str(caught.value)
+    assert "rank 1" in str(caught.value)
+
+
+def test_n12_empty_and_short_batches() -> None:
+    """N12: fewer samples than ranks, and a short last batch, are the mean over what there is."""
+    rows = torch.arange(10.0).view(5, 2) / 8
+
+    def run(world: af.World) -> list[torch.Tensor]:
+        data = af.Data(rows, batch_size=3)
+        state = create(DDP, data=data, world=world)
+        step, found = af.make_step(mean_loss), []
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+            found.append(state.params["weight"].clone())
+        return found
+
+    (alone,) = simulate(1, run).results
+    for found in simulate(4, run).results:
+        for one, two in zip(alone, found, strict=True):
+            assert torch.allclose(one, two)
+
+
+def test_n13_nobody_else_draws() -> None:
+    """N13: a step with dropout leaves torch's generator where it was, and does not read it."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5))
+
+    def run(world: af.World) -> Any:
+        torch.manual_seed(world.rank)
+        before = torch.get_rng_state()
+        state = create(DDP, net, world=world)
+        state, _ = af.make_step(mean_loss)(state, ROWS)
+        assert torch.equal(before, torch.get_rng_state())
+        return state.params["0.weight"].clone()
+
+    one, two = simulate(2, run).results
+    assert torch.equal(one, two)
+
+
+def test_a_model_belongs_to_one_state() -> None:
+    """An instance, or a factory that gives the same modules again, is refused the second time."""
+    net = nn.Linear(2, 1)
+    with pytest.raises(OptimizerError):
+        create(model=net, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    create(model=net)  # an attempt that failed has not taken it
+    with pytest.raises(ModelError, match="another state's already: weight, bias"):
+        create(model=net)
+    create(model=copy.deepcopy(net))
+    shared = functools.partial(nn.Sequential, nn.Linear(2, 1))
+    with pytest.raises(ModelError, match="not a partial over modules"):
+        simulate(2, lambda world: create(model=shared, world=world))
+
+
+def test_n14_modes_of_the_caller() -> None:
+    """N14: no_grad, inference mode and autocast around a step change nothing in it."""
+
+    def run(world: af.World) -> list[torch.Tensor]:
+        found = []
+        for mode in (
+            torch.enable_grad(),
+            torch.no_grad(),
+            torch.inference_mode(),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            with mode:
+                state = create(DDP, world=world)
+                state, _ = af.make_step(mean_loss)(state, ROWS)
+                found.append(state.params["weight"].clone())
+        return found
+
+    with torch.no_grad():
+        for found in simulate(2, run).results:
+            assert all(torch.equal(found[0], each) for each in found)
+
+
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    """Where nothing looks at gradients, it raises, names the function and says what helps."""
+    with pytest.raises(
+        NonFiniteLossError, match=r"<lambda> returned nan.*skip_nonfinite"
+    ):
+        af.make_step(lambda m, b: m(b).sum() * math.nan)(create(), ROWS)

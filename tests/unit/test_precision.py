@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`autocast`: 16 bits against a reference in 64, what it refuses, and where it reaches."""
+
+import functools
+import importlib.util
+import math
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import accelfn as af
+from accelfn.engine import float8
+from accelfn.errors import ArgumentError, LossError, ModelError, NonFiniteGradsError
+from accelfn.transform import transform
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return cross_entropy(model(x), y)
+
+
+def batch(rows: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(rows, 16, generator=generator),
+        torch.randint(0, 4, (rows,), generator=generator),
+    )
+
+
+def create(*setup: object, **options: Any) -> af.TrainState:
+    return af.TrainState.create(
+        model=options.pop("model", net),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        setup=af.chain(*setup),
+        **options,
+    )
+
+
+@transform
+class Spy:
+    """Note the gradients that come by."""
+
+    seen: list[Any] = attrs.field(factory=list, eq=False)
+
+    def grads(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
+        self.seen.append({n: g.clone() for n, g in grads.tensors.items()})
+        return grads, slot
+
+
+def reference(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """Return gradients in float64."""
+    state = create(model=lambda: net().double(), seed=0)
+    params = {n: p.double() for n, p in create().params.items()}
+    x, y = batch()
+    compute = af.value_and_grad(lambda m, b: loss_fn(m, b) * scale)
+    _, grads = compute(state.with_params(params), (x.double(), y))
+    return dict(grads.tensors)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_gradients_are_those_of_float64_to_16_bits(
+    precision: str, scale: float
+) -> None:
+    """Within some units of rounding, even where most would vanish without a scale."""
+    spy = Spy()
+    state = create(af.autocast(precision), spy)
+    step = af.make_step(lambda m, b: loss_fn(m, b) * scale)
+    while not state.step:  # the first scale may be too high
+        state, _ = step(state, batch())
+    unit = torch.finfo({"fp16": torch.float16, "bf16": torch.bfloat16}[precision]).eps
+    for name, want in reference(scale).items():
+        error = (spy.seen[-1][name].double() - want).norm() / want.norm()
+        assert error < 8 * unit
+
+
+def test_without_a_scale_small_gradients_vanish() -> None:
+    """That is what the scale is for: at 1 a gradient of 1e-10 is 0 in float16."""
+    seen = {}
+    for scale in (1.0, 2.0**16):
+        spy = Spy()
+        state = create(af.autocast("fp16", init_scale=scale), spy)
+        step = af.make_step(lambda m, b: m(b[0]).float().sum() * 1e-10)
+        step(state, batch())
+        seen[scale] = float(spy.seen[-1]["0.weight"].abs().sum())
+    assert seen[1.0] == 0.0
+    assert seen[2.0**16] > 0.0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_training_goes_where_float32_goes(precision: str) -> None:
+    """After 60 updates the loss is that of float32 within 2 per cent."""
+    losses = {}
+    for setup in (None, af.autocast(precision)):
+        state, step = create(setup), af.make_step(loss_fn)
+        while state.step < 60:
+            state, metrics = step(state, batch())
+        losses[setup] = float(metrics["loss"])
+    assert losses[None] < 0.9
+    assert math.isclose(*losses.values(), rel_tol=0.02)
+
+
+def test_a_region_in_full_precision() -> None:
+    """Inside, products are in float32 and what comes in 16 bits is widened; outside not."""
+    dtypes = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch[0])
+        dtypes.append(out.dtype)
+        with af.full_precision(out, {"y": out}) as (wide, others):
+            dtypes.extend([wide.dtype, others["y"].dtype, (wide.T @ wide).dtype])
+        with af.full_precision():
+            dtypes.append((batch[0].T @ batch[0]).dtype)
+        with af.full_precision(out) as wide:
+            dtypes.append(wide.dtype)
+        dtypes.append((batch[0].T @ batch[0]).dtype)
+        return wide.square().mean()
+
+    af.make_step(loss)(create(af.autocast("bf16")), batch())
+    low, full = torch.bfloat16, torch.float32
+    assert dtypes == [low, full, full, full, full, full, low]
+
+
+def test_parameters_in_float16_are_refused() -> None:
+    """Updates would be lost to rounding; the parameters are named."""
+    with pytest.raises(ModelError, match=r"0\.weight.*model\.float"):
+        create(af.autocast("fp16"), model=lambda: net().half())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"precision": "fp17"}, "unknown precision"),
+        ({"precision": "bf16", "init_scale": 2.0}, "only fp16"),
+        ({"precision": "fp16", "init_scale": 0.0}, "above 0"),
+        ({"precision": "fp16", "init_scale": math.nan}, "above 0"),
+        ({"precision": "fp16", "growth_factor": 1.0}, "above 1"),
+        ({"precision": "fp16", "backoff_factor": 1.0}, "below 1"),
+        ({"precision": "fp16", "growth_interval": 0}, "above 0"),
+        ({"precision": "fp16", "growth_interval": 1.5}, "above 0"),
+        ({"precision": "fp16", "layers": bool}, "only fp8"),
+        ({"precision": "fp8", "layers": 3}, "expected a function"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(arguments: dict, says: str) -> None:
+    """An unknown precision, a scale of nothing, an option that only fp16 has."""
+    with pytest.raises(ArgumentError, match=says):
+        af.autocast(**arguments)
+
+
+def test_a_scale_that_fell_to_nothing_raises() -> None:
+    """Gradients that never are finite are not fp16's doing; the state is as it was."""
+    state = create(af.autocast("fp16", init_scale=2.0**-20))
+    step = af.make_step(lambda m, b: loss_fn(m, b) * math.nan)
+    for _ in range(4):
+        state, _ = step(state, batch())
+    with pytest.raises(NonFiniteGradsError, match="fell to"):
+        step(state, batch())
+    assert (state.step, state.num_skipped) == (0, 4)
+    state, _ = af.make_step(loss_fn)(state, batch())
+    assert state.step == 1
+
+
+def test_adding_to_gradients_of_another_scaling_is_refused() -> None:
+    """Gradients with and without a loss scale do not add."""
+    compute = af.value_and_grad(loss_fn)
+    plain = create()
+    _, grads = compute(plain, batch())
+    with pytest.raises(af.GradsError, match="another setup"):
+        compute(plain.with_setup(af.autocast("fp16")), batch(), into=grads)
+
+
+@pytest.mark.parametrize(
+    ("count", "loss", "says"),
+    [
+        (lambda _: "3", lambda _m, _b, _c: 0, "expected a count"),
+        (lambda _: -1, lambda _m, _b, _c: 0, "expected a count"),
+        (lambda _: math.inf, lambda _m, _b, _c: 0, "expected a count"),
+        (
+            lambda b: len(b[0]),
+            lambda m, b, c: af.Loss(loss_fn(m, b), c),
+            "by which it has divided already",
+        ),
+    ],
+)
+def test_counts_and_losses_that_do_not_fit_are_refused(
+    count: Any, loss: Any, says: str
+) -> None:
+    """What is no count, and a loss that would be divided twice."""
+    with pytest.raises(LossError, match=says):
+        af.make_step(loss, count=count)(create(), batch())
+
+
+def test_counts_are_of_whole_updates() -> None:
+    """A count is a function, and adding to gradients beside one is refused."""
+    with pytest.raises(ArgumentError, match="expected a function"):
+        af.make_step(loss_fn, count=3)
+    state = create()
+    compute = af.value_and_grad(
+        lambda m, b, _: loss_fn(m, b), count=lambda b: len(b[0])
+    )
+    _, grads = compute(state, batch())
+    with pytest.raises(af.GradsError, match="counts were told before"):
+        compute(state, batch(), into=grads)
+
+
+def test_what_is_counted_nowhere_is_divided_by_1() -> None:
+    """An update without a single token gives gradients of 0, not NaN."""
+
+    def loss(model: nn.Module, batch: Any, tokens: float) -> torch.Tensor:
+        mask = torch.zeros(len(batch[0]))
+        return (model(batch[0]).sum(1) * mask).sum() / tokens
+
+    state = create()
+    before = {n: p.clone() for n, p in state.params.items()}
+    state, metrics = af.make_step(loss, count=lambda _: 0)(state, batch())
+    assert all(torch.equal(before[n], p) for n, p in state.params.items())
+    assert float(metrics["loss"]) == 0.0
+
+
+def large() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def products(setup: object, **options: Any) -> dict[str, torch.Tensor]:
+    """Return gradients of one step."""
+    spy = Spy()
+    state = create(setup, spy, model=options.pop("model", large), **options)
+    af.make_step(loss_fn)(state, batch())
+    return spy.seen[-1]
+
+
+def error(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    return max(float((found[n] - g).norm() / g.norm()) for n, g in want.items())
+
+
+def test_float8_multiplies_in_float8() -> None:
+    """Gradients are those of float32 to 3 bits, and farther from them than bfloat16's."""
+    want = products(None)
+    assert 0.004 < error(products(af.autocast("fp8")), want) < 0.25
+    assert error(products(af.autocast("bf16")), want) < 0.02
+
+
+def test_float8_in_the_layers_that_are_meant() -> None:
+    """Where one layer is meant, the result is neither that of both nor that of none."""
+    first = af.autocast("fp8", layers=lambda name, _: name == "0")
+    found = {
+        name: products(each)["2.weight"].norm()
+        for name, each in {
+            "first": first,
+            "both": af.autocast("fp8"),
+            "none": af.autocast("bf16"),
+        }.items()
+    }
+    assert len({float(each) for each in found.values()}) == 3
+
+
+def test_float8_trains_evaluates_and_recomputes() -> None:
+    """Evaluation runs in float8 too, and recomputed activations give the very same step."""
+    plain, again = (
+        products(af.chain(af.autocast("fp8"), each))
+        for each in (None, af.checkpoint_activations(nn.Linear))
+    )
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+    data = af.Data(batch(), batch_size=8, shuffle=False)
+    means = {}
+    for name in ("fp8", "bf16"):
+        state = create(af.autocast(name), model=large)
+        found = af.evaluate(state, data, lambda m, b: {"loss": loss_fn(m, b)})
+        means[name] = float(found["loss"])
+    assert means["fp8"] != means["bf16"]
+    assert math.isclose(*means.values(), rel_tol=0.05)
+
+
+def test_float8_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are no multiples of 16, no layer at all, an old GPU, no torchao."""
+    with pytest.raises(ModelError, match=r"multiples of 16.*2 \(32 to 4\)"):
+        af.build(create(af.autocast("fp8")))
+    with pytest.raises(ModelError, match=r"no torch\.nn\.Linear is meant"):
+        af.build(create(af.autocast("fp8", layers=lambda *_: False)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(ArgumentError, match=r"8\.9 or more; this GPU's is 8\.0"):
+        float8._check_device(torch.device("cuda"), "af.autocast('fp8')")
+    with pytest.raises(ArgumentError, match="of type 'mps'"):
+        float8._check_device(torch.device("mps"), "af.autocast('fp8')")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ArgumentError, match=r"pip install 'accelfn\[fp8\]'"):
+        af.autocast("fp8")
