@@ -23,12 +23,23 @@ def div_(tensors: Iterable[torch.Tensor], divisor: float | torch.Tensor) -> None
         torch._foreach_div_(found, divisor)  # pyright: ignore[reportPrivateUsage]
 
 
+fused_adam_ = torch._fused_adam_  # pyright: ignore[reportPrivateUsage]
+fused_adamw_ = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
+
+
 def add_(
-    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], *, alpha: float
+    tensors: Iterable[torch.Tensor],
+    others: Iterable[torch.Tensor] | float,
+    *,
+    alpha: float = 1,
 ) -> None:
-    """Add `alpha` times another tensor to each."""
+    """Add `alpha` times a number, or another tensor, to each."""
     found = list(tensors)
-    if found:
+    if not found:
+        return
+    if isinstance(others, (int, float)):
+        torch._foreach_add_(found, others * alpha)  # pyright: ignore[reportPrivateUsage]
+    else:
         torch._foreach_add_(found, list(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -13,13 +13,19 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
+from accelfn.engine.fused_adam import FusedAdam
 from accelfn.errors import OptimizerError
 from accelfn.loss import Number
 from accelfn.optimizer import OTHERS, Hyper, group_key, named_state, rebuilt
+from accelfn.partition import bare_step, parts_of
+from accelfn.spans import is_profiled
 
 State: TypeAlias = dict[str, dict[str, Any]]
 Assignments: TypeAlias = dict[tuple[int, str], Any]
 """Values of hyperparameters by group index and name."""
+
+_MODE = "train_mode"
+"""What schedule-free optimizers keep in their groups; a transform sets it."""
 
 _STRUCTURE = frozenset({"params", "param_names", "name"})
 
@@ -39,7 +45,7 @@ class LiveOptimizer:
     ) -> None:
         """Copy the prototype, with each parameter replaced as `params` says."""
         self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
-        self._step = _bare_step(self._torch)
+        self._step = bare_step(self._torch)
         self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names
         self._names = {id(param): name for param, name in names.items()}
@@ -47,11 +53,21 @@ class LiveOptimizer:
             {k: _value(v) for k, v in group.items() if k not in _STRUCTURE}
             for group in self._torch.param_groups
         ]
+        self._modal = [i for i, base in enumerate(self._base) if _MODE in base]
         self._expected = [dict(group) for group in self._torch.param_groups]
         self._changed: list[dict[str, Any]] = [{} for _ in self._base]
         self._assigned: Assignments = {}
+        self._kernel: FusedAdam | None = None
         self._num_entries = -1
         self._state: State = {}
+        self._found: list[dict[str, Any]] = []
+        places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
+        self._places = {
+            id(param): (places[id(group)], part)
+            for part in parts_of(self._torch)
+            for group in part.param_groups
+            for param in group["params"]
+        }
 
     def load(self, state: State) -> None:
         """Take over a state's entries; tensors are shared, not copied."""
@@ -71,6 +87,7 @@ class LiveOptimizer:
             self._changed[i] = dict(saved)
             self._expected[i] = dict(group)
         self._assigned = {}
+        self._kernel = None
         self._state = state
         self._num_entries = -1  # the entries are copies: name them again after the step
 
@@ -78,7 +95,8 @@ class LiveOptimizer:
         """Return this update's hyperparameters: the base rate times `factor`, then `hyper`.
 
         Raises:
-            OptimizerError: a parameter group or a hyperparameter is not there.
+            OptimizerError: a parameter group or a hyperparameter is not there; or nobody
+                set a schedule-free optimizer's mode.
         """
         planned: Assignments = {}
         if factor is not None:
@@ -88,9 +106,18 @@ class LiveOptimizer:
             for i in self._groups(where):
                 key = where if isinstance(where, str) else where[1]
                 if key not in self._base[i]:
-                    msg = f"hyper {key!r}: the optimizer has {sorted(self._base[i])}."
+                    known = sorted(self._base[i])
+                    msg = f"hyper {key!r}: parameter group {i} has {known}."
                     raise OptimizerError(msg)
                 planned[i, key] = value
+        for i in self._modal:
+            if not planned.get((i, _MODE)):
+                msg = (
+                    f"The optimizer's parameter group {i} has a {_MODE!r}: it is"
+                    " schedule-free, trains at one point and is evaluated at another. Add"
+                    " af.schedule_free() to the setup."
+                )
+                raise OptimizerError(msg)
         return planned
 
     def divides(self, divisor: Number) -> bool:
@@ -104,10 +131,21 @@ class LiveOptimizer:
             and divisor.dtype is torch.float32
         )
 
-    def update(self, hyper: Assignments, divisor: Number | None = None) -> State:
+    @property
+    def skips(self) -> bool:
+        """Whether the optimizer's own kernel leaves an update out by a flag."""
+        return self._fused
+
+    def update(
+        self,
+        hyper: Assignments,
+        divisor: Number | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> State:
         """Step, and return the optimizer's state by name.
 
-        Gradients are divided by `divisor`, if the optimizer `divides` by it.
+        Gradients are divided by `divisor`, if the optimizer `divides` by it, and where `skip`
+        is 1 nothing is changed, if it `skips`.
 
         In the steady loop that is the mapping it returned before: entries are changed in
         place. A new one is made when the optimizer adds entries or changes a number
@@ -116,16 +154,12 @@ class LiveOptimizer:
         if hyper or self._assigned:
             self._assign(hyper)
         everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        step = self._torch.step if everywhere else self._step
-        if isinstance(divisor, torch.Tensor):
-            scaled = cast("Any", self._torch)
-            scaled.grad_scale = divisor
-            try:
-                step()
-            finally:
-                del scaled.grad_scale
-        else:
-            step()
+        step = self._torch.step if everywhere or is_profiled() else self._step
+        scale = divisor if isinstance(divisor, torch.Tensor) else None
+        skip = skip if self._fused else None
+        kernel = self._kernel if step is self._step else None
+        if kernel is None or not kernel.step(scale, skip):
+            self._stepped(step, grad_scale=scale, found_inf=skip)
         entries = len(self._torch.state)
         if (
             self._note_changes()
@@ -134,7 +168,22 @@ class LiveOptimizer:
         ):
             self._state = self._named()
             self._num_entries = entries
+            # one that has hooks of its own is stepped by torch
+            bare = isinstance(self._step, partial)
+            self._kernel = FusedAdam.of(self._torch) if bare else None
         return self._state
+
+    def _stepped(
+        self, step: Callable[[], object], **handed: torch.Tensor | None
+    ) -> None:
+        """Step as torch does, handing tensors to fused kernels as a GradScaler does."""
+        told = {name: each for name, each in handed.items() if each is not None}
+        vars(self._torch).update(told)
+        try:
+            step()
+        finally:
+            for name in told:
+                del vars(self._torch)[name]
 
     def _assign(self, hyper: Assignments) -> None:
         """Set hyperparameters; those of the last update alone go back to their base."""
@@ -143,6 +192,8 @@ class LiveOptimizer:
         }
         for (i, key), value in {**over, **hyper}.items():
             group = self._torch.param_groups[i]
+            if not FusedAdam.reads(key):
+                self._kernel = None
             if isinstance(group[key], torch.Tensor):
                 group[key].fill_(value)
             else:
@@ -191,22 +242,24 @@ class LiveOptimizer:
         return found
 
 
+def _call_told(
+    optimizer: Optimizer, step: Callable[[], object], handed: Mapping[str, Any]
+) -> None:
+    """Step with tensors handed to a fused optimizer, as torch's GradScaler does."""
+    told = {k: v for k, v in handed.items() if isinstance(v, torch.Tensor)}
+    if not told:
+        step()
+        return
+    vars(optimizer).update(told)
+    try:
+        step()
+    finally:
+        for name in told:
+            del vars(optimizer)[name]
+
+
 def _value(entry: Any) -> Any:
     """Return a hyperparameter as a value that no update can change."""
     if isinstance(entry, torch.Tensor):
         return entry.clone()
     return entry
-
-
-def _bare_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return the optimizer's step without the profiler's record around it.
-
-    torch wraps every `step` in a named record, 10 µs that no training loop needs. Step
-    hooks run in that wrapper, so an optimizer that has any keeps it.
-    """
-    step = type(optimizer).step
-    bare = getattr(step, "__wrapped__", None)
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
-    if bare is None or own or not getattr(step, "hooked", False):
-        return optimizer.step
-    return partial(bare, optimizer)

@@ -7,18 +7,11 @@ import torch
 from accelerate import Accelerator
 from figures import Figure
 from loops import by_accelerate, by_accelfn, by_hand
-from models import Transformer, adamw, convnet, in_turn, mlp
+from models import MODELS, adamw
 from rounds import Loop, compared, timed
 from torch import nn
 
 import accelfn as af
-
-MODELS = {
-    "mlp": (mlp, in_turn(), 100),
-    "convnet": (convnet, in_turn(width=768), 20),
-    "transformer": (Transformer, in_turn(), 20),
-}
-"""Each with its batches, and how many steps a block has."""
 
 
 def measure(rounds: int) -> list[Figure]:

@@ -56,9 +56,11 @@ def by_accelerate(
     return loop
 
 
-def by_fabric(fabric: Fabric, batches: Source) -> Loop:
+def by_fabric(
+    fabric: Fabric, batches: Source, make: Callable[[], nn.Module] = mlp
+) -> Loop:
     """Train with Lightning Fabric."""
-    model = mlp()
+    model = make()
     model, optimizer = fabric.setup(model, adamw(model.parameters()))
 
     def loop(steps: int) -> None:

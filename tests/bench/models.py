@@ -87,6 +87,14 @@ def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
     return cross_entropy(model(inputs), targets)
 
 
+MODELS: dict[str, tuple[Callable[[], nn.Module], Source, int]] = {
+    "mlp": (mlp, in_turn(), 100),
+    "convnet": (convnet, in_turn(width=768), 20),
+    "transformer": (Transformer, in_turn(), 20),
+}
+"""Each with its batches, and how many steps a block has."""
+
+
 class Arrays(Dataset):
     """Rows of arrays of one length, item by item."""
 

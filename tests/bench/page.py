@@ -95,9 +95,8 @@ def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ..
     """Return a header and a row for each figure."""
     absolute = benchmark.figure == "itself"
     counted = any(figure.all_reduces is not None for figure in figures)
-    told = (
-        (benchmark.unit,) if absolute else (_COSTS[benchmark.figure], benchmark.figure)
-    )
+    cost = _COSTS[benchmark.figure] if benchmark.unit == "ms" else benchmark.unit
+    told = (benchmark.unit,) if absolute else (cost, benchmark.figure)
     header = ("", *told, "middle half", "target")
     rows = [header + (("all-reduces",) if counted else ())]
     for figure in figures:
@@ -113,7 +112,7 @@ def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ..
     return rows
 
 
-_COSTS = {"ratio": "ms a step", "added": "ms"}
+_COSTS = {"ratio": "ms a step", "added": "ms", "itself": "ms"}
 
 
 def _number(value: float, benchmark: Benchmark) -> str:

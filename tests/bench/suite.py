@@ -41,24 +41,40 @@ SUITE = (
         module="step",
         title="A step on batches that are there already",
         how=(
-            "A network of five layers 64 to 64 with ReLU and one 64 to 10, batch 32, "
-            "AdamW(fused=True), 16 batches made beforehand and used in turn. One block "
-            "is 100 steps. accelfn gets plain values and an empty setup."
+            "Three models: five layers 64 to 64 with ReLU and one 64 to 10; two convolutions "
+            "with batch normalisation over images of 3 times 16 times 16; four transformer "
+            "layers of width 64 over 16 tokens. Batch 32, AdamW(fused=True), 16 batches made "
+            "beforehand and used in turn. One block is 100 steps of the first, 20 of the "
+            "others. accelfn gets plain values and an empty setup."
         ),
-        targets=(("accelfn", 1.03),),
-        rounds=80,
+        targets=(
+            ("mlp: accelfn", 1.02),
+            ("convnet: accelfn", 1.02),
+            ("transformer: accelfn", 1.02),
+        ),
+        rounds=60,
         quick_rounds=8,
+    ),
+    Benchmark(
+        name="step_memory",
+        module="step_memory",
+        title="Memory at the peak",
+        how=(
+            "Three updates of a model of 42 million parameters, batch 32, AdamW(fused=True), "
+            "in a process of its own; all import the same libraries. MiB that it had at most."
+        ),
+        targets=(("accelfn", 1.01),),
+        rounds=4,
+        quick_rounds=2,
+        unit="MiB",
     ),
     Benchmark(
         name="compile",
         module="compiled",
         title="A compiled step",
         how=(
-            "Three models, each beside its own hand-written loop, which is not compiled: the "
-            "network of the first benchmark; two convolutions with batch normalisation over "
-            "images of 3 times 16 times 16; four transformer layers of width 64 over 16 tokens. "
-            "Batch 32, AdamW(fused=True). One block is 100 steps of the first, 20 of the "
-            "others; compiling is not timed. Accelerate compiles the model by "
+            "The three models of the first benchmark, each beside its own hand-written loop, "
+            "which is not compiled; compiling is not timed. Accelerate compiles the model by "
             'dynamo_backend="inductor", as a loop by hand does with torch.compile; accelfn '
             "compiles the loss with its gradients."
         ),
@@ -214,6 +230,21 @@ SUITE = (
         ),
         targets=(("accelfn local_sgd", 0.4),),
         rounds=40,
+        quick_rounds=6,
+        nproc=2,
+    ),
+    Benchmark(
+        name="collectives",
+        module="collectives",
+        title="The sum of 100 small tensors over two processes",
+        how=(
+            "A dict of 100 tensors of 8 times 8, two processes joined by Gloo. By hand they are "
+            "joined into one vector, which is reduced and cut; accelfn is af.reduce, Accelerate "
+            'its reduce(reduction="sum"). One block is 10 sums, from one barrier to the next. '
+            "All-reduces are those of a sum, as torch's profiler sees them in a run of its own."
+        ),
+        targets=(("accelfn", 1.3),),
+        rounds=60,
         quick_rounds=6,
         nproc=2,
     ),

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process takes at its peak to train a model of 42 million parameters.
+
+Each loop is in a process of its own, which knows its peak memory: `step_memory.py NAME`.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+
+import torch
+from accelerate import Accelerator
+from figures import Figure
+from loops import by_accelerate, by_accelfn, by_hand
+from models import adamw, in_turn
+from rounds import compared
+from torch import nn
+
+import accelfn as af
+
+LAYERS, WIDTH = 10, 2048  # 10 * 2048 * 2049 = 42 million
+STEPS = 3
+
+
+def network() -> nn.Module:
+    """Return the model; its last layer has 2,048 classes, of which 10 are used."""
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def accelfn() -> Callable[[int], object]:
+    """Return accelfn's loop."""
+    state = af.TrainState.create(model=network, optimizer=adamw)
+    return by_accelfn(state, in_turn(width=WIDTH))
+
+
+def accelerated() -> Callable[[int], object]:
+    """Return Accelerate's loop."""
+    return by_accelerate(Accelerator(cpu=True), in_turn(width=WIDTH), network)
+
+
+LOOPS = {
+    "by hand": lambda: by_hand(network(), in_turn(width=WIDTH)),
+    "accelfn": accelfn,
+    "Accelerate": accelerated,
+}
+
+
+def measure(rounds: int) -> list[Figure]:
+    """Return each one's peak, in MiB."""
+    taken: dict[str, list[float]] = {name: [] for name in LOOPS}
+    for _ in range(rounds):
+        for name in LOOPS:
+            done = subprocess.run(
+                [sys.executable, Path(__file__), name],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            taken[name].append(float(done.stdout.splitlines()[-1]))
+    return compared(taken)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    LOOPS[sys.argv[1]]()(STEPS)
+    print(getrusage(RUSAGE_SELF).ru_maxrss / 1024)
