@@ -229,8 +229,12 @@ class autocast:
             self._option("backoff_factor"),
             self._option("growth_interval"),
         )
-        weight = torch.as_tensor(grads.weight, dtype=torch.float32, device=found.device)
-        unit = torch.where(weight > 0, _power_of_2(weight), slot["unit"])
+        weight = grads.weight
+        if not isinstance(
+            weight, torch.Tensor
+        ):  # filled, for a copy would be waited for
+            weight = torch.full((), weight, device=found.device)
+        unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
         if not state.num_tried % _LOOK_EVERY:
             self._check_scale(state, slot)
         noted = grads.with_metrics(loss_scale=slot["scale"])
