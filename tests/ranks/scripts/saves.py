@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save at every update (`saves.py DIR save`), or load each in a fresh process and go on.
+"""Save after every update, or load each in a fresh process and go on.
 
-Prints, on each rank, a digest of all that is saved of the last state.
+`saves.py DIR save` and `saves.py DIR resume`; some updates are skipped. Prints, on each rank, a digest of all that is saved of the last state.
 """
 
 import hashlib
@@ -38,7 +38,12 @@ def create(world: af.World, seed: int) -> af.TrainState:
         data=af.Data(
             torch.linspace(-1, 1, 108).reshape(36, 3), batch_size=8, shuffle=True
         ),
-        setup=af.chain(af.shard_data(), af.local_sgd(sync_every=3), af.ema(0.9)),
+        setup=af.chain(
+            af.shard_data(),
+            af.local_sgd(sync_every=3),
+            af.autocast("fp16", init_scale=2.0**17, growth_interval=2),
+            af.ema(0.9),
+        ),
         world=world,
         seed=seed,
     )
@@ -53,11 +58,12 @@ def digest(state: af.TrainState) -> str:
 def go_on(state: af.TrainState, folder: Path | None = None) -> str:
     step = af.make_step(loss_fn)
     for batch in af.batches(state):
-        if state.step == UPDATES:
+        if state.num_tried == UPDATES:
+            assert 0 < state.num_skipped < UPDATES - 3
             return digest(state)
         state, _ = step(state, batch)
         if folder is not None:
-            af.save(state, folder / str(state.step))
+            af.save(state, folder / str(state.num_tried))
     raise AssertionError
 
 
