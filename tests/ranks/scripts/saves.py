@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save after every update, or load each in a fresh process and go on.
 
-`saves.py DIR save` and `saves.py DIR resume`; some updates are skipped. Prints, on each rank, a digest of all that is saved of the last state.
+`saves.py DIR save` and `saves.py DIR resume`; some updates are skipped. Writes, on each
+rank, a digest of all that is saved of the last state.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ def create(world: af.World, seed: int) -> af.TrainState:
         setup=af.chain(
             af.shard_data(),
             af.local_sgd(sync_every=3),
-            af.autocast("fp16", init_scale=2.0**17, growth_interval=2),
+            af.autocast("fp16", init_scale=2.0**12, growth_interval=2),
             af.ema(0.9),
         ),
         world=world,
@@ -59,7 +60,8 @@ def go_on(state: af.TrainState, folder: Path | None = None) -> str:
     step = af.make_step(loss_fn)
     for batch in af.batches(state):
         if state.num_tried == UPDATES:
-            assert 0 < state.num_skipped < UPDATES - 3
+            skipped = state.num_skipped
+            assert 0 < skipped < UPDATES - 3, skipped
             return digest(state)
         state, _ = step(state, batch)
         if folder is not None:
