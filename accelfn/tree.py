@@ -6,7 +6,7 @@ other object is a leaf that is passed through untouched.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -88,6 +88,23 @@ def _gather(tree: Any, leaves: list[Any]) -> None:
             _gather(getattr(tree, name), leaves)
     else:
         leaves.append(tree)
+
+
+def outline(tree: Any, show: Callable[[Any], str]) -> str:
+    """Return the containers as text, with `show(leaf)` in place of every leaf."""
+    if not isinstance(tree, torch.Tensor):
+        if isinstance(tree, Mapping):
+            items = cast("Mapping[Any, Any]", tree).items()
+            inside = ", ".join(f"{key!r}: {outline(v, show)}" for key, v in items)
+            return f"{{{inside}}}"
+        if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+            parts = ", ".join(outline(v, show) for v in cast("list[Any]", tree))
+            return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
+        names: Iterable[str] = getattr(tree, "_fields", None) or _fields(type(tree))
+        if names:
+            each = ", ".join(f"{n}={outline(getattr(tree, n), show)}" for n in names)
+            return f"{type(tree).__name__}({each})"
+    return show(tree)
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:

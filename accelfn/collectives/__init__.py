@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives: the few calls in which ranks talk, each with a label and a named failure."""
 
+from accelfn.collectives.naming import naming as naming
 from accelfn.collectives.objects import broadcast_object as broadcast_object
 from accelfn.collectives.objects import gather_objects as gather_objects
 from accelfn.collectives.objects import scatter as scatter
@@ -10,16 +11,17 @@ from accelfn.collectives.packed import all_reduce_ as all_reduce_
 from accelfn.collectives.packed import barrier as barrier
 from accelfn.collectives.packed import broadcast_ as broadcast_
 from accelfn.collectives.packed import check_replicas as check_replicas
+from accelfn.collectives.packed import check_values as check_values
 from accelfn.collectives.packed import checksum as checksum
 from accelfn.collectives.packed import gather_bytes as gather_bytes
 from accelfn.collectives.packed import gather_text as gather_text
 from accelfn.collectives.packed import mean as mean
-from accelfn.collectives.packed import naming as naming
 from accelfn.collectives.packed import pack as pack
 from accelfn.collectives.packed import print_once as print_once
 from accelfn.collectives.packed import scatter_bytes as scatter_bytes
 from accelfn.collectives.packed import sum_ as sum_
 from accelfn.collectives.packed import unpack_ as unpack_
+from accelfn.collectives.swapped import all_to_all as all_to_all
 from accelfn.collectives.trees import all_ranks as all_ranks
 from accelfn.collectives.trees import any_rank as any_rank
 from accelfn.collectives.trees import broadcast as broadcast

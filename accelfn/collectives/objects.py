@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelfn import codec
+from accelfn.collectives.agreed import agreed
 from accelfn.collectives.packed import broadcast_bytes, gather_bytes, scatter_bytes
 from accelfn.collectives.trees import check_root
 from accelfn.errors import ArgumentError
@@ -34,6 +35,7 @@ def gather_objects(
         PlainDataError: it is something else, and `pickle` is False.
     """
     data = _written(value, pickle=pickle)
+    world = agreed(world, _named("gather_objects", pickle=pickle), label)
     parts = gather_bytes(data, world, label=label)
     return [_read(each, world, pickle=pickle) for each in parts]
 
@@ -54,6 +56,8 @@ def broadcast_object(
     """
     check_root("broadcast_object", root, world)
     data = _written(value, pickle=pickle) if world.rank == root else None
+    kind = _named("broadcast_object", pickle=pickle)
+    world = agreed(world, kind, label, root=root)
     return _read(
         broadcast_bytes(data, world, root=root, label=label), world, pickle=pickle
     )
@@ -87,8 +91,13 @@ def scatter(
             msg = f"af.scatter: rank {root} gave {count} values for {world.size} ranks."
             raise ArgumentError(msg)
         parts = [_written(each, pickle=False) for each in values]
+    world = agreed(world, "scatter", label, root=root)
     data = scatter_bytes(parts, world, root=root, label=label)
     return _read(data, world, pickle=False)
+
+
+def _named(kind: str, *, pickle: bool) -> str:
+    return f"{kind}(pickle=True)" if pickle else kind
 
 
 def _written(value: Any, *, pickle: bool) -> bytes:

@@ -5,70 +5,36 @@ Tensors travel packed in one contiguous buffer: one call for any number of them,
 non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch._utils import (
+    _flatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
+    _unflatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
+)
 
 from accelfn import foreach
-from accelfn.errors import ArgumentError, Error, PeerFailedError, ReplicaMismatchError
+from accelfn.collectives.agreed import agreed, alike
+from accelfn.collectives.naming import naming
+from accelfn.errors import ArgumentError, ReplicaMismatchError
 from accelfn.loss import Metrics
 from accelfn.world import World
 
-_PEER_SIGNS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "Broken pipe",
-    "remote process",
-    "NCCL",
-)
-
-
-class naming:
-    """Turn a backend's failure inside a `with` block into `PeerFailedError`.
-
-    Raises:
-        PeerFailedError: another rank closed the connection or did not arrive in time.
-    """
-
-    __slots__ = ("_label", "_world")
-
-    def __init__(self, label: str, world: World) -> None:
-        """Take what the ranks are doing, and in which world."""
-        self._label = label
-        self._world = world
-
-    def __enter__(self) -> None:
-        """Let it be known what this rank does."""
-        connection = self._world.connection
-        connection.label = self._label
-        connection.trail.append((self._label, connection.step))
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        """Name the failure, if it is one of the connection."""
-        self._world.connection.label = None
-        if not isinstance(error, RuntimeError) or isinstance(error, Error):
-            return
-        if any(sign in str(error) for sign in _PEER_SIGNS):
-            first = str(error).splitlines()[0]
-            msg = (
-                f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"
-                f"{self._when()}, but another rank failed, left or did not arrive."
-                f" Look at the other ranks' output for the cause. ({first})"
-            )
-            raise PeerFailedError(msg) from error
-
-    def _when(self) -> str:
-        step = self._world.connection.step
-        return "" if step is None else f" at update {step}"
-
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of tensors of one dtype as one vector."""
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    """Return the elements of tensors of one dtype as one vector, with memory of its own."""
+    with torch.no_grad():
+        if len(tensors) == 1:  # torch would return the tensor itself
+            return torch.cat([tensors[0].reshape(-1)])
+        return _flatten_dense_tensors(tensors)
+
+
+def cut(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return parts of a vector, shaped like the tensors that it was packed from."""
+    return _unflatten_dense_tensors(flat, tensors)
 
 
 def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -79,8 +45,24 @@ def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     foreach.copy_([tensor.detach() for tensor in tensors], views)
 
 
+_MOVED = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+        *(torch.complex64, torch.complex128),
+    }
+)
+"""What Gloo carries; anything else travels as bytes."""
+
+
+def _carried(flat: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a dtype that every backend carries."""
+    return flat if flat.dtype in _MOVED else flat.view(torch.uint8)
+
+
 def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
     """Sum one contiguous tensor over all ranks, in place."""
+    world = alike(world, "all_reduce", label, [flat])
     if world.size > 1:
         with naming(label, world):
             dist.all_reduce(flat, group=world.group)
@@ -90,6 +72,7 @@ def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) ->
     """Sum tensors over all ranks, in place, in one call a dtype."""
     if world.size == 1:
         return
+    world = alike(world, "all_reduce", label, tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = pack(same)
@@ -103,11 +86,12 @@ def broadcast_(
     """Give every rank the values of rank `root`, in place, in one call a dtype."""
     if world.size == 1:
         return
+    world = alike(world, "broadcast", label, tensors, root=root)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = pack(same)
         with naming(label, world):
-            dist.broadcast(flat, group=world.group, group_src=root)
+            dist.broadcast(_carried(flat), group=world.group, group_src=root)
         unpack_(flat, same)
 
 
@@ -115,11 +99,16 @@ def all_gather(tensor: torch.Tensor, world: World, *, label: str) -> list[torch.
     """Return every rank's tensor, in rank order; shape and dtype are equal on all."""
     if world.size == 1:
         return [tensor.clone()]
+    world = alike(world, "all_gather", label, [tensor])
     packed = tensor.contiguous()
-    gathered = [torch.empty_like(packed) for _ in range(world.size)]
+    known = packed.dtype in _MOVED
+    sent = packed if known else _carried(packed.reshape(-1))
+    gathered = [torch.empty_like(sent) for _ in range(world.size)]
     with naming(label, world):
-        dist.all_gather(gathered, packed, group=world.group)
-    return gathered
+        dist.all_gather(gathered, sent, group=world.group)
+    if known:
+        return gathered
+    return [each.view(tensor.dtype).view(tensor.shape) for each in gathered]
 
 
 def all_gather_rows(
@@ -142,6 +131,7 @@ def broadcast_bytes(
     """Return what rank `root` has; others give None."""
     if data is not None and world.size == 1:
         return data
+    world = alike(world, "broadcast_bytes", label, root=root)
     size = torch.tensor([len(data or b"")], device=world.device)
     broadcast_([size], world, label=label, root=root)
     buffer = _as_tensor(data or b"", int(size)).to(world.device)
@@ -155,6 +145,7 @@ def scatter_bytes(
     """Return this rank's part of what rank `root` has for each; others give None."""
     if parts is not None and world.size == 1:
         return parts[0]
+    world = alike(world, "scatter_bytes", label, root=root)
     sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     if parts is not None:
         sizes = torch.tensor([len(part) for part in parts], device=world.device)
@@ -207,6 +198,8 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
     names = sorted(metrics)  # the same order on all ranks
     if not names:
         return {}
+    label = "mean of metrics"
+    world = agreed(world, "mean", label, dict.fromkeys(names))
     # float64 where the device has it; MPS, which has not, is no device of a world
     pairs = [(metrics.sums[name].total, metrics.sums[name].weight) for name in names]
     flat = torch.stack(
@@ -218,7 +211,7 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
             for x in pair
         ]
     )
-    sum_(flat, world, label="mean of metrics")
+    sum_(flat, world, label=label)
     sums: list[float] = flat.tolist()
     means = {
         name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else 0.0
@@ -228,9 +221,16 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
 
 
 def check_replicas(
-    tensors: Mapping[str, torch.Tensor], world: World, *, label: str, values: bool
+    tensors: Mapping[str, torch.Tensor],
+    world: World,
+    *,
+    label: str,
+    values: bool,
+    trained: Collection[str] | None = None,
 ) -> None:
     """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
+
+    Where `trained` names some of them, they must be the same on all ranks too.
 
     Cost: a sum over every tensor, and two small all-gathers.
 
@@ -239,17 +239,34 @@ def check_replicas(
     """
     if world.size == 1:
         return
-    shown = [f"{name}: {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    shown = [
+        f"{name}: {tuple(t.shape)} {t.dtype}"
+        f"{'' if trained is None or name in trained else ', frozen'}"
+        for name, t in tensors.items()
+    ]
     tables = gather_text("\n".join(shown), world, label=label)
-    _refuse_difference([table.split("\n") for table in tables], "structure")
+    _refuse_difference([table.split("\n") for table in tables], "structure", _CREATED)
     if values:
-        sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
-        rows = [row.tolist() for row in all_gather(sums, world, label=label)]
-        named = [
-            [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
-            for row in rows
-        ]
-        _refuse_difference(named, "values")
+        check_values(tensors, world, label=label, advice=_CREATED)
+
+
+def check_values(
+    tensors: Mapping[str, torch.Tensor], world: World, *, label: str, advice: str
+) -> None:
+    """Raise unless all ranks hold the same values; names, shapes and dtypes are known to be.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first tensor that differs is named.
+    """
+    if world.size == 1:
+        return
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    rows = [row.tolist() for row in all_gather(sums, world, label=label)]
+    named = [
+        [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
+        for row in rows
+    ]
+    _refuse_difference(named, "values", advice)
 
 
 def gather_text(text: str, world: World, *, label: str) -> list[str]:
@@ -259,6 +276,7 @@ def gather_text(text: str, world: World, *, label: str) -> list[str]:
 
 def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     """Return every rank's bytes, in rank order."""
+    world = alike(world, "gather_bytes", label)
     raw = _as_tensor(data, len(data)).to(world.device)
     size = torch.tensor([raw.numel()], device=world.device)
     counts = [int(count) for count in all_gather(size, world, label=label)]
@@ -267,8 +285,13 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     return [joined[end - n : end] for end, n in zip(ends, counts, strict=True)]
 
 
-def _refuse_difference(tables: list[list[str]], what: str) -> None:
+_CREATED = (
+    "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or"
+    " load the same weights on every rank."
+)
 
+
+def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
     longest = max(len(table) for table in tables)
     for i in range(longest):
         rows = [table[i] if i < len(table) else "nothing" for table in tables]
@@ -276,9 +299,7 @@ def _refuse_difference(tables: list[list[str]], what: str) -> None:
             listed = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
             msg = (
                 f"The ranks hold models that differ in {what}; tensor {i} is the first"
-                f" that differs:\n{listed}\nGive TrainState.create a factory, which is"
-                " drawn from the seed on every rank alike, or load the same weights on"
-                " every rank."
+                f" that differs:\n{listed}\n{advice}"
             )
             raise ReplicaMismatchError(msg)
 

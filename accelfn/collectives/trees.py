@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from accelfn import tree
+from accelfn.collectives.agreed import agreed
+from accelfn.collectives.naming import naming
 from accelfn.collectives.packed import (
     all_gather,
     all_gather_rows,
     broadcast_,
-    naming,
+    cut,
     pack,
-    unpack_,
 )
 from accelfn.errors import ArgumentError
 from accelfn.world import World
@@ -32,6 +33,21 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+_WIDER = {
+    torch.bool: torch.int64,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+"""What Gloo reduces in place of a dtype; sums and products wrap around as its own would."""
+_REAL = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+        *_WIDER,
+    }
+)
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 def gather(values: T, world: World, *, grad: bool = False, label: str = "gather") -> T:
@@ -54,12 +70,15 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
         ArgumentError: a leaf is no tensor; see `gather_objects`.
     """
     if grad:
+        tensors_of(values, label)
 
-        def differentiably(leaf: Any) -> Any:
-            return cast("Any", _Gather).apply(_row(_tensor(leaf, label)), world, label)
+        def differentiably(leaf: torch.Tensor) -> Any:
+            return cast("Any", _Gather).apply(_row(leaf), world, label)
 
         return tree.tree_map(differentiably, values)
-    return _by_dtype(values, label, lambda same: _gathered(same, world, label))
+    leaves = tensors_of(values, label)
+    ready = agreed(world, "gather", label, values)
+    return _by_dtype(values, leaves, lambda same: _gathered(same, ready, label))
 
 
 def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T:
@@ -74,7 +93,8 @@ def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T
 
     Cost: one gather of the lengths, and one a tensor, of as many rows as the longest has.
     """
-    leaves = [_row(_tensor(leaf, label)) for leaf in tree.tree_leaves(values)]
+    leaves = [_row(leaf) for leaf in tensors_of(values, label)]
+    world = agreed(world, "gather_ragged", label, values, free=0)
     if not leaves:
         return values
     mine = torch.tensor([len(leaf) for leaf in leaves], device=world.device)
@@ -109,7 +129,11 @@ def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -
     if op not in _OPS:
         msg = f"af.reduce(op={op!r}): expected one of {', '.join(map(repr, _OPS))}."
         raise ArgumentError(msg)
-    return _by_dtype(values, label, lambda same: _reduced(same, world, op, label))
+    leaves = tensors_of(values, label)
+    for dtype in {leaf.dtype for leaf in leaves}:
+        _check_reducible(dtype, op)
+    ready = agreed(world, "reduce", label, values, op=op)
+    return _by_dtype(values, leaves, lambda same: _reduced(same, ready, op, label))
 
 
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
@@ -126,13 +150,15 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     Cost: one broadcast a dtype.
     """
     check_root("broadcast", root, world)
+    leaves = tensors_of(values, label)
+    ready = agreed(world, "broadcast", label, values, root=root)
 
-    def given(same: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        copies = [leaf.detach().clone() for leaf in same]
-        broadcast_(copies, world, label=label, root=root)
-        return copies
+    def given(same: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        flat = pack(same)
+        broadcast_([flat], ready, label=label, root=root)
+        return cut(flat, same)
 
-    return _by_dtype(values, label, given)
+    return _by_dtype(values, leaves, given)
 
 
 def pad_across(
@@ -159,13 +185,14 @@ def pad_across(
     Raises:
         ArgumentError: a tensor has no such dimension.
     """
-    leaves = [_tensor(leaf, label) for leaf in tree.tree_leaves(values)]
+    leaves = tensors_of(values, label)
     for leaf in leaves:
         if not -leaf.ndim <= dim < leaf.ndim:
             msg = (
                 f"af.pad_across(dim={dim}): a tensor has the shape {tuple(leaf.shape)}."
             )
             raise ArgumentError(msg)
+    world = agreed(world, "pad_across", label, values, free=dim)
     if not leaves:
         return values
     mine = torch.tensor([leaf.shape[dim] for leaf in leaves], device=world.device)
@@ -207,6 +234,23 @@ def check_root(name: str, root: int, world: World) -> None:
         raise ArgumentError(msg)
 
 
+def tensors_of(values: Any, label: str) -> list[torch.Tensor]:
+    """Return the leaves of a tree.
+
+    Raises:
+        ArgumentError: one is no tensor.
+    """
+    leaves = tree.tree_leaves(values)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            msg = (
+                f"{label}: a leaf is a {type(leaf).__name__}; expected tensors. Objects"
+                " travel by af.gather_objects and af.broadcast_object."
+            )
+            raise ArgumentError(msg)
+    return leaves
+
+
 class _Gather(torch.autograd.Function):
     """An all-gather whose backward pass sums, over the ranks, the gradients of a part."""
 
@@ -224,16 +268,19 @@ class _Gather(torch.autograd.Function):
 
 def _by_dtype(
     values: Any,
-    label: str,
-    how: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    leaves: Sequence[torch.Tensor],
+    how: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> Any:
     """Return the tree with what `how` gives for its leaves, those of a dtype at a time."""
-    leaves = [_tensor(leaf, label) for leaf in tree.tree_leaves(values)]
+    dtypes = dict.fromkeys([leaf.dtype for leaf in leaves])
+    if len(dtypes) == 1:
+        results = iter(how(leaves))
+        return tree.tree_map(lambda _: next(results), values)
     found: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+    for dtype in dtypes:
         places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         found.update(zip(places, how([leaves[i] for i in places]), strict=True))
-    results = iter(found[i] for i in range(len(leaves)))
+    results = iter([found[i] for i in range(len(leaves))])
     return tree.tree_map(lambda _: next(results), values)
 
 
@@ -250,39 +297,33 @@ def _gathered(
     ]
 
 
-def _reduced(
-    same: Sequence[torch.Tensor], world: World, op: str, label: str
-) -> list[torch.Tensor]:
-    dtype = same[0].dtype
-    if dtype.is_complex and op not in ("sum", "mean"):
+def _check_reducible(dtype: torch.dtype, op: str) -> None:
+    if dtype in _COMPLEX and op not in ("sum", "mean"):
         msg = (
             f"af.reduce(op={op!r}): {dtype} has no order, and no product across ranks."
         )
         raise ArgumentError(msg)
+    if dtype not in _REAL | _COMPLEX:
+        msg = f"af.reduce: ranks cannot reduce {dtype}; convert it to another dtype."
+        raise ArgumentError(msg)
+
+
+def _reduced(
+    same: Sequence[torch.Tensor], world: World, op: str, label: str
+) -> Sequence[torch.Tensor]:
+    dtype = same[0].dtype
     flat = pack(same)
-    if dtype is torch.bool:
-        flat = flat.to(torch.int64)
+    if dtype in _WIDER:
+        flat = flat.to(_WIDER[dtype])
     if world.size > 1:
         numbers = torch.view_as_real(flat) if dtype.is_complex else flat
         with naming(label, world):
             dist.all_reduce(numbers, op=_OPS[op], group=world.group)
     if op == "mean":
         flat = flat / world.size
-    elif dtype is torch.bool and op != "sum":
-        flat = flat.to(torch.bool)
-    results = [flat.new_empty(leaf.shape) for leaf in same]
-    unpack_(flat, results)
-    return results
-
-
-def _tensor(leaf: Any, label: str) -> torch.Tensor:
-    if not isinstance(leaf, torch.Tensor):
-        msg = (
-            f"{label}: a leaf is a {type(leaf).__name__}; expected tensors. Objects travel by"
-            " af.gather_objects and af.broadcast_object."
-        )
-        raise ArgumentError(msg)
-    return leaf
+    elif flat.dtype is not dtype and (dtype is not torch.bool or op != "sum"):
+        flat = flat.to(dtype)
+    return cut(flat, same)
 
 
 def _row(leaf: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 """What gather, reduce, broadcast, pad, scatter and objects give, for trees of any kind."""
 
 import dataclasses
+import math
 from collections import namedtuple
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn import tree
 from accelfn.testing import simulate
-from tests.laws.test_collectives import Part, exactly, part, sizes
+from tests.laws.test_collectives import Part, exactly, part, shapes, sizes
+from tests.ranks.programs_of_trees import TreeCall, bits, for_each, tree_calls
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users have them
 
@@ -122,6 +124,27 @@ def test_reduced_trees_are_combined_element_by_element(
     simulate(size, fn)
 
 
+@given(shapes=st.lists(shapes, max_size=20), size=sizes)
+def test_a_tree_of_a_dtype_is_one_collective(
+    shapes: list[tuple[int, ...]], size: int
+) -> None:
+    """However many tensors are reduced, one vector of all their elements is sent."""
+
+    def fn(world: af.World) -> None:
+        given = {f"{i}": torch.ones(shape) for i, shape in enumerate(shapes)}
+        found = af.reduce(given, world, "max")
+        for leaf in found.values():
+            others = [each.clone() for each in found.values() if each is not leaf]
+            leaf.fill_(7)
+            rest = [each for each in found.values() if each is not leaf]
+            assert all(map(exactly, others, rest))
+
+    log = simulate(size, fn).log
+    elements = sum(math.prod(shape) for shape in shapes)
+    sent = [(each.kind, each.num_bytes) for each in log]
+    assert sent == ([("all_reduce", 4 * elements)] if shapes and size > 1 else [])
+
+
 @given(size=sizes, flags=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_booleans_are_counted_and_combined(size: int, flags: list[bool]) -> None:
     """A sum counts them; the greatest is "any", the least is "all"; flags agree with them."""
@@ -207,6 +230,67 @@ def test_padding_is_as_long_as_the_longest(
     simulate(len(counts), fn)
 
 
+@given(call=tree_calls(), size=sizes)
+def test_any_dtype_travels(call: TreeCall, size: int) -> None:
+    """Floats, integers, booleans and complex numbers of any width keep every bit."""
+    gathered = [
+        tree.tree_leaves(call.tree(rank, call.count(0))) for rank in range(size)
+    ]
+    joined = [
+        torch.cat([leaf if leaf.ndim else leaf.reshape(1) for leaf in same])
+        for same in zip(*gathered, strict=True)
+    ]
+    root = call.root % size
+
+    def fn(world: af.World) -> None:
+        given = call.tree(world.rank, call.count(0))
+        found = tree.tree_leaves(af.gather(given, world))
+        assert list(map(bits, joined)) == list(map(bits, found))
+        given = call.tree(world.rank, call.count(0))
+        found = tree.tree_leaves(af.broadcast(given, world, root=root))
+        assert list(map(bits, gathered[root])) == list(map(bits, found))
+
+    simulate(size, fn)
+
+
+@given(
+    size=st.integers(2, 4),
+    dtype=st.sampled_from([torch.int16, torch.uint16, torch.uint32, torch.uint8]),
+    op=st.sampled_from(["sum", "product", "min", "max"]),
+    data=st.data(),
+)
+def test_integers_of_any_width_are_reduced(
+    size: int, dtype: torch.dtype, op: str, data: st.DataObject
+) -> None:
+    """Those too that a backend does not know; sums and products wrap around."""
+    info = torch.iinfo(dtype)
+    numbers = st.lists(st.integers(info.min, info.max), min_size=size, max_size=size)
+    drawn = data.draw(numbers)
+    combine = {"sum": sum, "product": math.prod, "min": min, "max": max}[op]
+    expected = (combine(drawn) - info.min) % 2**info.bits + info.min
+
+    def fn(world: af.World) -> None:
+        mine = torch.tensor([drawn[world.rank]]).to(dtype)
+        assert [expected] == af.reduce(mine, world, op).tolist()
+
+    simulate(size, fn)
+
+
+@given(call=tree_calls(), size=sizes)
+def test_all_to_all_is_a_transpose(call: TreeCall, size: int) -> None:
+    """A rank gets, of each, what that had for it, of any dtypes and sizes; twice is nothing."""
+
+    def fn(world: af.World) -> None:
+        found = af.all_to_all(for_each(world, call), world)
+        theirs = [attrs.evolve(world, rank=rank) for rank in range(size)]
+        expected = [for_each(each, call)[world.rank] for each in theirs]
+        assert tree.tree_map(bits, expected) == tree.tree_map(bits, found)
+        again = af.all_to_all(found, world)
+        assert tree.tree_map(bits, for_each(world, call)) == tree.tree_map(bits, again)
+
+    simulate(size, fn)
+
+
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3),
     lambda inner: (
@@ -271,6 +355,11 @@ REFUSED = {
     "complex greatest": lambda w: af.reduce(
         torch.ones(1, dtype=torch.cfloat), w, "max"
     ),
+    "float8 to reduce": lambda w: af.reduce(torch.ones(1).to(torch.float8_e4m3fn), w),
+    "too few for all": lambda w: af.all_to_all([torch.ones(1)], w),
+    "one for all": lambda w: af.all_to_all(torch.ones(2), w),
+    "others for one": lambda w: af.all_to_all([torch.ones(1), torch.ones(1, 1)], w),
+    "objects for all": lambda w: af.all_to_all(["a", "b"], w),
     "no such root": lambda w: af.broadcast(torch.ones(1), w, root=2),
     "no such dimension": lambda w: af.pad_across(torch.ones(1), w, dim=1),
     "too few": lambda w: af.scatter([1], w, root=w.rank),

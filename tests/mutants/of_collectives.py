@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what ranks exchange: trees and objects."""
 
-from accelfn.collectives import objects, packed, trees
+from accelfn.collectives import agreed, objects, packed, swapped, trees
+from accelfn.transforms import check
+from tests.laws import test_checked as checks
 from tests.laws import test_collectives_on_trees as laws
+from tests.laws import test_replicas as replicas
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -30,8 +33,8 @@ MUTANTS = [
         law="L49",
         test=laws.test_booleans_are_counted_and_combined,
         place=trees._reduced,
-        old='elif dtype is torch.bool and op != "sum"',
-        new="elif dtype is torch.bool",
+        old='(dtype is not torch.bool or op != "sum")',
+        new="True",
     ),
     Mutant(
         name="every root is rank 0",
@@ -88,12 +91,113 @@ MUTANTS = [
         new="total = gradient",
     ),
     Mutant(
+        name="a collective too many",
+        says="a reduction sends nothing first, and then the tensors",
+        law="L49",
+        test=laws.test_a_tree_of_a_dtype_is_one_collective,
+        place=trees._reduced,
+        old="dist.all_reduce(numbers,",
+        new="dist.all_reduce(numbers[:0], group=world.group); dist.all_reduce(numbers,",
+    ),
+    Mutant(
+        name="bytes that nobody reads",
+        says="a dtype that Gloo does not carry is broadcast into a copy",
+        law="L48",
+        test=laws.test_any_dtype_travels,
+        place=packed._carried,
+        old="flat.view(torch.uint8)",
+        new="flat.view(torch.uint8).clone()",
+    ),
+    Mutant(
+        name="unsigned numbers are signed",
+        says="numbers of 16 bits without a sign are reduced as if they had one",
+        law="L49",
+        test=laws.test_integers_of_any_width_are_reduced,
+        place=trees._reduced,
+        old="flat.to(_WIDER[dtype])",
+        new="flat.to(torch.int16).to(_WIDER[dtype])",
+    ),
+    Mutant(
+        name="parts of others",
+        says="what ranks gave one another comes in another order than the ranks",
+        law="L49",
+        test=laws.test_all_to_all_is_a_transpose,
+        place=swapped._swapped,
+        old="return got.split(coming)",
+        new="return got.split(coming)[::-1]",
+    ),
+    Mutant(
+        name="a mismatch of two passes",
+        says="in a checked world, ranks that are about to make two kinds of calls make them",
+        law="L55",
+        test=checks.test_different_calls_are_told_on_all_ranks,
+        place=agreed._compared,
+        old="if len(found) > 1",
+        new="if len(found) > 2",
+    ),
+    Mutant(
+        name="reductions are not compared",
+        says="in a checked world, a sum meets a maximum",
+        law="L55",
+        test=checks.test_what_differs_is_named,
+        args={"one": "reduce 3", "other": "reduce the greatest", "what": "reduction"},
+        place=agreed._compared,
+        old='"reduction": op',
+        new='"reduction": None',
+    ),
+    Mutant(
+        name="texts of one length",
+        says="a checked world refuses texts of which ranks have different lengths",
+        law="L49",
+        test=checks.test_checking_changes_nothing,
+        place=packed.gather_bytes,
+        old='alike(world, "gather_bytes", label)',
+        new='alike(world, "gather_bytes", label, [_as_tensor(data, len(data) + world.rank)])',
+    ),
+    Mutant(
+        name="names are not compared",
+        says="a simulated world adds up what ranks have under different names",
+        law="L55",
+        test=checks.test_simulated_worlds_compare_structures,
+        place=agreed.agreed,
+        old='connection.structure = tree.outline(values, lambda _: "*")',
+        new="pass",
+    ),
+    Mutant(
+        name="a check too late",
+        says="replicas are compared after the first update of each period, not the last",
+        law="L2",
+        test=replicas.test_the_next_check_finds_one_element_of_one_rank,
+        place=check.check_replicas.after_update,
+        old="state.step % self.every == 0",
+        new="(state.step - 1) % self.every == 0",
+    ),
+    Mutant(
+        name="a check that corrects",
+        says="a check leaves something behind in the parameters",
+        law="L28",
+        test=replicas.test_a_check_changes_nothing,
+        place=check.check_replicas.after_update,
+        old="label = f",
+        new="next(iter(state.params.values())).mul_(2); label = f",
+    ),
+    Mutant(
+        name="statistics are compared",
+        says="a check takes batch statistics, which ranks count for themselves, for parameters",
+        law="L2",
+        test=replicas.test_batch_statistics_may_differ,
+        args={"every": 1},
+        place=check.check_replicas.after_update,
+        old="check_values(state.params,",
+        new="check_values({**state.params, **state.buffers},",
+    ),
+    Mutant(
         name="complex numbers are ordered",
         says="the greatest of complex numbers has the greatest real and imaginary parts",
         law="L49",
         test=laws.test_what_cannot_travel_is_refused,
         args={"case": "complex greatest"},
-        place=trees._reduced,
+        place=trees._check_reducible,
         old='op not in ("sum", "mean")',
         new='op not in ("sum", "mean", "max")',
     ),

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`naming`: a backend's failure says what the ranks were doing."""
+
+from accelfn.errors import Error, PeerFailedError
+from accelfn.world import World
+
+_PEER_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+    "remote process",
+    "NCCL",
+)
+
+
+class naming:
+    """Turn a backend's failure inside a `with` block into `PeerFailedError`.
+
+    Raises:
+        PeerFailedError: another rank closed the connection or did not arrive in time.
+    """
+
+    __slots__ = ("_label", "_outer", "_world")
+
+    def __init__(self, label: str, world: World) -> None:
+        """Take what the ranks are doing, and in which world."""
+        self._label = label
+        self._world = world
+        self._outer: str | None = None
+
+    def __enter__(self) -> None:
+        """Let it be known what this rank does."""
+        connection = self._world.connection
+        if connection.is_lent:
+            connection.check_not_lent()
+        self._outer, connection.label = connection.label, self._label
+        connection.trail.append((self._label, connection.step))
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        """Name the failure, if it is one of the connection."""
+        self._world.connection.label = self._outer
+        self._world.connection.structure = None
+        if not isinstance(error, RuntimeError) or isinstance(error, Error):
+            return
+        if any(sign in str(error) for sign in _PEER_SIGNS):
+            first = str(error).splitlines()[0]
+            msg = (
+                f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"
+                f"{self._when()}, but another rank failed, left or did not arrive."
+                f" Look at the other ranks' output for the cause. ({first})"
+            )
+            raise PeerFailedError(msg) from error
+
+    def _when(self) -> str:
+        step = self._world.connection.step
+        return "" if step is None else f" at update {step}"

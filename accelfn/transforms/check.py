@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look, every few updates, whether all ranks still hold the same parameters."""
+
+from typing import ClassVar
+
+import attrs
+
+from accelfn.collectives import check_values
+from accelfn.errors import ArgumentError
+from accelfn.state import TrainState
+from accelfn.transform import Transform, transform
+
+_ADVICE = (
+    "They were trained alike and have drifted apart. Look for what differs by rank in"
+    " transforms and steps of your own, for parameters that are written outside of a step,"
+    " and for operations that are not deterministic."
+)
+
+
+def _is_period(_owner: object, _field: object, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        msg = (
+            f"af.check_replicas(every={value!r}): expected a number of updates, at"
+            " least 1."
+        )
+        raise ArgumentError(msg)
+
+
+@transform
+class check_replicas:
+    """Raise, on all ranks, at the first check that finds different parameters on them.
+
+    It looks after each update whose number is a multiple of `every`, before anything is made
+    of the new state. Buffers are not compared: batch statistics differ by rank. Where ranks
+    differ on purpose, as under `local_sgd`, it is refused.
+
+    Acts on: after_update.
+
+    Args:
+        every: updates between checks.
+
+    Law:
+        If one element of one parameter differs on one rank, all raise at the next check; ranks
+        that agree train, bitwise, as without it.
+
+    Cost:
+        A sum over every parameter and a gather of 8 bytes for each, every `every` updates; the
+        host waits for it.
+
+    Raises:
+        ReplicaMismatchError: the first parameter that differs is named, a row a rank.
+
+    Example:
+        >>> check_replicas(every=100)
+        af.check_replicas(every=100)
+    """
+
+    _draws: ClassVar[bool] = False
+    every: int = attrs.field(validator=_is_period, kw_only=True)
+
+    def after_update(self, state: TrainState, slot: None) -> tuple[TrainState, None]:
+        """Compare, if it is time."""
+        if state.step % self.every == 0:
+            label = f"check_replicas at update {state.step}"
+            check_values(state.params, state.world, label=label, advice=_ADVICE)
+        return state, slot
+
+    def _refuse(self, transforms: tuple[Transform, ...]) -> str | None:
+        for each in transforms:
+            if "replicas_agree" in getattr(type(each), "gives_up", {}):
+                return (
+                    f"would raise beside {each!r}, under which ranks differ on purpose."
+                    " Leave it out; af.assert_replicas_agree(state) looks once."
+                )
+        return None

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are about to make different calls are told, and none of them makes it."""
+
+import re
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP
+from tests.ranks import programs
+from tests.ranks.programs_of_checks import CALLS, checked, meet
+from tests.strategies import Run, runs
+
+one_call = st.sampled_from(sorted(CALLS))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> list[str]:
+    """Draw a call a rank: one for most of them, and perhaps others for some."""
+    size = draw(st.integers(2, 4))
+    common = draw(one_call)
+    return draw(
+        st.lists(st.just(common) | one_call, min_size=size, max_size=size)
+        | st.just([common] * size)
+    )
+
+
+@given(names=calls())
+def test_different_calls_are_told_on_all_ranks(names: list[str]) -> None:
+    """All are told what each was about to do and where, if they differ in anything."""
+    told = simulate(len(names), lambda world: meet(world, names)).results
+    if len(set(names)) == 1:
+        assert set(told) == {""}
+        return
+    for rank, text in enumerate(told):
+        assert text.startswith(f"Rank {rank} of {len(names)}: the ranks are about to")
+        lines = re.findall(
+            r"^  rank (\d): .*programs_of_checks.py:\d+$", text, re.MULTILINE
+        )
+        assert lines == [str(each) for each in range(len(names))]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "what"),
+    [
+        ("reduce 3", "gather 3", "kind, reduction, label"),
+        ("reduce 3", "reduce the greatest", "reduction"),
+        ("reduce 3", "reduce labelled", "label"),
+        ("reduce 3", "reduce 2", "shape or dtype"),
+        ("reduce 3", "reduce float64", "shape or dtype"),
+        ("reduce a and b", "reduce b and a", "structure"),
+        ("gather ragged", "gather ragged 3", "shape or dtype"),
+        ("broadcast", "broadcast from 1", "root"),
+        ("objects", "pickles", "kind"),
+        ("mean of a", "mean of b", "structure"),
+    ],
+)
+def test_what_differs_is_named(one: str, other: str, what: str) -> None:
+    """And nothing else is."""
+    for told in simulate(2, lambda world: meet(world, [one, other])):
+        assert f"calls of different {what}; none of them has.\n" in told
+
+
+@given(run=runs(), size=st.integers(1, 3))
+def test_checking_changes_nothing(run: Run, size: int) -> None:
+    """A training in a checked world is bitwise that in another, whatever ranks were dealt."""
+    split = attrs.evolve(run, setup=DDP)
+    plain = simulate(size, lambda world: programs.train(world, split)).results
+    for (states, means), (others, theirs) in zip(
+        plain,
+        simulate(size, lambda world: programs.train(checked(world), split)),
+        strict=True,
+    ):
+        assert means == theirs
+        for one, other in zip(states, others, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@given(names=st.permutations(["a", "b", "c"]))
+def test_simulated_worlds_compare_structures(names: list[str]) -> None:
+    """Trees whose dicts are in another order are refused, though their shapes are alike."""
+
+    def fn(world: af.World) -> object:
+        order = names if world.rank else ["a", "b", "c"]
+        return af.reduce(dict.fromkeys(order, torch.ones(2)), world)
+
+    if names == ["a", "b", "c"]:
+        simulate(2, fn)
+        return
+    with pytest.raises(af.CollectiveMismatchError, match="different structure") as told:
+        simulate(2, fn)
+    assert "{'a': *, 'b': *, 'c': *}" in str(told.value)

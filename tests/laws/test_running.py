@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`af.run` is the loop that one would write, and goes on where it was cut."""
+
+import signal
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.stopping import deliver
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP, single
+from tests.strategies import LOSSES, Run, differences, runs, tensors
+
+PERIODS = st.integers(1, 4) | st.integers(1, 2).map(af.epochs)
+ENDS = st.integers(1, 9) | st.integers(1, 3).map(af.epochs)
+
+
+def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
+    """Train in a loop; return the state, and what was seen every so often."""
+    step, seen, told = af.make_step(LOSSES[run.loss]), af.Metrics({}), []
+    in_epochs = isinstance(until, af.epochs)
+    for batch in af.batches(state, epochs=until.count if in_epochs else None):
+        state, metrics = step(state, batch)
+        seen += metrics
+        if isinstance(period, af.epochs):
+            due = batch.ends_epoch and state.cursor.epoch % period.count == 0
+        else:
+            due = state.step % period == 0
+        if due:
+            told.append((af.mean(seen, state.world), state.step))
+            seen = af.Metrics({})
+        if not in_epochs and state.step == until:
+            break
+    return state, told
+
+
+@given(run=runs(), until=ENDS, period=PERIODS, size=st.integers(1, 2))
+def test_it_is_the_loop(run: Run, until: Any, period: Any, size: int) -> None:
+    """The state has the same bits, and metrics are seen as often, each update's once."""
+    run = attrs.evolve(run, setup=DDP)
+
+    def fn(world: af.World) -> None:
+        told: list[Any] = []
+        state = af.run(
+            af.make_step(LOSSES[run.loss]),
+            run.state(world),
+            until=until,
+            every={period: lambda state, metrics: af.mean(metrics, state.world)},
+            track=lambda numbers, update: told.append((dict(numbers), update)),
+        )
+        expected, seen = by_hand(run.state(world), run, until, period)
+        assert differences(tensors(expected), tensors(state)) == []
+        assert seen == told
+
+    simulate(size, fn)
+
+
+@given(
+    run=runs(),
+    until=st.integers(1, 9) | st.integers(2, 3).map(af.epochs),
+    cuts=st.lists(st.integers(1, 8), max_size=2, unique=True).map(sorted),
+    period=st.integers(1, 4),
+)
+def test_a_run_that_is_cut_goes_on(
+    run: Run, until: Any, cuts: list[int], period: int
+) -> None:
+    """Ended by SIGTERM at any updates, and begun again with its store: the same bits."""
+    step = af.make_step(LOSSES[run.loss])
+    whole = af.run(step, run.state(single()), until=until)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for cut in [*cuts, None]:
+
+            def end(state: af.TrainState, _: af.Metrics, cut: Any = cut) -> None:
+                if state.step == cut:
+                    deliver(signal.SIGTERM)
+
+            with af.CheckpointStore(Path(folder), every=period, async_=False) as store:
+                go = partial(af.run, step, until=until, every={1: end}, store=store)
+                if cut is not None and cut <= whole.step:
+                    with pytest.raises(SystemExit, match="143"):
+                        go(run.state(single()))
+                else:
+                    state = go(run.state(single()))
+                assert store.steps[-1] == min(cut or whole.step, whole.step)
+        assert differences(tensors(whole), tensors(state)) == []
+
+
+@given(run=runs(), size=st.integers(2, 3), data=st.data())
+def test_ranks_end_together(run: Run, size: int, data: st.DataObject) -> None:
+    """A signal to one rank ends all after the same update, whose state is saved whole."""
+    culprit, cut = data.draw(st.integers(0, size - 1)), data.draw(st.integers(1, 5))
+    run = attrs.evolve(run, setup=DDP)
+
+    def fn(world: af.World, folder: str) -> tuple[Any, int]:
+        def end(state: af.TrainState, _: af.Metrics) -> None:
+            if state.step == cut and world.rank == culprit:
+                deliver(signal.SIGTERM)
+
+        step, code = af.make_step(LOSSES[run.loss]), None
+        with af.CheckpointStore(folder, async_=False) as store:
+            try:
+                af.run(step, run.state(world), until=7, every={1: end}, store=store)
+            except SystemExit as left:
+                code = left.code
+            return code, store.restore(run.state(world)).step
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = simulate(size, lambda world: fn(world, folder)).results
+    assert found == ((143, cut),) * size

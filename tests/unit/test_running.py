@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`af.run`: what is due when, what is kept of it, and what is refused."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+STEP = af.make_step(loss_fn)
+
+
+def fresh(*setup):
+    """Return a state with 12 samples, of which an update takes 4."""
+    return af.TrainState.create(
+        model=partial(nn.Linear, 2, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=af.Data(torch.linspace(-1, 1, 24).reshape(12, 2), batch_size=4),
+        setup=af.chain(*setup),
+    )
+
+
+def test_what_is_due_when():
+    """Each period by itself, in the order given; numbers of an update are tracked at once."""
+    done, tracked = [], []
+
+    def say(what):
+        def action(state, metrics):
+            done.append((what, state.step))
+            assert metrics["loss"]
+            return {what: state.step}
+
+        return action
+
+    af.run(
+        STEP,
+        fresh(),
+        until=af.epochs(2),
+        every={af.epochs(1): say("epoch"), 2: [say("two"), say("also")]},
+        track=lambda numbers, update: tracked.append((update, dict(numbers))),
+    )
+    assert done == [
+        *(("two", 2), ("also", 2), ("epoch", 3), ("two", 4), ("also", 4)),
+        *(("epoch", 6), ("two", 6), ("also", 6)),
+    ]
+    assert tracked == [
+        (2, {"two": 2, "also": 2}),
+        (3, {"epoch": 3}),
+        (4, {"two": 4, "also": 4}),
+        (6, {"epoch": 6, "two": 6, "also": 6}),
+    ]
+
+
+def test_metrics_are_those_since():
+    """An action gets the sum of what was seen since it was last called."""
+    weights = []
+    every = {
+        2: lambda _, metrics: weights.append(float(metrics.sums["loss"].weight)),
+        af.epochs(2): lambda _, metrics: weights.append(
+            -float(metrics.sums["loss"].weight)
+        ),
+    }
+    af.run(STEP, fresh(), until=7, every=every)
+    assert weights == [8.0, 8.0, 8.0, -24.0]
+
+
+@pytest.mark.parametrize(
+    ("until", "step"),
+    [(4, 4), (af.epochs(2), 6), (lambda state: state.cursor.samples == 8, 2)],
+)
+def test_the_end(until, step):
+    """A number of updates in all, of epochs, or what a function says; at the end it ends."""
+    state = af.run(STEP, fresh(), until=until)
+    assert step == state.step
+    again = af.run(STEP, state, until=until)
+    assert again is state
+
+
+def test_an_update_that_was_skipped_is_not_done_twice(tmp_path):
+    """Neither actions nor saves come again at a number at which they were done."""
+    done = []
+
+    def step(state, batch):
+        broken = state.step == 2 and not done.count("broken")
+        if broken:
+            done.append("broken")
+        return af.make_step(
+            lambda model, rows: loss_fn(model, rows) / (0.0 if broken else 1.0)
+        )(state, batch)
+
+    with af.CheckpointStore(tmp_path, every=2, keep=None) as store:
+        af.run(
+            step,
+            fresh(af.skip_nonfinite()),
+            until=5,
+            every={2: lambda state, _: done.append(state.step)},
+            store=store,
+        )
+        assert store.steps == (2, 4, 5)
+    assert done == [2, "broken", 4]
+
+
+def test_the_best_is_kept(tmp_path):
+    """Numbers of an update are kept with its checkpoint, and choose the best."""
+    losses = {2: 3.0, 4: 1.0, 6: 2.0}
+    with af.CheckpointStore(tmp_path, every=2, keep=1, keep_best="held out") as store:
+        af.run(
+            STEP,
+            fresh(),
+            until=6,
+            every={2: lambda state, _: {"held out": losses[state.step]}},
+            store=store,
+        )
+        assert store.best.name == "step-00000004"
+        assert store.steps[-1] == 6
+
+
+def test_nothing_is_trained_in_vain(tmp_path):
+    """With a store that has the end already, nothing is read, trained or saved."""
+    with af.CheckpointStore(tmp_path) as store:
+        first = af.run(STEP, fresh(), until=3, store=store)
+        assert store.steps == (3,)
+        again = af.run(None, fresh(), until=3, store=store)
+        assert store.steps == (3,)
+    assert again.step == 3
+    assert torch.equal(first.params["weight"], again.params["weight"])
+
+
+def test_a_tracker_of_a_backend(tmp_path):
+    """Any tracker of `af.track` takes the numbers."""
+    world = af.World.single()
+    with af.track.jsonl(tmp_path / "run.jsonl", world=world) as tracker:
+        af.run(
+            STEP,
+            fresh(),
+            until=4,
+            every={2: lambda state, metrics: af.mean(metrics, state.world)},
+            track=tracker,
+        )
+    assert [*af.track.read(tmp_path / "run.jsonl").metrics["loss"]] == [2, 4]
+
+
+BAD = {
+    "no end": {"until": 0},
+    "a text": {"until": "3 epochs"},
+    "true": {"until": True},
+    "no mapping": {"until": 1, "every": [print]},
+    "no period": {"until": 1, "every": {0: print}},
+    "half a period": {"until": 1, "every": {0.5: print}},
+    "no action": {"until": 1, "every": {1: "log"}},
+    "no actions": {"until": 1, "every": {1: [print, None]}},
+    "a path": {"until": 1, "every": {1: lambda *_: "path"}},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_has_no_meaning(case):
+    """It is refused before anything is trained, but for what an action returns."""
+    state = fresh()
+    with pytest.raises(af.ArgumentError, match=r"af\.run.*expected|returned 'path'"):
+        af.run(STEP, state, **BAD[case])
+    if case != "a path":
+        assert state.params["weight"] is not None
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "1"])
+def test_epochs_that_are_none(count):
+    """A number of epochs is a number."""
+    with pytest.raises(af.ArgumentError, match=r"epochs\(.*expected a number"):
+        af.epochs(count)
+
+
+def test_without_data():
+    """There is nothing to run over."""
+    state = af.TrainState.create(
+        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    with pytest.raises(af.StateError, match="data=None"):
+        af.run(STEP, state, until=1)
