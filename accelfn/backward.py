@@ -3,14 +3,19 @@
 
 from typing import Any, Protocol
 
+import torch
+
+from accelfn.counts import Count, Counts, counted, of_shares
 from accelfn.data import Batch
 from accelfn.engine.engine import engine_of
+from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, BatchError, GradsError
 from accelfn.grads import Grads
 from accelfn.loss import Metrics
 from accelfn.modes import own_modes
+from accelfn.spans import span
 from accelfn.state import TrainState
 from accelfn.transform import chain
 
@@ -31,18 +36,26 @@ class ValueAndGrad(Protocol):
         ...
 
 
-def value_and_grad(loss_fn: LossFunction) -> ValueAndGrad:
+def value_and_grad(
+    loss_fn: LossFunction, *, count: Count | None = None
+) -> ValueAndGrad:
     """Return a function that gives a loss's metrics and gradients, and changes nothing.
 
     With `into=grads` it adds to gradients taken before (which are given away), with
     `sync=False` it leaves them on this rank: so several backward passes cost one
     reduction. What it returns goes to `apply_grads`.
 
+    With `count`, a function of a batch's value that returns a number or several by name,
+    these are added over all micro-batches and ranks before the first forward pass, and the
+    loss function gets the sums as its last argument. It divides by them, as a loss with
+    several denominators must, and returns its part of the update's loss. A sum of 0 is given
+    as 1.
+
     Acts on: nothing; `loss` and `value_and_grad` of the setup's transforms wrap it.
 
     Raises:
         GradsError: `into` is reduced over ranks already; adding to it would make the
-            replicas drift.
+            replicas drift. Or it is given beside `count`, which counts whole updates.
         LossError, NonFiniteLossError, BatchError, StateDonatedError: as `make_step`.
     """
     if not callable(loss_fn):
@@ -51,6 +64,10 @@ def value_and_grad(loss_fn: LossFunction) -> ValueAndGrad:
             " -> loss."
         )
         raise ArgumentError(msg)
+    if count is not None and not callable(count):
+        msg = f"count={count!r}: expected a function of a batch, or None."
+        raise ArgumentError(msg)
+    differentiated = loss_fn if count is None else of_shares(loss_fn, count)
 
     def compute(
         state: TrainState,
@@ -63,11 +80,28 @@ def value_and_grad(loss_fn: LossFunction) -> ValueAndGrad:
         state.lease.check()
         composed = state.definition.cache.get(compute)
         if composed is None:
-            composed = _compose(loss_fn, state.definition.setup)
+            composed = _compose(differentiated, state.definition.setup)
             state.definition.cache[compute] = composed
+        if count is not None:
+            extras = (*extras, _count(count, state, batch, into))
         return composed(state, batch, *extras, into=into, sync=sync)
 
     return compute
+
+
+def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> Counts:
+    """Return the counts of the whole update that begins with this batch."""
+    if into is not None:
+        msg = (
+            "value_and_grad(count=): into= adds to an update whose counts were told before."
+            " Give all micro-batches at once, under af.accumulate."
+        )
+        raise GradsError(msg)
+    parts: Any = batch.parts() if isinstance(batch, Batch) else [batch]
+    for each in state.definition.setup.having("value_and_grad"):
+        if hasattr(each, "_parts"):
+            parts = each._parts(batch)
+    return counted(count, parts, state.definition.world)
 
 
 def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
@@ -89,6 +123,8 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     reducers = setup.having("reduce")
     reduces_by_mean = not reducers
     stays_local = bool(reducers) and reducers[0].reduce is None
+    scaling = setup.having("loss_scale")
+    judged = any(getattr(each, "judges_finite", False) for each in setup)
 
     def compute(
         state: TrainState,
@@ -111,13 +147,17 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         lone = into is None and sync and alone
         if isinstance(batch, Batch):
             _check_follows(state, batch, into)
-            samples = Samples(batch.value, batch.weights[0], lone)
+            samples = Samples(batch.value, batch.weights[0], lone, judged)
             cursor = batch.cursor
         else:
-            samples = Samples(batch, None, lone)
+            samples = Samples(batch, None, lone, judged)
             cursor = None if into is None else into.cursor
-        with own_modes(state.definition.world.device):
-            return engine_of(state).value_and_grad(
+        device = state.definition.world.device
+        with own_modes(device), span("accelfn value_and_grad"):
+            engine = engine_of(state)
+            if engine.live_update is not None:
+                _check_planned(engine.live_update, state, into, sync=sync)
+            return engine.value_and_grad(
                 state,
                 loss_fn,
                 extras,
@@ -125,9 +165,33 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
                 into=into,
                 sync=sync and reduces_by_mean,
                 cursor=cursor,
+                loss_scale=_loss_scale(state, scaling) if scaling else None,
             )
 
     return compute
+
+
+def _check_planned(
+    live: LiveUpdate, state: TrainState, into: Grads | None, *, sync: bool
+) -> None:
+    """Refuse gradients by themselves where they are freed one by one."""
+    if live.is_planned and into is None and sync:
+        return
+    owners = [e for e in state.definition.setup if getattr(e, "_in_backward", False)]
+    msg = (
+        f"{owners[0]!r} updates each parameter, and frees its gradient, in the backward"
+        " pass: there are no gradients to return. Step with af.make_step(loss_fn), or take"
+        " gradients of state.with_setup(...) without it."
+    )
+    raise GradsError(msg)
+
+
+def _loss_scale(state: TrainState, owners: tuple[Any, ...]) -> torch.Tensor:
+    """Return what losses are multiplied by, as a scalar on the device."""
+    scale = torch.ones((), device=state.definition.world.device)
+    for each in owners:
+        scale = scale * each.loss_scale(state, state.slots.get(each.name))
+    return scale
 
 
 def _check_follows(state: TrainState, batch: Batch, into: Grads | None) -> None:
@@ -156,9 +220,18 @@ def check_update(state: TrainState, grads: Grads) -> None:
         msg = f"Expected the Grads that value_and_grad returned, got {type(grads).__name__}."
         raise GradsError(msg)
     grads.lease.check()
-    if grads.update != state.step:
+    if grads.update != state.num_tried:
         msg = (
             f"These gradients were taken at update {grads.update}, but the state is at"
-            f" update {state.step}."
+            f" update {state.num_tried}."
+        )
+        raise GradsError(msg)
+    trained = state.definition.skeleton.trainable
+    if grads.trained not in (None, trained):
+        differ = sorted({*grads.trained} ^ {*trained})
+        msg = (
+            "These gradients were taken when other parameters were trained;"
+            f" {', '.join(differ[:5])} were trained either then or now. Take gradients"
+            " again after with_trainable."
         )
         raise GradsError(msg)

@@ -2,7 +2,7 @@
 """Gradients as a value: what one backward pass, or several, found."""
 
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import Any, Self
 
 import attrs
 import torch
@@ -16,6 +16,24 @@ _GIVEN = (
     "These gradients of update {update} were given to apply_grads or into=, which worked on"
     " their tensors in place. Take new ones, or keep grads.map(torch.Tensor.clone) before."
 )
+
+
+@attrs.frozen(eq=False)
+class Skip:
+    """Whether an update is to be skipped.
+
+    Attributes:
+        flag: a scalar, 0 if not.
+        agreed: whether it is the same on all ranks.
+    """
+
+    flag: torch.Tensor
+    agreed: bool
+
+    def __or__(self, other: "Skip") -> "Skip":
+        """Skip for either reason."""
+        flag = torch.maximum(self.flag, other.flag)
+        return Skip(flag, self.agreed and other.agreed)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -32,12 +50,18 @@ class Grads:
         num_averaged: over how many ranks tensors and divisor are averages of sums.
         has_weight: whether the divisor is known not to be 0, without reading a device.
         is_mean: whether the division is done; a lone mean is differentiated as it is.
+        loss_scale: what the losses were multiplied by besides, against underflow; None is 1.
         buffers: the buffers (running statistics) that the forward passes wrote.
         reduced: whether they are of all ranks.
         cursor: where the data stands after the batches seen; None for plain values.
         num_micro_batches: how many backward passes they are the sum of.
-        update: the number of updates of the state they were taken at.
+        update: how many updates the state they were taken at had tried.
         metrics: values that transforms of `grads` report, by name.
+        skip: whether transforms of `grads` want the update to be skipped; None: none looks.
+        trained: names of the parameters that were trained when they were taken; None is
+            not looked at.
+        finite_loss: False if a loss of this rank was seen to be infinite or not a number.
+        slots: of transforms that had a say in how they crossed the ranks, by name.
         lease: ended when they are given to `apply_grads` or to `into=`.
     """
 
@@ -46,12 +70,17 @@ class Grads:
     num_averaged: int = 1
     has_weight: bool = False
     is_mean: bool = False
+    loss_scale: torch.Tensor | None = None
     buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     reduced: bool = True
     cursor: Cursor | None = None
     num_micro_batches: int = 1
     update: int = 0
     metrics: Mapping[str, Number] = attrs.field(factory=dict)
+    skip: Skip | None = None
+    trained: tuple[str, ...] | None = None
+    finite_loss: bool = True
+    slots: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
     lease: Lease = attrs.field(factory=Lease, repr=False)
 
     @property
@@ -90,6 +119,20 @@ class Grads:
     def with_metrics(self, **values: Number) -> Self:
         """Return the record with values to report among the step's metrics."""
         return attrs.evolve(self, metrics={**self.metrics, **values})
+
+    def with_skip(self, flag: torch.Tensor | int, *, agreed: bool = False) -> Self:
+        """Return the record with a wish to skip the update, beside those there are.
+
+        If any rank has one, all skip: parameters, buffers, optimizer and step stay as they
+        are, the batch counts as seen, and `metrics["skipped"]` is 1.
+
+        Args:
+            flag: True, or a scalar that is not 0, to skip.
+            agreed: whether all ranks say the same; else they ask one another, which is a
+                collective.
+        """
+        wish = Skip((torch.as_tensor(flag) != 0).to(torch.float32), agreed)
+        return attrs.evolve(self, skip=wish if self.skip is None else self.skip | wish)
 
     def __repr__(self) -> str:
         """Show what is known without reading a device."""

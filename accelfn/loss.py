@@ -62,7 +62,10 @@ class Loss:
             amount, over = entry if isinstance(entry, tuple) else (entry, weight)
             _check_number(name, amount)
             _check_weight(f"{name}=(total, weight)", over)
-        self.__attrs_init__(total=total, weight=weight, aux=aux)  # type: ignore[attr-defined]
+        # not by attrs' own __init__, which torch.compile cannot trace
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "aux", aux)
 
 
 def _check_number(name: str, value: object) -> None:

@@ -7,7 +7,7 @@ The lease belongs to the tensors, so all records that share them go together.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
@@ -19,10 +19,18 @@ from accelfn.cursor import Cursor
 from accelfn.data import Data
 from accelfn.errors import ArgumentError, StateError
 from accelfn.lease import Lease
-from accelfn.model import ModelSource, Skeleton, materialize, skeleton_of
+from accelfn.model import (
+    ModelSource,
+    Skeleton,
+    check_params,
+    give_away,
+    materialize,
+    skeleton_of,
+)
 from accelfn.modes import own_modes
-from accelfn.optimizer import OptimizerSource, prototype_of
+from accelfn.optimizer import OptimizerSource, prototype_of, trained_names
 from accelfn.schedules import Schedule
+from accelfn.skips import Skips
 from accelfn.transform import chain, is_slot_name
 from accelfn.world import World
 
@@ -59,16 +67,18 @@ class TrainState:
         step: how many updates the optimizer has taken.
         cursor: which samples those updates have seen.
         seed: what every random draw is derived from.
+        num_skipped: how many updates were skipped, by a transform's wish.
     """
 
     _params: dict[str, torch.Tensor] = attrs.field(alias="params")
     _buffers: dict[str, torch.Tensor] = attrs.field(alias="buffers")
     _opt_state: OptState = attrs.field(alias="opt_state")
-    step: int
+    _step: int | Skips = attrs.field(alias="step")
     cursor: Cursor
     seed: int
     _slots: dict[str, Any] = attrs.field(alias="slots")
     definition: Definition
+    _num_skipped: int = attrs.field(default=0, alias="num_skipped")
     lease: Lease = attrs.field(factory=Lease)
 
     @classmethod
@@ -100,7 +110,8 @@ class TrainState:
             name: tells the draws of several states apart, as a GAN's two.
 
         Raises:
-            ModelError: no trainable parameter, or meta tensors.
+            ModelError: no trainable parameter, meta tensors, or parameters that another
+                state has taken.
             OptimizerError: it does not belong to the model, or needs a closure.
         """
         if not isinstance(seed, int) or isinstance(seed, bool):
@@ -140,7 +151,9 @@ class TrainState:
                 name=name,
             ),
         )
-        return state if setup is None else state.with_setup(chain(setup))
+        state = state if setup is None else state.with_setup(chain(setup))
+        give_away(module)
+        return state
 
     @property
     def params(self) -> Mapping[str, torch.Tensor]:
@@ -195,6 +208,30 @@ class TrainState:
         return self.definition.name
 
     @property
+    def step(self) -> int:
+        """How many updates the optimizer has taken."""
+        step = self._step
+        return step.tried - step.read() if isinstance(step, Skips) else step
+
+    @property
+    def num_skipped(self) -> int:
+        """How many updates were skipped, by a transform's wish."""
+        step = self._step
+        return step.read() if isinstance(step, Skips) else self._num_skipped
+
+    @property
+    def num_tried(self) -> int:
+        """How many updates were taken or skipped; it tells the draws of each apart."""
+        if isinstance(self._step, Skips):
+            return self._step.tried
+        return self._step + self._num_skipped
+
+    @property
+    def skips(self) -> Skips | None:
+        """The count that a device keeps of them, if one does."""
+        return self._step if isinstance(self._step, Skips) else None
+
+    @property
     def lrs(self) -> tuple[float, ...]:
         """The learning rates of the next update, one a parameter group."""
         factor = 1.0 if self.schedule is None else self.schedule(self.step)
@@ -231,7 +268,7 @@ class TrainState:
             StateError: names, shapes, dtypes or devices are not the model's.
         """
         self.lease.check()
-        _check_same(params, self._params)
+        check_params(params, self._params)
         with own_modes(self.world.device):
             return self.viewing(
                 {name: tree.clone(params[name]) for name in self._params}
@@ -274,6 +311,7 @@ class TrainState:
 
         Raises:
             StateError: a new transform has the name of an entry of the user's own.
+            OptimizerError: a transform does not go with the optimizer.
         """
         self.lease.check()
         composed = chain(setup)
@@ -294,10 +332,48 @@ class TrainState:
             slots=slots,
             definition=attrs.evolve(self.definition, setup=composed),
         )
+        checks = (getattr(each, "_check_state", None) for each in composed)
+        for check in filter(None, checks):
+            check(state)
         for each in composed.having("init"):
             if each.name not in slots:
                 slots[each.name] = each.init(state)
         return state
+
+    def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
+        """Return the state with other parameters trained; it shares this one's tensors.
+
+        The others are frozen: no update changes a bit of them, weight decay and momentum
+        included. Their optimizer state is kept, and gone on with when they are thawed. What
+        is trained belongs to the definition and is not saved: `load` takes the given state's.
+        Modules stay in their modes, so batch statistics go on moving; and `local_sgd` goes on
+        averaging what ranks had trained before.
+
+        Args:
+            predicate: a function of a parameter's name (the first, of a tied one) and the
+                parameter: whether it is trained from now on. The same on all ranks.
+
+        Law: what is not trained stays bitwise as it is, and the rest are updated as by a
+        loop that sets `requires_grad`.
+
+        Cost: an engine is built at the first step, as after `with_setup`.
+
+        Raises:
+            OptimizerError: a parameter would be trained that the optimizer does not have.
+            ModelError: none would be trained.
+
+        Example:
+            >>> head_only = lambda name, parameter: name.startswith("head.")
+            >>> state = state.with_trainable(head_only)  # doctest: +SKIP
+        """
+        self.lease.check()
+        definition, skeleton = self.definition, self.definition.skeleton
+        names = trained_names(predicate, self._params, definition.optimizer, skeleton)
+        if names == set(skeleton.trainable):
+            return self
+        skeleton = skeleton.training(names)
+        changed = attrs.evolve(definition, skeleton=skeleton)
+        return attrs.evolve(self, definition=changed)
 
     def __repr__(self) -> str:
         """Show what can be said in a line, donated or not."""
@@ -328,22 +404,3 @@ def _own_objects(slot: Any) -> Any:
         lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf),
         slot,
     )
-
-
-def _check_same(
-    given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
-    missing, extra = expected.keys() - given.keys(), given.keys() - expected.keys()
-    if missing or extra:
-        msg = f"with_params: missing {sorted(missing)}, unknown {sorted(extra)}."
-        raise StateError(msg)
-    for name, tensor in expected.items():
-        new = given[name]
-        if not isinstance(new, torch.Tensor):
-            msg = f"with_params: {name!r} is {type(new).__name__}, not a tensor."
-            raise StateError(msg)
-        want = (tuple(tensor.shape), tensor.dtype, tensor.device)
-        have = (tuple(new.shape), new.dtype, new.device)
-        if want != have:
-            msg = f"with_params: {name!r} is {have}, the model's is {want}."
-            raise StateError(msg)

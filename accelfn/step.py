@@ -8,12 +8,13 @@ so SAM, a GAN or distillation are a few lines of a user's own code.
 from typing import Any, Protocol
 
 from accelfn.backward import value_and_grad
-from accelfn.engine.engine import engine_of
+from accelfn.counts import Count
+from accelfn.engine.engine import engine_of, updates_in_backward
 from accelfn.engine.runner import LossFunction
 from accelfn.loss import Metrics
 from accelfn.modes import own_modes
 from accelfn.state import TrainState
-from accelfn.update import update_state
+from accelfn.update import step_in_backward, update_state
 
 
 class Step(Protocol):
@@ -26,11 +27,12 @@ class Step(Protocol):
         ...
 
 
-def make_step(loss_fn: LossFunction) -> Step:
+def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     """Return a function that takes one optimizer update: `(state, batch) -> (state, metrics)`.
 
     `loss_fn(model, batch, *extras)` gets the plain module, whatever engine runs it, and
-    returns the mean over the batch's samples, or `af.Loss(total, weight)`.
+    returns the mean over the batch's samples, or `af.Loss(total, weight)`. With
+    `count=fn` it also gets what `fn` counts in the whole update; see `value_and_grad`.
 
     The returned step takes a batch of `af.batches`, or any plain value (under
     `accumulate` a list of them), then extras for the loss, and `donate=`. It updates the
@@ -50,13 +52,15 @@ def make_step(loss_fn: LossFunction) -> Step:
         StateDonatedError: the state was given to a step before.
         GradsError: the world has several ranks and nothing reduces gradients over them.
     """
-    compute = value_and_grad(loss_fn)
+    compute = value_and_grad(loss_fn, count=count)
 
     def step(
         state: TrainState, batch: Any, /, *extras: Any, donate: bool = True
     ) -> tuple[TrainState, Metrics]:
         if not donate:
             state = state.copy()
+        if updates_in_backward(state.definition.setup):
+            return step_in_backward(state, lambda: compute(state, batch, *extras))
         metrics, grads = compute(state, batch, *extras)
         state, reported = update_state(state, grads)
         return state, metrics.with_values(reported) if reported else metrics

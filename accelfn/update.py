@@ -6,7 +6,7 @@ as it was; from then on its lease is ended.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,11 +20,14 @@ from accelfn.engine.engine import engine_of
 from accelfn.errors import ArgumentError, GradsError, StateDonatedError
 from accelfn.grads import Grads
 from accelfn.lease import Lease
-from accelfn.loss import Number
+from accelfn.loss import Metrics, Number
 from accelfn.modes import own_modes
 from accelfn.optimizer import Hyper
-from accelfn.state import TrainState
+from accelfn.skipping import counts_after, decided
+from accelfn.spans import span
+from accelfn.state import OptState, TrainState
 from accelfn.transform import chain, pair
+from accelfn.world import World
 
 _NO_DRAWS = nullcontext()
 _INTERRUPTED = (
@@ -57,7 +60,7 @@ def update_state(
     state: TrainState, grads: Grads
 ) -> tuple[TrainState, Mapping[str, Number]]:
     """Take one update, and return what transforms report beside the state."""
-    with own_modes(state.definition.world.device):
+    with own_modes(state.definition.world.device), span("accelfn apply_grads"):
         return _updated(state, grads)
 
 
@@ -70,6 +73,7 @@ def _updated(
     setup = definition.setup
     # private fields are read here: properties would check the lease field by field
     slots = state._slots  # pyright: ignore[reportPrivateUsage]
+    slots = {**slots, **grads.slots} if grads.slots else slots
     factor, hyper = _factor(state), _hyper(state, setup, slots)
     grads, slots = _reduced(state, grads, setup, slots)
     given = grads
@@ -78,29 +82,75 @@ def _updated(
         later = not setup.having("grads") and engine.divides(grads.divisor)
         if grads.tensors and not grads.is_mean and not later:
             _divide_(grads)
-            grads = attrs.evolve(grads, is_mean=True)
+            grads = attrs.evolve(grads, is_mean=True, loss_scale=None)
         grads, slots = _transformed(state, grads, setup, slots)
+        skip, flag = decided(state, grads, slots)
+        if skip:
+            return _skipped(state, grads, given, slots)
+        if grads.skip is not None:
+            grads = grads.with_metrics(skipped=0.0 if flag is None else flag)
         assignments = engine.prepare(state, grads, factor, hyper)
     except BaseException:
         given.give_away()
         raise
     given.give_away()
-    lease.end(StateDonatedError, _INTERRUPTED, update=state.step)
-    opt_state = engine.update(grads, assignments)
+    lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
+    opt_state = engine.update(grads, assignments, flag)
+    return _after(state, grads, opt_state, slots, flag), grads.metrics
+
+
+def step_in_backward(
+    state: TrainState, compute: Callable[[], tuple[Metrics, Grads]]
+) -> tuple[TrainState, Metrics]:
+    """Take an update while a backward pass runs, by what `optimizer_in_backward` planned.
+
+    Args:
+        state: given to the update as soon as the backward pass has a gradient.
+        compute: runs forward and backward, and leaves the gradients' cursor and buffers.
+    """
+    with own_modes(state.definition.world.device), span("accelfn step in backward"):
+        lease, setup = state.lease, state.definition.setup
+        lease.check()
+        slots = state._slots  # pyright: ignore[reportPrivateUsage]
+        if state.definition.world.size > 1 and not setup.having("engine"):
+            raise GradsError(_unreduced(state.definition.world))
+        engine = engine_of(state)
+
+        def begin() -> None:
+            lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
+
+        engine.plan(state, _factor(state), _hyper(state, setup, slots), begin)
+        metrics, grads = compute()
+        grads.give_away()
+        slots = {**slots, **grads.slots} if grads.slots else slots
+        return _after(state, grads, engine.finish(grads), slots, None), metrics
+
+
+def _after(
+    state: TrainState,
+    grads: Grads,
+    opt_state: OptState,
+    slots: dict[str, Any],
+    flag: torch.Tensor | None,
+) -> TrainState:
+    """Return the state after an update that the optimizer has taken."""
+    definition = state.definition
+    step, num_skipped = counts_after(state, flag)
     after = TrainState(
         params=state._params,  # pyright: ignore[reportPrivateUsage]
         buffers=state._buffers,  # pyright: ignore[reportPrivateUsage]
         opt_state=opt_state,
-        step=state.step + 1,
+        step=step,
         cursor=state.cursor if grads.cursor is None else grads.cursor,
         seed=state.seed,
+        num_skipped=num_skipped,
         slots=slots,
         definition=definition,
         lease=Lease(),
     )
-    after = _after_update(after, setup)
-    lease.end(StateDonatedError, _DONATED, update=state.step)
-    return after, grads.metrics
+    after = _after_update(after, definition.setup)
+    state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
+    return after
 
 
 def _factor(state: TrainState) -> float | None:
@@ -134,12 +184,7 @@ def _reduced(
         return grads, slots
     owners = setup.having("reduce")
     if not owners:
-        msg = (
-            f"The gradients are not reduced over the {world.size} ranks. Add"
-            " af.wrap_ddp() or af.local_sgd(sync_every=...) to the setup, or call"
-            " af.sync_grads(state, grads) before apply_grads."
-        )
-        raise GradsError(msg)
+        raise GradsError(_unreduced(world))
     owner = owners[0]
     if owner.reduce is None:
         return grads, slots
@@ -147,9 +192,19 @@ def _reduced(
     return attrs.evolve(reduced, reduced=True), _with(slots, owner.name, slot)
 
 
+def _unreduced(world: World) -> str:
+    return (
+        f"The gradients are not reduced over the {world.size} ranks. Add"
+        " af.wrap_ddp() or af.local_sgd(sync_every=...) to the setup, or call"
+        " af.sync_grads(state, grads) before apply_grads."
+    )
+
+
 def _divide_(grads: Grads) -> None:
     """Make gradients of totals those of the mean, in place; of a weight of 0, zeros."""
     divisor = grads.denominator
+    if grads.loss_scale is not None:
+        divisor = grads.loss_scale.double() * divisor
     if isinstance(divisor, torch.Tensor):
         divisor = divisor.to(next(iter(grads.tensors.values())).dtype)
         foreach.div_(grads.tensors.values(), divisor)
@@ -169,6 +224,29 @@ def _transformed(
             grads, slot = pair(each, "grads", returned)
             slots = _with(slots, each.name, slot)
     return grads, slots
+
+
+def _skipped(
+    state: TrainState, grads: Grads, given: Grads, slots: Mapping[str, Any]
+) -> tuple[TrainState, Mapping[str, Number]]:
+    """Return the state as it is, after the batch; transforms may note that in their slots."""
+    kept = dict(state.slots)
+    with torch.no_grad():
+        for each in state.definition.setup.having("after_skip"):
+            slot = each.after_skip(grads, slots.get(each.name), state)
+            kept = _with(kept, each.name, slot)
+    given.give_away()
+    engine_of(state).discard()
+    after = attrs.evolve(
+        state,
+        cursor=state.cursor if grads.cursor is None else grads.cursor,
+        step=state.step,
+        num_skipped=state.num_skipped + 1,
+        slots=kept,
+        lease=Lease(),
+    )
+    state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
+    return after, grads.with_metrics(skipped=1.0).metrics
 
 
 def _after_update(state: TrainState, setup: chain) -> TrainState:
@@ -210,7 +288,9 @@ def _shared_draws(
     known = cache.get(purpose)
     if known is None or known[0] != state.seed:
         known = cache[purpose] = (state.seed, streams.key(state.seed, name, purpose))
-    return streams.stream(streams.fold(known[1], state.step), definition.world.device)
+    return streams.stream(
+        streams.fold(known[1], state.num_tried), definition.world.device
+    )
 
 
 def finalize(state: TrainState) -> TrainState:
@@ -223,13 +303,13 @@ def finalize(state: TrainState) -> TrainState:
     if not owners:
         return state
     after = attrs.evolve(state, lease=Lease())
-    state.lease.end(StateDonatedError, _INTERRUPTED, update=state.step)
+    state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
     with torch.no_grad():
         for each in owners:
             returned = each.finalize(after, after.slots.get(each.name))
             after, slot = pair(each, "finalize", returned)
             after = with_own_slot(after, each.name, slot)
-    state.lease.end(StateDonatedError, _DONATED, update=state.step)
+    state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
     return after
 
 

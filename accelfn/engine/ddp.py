@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallel over torch's own DistributedDataParallel, around the loss."""
 
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.collectives import naming
+from accelfn.collectives import naming, sum_
+from accelfn.engine.compression import Compression, Reduced
+from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
 from accelfn.engine.runner import LossFunction, Ones, like, run_backward
 from accelfn.errors import WorldError
@@ -67,18 +72,41 @@ class LeanDDP(DistributedDataParallel):
         return self._post_forward(returned)
 
 
+def _hook(
+    reduce: "weakref.WeakMethod[Callable[[dist.GradBucket], Reduced]]",
+    bucket: dist.GradBucket,
+) -> Reduced:
+    """Call what reduces a bucket; torch looks at these annotations."""
+    found = reduce()
+    assert found is not None  # noqa: S101 - it runs the backward pass
+    return found(bucket)
+
+
 class DDPRunner:
     """Runs the loss inside DistributedDataParallel; the last micro-batch communicates."""
 
     reduces = True
 
     def __init__(
-        self, module: nn.Module, world: World, options: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        world: World,
+        options: Mapping[str, Any],
+        compression: Compression | None = None,
+        live: LiveUpdate | None = None,
     ) -> None:
         """Wrap the module for the world's process group, given explicitly.
 
         DDP's own broadcast of rank 0's values is left out: ranks were checked to agree.
+        For compression, and for an update that a backward pass takes, the weight crosses the
+        ranks by itself, before the gradients.
         """
+        self._world, self._compression, self._live = world, compression, live
+        self._is_early = compression is not None or live is not None
+        if live is not None:
+            live.by_buckets = True
+        self._reduced: deque[tuple[Reduced, list[torch.Tensor]]] = deque()
+        self._names = {id(param): name for name, param in module.named_parameters()}
         self._forward = naming("DistributedDataParallel forward", world)
         self._backward = naming("DistributedDataParallel backward", world)
         self.expects_unused = any(
@@ -92,10 +120,14 @@ class DDPRunner:
         self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ones = Ones()
         self._sync = True
+        self._weight = torch.zeros(1)
         with naming("build DistributedDataParallel", world):
             self._wrapped: DistributedDataParallel | None = LeanDDP(
                 inner, process_group=world.group, init_sync=False, **options
             )
+        if self._is_early:
+            # weakly: what the reducer holds, in C++, is not collected
+            self._wrapped.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
         world.connection.hold(self.let_go)
 
     def forward(
@@ -127,19 +159,78 @@ class DDPRunner:
         assert self._roots is not None  # noqa: S101 - forward set it
         (scalar, root), self._roots = self._roots, None
         seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
-        seeds = (seed, like(root, weight))
-        carrier = self._carrier
+        carrier, early = self._carrier, self._sync and self._is_early
+        if early:
+            self._sum(weight)
+        # a count is more than 16 bits can hold: it was summed before
+        seeds = (seed, like(root, 0 if early else weight))
         with self._backward:
             if self._sync:
                 run_backward((scalar, root), seeds)
             else:
                 with self._ddp.no_sync():
                     run_backward((scalar, root), seeds)
+            self._step_reduced(wait=True)
         averaged, carrier.grad = carrier.grad, None
         if not self._sync or averaged is None:
             return None
+        if early:
+            return self._weight.to(averaged)[0]
         # with gradient_as_bucket_view it lies in a bucket that the next pass writes
         return averaged if averaged._base is None else averaged.clone()
+
+    def _sum(self, weight: Number) -> None:
+        """Let all ranks know the weight of all, and so the mean, before the gradients."""
+        world = self._world
+        total = torch.zeros(1, dtype=torch.float64, device=world.device) + weight
+        sum_(total, world, label="weight of the loss")
+        self._weight = total / world.size
+        self._reduced.clear()  # what a pass that raised had left
+        if self._compression is not None:
+            self._compression.weigh(total[0])
+        if self._live is not None:
+            self._live.divide_by(torch.where(total == 0, 1, self._weight)[0])
+
+    def _reduce(self, bucket: dist.GradBucket) -> Reduced:
+        """Reduce a bucket that the backward pass has filled."""
+        params, gradients = bucket.parameters(), bucket.gradients()
+        if self._compression is None:
+            reduced = self._average(bucket.buffer())
+        else:
+            named = {
+                self._names[id(param)]: gradient
+                for param, gradient in zip(params, gradients, strict=True)
+                if id(param) in self._names
+            }
+            reduced = self._compression.reduce(bucket.buffer(), named)
+        if self._live is not None:
+            own = [each for each in params if each is not self._carrier]
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+            self._reduced.append((reduced, own))
+            self._step_reduced(wait=False)
+        return reduced
+
+    def _average(self, bucket: torch.Tensor) -> Reduced:
+        """Set a bucket to its mean over the ranks, as DDP does by itself."""
+        bucket.mul_(1.0 / self._world.size)
+        work: Any = dist.all_reduce(bucket, group=self._world.group, async_op=True)
+
+        def first(done: Any) -> torch.Tensor:
+            return done.value()[0]
+
+        return work.get_future().then(first)
+
+    def _step_reduced(self, *, wait: bool) -> None:
+        """Step the parameters of buckets that have crossed the ranks, in order."""
+        while self._live is not None and self._reduced:
+            reduced, params = self._reduced[0]
+            if not (wait or reduced.done()):
+                return
+            reduced.wait()
+            self._reduced.popleft()
+            for param in params:
+                self._live.take(param)
 
     def let_go(self) -> None:
         """Drop DistributedDataParallel, and with it the process group."""

@@ -19,23 +19,34 @@ from accelfn import foreach, streams, tree
 from accelfn.collectives import check_replicas
 from accelfn.cursor import Cursor
 from accelfn.engine.buffers import Buffers
+from accelfn.engine.compression import Compression
+from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
+from accelfn.engine.synced_norm import buffers_of_all_ranks
 from accelfn.errors import GradsError, LossError, UnusedParametersError
 from accelfn.grads import Grads
 from accelfn.loss import Metrics, Number
 from accelfn.optimizer import Hyper
 from accelfn.state import OptState, TrainState
+from accelfn.transform import chain
 
 MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
+Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
 
 
 class Engine:
     """Live machinery for the states of one definition."""
 
-    def __init__(self, state: TrainState, make_runner: MakeRunner) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        innermost: Innermost,
+        compression: Compression | None = None,
+    ) -> None:
         """Build a module and an optimizer around the state's tensors."""
+        self._compression = compression
         definition = state.definition
         skeleton = definition.skeleton
         self._device = definition.world.device
@@ -54,8 +65,21 @@ class Engine:
             {metas[name]: param for name, param in named.items()},
             {param: name for name, param in named.items()},
         )
+        live = None
+        if updates_in_backward(definition.setup):
+            live = LiveUpdate(self._optimizer, self._trained)
+        self.live_update = live
         self._buffers = Buffers(module)
+
+        def make_runner(module: nn.Module) -> Runner:
+            return innermost(module, live)
+
+        for each in reversed(definition.setup.having("runner")):
+            make_runner = each.runner(make_runner, state)
         self._runner = make_runner(module)
+        if live is not None and not live.by_buckets:
+            live.hook()
+        self._of_all_ranks = buffers_of_all_ranks(module)
         # gradients that lie in `param.grad` now, not yet applied
         self._live: dict[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
@@ -86,28 +110,38 @@ class Engine:
         into: Grads | None,
         sync: bool,
         cursor: Cursor | None,
+        loss_scale: torch.Tensor | None,
     ) -> tuple[Metrics, Grads]:
         """Run the loss forward and backward, adding to `into`; the state stays as it was."""
         self.bind(state)
-        self._connection.step = state.step
-        self._take_in(into)
+        self._connection.step = state.num_tried
+        self._take_in(into, loss_scale)
         seed = self._seed(state, 0 if into is None else into.num_micro_batches)
         kept = {} if into is None else into.buffers
         if samples.known == 0:  # an empty share's stand-in is not counted in buffers
             kept = tree.clone(dict(kept))
         if self._buffers:
             self._buffers.begin(kept)
+        compression = self._compression if sync else None
+        if compression is not None:
+            compression.begin(state.slots.get(compression.name), loss_scale)
         try:
             with streams.stream(seed, self._device):
                 read = self._runner.forward(loss_fn, extras, samples, sync=sync)
-                averaged = self._backward(read, into, lone=samples.lone)
-            tensors = self._found(reduced=averaged is not None)
+                averaged = self._backward(read, into, samples.lone, loss_scale)
+            live = self.live_update
+            stepped = {} if live is None else live.done()
+            tensors = self._found(stepped, reduced=averaged is not None)
+            tensors = tensors if live is None else {}  # they are freed
         except BaseException:
             self._abandon(state)
             raise
         written = self._buffers.end() if self._buffers else {}
         self._live = tensors
-        self._live_buffers = dict(kept) if samples.known == 0 else written
+        if samples.known == 0:
+            of_all = {n: t for n, t in written.items() if n in self._of_all_ranks}
+            written = {**kept, **of_all}
+        self._live_buffers = written
         weight = read.weight if into is None else into.divisor + read.weight
         grads = Grads(
             tensors=tensors,
@@ -115,12 +149,16 @@ class Engine:
             num_averaged=1 if averaged is None else self._world_size,
             # of all ranks' weights, which are never negative, one is enough
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
-            is_mean=samples.lone and read.is_mean,
+            is_mean=samples.lone and read.is_mean and loss_scale is None,
+            loss_scale=loss_scale,
             buffers=self._live_buffers,
             reduced=averaged is not None or self._world_size == 1,
             cursor=cursor,
             num_micro_batches=1 if into is None else into.num_micro_batches + 1,
-            update=state.step,
+            update=state.num_tried,
+            trained=state.definition.skeleton.trainable,
+            finite_loss=read.is_finite and (into is None or into.finite_loss),
+            slots={} if compression is None else compression.end(),
         )
         return Metrics(read.sums), grads
 
@@ -140,14 +178,50 @@ class Engine:
                 param.grad = grads.tensors.get(name)
         return self._optimizer.planned(factor, hyper)
 
+    def plan(
+        self,
+        state: TrainState,
+        factor: float | None,
+        hyper: Hyper,
+        begin: Callable[[], None],
+    ) -> None:
+        """Have the next backward pass take the update; `begin` is called before it does.
+
+        Raises:
+            OptimizerError: a hyperparameter does not exist.
+        """
+        assert self.live_update is not None  # noqa: S101 - asked by who composed it
+        self.bind(state)
+        self.live_update.plan(self._optimizer.planned(factor, hyper), begin)
+
+    def finish(self, grads: Grads) -> OptState:
+        """End the update that a backward pass took; return the optimizer's state by name."""
+        if self.live_update is not None:
+            self.live_update.forget()
+        return self._ended(grads, self._optimizer.end())
+
     def divides(self, divisor: Number) -> bool:
         """Whether the optimizer divides gradients itself, in its own kernel."""
         return self._optimizer.divides(divisor)
 
-    def update(self, grads: Grads, hyper: Assignments) -> OptState:
-        """Step the optimizer on the state's tensors, in place; return its state by name."""
+    @property
+    def skips(self) -> bool:
+        """Whether the optimizer's kernel leaves an update out by a flag on the device."""
+        return self._optimizer.skips
+
+    def update(
+        self, grads: Grads, hyper: Assignments, skip: torch.Tensor | None = None
+    ) -> OptState:
+        """Step the optimizer on the state's tensors, in place; return its state by name.
+
+        Where `skip` is 1 on the device, the optimizer's kernel leaves all as it is.
+        """
         divisor = None if grads.is_mean else grads.denominator
-        opt_state = self._optimizer.update(hyper, divisor)
+        opt_state = self._optimizer.update(hyper, divisor, skip)
+        return self._ended(grads, opt_state)
+
+    def _ended(self, grads: Grads, opt_state: OptState) -> OptState:
+        """Leave nothing of an update but the state after it."""
         for _, param in self._pairs:
             param.grad = None
         if grads.buffers:
@@ -156,22 +230,41 @@ class Engine:
         self._bound = (self._bound[0], self._bound[1], opt_state)
         return opt_state
 
+    def discard(self) -> None:
+        """Drop gradients that are not to be applied."""
+        for _, param in self._pairs:
+            param.grad = None
+        self._live, self._live_buffers = None, {}
+
     def _backward(
-        self, read: ReadLoss, into: Grads | None, *, lone: bool
+        self,
+        read: ReadLoss,
+        into: Grads | None,
+        lone: bool,  # noqa: FBT001 - of samples
+        loss_scale: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Run the backward pass; gradients of totals, or of a lone mean."""
         weight = read.weight if into is None else into.divisor + read.weight
         if read.is_mean:
-            scale = None if lone and read.weight else read.weight
+            whole = lone and read.weight and loss_scale is None
+            scale = None if whole else read.weight
         elif isinstance(read.weight, torch.Tensor):
             scale = read.weight != 0  # a total without weight counts for nothing
         else:
             scale = None if read.weight else 0
+        if loss_scale is not None:
+            scale = loss_scale if scale is None else loss_scale * scale
+        if self.live_update is not None:
+            mean = lone and read.is_mean
+            told = Grads(tensors={}, divisor=weight).denominator
+            self.live_update.divide_by(None if mean else told)
         return self._runner.backward(read.scalar, scale, weight)
 
-    def _found(self, *, reduced: bool) -> dict[str, torch.Tensor]:
-        """Return the gradients that a backward pass left."""
-        found = {
+    def _found(
+        self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients that a backward pass left, or what it stepped."""
+        found = dict(stepped) or {
             name: grad
             for name, param in self._pairs
             if (grad := param.grad) is not None
@@ -194,15 +287,23 @@ class Engine:
                 state.seed,
                 streams.key(state.seed, name, "loss", world.rank),
             )
-        return streams.fold(streams.fold(self._stream_of[1], state.step), micro_batch)
+        return streams.fold(
+            streams.fold(self._stream_of[1], state.num_tried), micro_batch
+        )
 
-    def _take_in(self, into: Grads | None) -> None:
+    def _take_in(self, into: Grads | None, loss_scale: torch.Tensor | None) -> None:
         """Put the gradients that are to be added to where a backward pass adds."""
         if into is None or into.tensors is not self._live:
             self._move_out()
         if into is None:
             return
         self._check_fit(into)
+        if (into.loss_scale is None) != (loss_scale is None):
+            msg = (
+                "value_and_grad(into=grads): these gradients were taken under another"
+                " setup, which scales losses otherwise."
+            )
+            raise GradsError(msg)
         into.give_away()
         if into.is_mean:
             foreach.mul_(into.tensors.values(), into.divisor)
@@ -228,7 +329,9 @@ class Engine:
             param.grad = None
         self._live, self._live_buffers = None, {}
         self._buffers.abandon()
-        if self._runner.reduces:
+        if self.live_update is not None:
+            self.live_update.forget()
+        if self._runner.reduces or self.live_update is not None:
             state.definition.cache.pop("engine", None)
 
     def _check_fit(self, grads: Grads) -> None:
@@ -261,9 +364,14 @@ class Engine:
         raise UnusedParametersError(msg)
 
 
+def updates_in_backward(setup: chain) -> bool:
+    """Whether the optimizer steps while the backward pass runs."""
+    return any(getattr(each, "_in_backward", False) for each in setup)
+
+
 def local_engine(state: TrainState) -> Engine:
     """Return an engine in which nothing crosses ranks."""
-    return Engine(state, LocalRunner)
+    return Engine(state, lambda module, _: LocalRunner(module))
 
 
 def engine_of(state: TrainState) -> Engine:
@@ -275,7 +383,13 @@ def engine_of(state: TrainState) -> Engine:
         chosen = setup.having("engine")
         if world.size > 1 and (chosen or setup.having("reduce")):
             values = "replicas_agree" not in setup.gives_up() or state.step == 0
-            check_replicas(state.params, world, label="compare replicas", values=values)
+            check_replicas(
+                state.params,
+                world,
+                label="compare replicas",
+                values=values,
+                trained=set(state.definition.skeleton.trainable),
+            )
         if chosen and world.size > 1:
             cache["engine"] = chosen[0].engine(state)
         else:

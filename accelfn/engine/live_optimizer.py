@@ -61,6 +61,7 @@ class LiveOptimizer:
         self._num_entries = -1
         self._state: State = {}
         self._found: list[dict[str, Any]] = []
+        self._waiting: set[int] = set()
         places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
         self._places = {
             id(param): (places[id(group)], part)
@@ -159,7 +160,52 @@ class LiveOptimizer:
         skip = skip if self._fused else None
         kernel = self._kernel if step is self._step else None
         if kernel is None or not kernel.step(scale, skip):
-            self._stepped(step, grad_scale=scale, found_inf=skip)
+            self._stepped(self._torch, step, grad_scale=scale, found_inf=skip)
+        return self.finish()
+
+    def begin(self, hyper: Assignments) -> None:
+        """Begin an update of parameters one by one."""
+        if hyper or self._assigned:
+            self._assign(hyper)
+        self._kernel = None
+        self._found = [dict(group) for group in self._torch.param_groups]
+        self._waiting = set(range(len(self._found)))
+
+    def step_alone(self, param: torch.Tensor, divisor: Number | None = None) -> None:
+        """Step one parameter as a step of all would.
+
+        Each finds the numbers of its group as they were before the update.
+        """
+        index, part = self._places[id(param)]
+        self._waiting.discard(index)
+        group, found = self._torch.param_groups[index], self._found[index]
+        for key in group.keys() - found.keys():
+            del group[key]
+        group.update(found)
+        groups, part.param_groups, group["params"] = part.param_groups, [group], [param]
+        scale = divisor if isinstance(divisor, torch.Tensor) else None
+        try:
+            self._stepped(part, bare_step(part), grad_scale=scale)
+        finally:
+            part.param_groups, group["params"] = groups, found["params"]
+
+    def end(self) -> State:
+        """End an update of parameters one by one; return the optimizer's state by name.
+
+        Groups of which no parameter had a gradient are stepped so, for they may count.
+        """
+        parts = dict(self._places.values())
+        for index in sorted(self._waiting):
+            part, group = parts[index], self._torch.param_groups[index]
+            groups, part.param_groups = part.param_groups, [group]
+            try:
+                bare_step(part)()
+            finally:
+                part.param_groups = groups
+        return self.finish()
+
+    def finish(self) -> State:
+        """Return the optimizer's state by name, after a step."""
         entries = len(self._torch.state)
         if (
             self._note_changes()
@@ -173,17 +219,20 @@ class LiveOptimizer:
             self._kernel = FusedAdam.of(self._torch) if bare else None
         return self._state
 
+    @staticmethod
     def _stepped(
-        self, step: Callable[[], object], **handed: torch.Tensor | None
+        optimizer: Optimizer,
+        step: Callable[[], object],
+        **handed: torch.Tensor | None,
     ) -> None:
         """Step as torch does, handing tensors to fused kernels as a GradScaler does."""
         told = {name: each for name, each in handed.items() if each is not None}
-        vars(self._torch).update(told)
+        vars(optimizer).update(told)
         try:
             step()
         finally:
             for name in told:
-                del vars(self._torch)[name]
+                del vars(optimizer)[name]
 
     def _assign(self, hyper: Assignments) -> None:
         """Set hyperparameters; those of the last update alone go back to their base."""
@@ -240,22 +289,6 @@ class LiveOptimizer:
             )
             raise OptimizerError(msg)
         return found
-
-
-def _call_told(
-    optimizer: Optimizer, step: Callable[[], object], handed: Mapping[str, Any]
-) -> None:
-    """Step with tensors handed to a fused optimizer, as torch's GradScaler does."""
-    told = {k: v for k, v in handed.items() if isinstance(v, torch.Tensor)}
-    if not told:
-        step()
-        return
-    vars(optimizer).update(told)
-    try:
-        step()
-    finally:
-        for name in told:
-            del vars(optimizer)[name]
 
 
 def _value(entry: Any) -> Any:

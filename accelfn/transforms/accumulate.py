@@ -92,8 +92,7 @@ class accumulate:
             into: Grads | None = None,
             sync: bool = True,
         ) -> tuple[Metrics, Grads]:
-            parts = batch.parts() if isinstance(batch, Batch) else self._listed(batch)
-            *others, last = parts
+            *others, last = self._parts(batch)
             total = Metrics({})
             for part in others:
                 metrics, into = inner(state, part, *extras, into=into, sync=False)
@@ -102,6 +101,10 @@ class accumulate:
             return total + metrics, grads
 
         return accumulate_step
+
+    def _parts(self, batch: Any) -> Sequence[Any]:
+        """Return the micro-batches."""
+        return batch.parts() if isinstance(batch, Batch) else self._listed(batch)
 
     def _listed(self, value: Any) -> Sequence[Any]:
         wanted = self.num_micro_batches

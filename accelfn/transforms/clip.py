@@ -2,10 +2,12 @@
 """Bound gradients before the optimizer sees them."""
 
 import math
-from typing import Any, ClassVar
+import sys
+from typing import Any, ClassVar, cast
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from accelfn import foreach
 from accelfn.errors import ArgumentError
@@ -23,6 +25,12 @@ def _is_positive(owner: object, field: Any, value: Any) -> None:
         raise ArgumentError(msg)
 
 
+def _is_truth(_owner: object, field: Any, value: Any) -> None:
+    if not isinstance(value, bool):
+        msg = f"af.clip_grad_norm({field.name}={value!r}): expected True or False."
+        raise ArgumentError(msg)
+
+
 @transform
 class clip_grad_norm:
     """Scale the gradients down so that their global norm is at most `max_norm`.
@@ -30,13 +38,15 @@ class clip_grad_norm:
     It sees true gradients: of the mean over the whole update, reduced over ranks. The norm
     before clipping is `metrics["grad_norm"]`. Gradients within the bound are left
     bitwise as they are, and so are those whose norm is not finite: scaling them would
-    make all of them NaN or 0.
+    make all of them NaN or 0. Of sharded gradients (DTensors) the norm is over all shards.
 
     Acts on: grads.
 
     Args:
         max_norm: the bound, above 0; may be infinite, to report the norm alone.
         norm_type: p of the p-norm over all elements of all gradients; may be infinite.
+        per_group: bound the norm of each of the optimizer's parameter groups by itself. Their
+            norms are `metrics["grad_norm.0"]` and so on, by name where groups have names.
 
     Law:
         The result's norm is at most `max_norm` up to rounding, its direction is kept, and
@@ -44,6 +54,7 @@ class clip_grad_norm:
 
     Cost:
         One pass over the gradients, and one more to scale them; nothing waits for the device.
+        For shards one number crosses the ranks.
 
     References:
         Pascanu et al. 2013, "On the difficulty of training recurrent neural networks".
@@ -56,20 +67,82 @@ class clip_grad_norm:
     _draws: ClassVar[bool] = False
     max_norm: float = attrs.field(validator=_is_positive)
     norm_type: float = attrs.field(default=2.0, validator=_is_positive, kw_only=True)
+    per_group: bool = attrs.field(default=False, validator=_is_truth, kw_only=True)
 
     def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
         """Clip, in place."""
-        del slot, state
+        del slot
         tensors = list(grads.tensors.values())
         if not tensors:
             return grads, None
-        norm = torch.nn.utils.get_total_norm(tensors, norm_type=self.norm_type)
+        if not self.per_group:
+            return grads.with_metrics(grad_norm=self._clip_(tensors)), None
+        norms = {
+            f"grad_norm.{group}": self._clip_([grads.tensors[name] for name in names])
+            for group, names in _by_group(grads, state).items()
+        }
+        total = _total_norm(list(norms.values()), self.norm_type)
+        return grads.with_metrics(grad_norm=total, **norms), None
+
+    def _clip_(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Scale tensors down to the bound, and return the norm that they had."""
+        norm = _total_norm(tensors, self.norm_type)
         if not math.isinf(self.max_norm):
             scale = self.max_norm / norm
             # 1 within the bound, and for a norm of 0, inf or NaN
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
-            foreach.mul_(tensors, scale)
-        return grads.with_metrics(grad_norm=norm), None
+            foreach.mul_(map(_local, tensors), scale)
+        return norm
+
+
+def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
+    """Return which gradients belong to each of the optimizer's parameter groups."""
+    metas = state.definition.skeleton.module.named_parameters()
+    names = {id(meta): name for name, meta in metas}
+    found: dict[str, list[str]] = {}
+    for i, group in enumerate(state.definition.optimizer.param_groups):
+        owned = (names[id(param)] for param in group["params"])
+        present = [name for name in owned if name in grads.tensors]
+        if present:
+            found.setdefault(str(group.get("name", i)), []).extend(present)
+    return found
+
+
+def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of all elements, those of other ranks' shards too."""
+    tensors = [each for each in tensors if each.numel()] or tensors[:1]
+    sharded = [each for each in tensors if _is_sharded(each)]
+    if not sharded:
+        return torch.nn.utils.get_total_norm(tensors, norm_type=norm_type)
+    parts = [each for each in tensors if not _is_sharded(each)]
+    parts.append(_norm_of_shards(sharded, norm_type))
+    return torch.nn.utils.get_total_norm(parts, norm_type=norm_type)
+
+
+def _norm_of_shards(sharded: list[Any], norm_type: float) -> torch.Tensor:
+    """Return the norm of DTensors over the ranks of their meshes."""
+    if not math.isinf(norm_type):
+        norm = torch.nn.utils.get_total_norm(sharded, norm_type=norm_type)
+        return cast("Any", norm).full_tensor()
+    # torch takes no maximum of nothing, which is what a rank's shard may be
+    local = [each.to_local() for each in sharded]
+    found = [each.abs().max() for each in local if each.numel()]
+    largest = torch.stack(found).max() if found else local[0].new_zeros(())
+    largest = largest.nan_to_num(nan=math.inf, posinf=math.inf).reshape(1)
+    for mesh in {id(each.device_mesh): each.device_mesh for each in sharded}.values():
+        for group in mesh.get_all_groups():
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest[0]
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; a program without one does not import the class."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return cast("Any", tensor).to_local() if _is_sharded(tensor) else tensor
 
 
 @transform

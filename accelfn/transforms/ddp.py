@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train replicas on every rank with torch's DistributedDataParallel."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
+from torch import nn
 
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
+from accelfn.engine.in_backward import LiveUpdate
 from accelfn.errors import ArgumentError
 from accelfn.state import TrainState
 from accelfn.transform import Transform, has_field, transform
@@ -65,6 +67,7 @@ class wrap_ddp:
         af.wrap_ddp(bucket_cap_mb=10)
     """
 
+    _compresses: ClassVar[bool] = True
     bucket_cap_mb: float | None = _option(None, _is_positive)
     gradient_as_bucket_view: bool = _option(default=True)
     find_unused_parameters: bool = _option(default=False)
@@ -84,7 +87,13 @@ class wrap_ddp:
         """Build DistributedDataParallel around the state's tensors."""
         world = state.world
         options = attrs.asdict(self, filter=lambda field, _: field.name != "name")
-        return Engine(state, lambda module: DDPRunner(module, world, options))
+        found = (getattr(each, "_compression", None) for each in state.setup)
+        compression = next((make(state) for make in found if make), None)
+
+        def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
+            return DDPRunner(module, world, options, compression, live)
+
+        return Engine(state, make, compression)
 
     def _refuse(self, others: tuple[Transform, ...]) -> str | None:
         """Refuse what torch's DDP breaks on, and what would leave it without work."""

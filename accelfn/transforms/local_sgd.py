@@ -48,7 +48,8 @@ class local_sgd:
         bitwise. It gives up that replicas agree between averages.
 
     Cost:
-        One flattened all-reduce of the parameters every `sync_every` updates.
+        One flattened all-reduce every `sync_every` updates, of the parameters that are
+        trained, or were before `with_trainable` froze them.
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little".
@@ -96,12 +97,15 @@ class local_sgd:
         """Return the average over ranks; a collective unless they were just averaged."""
         if state.world.size == 1 or state.step == slot["since"]:
             return state.params
-        copies = {name: param.clone() for name, param in state.params.items()}
+        trained = state.definition.skeleton.once_trained
+        copies = {n: p.clone() for n, p in state.params.items() if n in trained}
         average_(list(copies.values()), slot["weight"], state.world)
-        return copies
+        return {**state.params, **copies}
 
     def _averaged(self, state: TrainState) -> list[torch.Tensor]:
-        tensors = list(state.params.values())
+        # the others are as they were created, and rounding would move them
+        trained = state.definition.skeleton.once_trained
+        tensors = [param for name, param in state.params.items() if name in trained]
         if self.buffers:
             tensors += state.buffers.values()
         if self.opt_state:

@@ -122,6 +122,10 @@ def test_pairs_without_meaning_are_refused() -> None:
     for pair, why in (
         ((af.wrap_ddp(), af.local_sgd(sync_every=2)), "never reduce"),
         (
+            (af.check_replicas(every=2), af.local_sgd(sync_every=2)),
+            "differ on purpose",
+        ),
+        (
             (af.accumulate(num_micro_batches=2), af.wrap_ddp(static_graph=True)),
             "several",
         ),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import foreach, update
+from accelfn import foreach, skipping
 from accelfn.errors import NonFiniteGradsError
 from accelfn.testing import simulate
 from accelfn.transform import transform
@@ -435,7 +435,7 @@ def test_a_device_that_skips_by_itself_does_as_the_host(
 
     host = simulate(size, run).results
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update, "_reads_at_once", lambda _: False)
+        patch.setattr(skipping, "_reads_at_once", lambda _: False)
         device = simulate(size, run).results
     for one, two in zip(host, device, strict=True):
         assert differences(one[0], two[0]) == []

@@ -3,6 +3,7 @@
 
 import functools
 import math
+from typing import Any
 
 import attrs
 import torch
@@ -17,14 +18,18 @@ from tests.strategies import LOSSES, Run, differences, runs, tensors
 
 Tensors = dict[str, torch.Tensor]
 NORMS = st.sampled_from([1.0, 2.0, 3.0, math.inf])
+PLAIN = functools.partial(torch.optim.SGD, lr=1.0)
 elements = st.integers(-12, 12).map(float)
 
 
-def gradients(values: list[list[float]]) -> tuple[af.TrainState, af.Grads]:
+def gradients(
+    values: list[list[float]],
+    optimizer: Any = PLAIN,
+) -> tuple[af.TrainState, af.Grads]:
     """Return a state, and gradients of it that hold these values."""
     state = af.TrainState.create(
         model=lambda: nn.ParameterList([torch.zeros(len(v)).double() for v in values]),
-        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+        optimizer=optimizer,
         world=single(),
     )
 
@@ -67,6 +72,45 @@ def test_clipping_by_norm(values: list, bound: float, p: float) -> None:
     assert differences(after, twice, within=1e-12) == []
     longer = [[8 * v for v in each] for each in values]
     assert differences(after, clipped(longer, clip), within=1e-12) == []
+
+
+@given(
+    values=drawn,
+    bound=st.sampled_from([0.25, 1.0, 5.0]),
+    p=NORMS,
+    of=st.lists(st.integers(0, 1), min_size=4, max_size=4),
+    named=st.booleans(),
+)
+def test_clipping_by_group(
+    values: list, bound: float, p: float, of: list[int], *, named: bool
+) -> None:
+    """Each parameter group is clipped as if it were all there is, and told by its name."""
+    first = of[0]
+    members = [
+        [i for i in range(len(values)) if of[i] == g] for g in (first, 1 - first)
+    ]
+    members = [each for each in members if each]
+
+    def grouped(params: list) -> torch.optim.Optimizer:
+        groups = [{"params": [params[i] for i in each]} for each in members]
+        for i, group in enumerate(groups if named else []):
+            group["name"] = f"g{i}"
+        return torch.optim.SGD(groups, lr=1.0)
+
+    clip = af.clip_grad_norm(bound, norm_type=p, per_group=True)
+    state, grads = gradients(values, grouped)
+    found, _ = clip.grads(grads, None, state)
+    for i, each in enumerate(members):
+        alone = clipped(
+            [values[j] for j in each], af.clip_grad_norm(bound, norm_type=p)
+        )
+        own = {str(k): found.tensors[str(j)] for k, j in enumerate(each)}
+        assert differences(alone, own, within=1e-12) == []
+        before = norm_of(clipped([values[j] for j in each]), p)
+        key = f"grad_norm.g{i}" if named else f"grad_norm.{i}"
+        assert math.isclose(float(found.metrics[key]), before, rel_tol=1e-12)
+    total = norm_of(clipped(values), p)
+    assert math.isclose(float(found.metrics["grad_norm"]), total, rel_tol=1e-12)
 
 
 @given(values=drawn, bad=st.sampled_from([math.inf, -math.inf, math.nan]), p=NORMS)

@@ -151,7 +151,7 @@ MUTANTS = [
         law="L2",
         test=test_ddp.test_ranks_that_differ_in_a_bit_are_refused,
         place=collectives.check_replicas,
-        old='_refuse_difference(named, "values")',
+        old="check_values(tensors, world, label=label, advice=_CREATED)",
         new="pass",
     ),
     Mutant(
@@ -160,7 +160,7 @@ MUTANTS = [
         law="L2",
         test=test_ddp.test_ranks_that_differ_in_shape_are_refused,
         place=collectives.check_replicas,
-        old='_refuse_difference([table.split("\\n") for table in tables], "structure")',
+        old='_refuse_difference([table.split("\\n") for table in tables], "structure", _CREATED)',
         new="pass",
     ),
     Mutant(
@@ -189,8 +189,8 @@ MUTANTS = [
         test=test_ddp.test_fused_optimizers_divide_alike,
         args={"optimizer": "SGD"},
         place=live_optimizer.LiveOptimizer.update,
-        old="scaled.grad_scale = divisor",
-        new="scaled.grad_scale = torch.ones_like(divisor)",
+        old="scale = divisor if isinstance(divisor, torch.Tensor) else None",
+        new="scale = torch.ones(()) if isinstance(divisor, torch.Tensor) else None",
     ),
     Mutant(
         name="weights of at least 1",
@@ -351,8 +351,8 @@ MUTANTS = [
         law="L10",
         test=test_local_sgd.test_a_last_average_is_owed,
         place=local_sgd.local_sgd.eval_params,
-        old="param.clone() for",
-        new="param for",
+        old="p.clone() for",
+        new="p for",
     ),
     Mutant(
         name="ranks share a counter",
@@ -360,8 +360,8 @@ MUTANTS = [
         law="L23",
         test=test_interleaving.test_any_order_of_ranks_gives_the_same,
         place=engine.Engine._seed,
-        old="state.step), micro_batch)",
-        new="next(self._seed.__func__.__dict__.setdefault('n', iter(range(10**9))))), 0)",
+        old="state.num_tried), micro_batch",
+        new="next(self._seed.__func__.__dict__.setdefault('n', iter(range(10**9))))), 0",
     ),
     Mutant(
         name="a failed average goes unnoticed",
@@ -369,7 +369,7 @@ MUTANTS = [
         law="L54",
         test=test_faults.test_no_rank_holds_half_a_step,
         place=update._updated,
-        old="lease.end(StateDonatedError, _INTERRUPTED, update=state.step)",
+        old="lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)",
         new="pass",
     ),
     Mutant(

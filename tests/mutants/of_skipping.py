@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in loss scaling, in skipping updates, and in counting before the forward pass."""
 
-from accelfn import backward, counts, foreach, grads, update
+from accelfn import backward, counts, foreach, grads, skipping, update
 from accelfn.engine import engine
 from accelfn.transforms import precision, skip
 from tests.laws import test_counts, test_skipping
@@ -13,7 +13,7 @@ MUTANTS = [
         says="a wish to skip is not told to the other ranks",
         law="L18",
         test=test_skipping.test_any_wish_of_any_rank_skips_once,
-        place=update._agreed,
+        place=skipping._agreed,
         old="not skip.agreed and world.size > 1",
         new="False",
     ),
@@ -76,7 +76,7 @@ MUTANTS = [
         says="an update is skipped wherever a transform looks",
         law="L18",
         test=test_skipping.test_looking_changes_nothing,
-        place=update._skips,
+        place=skipping.decided,
         old="bool(flag)",
         new="True",
     ),
@@ -158,7 +158,7 @@ MUTANTS = [
         says="skips that were counted before are forgotten",
         law="L18",
         test=test_skipping.test_a_device_that_skips_by_itself_does_as_the_host,
-        place=update._counts,
+        place=skipping.counts_after,
         old="before + flag.long()",
         new="flag.long()",
     ),

@@ -29,7 +29,7 @@ MUTANTS = [
         old="""\
         if grads.tensors and not grads.is_mean and not later:
             _divide_(grads)
-            grads = attrs.evolve(grads, is_mean=True)
+            grads = attrs.evolve(grads, is_mean=True, loss_scale=None)
         grads, slots = _transformed(state, grads, setup, slots)
 """,
         new="""\
@@ -44,7 +44,7 @@ MUTANTS = [
         says="the norm that is clipped by is that of the first parameter's gradient",
         law="L14",
         test=test_updates.test_the_norm_is_of_the_whole_gradient,
-        place=clip.clip_grad_norm.grads,
+        place=clip._total_norm,
         old="get_total_norm(tensors,",
         new="get_total_norm(tensors[:1],",
     ),
@@ -53,16 +53,16 @@ MUTANTS = [
         says="norm_type is ignored",
         law="L15",
         test=test_updates.test_clipping_by_norm,
-        place=clip.clip_grad_norm.grads,
-        old="norm_type=self.norm_type",
-        new="norm_type=2.0",
+        place=clip.clip_grad_norm._clip_,
+        old="_total_norm(tensors, self.norm_type)",
+        new="_total_norm(tensors, 2.0)",
     ),
     Mutant(
         name="clipping stretches",
         says="gradients within the bound are scaled up to it",
         law="L15",
         test=test_updates.test_clipping_by_norm,
-        place=clip.clip_grad_norm.grads,
+        place=clip.clip_grad_norm._clip_,
         old="(norm > self.max_norm) & norm.isfinite()",
         new="(norm > 0) & norm.isfinite()",
     ),
@@ -71,9 +71,18 @@ MUTANTS = [
         says="gradients whose norm is not finite are scaled by it",
         law="L15",
         test=test_updates.test_clipping_leaves_what_is_not_finite,
-        place=clip.clip_grad_norm.grads,
+        place=clip.clip_grad_norm._clip_,
         old="(norm > self.max_norm) & norm.isfinite()",
         new="~(norm <= self.max_norm)",
+    ),
+    Mutant(
+        name="groups clipped together",
+        says="per_group bounds the norm over all groups",
+        law="L15",
+        test=test_updates.test_clipping_by_group,
+        place=clip._by_group,
+        old='str(group.get("name", i))',
+        new='"0"',
     ),
     Mutant(
         name="clipping bounds one side",
@@ -108,9 +117,11 @@ MUTANTS = [
         says="the average moves as often as gradients were taken, not once an update",
         law="L20",
         test=test_updates.test_ema_closed_form,
-        place=update._updated,
-        old="after = _after_update(after, setup)",
-        new="[after := _after_update(after, setup) for _ in range(grads.num_micro_batches)]",
+        place=update._after,
+        old="after = _after_update(after, definition.setup)",
+        new="""\
+for _ in range(grads.num_micro_batches):
+        after = _after_update(after, definition.setup)""",
     ),
     Mutant(
         name="EMA the wrong way round",
@@ -245,8 +256,10 @@ MUTANTS = [
         law="L21",
         test=test_purity.test_parameters_keep_their_dtype,
         place=clip.clip_grad_norm.grads,
-        old="return grads.with_metrics(",
-        new="return grads.map(torch.Tensor.float).with_metrics(",
+        old="return grads.with_metrics(grad_norm=self._clip_(tensors)), None",
+        new="""\
+norm = self._clip_(tensors)
+        return grads.with_metrics(grad_norm=norm).map(torch.Tensor.float), None""",
     ),
     Mutant(
         name="no gradient is taken for 0",
@@ -309,9 +322,9 @@ for path in state.definition.skeleton.aliases:
         law="L25",
         test=test_parameters.test_layouts_change_nothing,
         place=collectives.pack,
-        old="tensor.detach().reshape(-1) for",
-        new="(tensor if tensor.is_contiguous() else tensor.permute("
-        "*reversed(range(tensor.ndim)))).detach().reshape(-1) for",
+        old="return _flatten_dense_tensors(tensors)",
+        new="return _flatten_dense_tensors([t if t.is_contiguous() else t.permute("
+        "*reversed(range(t.ndim))) for t in tensors])",
     ),
     Mutant(
         name="gradients by position",
@@ -327,8 +340,8 @@ for path in state.definition.skeleton.aliases:
         says="a transform leaves out one leaf of the tree",
         law="L32",
         test=test_parameters.test_names_and_order_are_only_names_and_order,
-        place=clip.clip_grad_norm.grads,
-        old="foreach.mul_(tensors, scale)",
+        place=clip.clip_grad_norm._clip_,
+        old="foreach.mul_(map(_local, tensors), scale)",
         new="foreach.mul_(tensors[:-1], scale)",
     ),
     Mutant(
@@ -346,8 +359,8 @@ for path in state.definition.skeleton.aliases:
         law="L50",
         test=test_randomness.test_ranks_steps_and_micro_batches_draw_apart,
         place=engine.Engine._seed,
-        old="state.step), micro_batch)",
-        new="state.step), 0)",
+        old="state.num_tried), micro_batch",
+        new="state.num_tried), 0",
     ),
     Mutant(
         name="keys differ above bit 32",
@@ -431,9 +444,9 @@ for path in state.definition.skeleton.aliases:
             "one": ENTRIES["clip_grad_norm"].transform,
             "two": ENTRIES["clip_grad_norm"].other["norm_type"],
         },
-        place=clip.clip_grad_norm.grads,
-        old="norm_type=self.norm_type",
-        new="norm_type=2.0",
+        place=clip.clip_grad_norm._clip_,
+        old="_total_norm(tensors, self.norm_type)",
+        new="_total_norm(tensors, 2.0)",
     ),
     Mutant(
         name="options that are not shown",

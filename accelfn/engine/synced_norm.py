@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch normalisation by the statistics of all ranks' samples.
+
+Each rank's count, means and centred sums of squares cross the ranks once, in float64, and
+are combined in rank order (Chan, Golub, LeVeque 1979), so all ranks hold the same numbers.
+The backward pass sums two numbers a channel. torch's own SyncBatchNorm does the same with
+CUDA kernels, and has none for the CPU.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from accelfn.collectives import all_gather, sum_
+from accelfn.errors import ModelError
+from accelfn.world import World
+
+Layer: TypeAlias = _BatchNorm
+
+_LABEL = "sync_batchnorm"
+_OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+class Share:
+    """Whether what this rank passes forward counts; an empty share's stand-in does not."""
+
+    counts = True
+
+
+class SyncedNorm:
+    """The forward of a batch normalisation layer over all ranks, in its own one's place."""
+
+    def __init__(self, layer: Layer, world: World, share: Share) -> None:
+        """Take the layer, whose parameters, buffers and options stay its own."""
+        self._layer, self._world, self._share = layer, world, share
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """Normalise; ranks meet where it is by the batch's own statistics."""
+        layer = self._layer
+        if not layer.training and layer.running_mean is not None:
+            return type(layer).forward(layer, given)
+        layer._check_input_dim(given)  # pyright: ignore[reportPrivateUsage]
+        normed, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            given, layer.weight, layer.bias, layer.eps, self._world, self._share.counts
+        )
+        if given.is_cpu and count == 1:
+            size = given.size()
+            msg = f"Expected more than 1 value per channel when training, got input size {size}"
+            raise ValueError(msg)  # what torch says of a whole batch like this
+        if layer.training and layer.track_running_stats:
+            self._track(count, mean, var)
+        return cast("torch.Tensor", normed)
+
+    def _track(
+        self, count: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
+    ) -> None:
+        """Move running statistics as torch does; where nothing counted, they stay."""
+        layer, seen = self._layer, count > 0
+        factor: Any = 0.0 if layer.momentum is None else layer.momentum
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        moving = (layer.running_mean, mean), (layer.running_var, unbiased)
+        with torch.no_grad():
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.add_(seen)
+                if layer.momentum is None:
+                    factor = 1 / layer.num_batches_tracked.clamp(min=1).double()
+            share = seen.double() * factor
+            for running, batch in moving:
+                if running is not None:
+                    running.lerp_(batch.to(running), share.to(running))
+
+
+class _Normed(torch.autograd.Function):
+    """Normalise rows by what all ranks' rows have in common."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - a Function takes no keywords
+        ctx: Any,
+        given: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        world: World,
+        counts: bool,  # noqa: FBT001
+    ) -> tuple[torch.Tensor, ...]:
+        wide = _wide(given)
+        count, mean, var = _combined(_local(wide, counts=counts), world)
+        own_mean, own_var = mean.to(wide), var.to(wide)
+        own = (None if each is None else each.to(wide) for each in (weight, bias))
+        normed = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
+        ctx.save_for_backward(given, weight, own_mean, own_var, count)
+        ctx.eps, ctx.world, ctx.counts = eps, world, counts
+        ctx.mark_non_differentiable(count, mean, var)
+        return normed.to(given.dtype), count, mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor
+    ) -> Any:
+        given, weight, mean, var, count = ctx.saved_tensors
+        wide = _wide(given)
+        scale = torch.ones_like(mean) if weight is None else weight.to(wide)
+        masks = [ctx.needs_input_grad[0], True, True]
+        plain, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+            *(grads[0].to(wide), wide, scale, mean, var, None, None),
+            *(False, ctx.eps, masks),  # by statistics that are given
+        )
+        passed = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.cat([by_weight, by_bias])
+            sum_(sums, ctx.world, label=f"{_LABEL} backward")
+            total = (sums / count.to(sums)).split(len(mean))
+            moved = _through_statistics(wide, total, scale, mean, var + ctx.eps)
+            # what did not count moves no statistic
+            passed = plain - moved if ctx.counts else plain
+            passed = passed.to(given.dtype)
+        needs = ctx.needs_input_grad[1:3]
+        parameters = [
+            each.to(weight.dtype) if need and weight is not None else None
+            for each, need in zip((by_weight, by_bias), needs, strict=True)
+        ]
+        return passed, *parameters, None, None, None
+
+
+def _through_statistics(
+    wide: torch.Tensor,
+    total: Sequence[torch.Tensor],
+    scale: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+) -> torch.Tensor:
+    """Return what a gradient lacks in which mean and variance are constants."""
+    by_weight, by_bias = total
+    inverse = torch.rsqrt(var)
+    slope = scale * inverse * inverse * by_weight
+    offset = scale * inverse * by_bias - slope * mean
+    return wide * _channels(slope, wide) + _channels(offset, wide)
+
+
+def _wide(given: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in which sums can be taken."""
+    return given.float() if given.dtype.itemsize < 4 else given
+
+
+def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (like.ndim - 2))
+
+
+def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
+    """Return this rank's means, centred sums of squares and count, in float64."""
+    num_channels = wide.shape[1]
+    num_values = wide.numel() // num_channels
+    packed = wide.new_zeros(2 * num_channels + 1, dtype=torch.float64)
+    if counts and num_values:
+        axes = [0, *range(2, wide.ndim)]
+        var, mean = torch.var_mean(wide, axes, correction=0)
+        packed[:num_channels] = mean
+        packed[num_channels:-1] = var.double() * num_values
+        packed[-1] = num_values
+    return packed
+
+
+def _combined(
+    packed: torch.Tensor, world: World
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return count, means and variances of all ranks; of no values, those of a standard."""
+    num_channels = (len(packed) - 1) // 2
+    rows = torch.stack(all_gather(packed, world, label=_LABEL))
+    means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count.clamp(min=1)
+    centred = squares + counts * (means - mean).square()
+    var = torch.where(count > 0, centred.sum(0) / count.clamp(min=1), 1.0)
+    return count, mean, var
+
+
+class _AnyDims(_BatchNorm):
+    """Batch normalisation of inputs of any dims, as SyncBatchNorm takes them."""
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
+
+
+def sync_norms(
+    module: nn.Module, world: World, share: Share, owner: str, *, compiled: bool
+) -> None:
+    """Let a module's batch normalisations be over all ranks; names stay.
+
+    Raises:
+        ModelError: one computes otherwise than torch's, or has ranks of its own.
+    """
+    for path, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        own = type(layer).forward not in _OWN_FORWARDS or "forward" in vars(layer)
+        if own:
+            msg = (
+                f"{owner}: {path!r} is a {type(layer).__name__} with a forward of its own,"
+                " which would be left out. Where another transform gave it one, put"
+                f" {owner} before it in the chain."
+            )
+            raise ModelError(msg)
+        chosen = getattr(layer, "process_group", None)
+        if chosen is not None and chosen is not world.group:
+            msg = (
+                f"{owner}: {path!r} is a SyncBatchNorm over a process group of its own."
+                " Leave out one of the two."
+            )
+            raise ModelError(msg)
+        if isinstance(layer, nn.SyncBatchNorm):
+            # DistributedDataParallel refuses this class on the CPU
+            cast("Any", layer).__class__ = _AnyDims
+        synced: Any = SyncedNorm(layer, world, share)
+        if compiled:  # ranks meet between graphs
+            synced = torch.compiler.disable(synced.__call__)
+        vars(layer)["forward"] = synced
+        vars(layer)["_buffers_of_all_ranks"] = True
+
+
+def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
+    """Return the names of buffers that hold what all ranks saw, whatever this one did."""
+    return frozenset(
+        f"{path}.{key}" if path else key
+        for path, owner in module.named_modules()
+        if "_buffers_of_all_ranks" in vars(owner)
+        for key in owner._buffers  # pyright: ignore[reportPrivateUsage]
+    )

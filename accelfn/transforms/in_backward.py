@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update parameters while gradients are computed, so that these are never all there."""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from accelfn.engine.live_optimizer import LiveOptimizer
+from accelfn.errors import OptimizerError
+from accelfn.state import TrainState
+from accelfn.transform import Transform, has_field, transform
+
+_NEEDS_ALL = {
+    "grads": "looks at all gradients",
+    "loss_scale": "may skip the update after it has seen all gradients",
+    "value_and_grad": "runs several backward passes, or other ones",
+    "reduce": "moves gradients over the ranks when all are there",
+}
+_MOST = 4
+
+
+@transform
+class optimizer_in_backward:
+    """Step the optimizer on each parameter as soon as its gradient is complete, and free that.
+
+    Gradients are never all alive: the peak is that of a layer. The state is given to the step
+    when the first gradient is there, so a backward pass that raises after it leaves a state
+    that can be used no more. The LOMO of the paper is this with `torch.optim.SGD`; any
+    optimizer will do that updates each parameter by its own gradient.
+
+    Under `wrap_ddp` a parameter is stepped when its bucket has crossed the ranks. DDP's
+    buckets hold all gradients as long as it lives, so what is saved there is nothing but
+    gradients beside them.
+
+    Acts on: when the optimizer steps.
+
+    Law:
+        The result is bitwise that of the plain step; over 3 ranks or another number that is
+        no power of 2, up to rounding.
+
+    Cost:
+        A call of the optimizer for each parameter, in place of one for all. Over ranks one
+        number crosses them before the backward pass.
+
+    Raises:
+        CompositionError: beside what needs all gradients: `clip_grad_norm`, fp16,
+            `skip_nonfinite`, `accumulate`, `local_sgd`, `compile`; or where DDP looks for
+            unused parameters.
+        OptimizerError: when the state is created, of an optimizer whose parameters are not
+            updated each for itself; it is tried on small ones.
+        GradsError: at `value_and_grad`, which has no gradients to return.
+
+    References:
+        Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited
+        Resources".
+
+    Example:
+        >>> optimizer_in_backward()
+        af.optimizer_in_backward()
+    """
+
+    _draws: ClassVar[bool] = False
+    _in_backward: ClassVar[bool] = True
+
+    def _check_state(self, state: TrainState) -> None:
+        """Refuse an optimizer that couples parameters."""
+        kind = type(state.definition.optimizer).__name__
+        try:
+            whole, alone = (_tried(state, alone=alone) for alone in (False, True))
+        except Exception as error:
+            msg = (
+                f"{self!r}: {kind} cannot be tried on small parameters, to see whether it"
+                f" updates each for itself: {error!r}."
+            )
+            raise OptimizerError(msg) from error
+        differ = [n for n in whole if not torch.equal(whole[n], alone[n])]
+        if differ:
+            msg = (
+                f"{self!r}: {kind} updates parameters by more than their own gradients:"
+                f" stepped one by one, {', '.join(differ[:5])} came out otherwise. Leave"
+                " this transform out, or take another optimizer."
+            )
+            raise OptimizerError(msg)
+
+    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
+        """Refuse what needs gradients that are there together."""
+        for other in others:
+            if other is not self and type(other) is type(self):
+                return f"and {other!r} are one too many. Leave out one of the two."
+            for field, why in _NEEDS_ALL.items():
+                if has_field(other, field):
+                    return (
+                        "frees each gradient as soon as it is complete, but"
+                        f" {other!r} {why}. Leave out one of the two."
+                    )
+            for option in ("find_unused_parameters", "static_graph"):
+                if getattr(other, option, False):
+                    return (
+                        f"would step parameters that {other!r} finds unused only when the"
+                        f" backward pass is over. Leave out {option}=True."
+                    )
+            if hasattr(other, "fullgraph"):
+                return (
+                    f"steps in the midst of the backward pass, which {other!r} makes one"
+                    " piece. Leave out one of the two."
+                )
+        return None
+
+
+def _tried(state: TrainState, *, alone: bool) -> dict[str, torch.Tensor]:
+    """Return small parameters after two updates by the state's optimizer."""
+    metas = dict(state.definition.skeleton.module.named_parameters())
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(meta: torch.Tensor) -> torch.Tensor:
+        shape = [min(length, _MOST) for length in meta.shape]
+        return torch.randn(shape, generator=generator).to(meta.dtype)
+
+    params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
+    live = LiveOptimizer(
+        state.definition.optimizer,
+        {metas[name]: param for name, param in params.items()},
+        {param: name for name, param in params.items()},
+    )
+    trained = [params[name] for name in state.definition.skeleton.trainable]
+    hyper = {
+        (i, "train_mode"): True
+        for i, group in enumerate(state.definition.optimizer.param_groups)
+        if "train_mode" in group
+    }
+    for _ in range(2):
+        gradients = [drawn(param) for param in trained]
+        if alone:
+            live.begin(hyper)
+            for param, gradient in reversed(list(zip(trained, gradients, strict=True))):
+                param.grad = gradient
+                live.step_alone(param)
+                param.grad = None
+            live.end()
+        else:
+            for param, gradient in zip(trained, gradients, strict=True):
+                param.grad = gradient
+            live.update(hyper)
+    return {name: param.detach() for name, param in params.items()}

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compress: fewer bytes, and the mean over all ranks' samples still."""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+from accelfn.transform import transform
+from tests.laws.worlds import DDP, Found, trained, without_slots
+from tests.strategies import IN, LOSSES, Run, differences, runs, tensors
+
+NARROW = {"fp16": (torch.float16, 2.0**-11), "bf16": (torch.bfloat16, 2.0**-8)}
+SIZES = st.integers(2, 4)
+BUCKETS = st.sampled_from([None, 1e-5])
+
+
+def low_rank(rank: int = 1, start: int = 0) -> Any:
+    """Return PowerSGD that compresses every matrix."""
+    return af.compress(
+        "powersgd",
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=start,
+        min_compression_rate=0,
+    )
+
+
+def heavy_loss(net: nn.Module, batch: Any) -> af.Loss:
+    """Return a total whose weight is an integer that 16 bits cannot hold."""
+    inputs, targets = batch
+    return af.Loss((net(inputs) * targets).sum(), 4096.0 + len(inputs))
+
+
+@attrs.frozen
+class Heavy(Run):
+    """A run with such a loss."""
+
+    def program(self) -> Any:
+        return attrs.evolve(super().program(), loss=heavy_loss)
+
+
+@given(
+    run=runs(dyadic=True, updates=1, kind="plain"),
+    size=st.sampled_from([2, 4]),
+    heavy=st.booleans(),
+)
+def test_what_16_bits_can_hold_is_exact(run: Run, size: int, *, heavy: bool) -> None:
+    """On small integers the update is bitwise the plain one, whatever the weight is."""
+    cls = Heavy if heavy else Run
+    run = cls(**attrs.asdict(attrs.evolve(run, loss="mean"), recurse=False))
+    expected = trained(size, run, DDP)
+    found = trained(size, run, DDP, af.compress("fp16"))
+    for (one, _), (two, _) in zip(expected, found, strict=True):
+        assert differences(one[-1], two[-1]) == []
+
+
+@transform
+class Scaled:
+    """Multiply losses by a large power of 2."""
+
+    def loss_scale(self, state: af.TrainState, slot: None) -> torch.Tensor:
+        del state, slot
+        return torch.tensor(2.0**40)
+
+
+@given(
+    run=runs(dyadic=False, updates=1, kind="plain"),
+    size=SIZES,
+    method=st.sampled_from(sorted(NARROW)),
+    parts=st.integers(1, 3),
+    scaled=st.booleans(),
+)
+def test_16_bits_round_each_rank_once_and_the_sum(
+    run: Run, size: int, method: str, parts: int, *, scaled: bool
+) -> None:
+    """Each element is within the roundings of its parts, and the same on all ranks."""
+    scaling = Scaled() if scaled else None
+    setup = af.chain(
+        DDP, af.compress(method), af.accumulate(num_micro_batches=parts), scaling
+    )
+
+    def grads(world: af.World) -> tuple[Found, Found, float]:
+        state = attrs.evolve(run, setup=setup).state(world)
+        compute = af.value_and_grad(LOSSES[run.loss])
+        batch = next(iter(af.batches(state)))
+        _, own = compute(state, batch, sync=False)
+        parts = {name: each.clone() for name, each in own.tensors.items()}
+        _, all_ = compute(state, batch)
+        means = {n: each * size for n, each in all_.tensors.items()}
+        return parts, means, float(all_.weight) * (2.0**40 if scaled else 1)
+
+    results = simulate(size, grads).results
+    _, eps = NARROW[method]
+    for name in results[0][1]:
+        each = torch.stack([parts[name] for parts, _, _ in results])
+        smallest = 2.0**-24 * size * results[0][2]  # of what fp16 can hold
+        bound = each.abs().sum(0) * eps * (size + 1) + smallest
+        for _, found, _ in results:
+            assert torch.equal(found[name], results[0][1][name])
+            assert bool(((found[name] - each.sum(0)).abs() <= bound).all())
+
+
+@given(
+    run=runs(dyadic=False, kind="plain", updates=3),
+    size=SIZES,
+    start=st.integers(0, 2),
+    bucket=BUCKETS,
+)
+def test_full_rank_is_the_plain_mean(
+    run: Run, size: int, start: int, bucket: float | None
+) -> None:
+    """Of matrices whose every column is kept nothing is lost, however they lie in buckets."""
+    run = attrs.evolve(run, optimizer="momentum")
+    expected = trained(size, run, DDP)
+    setup = af.shard_data(), af.wrap_ddp(bucket_cap_mb=bucket), low_rank(IN, start)
+    for (one, _), (two, _) in zip(expected, trained(size, run, *setup), strict=True):
+        assert differences(one[-1], without_slots(two[-1]), within=1e-7) == []
+
+
+def sums_of(world: af.World, run: Run, setup: af.chain) -> tuple[Found, Found, Found]:
+    """Return the sums of true gradients and of those applied, and what is left out."""
+    state = attrs.evolve(run, setup=setup).state(world)
+    compute, step = (
+        make(LOSSES[run.loss]) for make in (af.value_and_grad, af.make_step)
+    )
+    true = {name: torch.zeros_like(param) for name, param in state.params.items()}
+    first = {name: param.clone() for name, param in state.params.items()}
+    for _, batch in zip(range(run.updates), af.batches(state), strict=False):
+        _, grads = compute(state, batch, sync=False)
+        grads = af.sync_grads(state, grads)
+        for name, total in grads.tensors.items():
+            true[name] += total / grads.denominator
+        state, _ = step(state, batch)
+    applied = {name: (first[name] - p) / 0.125 for name, p in state.params.items()}
+    return true, applied, dict(state.slots["compress"]["error"])
+
+
+@given(
+    run=runs(dyadic=False, kind="plain", updates=4, schedule=False),
+    size=SIZES,
+    start=st.integers(0, 2),
+    parts=st.integers(1, 3),
+)
+def test_what_is_left_out_is_not_lost(
+    run: Run, size: int, start: int, parts: int
+) -> None:
+    """What was applied, and the ranks' mean of what is left, add up to the true gradients."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.125)
+    setup = af.chain(DDP, low_rank(1, start), af.accumulate(num_micro_batches=parts))
+
+    def train(world: af.World) -> tuple[Found, Found, Found]:
+        with_rate = Rated(**attrs.asdict(run, recurse=False), factory=optimizer)
+        return sums_of(world, with_rate, setup)
+
+    results = simulate(size, train).results
+    true, applied, errors = results[0]
+    for name, expected in true.items():
+        left = sum(error[name] for _, _, error in results if name in error) / size
+        found = applied[name] + (left if name in errors else 0)
+        scale = max(1.0, float(expected.abs().max()))
+        assert float((found - expected).abs().max()) <= 1e-9 * scale
+        assert (name in errors) == (expected.ndim == 2)
+
+
+@attrs.frozen
+class Rated(Run):
+    """A run with an optimizer of its own."""
+
+    factory: Any = None
+
+    def program(self) -> Any:
+        return attrs.evolve(super().program(), optimizer=self.factory)
+
+
+@given(
+    run=runs(dyadic=False, kind="plain", updates=4),
+    size=st.integers(2, 3),
+    start=st.integers(0, 2),
+    cut=st.integers(0, 4),
+)
+def test_a_cut_run_goes_on_with_what_was_left_out(
+    run: Run, size: int, start: int, cut: int
+) -> None:
+    """Saved and loaded at any update, each rank goes on bitwise as if it had not been."""
+    run = attrs.evolve(run, setup=af.chain(DDP, low_rank(1, start)))
+    with tempfile.TemporaryDirectory() as folder:
+
+        def cut_and_whole(world: af.World) -> tuple[Found, Found]:
+            whole, _ = run.train(run.state(world), 4)
+            state, _ = run.train(run.state(world), cut)
+            af.save(state, Path(folder) / "saved")
+            state = af.load(run.state(world), Path(folder) / "saved")
+            state, _ = run.train(state, 4 - cut)
+            return tensors(whole), tensors(state)
+
+        for one, two in simulate(size, cut_and_whole).results:
+            assert differences(one, two) == []
+
+
+@given(
+    run=runs(dyadic=False, kind="plain"),
+    sizes=st.lists(st.integers(2, 4), min_size=2, max_size=2, unique=True),
+)
+def test_other_ranks_take_over_what_was_left_out(run: Run, sizes: list[int]) -> None:
+    """Loaded on another number of ranks, the mean of what is left is what it was."""
+    run = attrs.evolve(run, setup=af.chain(DDP, low_rank()))
+    with tempfile.TemporaryDirectory() as folder:
+
+        def saved(world: af.World) -> Found:
+            state, _ = run.train(run.state(world), 2)
+            af.save(state, Path(folder) / "saved")
+            return dict(state.slots["compress"]["error"])
+
+        def loaded(world: af.World) -> Found:
+            state = af.load(run.state(world), Path(folder) / "saved")
+            return dict(state.slots["compress"]["error"])
+
+        before, after = (
+            simulate(size, fn).results
+            for size, fn in zip(sizes, (saved, loaded), strict=True)
+        )
+    means = [
+        {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+        for found in (before, after)
+    ]
+    assert differences(*means, within=1e-12) == []
+
+
+@given(run=runs(dyadic=False, kind="plain"), size=SIZES, bad=st.integers(0, 3))
+def test_a_skipped_update_leaves_what_was_left_out(
+    run: Run, size: int, bad: int
+) -> None:
+    """A gradient that is not finite is in no memory: training goes on without its batch."""
+    run = attrs.evolve(run, setup=af.chain(DDP, low_rank(), af.skip_nonfinite()))
+
+    def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
+        values, factor = batch
+        return LOSSES["squared"](net, values) * factor
+
+    def train(world: af.World, *, leave_out: bool) -> Found:
+        state, step = run.state(world), af.make_step(loss_fn)
+        values = tuple(each[world.rank % run.n :] for each in run.dataset())
+        for i in range(4):
+            if i != bad or not leave_out:
+                state, _ = step(state, (values, torch.nan if i == bad else 1.0))
+        apart = ("slots.skip_nonfinite",)
+        return {k: v for k, v in tensors(state).items() if not k.startswith(apart)}
+
+    with_bad, without = (
+        simulate(size, functools.partial(train, leave_out=out)).results
+        for out in (False, True)
+    )
+    for one, two in zip(with_bad, without, strict=True):
+        assert differences(one, two) == []
+
+
+@given(run=runs(updates=2, kind="plain"), size=SIZES, parts=st.integers(2, 4))
+def test_bytes_go_down_and_only_the_last_micro_batch_sends(
+    run: Run, size: int, parts: int
+) -> None:
+    """Gradients of 8 bytes are sent in 2, matrices as their factors, and once an update."""
+
+    def sent(method: Any, number: int = 1) -> list[int]:
+        setup = af.chain(DDP, method, af.accumulate(num_micro_batches=number))
+        split = attrs.evolve(run, setup=setup)
+        log = simulate(size, lambda world: split.train(split.state(world))).log
+        found = [each for each in log if each.kind == "all_reduce"]
+        return [each.num_bytes for each in found]
+
+    count = sum(param.numel() for param in run.state().params.values())
+    carrier, weight = 1, 8
+    assert sum(sent(None)) == 2 * 8 * (count + carrier)
+    for method in NARROW:
+        assert sum(sent(af.compress(method))) == 2 * (2 * (count + carrier) + weight)
+    factors = sum(
+        sum(param.shape) if param.ndim == 2 else param.numel()
+        for param in run.state().params.values()
+    )
+    assert sum(sent(low_rank())) == 2 * (8 * factors + weight)
+    for method in (af.compress("fp16"), low_rank()):
+        assert sent(method, parts) == sent(method)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compression, batch normalisation over ranks and updates in a backward pass take."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+
+LOW_RANK = af.compress("powersgd")
+IN_BACKWARD = af.optimizer_in_backward()
+
+PAIRS = {
+    "two compressions": (af.compress("fp16"), af.compress("bf16", name="other")),
+    "unused parameters": (LOW_RANK, af.wrap_ddp(find_unused_parameters=True)),
+    "static graph": (LOW_RANK, af.wrap_ddp(static_graph=True)),
+    "norms apart": (af.sync_batchnorm(), af.local_sgd(sync_every=2)),
+    "norms in a graph": (af.sync_batchnorm(), af.compile()),
+    "clipping": (IN_BACKWARD, af.clip_grad_norm(1.0)),
+    "clipping by value": (IN_BACKWARD, af.clip_grad_value(1.0)),
+    "skipping": (IN_BACKWARD, af.skip_nonfinite()),
+    "fp16": (IN_BACKWARD, af.autocast("fp16")),
+    "accumulation": (IN_BACKWARD, af.accumulate(num_micro_batches=2)),
+    "local updates": (IN_BACKWARD, af.local_sgd(sync_every=2)),
+    "compiling": (IN_BACKWARD, af.compile()),
+    "looking for unused": (IN_BACKWARD, af.wrap_ddp(find_unused_parameters=True)),
+    "twice": (IN_BACKWARD, af.optimizer_in_backward(name="other")),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("flipped", [False, True])
+def test_pairs_without_meaning(pair, flipped):
+    """They are refused when composed, in either order, both named, and say what to do."""
+    one, two = PAIRS[pair][:: -1 if flipped else 1]
+    with pytest.raises(af.CompositionError, match=r"Leave out|Keep one|with fullgraph"):
+        af.chain(one, two)
+
+
+def create(world, model, setup):
+    return af.TrainState.create(
+        model=model,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        setup=setup,
+        world=world,
+    )
+
+
+@pytest.mark.parametrize("method", ["fp16", "powersgd"])
+def test_nothing_to_compress(method):
+    """Without DistributedDataParallel it would be without effect, so it is refused."""
+    with pytest.raises(af.CompositionError, match="wrap_ddp"):
+        create(af.World.single(), lambda: nn.Linear(2, 2), af.compress(method))
+
+
+@pytest.mark.parametrize("option", ["matrix_approximation_rank", "start_powerSGD_iter"])
+def test_options_of_another_method(option):
+    """An option that the method has no use for is refused."""
+    with pytest.raises(af.ArgumentError, match="only 'powersgd'"):
+        af.compress("fp16", **{option: 2})
+
+
+class Doubled(nn.BatchNorm1d):
+    """Batch normalisation with a forward of its own."""
+
+    def forward(self, given):
+        return 2 * super().forward(given)
+
+
+def test_a_norm_of_its_own_is_refused_when_built():
+    """What its forward does besides would be left out, so the layer is named."""
+    setup = af.chain(af.wrap_ddp(), af.sync_batchnorm())
+
+    def build(world):
+        net = lambda: nn.Sequential(nn.Linear(2, 2), Doubled(2))  # noqa: E731
+        af.build(create(world, net, setup))
+
+    with pytest.raises(af.ModelError, match="'1' is a Doubled"):
+        simulate(2, build)
+
+
+def test_layers_of_torchs_own_class_are_taken():
+    """SyncBatchNorm, which needs a GPU, trains on CPUs as BatchNorm of all ranks."""
+    setup = af.chain(af.wrap_ddp(), af.sync_batchnorm())
+
+    def train(world, layer, setup):
+        net = lambda: nn.Sequential(nn.Linear(2, 2), layer(2))  # noqa: E731
+        state = create(world, net, setup)
+        values = torch.arange(16.0).reshape(8, 2).square() / 100
+        share = values.tensor_split(world.size)[world.rank]
+        step = af.make_step(lambda model, x: (model(x) - x).square().mean())
+        return step(state, share)[0].params
+
+    plain = train(af.World.single(), nn.BatchNorm1d, af.chain())
+    for params in simulate(
+        2, lambda world: train(world, nn.SyncBatchNorm, setup)
+    ).results:
+        for name, expected in plain.items():
+            assert torch.allclose(params[name], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_in_16_bits(dtype):
+    """Outputs have the dtype of the inputs, and statistics are of float32 sums."""
+    setup = af.chain(af.wrap_ddp(), af.sync_batchnorm())
+
+    def train(world):
+        state = create(world, lambda: nn.BatchNorm1d(2), setup)
+        values = torch.arange(12.0).reshape(6, 2).to(dtype)[world.rank :: 2]
+
+        def loss_fn(model, x):
+            out = model(x)
+            assert out.dtype is dtype
+            return out.float().square().mean()
+
+        return af.make_step(loss_fn)(state, values)[0].buffers
+
+    first, second = simulate(2, train).results
+    assert torch.allclose(first["running_mean"], torch.tensor([0.5, 0.6]))
+    assert torch.equal(first["running_var"], second["running_var"])
+
+
+def test_one_value_a_channel_over_all_ranks():
+    """A batch of one sample has no variance, on any number of ranks: torch's own error."""
+    setup = af.chain(af.shard_data(), af.wrap_ddp(), af.sync_batchnorm())
+
+    def train(world):
+        state = af.TrainState.create(
+            model=lambda: nn.BatchNorm1d(2),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            data=af.Data(torch.ones(1, 2), batch_size=1),
+            setup=setup,
+            world=world,
+        )
+        step = af.make_step(lambda model, x: model(x).sum())
+        step(state, next(iter(af.batches(state))))
+
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        simulate(2, train)
+
+
+def test_an_optimizer_that_cannot_be_tried():
+    """What its step raises on small parameters is told, with its name."""
+
+    class Picky(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no small ones")
+
+    with pytest.raises(
+        af.OptimizerError, match=r"Picky cannot be tried.*no small ones"
+    ):
+        af.TrainState.create(
+            model=lambda: nn.Linear(2, 2),
+            optimizer=functools.partial(Picky, lr=0.1),
+            setup=IN_BACKWARD,
+            world=af.World.single(),
+        )
+
+
+def test_updates_in_a_backward_pass_need_ranks_that_reduce():
+    """Without what reduces gradients nothing is updated, and the state is whole."""
+
+    def train(world):
+        state = create(world, lambda: nn.Linear(2, 2), IN_BACKWARD)
+        step = af.make_step(lambda model, x: model(x).sum())
+        with pytest.raises(af.GradsError, match="not reduced"):
+            step(state, torch.ones(1, 2))
+        return state.params
+
+    simulate(2, train)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_norms_between_compiled_graphs(flipped):
+    """Compiled in pieces, layers meet between these, wherever the two stand."""
+    pair = [af.sync_batchnorm(), af.compile(backend="eager", fullgraph=False)]
+    setups = [
+        af.chain(af.wrap_ddp(), *pair[:: -1 if flipped else 1]),
+        af.chain(af.wrap_ddp(), pair[0]),
+    ]
+
+    def train(world, setup):
+        net = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))  # noqa: E731
+        state = create(world, net, setup)
+        share = torch.arange(8.0).reshape(4, 2)[world.rank :: 2].contiguous()
+        step = af.make_step(lambda model, x: (model(x) - x).square().mean())
+        state, _ = step(state, share)
+        return {**state.params, **state.buffers}
+
+    compiled, plain = (
+        simulate(2, functools.partial(train, setup=setup)).results for setup in setups
+    )
+    for found, expected in zip(compiled, plain, strict=True):
+        for name, each in expected.items():
+            assert torch.allclose(found[name], each)
