@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelfn.errors import CheckpointError, Error, LaunchError
-from accelfn.launch import launch_script
+from accelfn.launching import settings
+from accelfn.launching.script import launch_script, planned
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 2 for a mistake in the command line, 130 after Ctrl-C; 1 where
-        checkpoints differ, or one is not what was saved.
+        checkpoints differ, or one is not what was saved; of `launch` and `test`, that of
+        the rank that failed first.
 
     Example:
         >>> main(["launch", "--nproc", "0", "train.py"])
@@ -31,7 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = _parser().parse_args(argv)
     try:
-        commands = {"replay": _replay, "launch": _launch, "checkpoint": _checkpoint}
+        commands = {
+            "replay": _replay,
+            "launch": _launch,
+            "config": _config,
+            "env": _env,
+            "test": _test,
+            "checkpoint": _checkpoint,
+            "report": _report,
+        }
         return commands[words.command](words)
     except Error as error:
         sys.stderr.write(f"accelfn {words.command}: {error}\n")
@@ -46,29 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    launch = commands.add_parser(
-        "launch",
-        help="run a script in several processes on this machine",
-        description=(
-            "Run a script in several processes on this machine, one rank each, with the"
-            " environment of torchrun. Options of accelfn come before the script."
-        ),
-        allow_abbrev=False,
-    )
-    launch.add_argument(
-        "--nproc",
-        required=True,
-        metavar="N",
-        help="how many processes; 'auto' is one for each GPU, or one without any",
-    )
-    launch.add_argument(
-        "-m",
-        dest="module",
-        action="store_true",
-        help="the script is a module's name, as after python -m",
-    )
-    launch.add_argument("script", help="a Python file")
-    launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    _add_launching(commands)
     replay = commands.add_parser(
         "replay",
         help="run the step of a crash bundle again, on simulated ranks",
@@ -86,7 +74,94 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_acts(checkpoint)
+    report = commands.add_parser(
+        "report",
+        help="draw what a run tracked, as a page and a picture",
+        description=(
+            "Draw what a run tracked with af.track.jsonl: a page and a picture beside it,"
+            " run.html and run.png for run.jsonl."
+        ),
+        allow_abbrev=False,
+    )
+    report.add_argument("run", metavar="RUN", help="a .jsonl, or a folder with one")
     return parser
+
+
+def _add_launching(commands: Any) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="run a script in several processes, on one machine or more",
+        description=(
+            "Run a script in several processes on this machine, one rank each, with the"
+            " environment of torchrun. Options of accelfn come before the script. What the"
+            f" command line does not say is read from {settings.FILE}, if it is here."
+        ),
+        allow_abbrev=False,
+    )
+    for name, option in settings.OPTIONS.items():
+        default = "" if option.default is None else f" (default {option.default})"
+        launch.add_argument(
+            settings.flag(name), metavar=option.metavar, help=option.help + default
+        )
+    _add_file(launch)
+    launch.add_argument(
+        "--show",
+        action="store_true",
+        help="show the settings and where each is from, and start nothing",
+    )
+    launch.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the script is a module's name, as after python -m",
+    )
+    launch.add_argument("script", nargs="?", help="a Python file")
+    launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    config = commands.add_parser(
+        "config",
+        help=f"write {settings.FILE}, which says how to launch",
+        description=(
+            f"Write {settings.FILE}: ask for each setting, or take them from --set. What the"
+            " file has already stays, where nothing else is said."
+        ),
+        allow_abbrev=False,
+    )
+    _add_file(config)
+    config.add_argument(
+        "--default", action="store_true", help="write the defaults, and ask nothing"
+    )
+    config.add_argument(
+        "--set",
+        dest="assignments",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting; NAME= takes it out; may be given several times",
+    )
+    env = commands.add_parser(
+        "env",
+        help="show what a bug report needs",
+        description="Show versions, devices, settings and variables of this machine.",
+        allow_abbrev=False,
+    )
+    env.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
+    _add_file(env)
+    test = commands.add_parser(
+        "test",
+        help="test this machine: two ranks talk, train a step and save it",
+        description=(
+            "Test this machine, in two minutes at most: ranks meet, communicate, train a"
+            " step together and save a checkpoint."
+        ),
+        allow_abbrev=False,
+    )
+    test.add_argument("--nproc", default="2", metavar="N", help="how many (default 2)")
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"the settings, instead of {settings.FILE}"
+    )
 
 
 _PATHS = {
@@ -152,21 +227,75 @@ def _checkpoint(words: argparse.Namespace) -> int:
     return code
 
 
+def _report(words: argparse.Namespace) -> int:
+    from accelfn.track.report import report  # noqa: PLC0415  as above
+
+    rows, code = report(words.run)
+    sys.stdout.writelines(f"{row}\n" for row in rows)
+    return code
+
+
 def _launch(words: argparse.Namespace) -> int:
-    nproc = _num_processes(words.nproc)
-    return launch_script(words.script, words.args, nproc=nproc, module=words.module)
+    chosen = _settings(words.config, vars(words))
+    machines = chosen.machines()
+    nproc = _num_processes(chosen["nproc"])
+    if words.show:
+        rows = [*chosen.lines(), *planned(nproc=nproc, machines=machines)]
+        sys.stdout.writelines(f"{row}\n" for row in rows)
+        return 0
+    if words.script is None:
+        msg = "there is no script; name a Python file, or a module after -m."
+        raise LaunchError(msg)
+    return launch_script(
+        words.script,
+        words.args,
+        nproc=nproc,
+        module=words.module,
+        machines=machines,
+        max_restarts=chosen["max_restarts"],
+    )
 
 
-def _num_processes(text: str) -> int:
-    if text == "auto":
+def _settings(named: str | None, given: Mapping[str, Any]) -> settings.Settings:
+    file = settings.find(named)
+    written = {} if file is None else settings.read(file)
+    return settings.Settings.of(given, written, str(file))
+
+
+def _num_processes(nproc: int | str) -> int:
+    if nproc == "auto":
         import torch  # noqa: PLC0415  a second that only this word needs
 
         return max(1, torch.cuda.device_count())
+    return int(nproc)
+
+
+def _config(words: argparse.Namespace) -> int:
+    from accelfn.launching.config import configure  # noqa: PLC0415  as above
+
+    file = configure(words.config, words.assignments, default=words.default)
+    sys.stdout.write(f"{file} says:\n{file.read_text(encoding='utf-8')}")
+    return 0
+
+
+def _env(words: argparse.Namespace) -> int:
+    from accelfn.launching.machine import describe  # noqa: PLC0415  as above
+
+    sys.stdout.write(describe(settings.find(words.config), as_json=words.as_json))
+    return 0
+
+
+def _test(words: argparse.Namespace) -> int:
     try:
-        return int(text)
+        nproc = int(words.nproc)
     except ValueError:
-        msg = f"--nproc is {text!r}; give a whole number, 1 or more, or 'auto'."
+        msg = f"--nproc is {words.nproc!r}; give a whole number, 1 or more."
         raise LaunchError(msg) from None
+    test = "accelfn.launching.selftest"
+    code = launch_script(test, [str(nproc)], nproc=nproc, module=True)
+    verdict = "This machine passes." if code == 0 else "This machine fails, as above."
+    sys.stdout.write(f"{verdict}\n")
+    return code
 
 
 def _version() -> str:

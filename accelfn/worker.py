@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # A rank that has raised ends by then, whatever threads it left: its peers wait.
 GRACE_SECONDS = 5
+# What leads to the code of a user: a script, or a function given to `af.launch`.
+LEADS = __file__, os.path.join(os.path.dirname(__file__), "launching", "rank.py")  # noqa: PTH118, PTH120
 
 
 def main() -> int:
@@ -95,7 +97,7 @@ def record(error: BaseException, status: int) -> None:
     And the status with which Python will end for it: Gloo's threads, for one, may abort
     a process that is ending already, which would then seem killed.
     """
-    error.__traceback__ = without_this_file(error.__traceback__)
+    error.__traceback__ = without_leads(error.__traceback__)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
@@ -103,7 +105,7 @@ def record(error: BaseException, status: int) -> None:
     details = {
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(int(now)),  # torch reads this one,
-        "time": now,  # accelfn.launch these two
+        "time": now,  # accelfn.launching these two
         "status": status,
     }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
@@ -114,11 +116,11 @@ def record(error: BaseException, status: int) -> None:
     os.replace(part.name, file)  # noqa: PTH105
 
 
-def without_this_file(frames: TracebackType | None) -> TracebackType | None:
+def without_leads(frames: TracebackType | None) -> TracebackType | None:
     """Drop the frames that lead to the script: a reader looks for his own."""
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename
-        if file != __file__ and not file.startswith("<frozen "):
+        if file not in LEADS and not file.startswith("<frozen "):
             break
         frames = frames.tb_next
     return frames

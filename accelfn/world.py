@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
+from accelfn.place import Place, asked_size, read_place
 
 _LONGEST = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Connection:
@@ -33,7 +33,9 @@ class Connection:
     must be able to let go of it, and tell those who hold it too.
 
     `label` and `step` say what this rank is doing, and `trail` what it did before, for errors
-    and the logs of simulations.
+    and the logs of simulations, which compare the `structure` of trees too, where the
+    connection `tells_structure`. While `is_lent`, a branch of this world is in use, and the
+    world itself must not be; `make_branch` makes one where torch cannot.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -43,7 +45,12 @@ class Connection:
             raise ArgumentError(msg)
         self.group = group
         self.is_closed = False
+        self.is_lent = False
+        self.make_branch: Callable[[World], tuple[World, Callable[[], None]]] | None
+        self.make_branch = None
         self.label: str | None = None
+        self.tells_structure = False
+        self.structure: str | None = None
         self.step: int | None = None
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
         self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -52,6 +59,20 @@ class Connection:
         """Have a bound method called when the world is closed."""
         self._holders.append(weakref.WeakMethod(let_go))
 
+    def check_not_lent(self) -> None:
+        """Raise while the ranks talk through a branch of the world.
+
+        Raises:
+            WorldError: they do.
+        """
+        if self.is_lent:
+            msg = (
+                "This world waits while af.find_batch_size tries a batch size: a rank that"
+                " runs out of memory could not tell the others. Use the world that the"
+                " function is given, fn(batch_size, world), and create states in there."
+            )
+            raise WorldError(msg)
+
     def close(self) -> None:
         """Let go of the group everywhere."""
         for holder in self._holders:
@@ -59,7 +80,12 @@ class Connection:
             if let_go is not None:
                 let_go()
         self._holders.clear()
-        self.group, self.is_closed = None, True
+        self.group, self.make_branch, self.is_closed = None, None, True
+
+
+def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
+    """Return what joins the ranks: that of another world, or a new one."""
+    return group if isinstance(group, Connection) else Connection(group)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -73,6 +99,7 @@ class World:
         local_size: how many processes its machine runs.
         node_rank: its machine.
         device: where its tensors live.
+        checked: whether ranks compare each of accelfn's collectives before they make it.
         connection: holds the torch process group, `group`, until the world is closed.
 
     Use it as a context manager: leaving the block closes what `from_env` opened.
@@ -86,8 +113,9 @@ class World:
     device: torch.device = attrs.field(
         factory=lambda: torch.device("cpu"), converter=torch.device
     )
+    checked: bool = False
     connection: Connection = attrs.field(
-        default=None, alias="group", converter=Connection, repr=False
+        default=None, alias="group", converter=_connected, repr=False
     )
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
 
@@ -119,10 +147,10 @@ class World:
             WorldError: the environment asks for more than one process, or the device
                 is not there.
         """
-        size = _integer(os.environ, "WORLD_SIZE")
-        if size is not None and size > 1:
+        name, size = asked_size(os.environ)
+        if size > 1:
             msg = (
-                f"WORLD_SIZE is {size}, but a world of 1 was asked for; {size} ranks"
+                f"{name} is {size}, but a world of 1 was asked for; {size} ranks"
                 " would each train alone. Use af.World.from_env() and pass the"
                 " world on."
             )
@@ -136,18 +164,25 @@ class World:
         timeout: float = 300.0,
         backend: str | None = None,
         device: str | torch.device | None = None,
+        checked: bool = False,
     ) -> Self:
-        """Join the world that torchrun or `accelfn launch` describes in the environment.
+        """Join the world that the launcher describes in the environment.
 
-        Without `RANK` and `WORLD_SIZE` this is the world of a single process. With them,
-        the process group is opened (and set as torch's default, which SyncBatchNorm and
-        others read) and closed when the `with` block ends. A group that is open already
-        is used and left open.
+        That is torchrun or `accelfn launch` (`RANK`, `WORLD_SIZE`, …), else mpirun
+        (`OMPI_COMM_WORLD_RANK`, `PMI_RANK`, …), else srun (`SLURM_PROCID`, …). Without any
+        this is the world of a single process. With one, the process group is opened (and set
+        as torch's default, which SyncBatchNorm and others read) and closed when the `with`
+        block ends, or with the interpreter. A group that is open already is used and left
+        open.
 
         Args:
             timeout: seconds after which a collective that some rank does not join fails.
             backend: of torch.distributed; default "gloo" on CPU, "cpu:gloo,cuda:nccl" on GPU.
             device: default the GPU of the local rank where torch sees GPUs, else the CPU.
+            checked: whether ranks compare what they are about to do before each of accelfn's
+                collectives, so that a mismatch is a `CollectiveMismatchError` on all of them
+                and no hang, abort or wrong number. It costs a gather of 8 bytes a call. What
+                DistributedDataParallel sends is torch's own and not compared.
 
         Raises:
             WorldError: a variable is missing, malformed or contradicts another, or the
@@ -160,13 +195,26 @@ class World:
             )
             raise ArgumentError(msg)
         _check_backend(backend)
-        place = _read_place(os.environ)
-        if place is None:
+        place = read_place(os.environ)
+        if place is None or place.is_alone:
             _refuse_open_group()
-            return cls(device=_device(device, local_rank=0))
-        chosen = _device(device, local_rank=place["local_rank"])
+            return cls(device=_device(device, local_rank=0), checked=checked)
+        chosen = _device(device, local_rank=place.local_rank)
         group, owned = _join(place, backend=backend, device=chosen, timeout=timeout)
-        return cls(**place, device=chosen, group=group, owns_group=owned)
+        world = cls(
+            rank=place.rank,
+            size=place.size,
+            local_rank=place.local_rank,
+            local_size=place.local_size,
+            node_rank=place.node_rank,
+            device=chosen,
+            checked=checked,
+            group=group,
+            owns_group=owned,
+        )
+        if owned:  # torch may abort a process that leaves it open
+            atexit.register(world._close_at_exit)
+        return world
 
     @property
     def is_main(self) -> bool:
@@ -186,12 +234,14 @@ class World:
                 " block."
             )
             raise WorldError(msg)
+        self.connection.check_not_lent()
         return self.connection.group
 
     def close(self) -> None:
         """Close the process group, if `from_env` opened it; twice is once."""
         if not self._owns_group or self.connection.is_closed:
             return
+        atexit.unregister(self._close_at_exit)
         ours = dist.is_initialized() and dist.group.WORLD is self.connection.group
         self.connection.close()
         # DistributedDataParallel refers to itself. It must be gone before the group is: its
@@ -217,8 +267,6 @@ class World:
         """
         if error is None or not self._owns_group:
             self.close()
-            return
-        atexit.register(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
         """Close, and drop the traceback that was printed: its frames hold the group."""
@@ -226,59 +274,6 @@ class World:
             if hasattr(sys, name):
                 setattr(sys, name, None)
         self.close()
-
-
-def _integer(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(name)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        msg = f"The environment variable {name} is {text!r}; expected an integer."
-        raise WorldError(msg) from None
-
-
-def _read_place(env: Mapping[str, str]) -> dict[str, int] | None:
-    """Return rank, size and their local kin as torchrun sets them; None where unset."""
-    present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
-    if not present:
-        return None
-    missing = [name for name in _VARIABLES if name not in env]
-    if missing:
-        msg = (
-            f"The environment has {' and '.join(present)} but lacks"
-            f" {', '.join(missing)}. Start the ranks with torchrun or `accelfn launch`,"
-            " which set them all, or unset them to train in one process."
-        )
-        raise WorldError(msg)
-    rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-    assert rank is not None  # noqa: S101 - it was found present above
-    assert size is not None  # noqa: S101
-    if size < 1 or not 0 <= rank < size:
-        msg = (
-            f"RANK={rank} and WORLD_SIZE={size} contradict each other: expected 0 <="
-            " RANK < WORLD_SIZE."
-        )
-        raise WorldError(msg)
-    local_rank = _integer(env, "LOCAL_RANK")
-    local_size = _integer(env, "LOCAL_WORLD_SIZE")
-    node_rank = _integer(env, "GROUP_RANK")
-    place = {
-        "rank": rank,
-        "size": size,
-        "local_rank": rank if local_rank is None else local_rank,
-        "local_size": size if local_size is None else local_size,
-        "node_rank": 0 if node_rank is None else node_rank,
-    }
-    if not 0 <= place["local_rank"] < place["local_size"] <= size:
-        msg = (
-            f"LOCAL_RANK={place['local_rank']}, LOCAL_WORLD_SIZE={place['local_size']}"
-            f" and WORLD_SIZE={size} contradict each other: expected 0 <= LOCAL_RANK <"
-            " LOCAL_WORLD_SIZE <= WORLD_SIZE."
-        )
-        raise WorldError(msg)
-    return place
 
 
 def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.device:
@@ -334,7 +329,7 @@ def _refuse_open_group() -> None:
 
 
 def _join(
-    place: Mapping[str, int],
+    place: Place,
     *,
     backend: str | None,
     device: torch.device,
@@ -344,14 +339,14 @@ def _join(
     if dist.is_initialized():
         group = dist.group.WORLD
         if group is not None and (group.rank(), group.size()) == (
-            place["rank"],
-            place["size"],
+            place.rank,
+            place.size,
         ):
             return group, False
         msg = (
             f"A process group is open in which this is rank {dist.get_rank()} of"
-            f" {dist.get_world_size()}, but the environment says RANK={place['rank']}"
-            f" of WORLD_SIZE={place['size']}. Close it with"
+            f" {dist.get_world_size()}, but the environment says RANK={place.rank}"
+            f" of WORLD_SIZE={place.size}. Close it with"
             " torch.distributed.destroy_process_group()."
         )
         raise WorldError(msg)
@@ -360,13 +355,14 @@ def _join(
     try:
         dist.init_process_group(
             backend,
-            rank=place["rank"],
-            world_size=place["size"],
+            init_method=place.init_method,
+            rank=place.rank,
+            world_size=place.size,
             timeout=timedelta(seconds=timeout),
         )
     except (ValueError, RuntimeError) as error:
         msg = (
-            f"Rank {place['rank']} of {place['size']} cannot open a {backend!r} process"
+            f"Rank {place.rank} of {place.size} cannot open a {backend!r} process"
             f" group: {error}"
         )
         raise WorldError(msg) from error

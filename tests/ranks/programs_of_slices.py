@@ -124,3 +124,21 @@ def save_summands(world: af.World, folder: Path) -> str:
     except af.CheckpointError as error:
         return str(error)
     return ""
+
+
+def clipped(world: af.World, norm_type: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """Clip gradients of which some are sharded; return their norm, and them whole."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    tensors = {
+        name: distribute_tensor(whole(name).double() / 64 - 1, mesh, [place])
+        for name, (_, place) in PLACES.items()
+    }
+    tensors["plain"] = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    clip = af.clip_grad_norm(0.5, norm_type=norm_type)
+    grads = af.Grads(tensors=tensors, divisor=1)
+    grads, _ = clip.grads(grads, None, fresh(world))
+    found = {
+        name: each.full_tensor() if name in PLACES else each
+        for name, each in grads.tensors.items()
+    }
+    return float(grads.metrics["grad_norm"]), found

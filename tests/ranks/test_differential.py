@@ -19,7 +19,9 @@ from accelfn.testing.simulation.simulate import simulate
 from tests.ranks import programs
 from tests.ranks import programs_of_collectives as collectives
 from tests.ranks import programs_of_differences as differences
+from tests.ranks import programs_of_trees as trees
 from tests.ranks.programs_of_collectives import CALLS, DTYPES, REDUCTIONS, Collective
+from tests.ranks.programs_of_trees import TreeCall, tree_calls
 from tests.strategies import Run, runs
 
 pytestmark = pytest.mark.ranks(2)
@@ -51,6 +53,27 @@ def test_collectives_give_what_gloo_gives(
     """Any program of any collectives, waited for or not, under any schedule."""
     run = partial(collectives.run, program=tuple(program))
     simulate(size, run, schedule=schedule, also="processes")
+
+
+@given(st.lists(tree_calls(), max_size=6), st.sampled_from([2, 2, 3]), schedules)
+def test_collectives_on_trees_give_what_gloo_gives(
+    program: list[TreeCall], size: int, schedule: list[int]
+) -> None:
+    """Any program of gather, reduce and their kin: any dtype, ragged rows, any layout."""
+    run = partial(trees.run, program=tuple(program))
+    simulate(size, run, schedule=schedule, also="processes")
+
+
+@pytest.mark.parametrize("dtype", trees.DTYPES)
+def test_every_dtype_gives_what_gloo_gives(dtype: str) -> None:
+    """Moved by each kind of call, and reduced in each way that it can be."""
+    kinds = [each for each in trees.KINDS if each != "reduce"]
+    ops = () if dtype in trees.ONLY_MOVED else trees.OPS
+    program = (
+        *(TreeCall(kind, (dtype, dtype), (1, 2), root=1) for kind in kinds),
+        *(TreeCall("reduce", (dtype, dtype), op=op, transposed=True) for op in ops),
+    )
+    simulate(2, partial(trees.run, program=program), also="processes")
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -102,6 +125,36 @@ def trainings(draw: st.DrawFn) -> Run:
 def test_training_gives_what_gloo_gives(run: Run, schedule: list[int]) -> None:
     """Every state and metric of a run, on any data: two ranks add in either order alike."""
     simulate(2, partial(programs.train, run=run), schedule=schedule, also="processes")
+
+
+COMPRESSED = [
+    af.compress("fp16"),
+    af.compress("bf16"),
+    af.compress("powersgd", start_powerSGD_iter=1, min_compression_rate=0),
+    af.optimizer_in_backward(),
+]
+
+
+@given(
+    run=runs(updates=3, dyadic=False),
+    method=st.sampled_from(COMPRESSED),
+    bucket=st.sampled_from([None, 1e-5]),
+    schedule=schedules,
+)
+def test_compressed_training_gives_what_gloo_gives(
+    run: Run, method: object, bucket: float | None, schedule: list[int]
+) -> None:
+    """Through DistributedDataParallel's hook gradients are the same on any ranks."""
+    ddp = af.wrap_ddp(bucket_cap_mb=bucket)
+    run = attrs.evolve(run, setup=af.chain(af.shard_data(), ddp, method))
+    simulate(2, partial(programs.train, run=run), schedule=schedule, also="processes")
+
+
+def test_synced_batchnorm_gives_what_gloo_gives() -> None:
+    """Statistics of two ranks, and gradients through them, are the same on any ranks."""
+    setup = af.chain(af.shard_data(), af.wrap_ddp(), af.sync_batchnorm())
+    run = Run(n=11, batch_size=4, kind="norm", updates=4, dyadic=False, setup=setup)
+    simulate(2, partial(programs.train, run=run), also="processes")
 
 
 def test_a_state_is_compared_in_what_is_saved_of_it() -> None:

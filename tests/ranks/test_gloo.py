@@ -78,13 +78,9 @@ class Waits:
     Which of them Gloo speaks of depends on whose clock, or which thread, comes first.
     """
 
-    SIGNS = "|".join(
-        (
-            "Timed out waiting",
-            "Application timeout caused pair closure",
-            "Connection (closed|reset) by peer",
-            "Broken pipe",
-        )
+    SIGNS = (
+        "Timed out waiting|Application timeout caused pair closure"
+        "|Connection (closed|reset) by peer|Broken pipe"
     )
 
     def fits(self, outcome: Outcome) -> bool:

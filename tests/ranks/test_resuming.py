@@ -16,7 +16,8 @@ def test_fresh_processes_go_on_bitwise(tmp_path: Path) -> None:
     """Saved after every update, in local SGD's period or not, a run ends as it would have.
 
     With dropout, batch statistics, AdamW, a schedule, an average of parameters, fp16 and
-    its scale, and updates that are skipped, on two ranks; each of them ends with the state of the uninterrupted run's, bit by bit.
+    its scale, and updates that are skipped, on two ranks; each of them ends with the state
+    of the uninterrupted run's, bit by bit.
     """
     for what in ("save", "resume"):
         words = ["launch", "--nproc", "2", str(SCRIPT), str(tmp_path), what]

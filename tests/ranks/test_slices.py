@@ -95,3 +95,18 @@ def test_summands(tmp_path: Path) -> None:
         assert "slots.mine is a DTensor placed as" in said
         assert "redistribute" in said
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
+def test_gradients_are_clipped_by_the_norm_over_all_shards(norm_type: float) -> None:
+    """L14: sharded gradients, beside one that is not, are clipped as whole ones are."""
+    expected = {
+        name: programs.whole(name).double() / 64 - 1 for name in programs.PLACES
+    }
+    expected["plain"] = torch.tensor([3.0, -4.0], dtype=torch.float64)
+    flat = torch.cat([each.flatten() for each in expected.values()])
+    norm = float(torch.linalg.vector_norm(flat, norm_type))
+    for told, found in run_ranks(2, programs.clipped, norm_type):
+        assert told == pytest.approx(norm, rel=1e-12)
+        for name, each in expected.items():
+            assert torch.allclose(found[name], each * (0.5 / norm), rtol=1e-12)

@@ -15,18 +15,12 @@ import pytest
 
 from accelfn.cli import main
 from accelfn.errors import LaunchError
-from accelfn.launch import launch_script
+from accelfn.launching.script import launch_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ARGS = ["--lr", "$local_rank ${x} $$", "", "--", "-h", "--nproc"]
 
-pytestmark = [
-    pytest.mark.ranks(2),
-    # torch's launcher leaves the files open that it follows.
-    pytest.mark.filterwarnings(
-        r"ignore:.*/(stdout|stderr)\.log:pytest.PytestUnraisableExceptionWarning"
-    ),
-]
+pytestmark = pytest.mark.ranks(2)
 
 
 def launch(*words):

@@ -16,11 +16,12 @@ how = sys.argv[1] if len(sys.argv) > 1 else ""
 
 
 def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    fail(world, state.step)
     return model(batch[0]).square().mean()
 
 
 def fail(world: af.World, step: int) -> None:
-    """Fail on rank 1 at update 3, in the way asked for."""
+    """Fail on rank 1 in the midst of update 3, in the way asked for."""
     if world.rank != 1 or step != 3:
         return
     if how == "raise":
@@ -29,11 +30,14 @@ def fail(world: af.World, step: int) -> None:
         sys.exit(7)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hang":
         time.sleep(600)
 
 
-with af.World.from_env(timeout=3.0 if how == "hang" else 60.0, device="cpu") as world:
+timeout = {"hang": 3.0, "stop": 1.0}.get(how, 60.0)
+with af.World.from_env(timeout=timeout, device="cpu") as world:
     data = af.Data((torch.ones(64, 4),), batch_size=8)
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(4, 1),
@@ -44,7 +48,6 @@ with af.World.from_env(timeout=3.0 if how == "hang" else 60.0, device="cpu") as 
     )
     step = af.make_step(loss_fn)
     for batch in af.batches(state, epochs=1):
-        fail(world, state.step)
         state, metrics = step(state, batch)
     means = af.mean(metrics, world)
     af.evaluate(state, data, loss_fn)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of one machine as torch's elastic agent runs them, and what it does not tell.
+
+The processes, their rendezvous, their environment and their restarts are torchrun's. Added
+is which ranks failed in an attempt that is followed by another, that a run which was asked
+to end is not started again, and that a rank which was stopped is found, and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from attrs import frozen
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from accelfn.errors import LaunchError
+from accelfn.launching.failures import Failure, all_left_on_signal, by_cause, report
+from accelfn.launching.rendezvous import handler_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+
+    from accelfn.launching.machines import Machines
+
+_EVERY_SECONDS = 0.1
+
+
+@frozen
+class Ended:
+    """How the ranks of this machine ended: `failures` by cause, none if all went well."""
+
+    failures: tuple[Failure, ...]
+    ranks: tuple[int, ...]
+    started: float
+    has_other_machines: bool
+
+    @property
+    def exit_code(self) -> int:
+        """0, or that of the rank that failed first."""
+        return self.failures[0].exit_code if self.failures else 0
+
+    @property
+    def report(self) -> str:
+        """What is to be said of the failures."""
+        text = report(self.failures, ranks=self.ranks, started=self.started)
+        if self.has_other_machines and all(each.lost_peer for each in self.failures):
+            text += (
+                "\nEvery rank of this machine lost another: the cause is on another"
+                " machine, whose launcher reports it, or between them."
+            )
+        return text
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent, with an eye for what failed."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: DefaultLogsSpecs,
+        say: Callable[[str], None],
+    ) -> None:
+        """Take what to run, where its output goes, and how to say what happens."""
+        super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
+        self._say = say
+        self._started = time.time()
+        self.ended: Ended | None = None
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether the machines have met, and ranks were started."""
+        return self._pcontext is not None
+
+    # torch's own is wrapped by a decorator without types
+    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> RunResult:
+        stopped = self._end_stopped(worker_group)
+        looked: Any = super()._monitor_workers
+        result: RunResult = looked(worker_group)
+        ranks = tuple(worker.global_rank for worker in worker_group.workers)
+        if result.failures:
+            failures = tuple(by_cause(result.failures, stopped))
+            many = (worker_group.group_world_size or 1) > 1
+            self.ended = Ended(failures, ranks, self._started, many)
+            if all_left_on_signal(failures):
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                self._say(f"{self.ended.report}\n{self._next_attempt()}")
+                self._started = time.time()
+        elif result.state is WorkerState.SUCCEEDED:
+            self.ended = Ended((), ranks, self._started, has_other_machines=False)
+        return result
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30
+    ) -> None:
+        super()._shutdown(death_sig, timeout)
+        # torch leaves the files open that ranks wrote to
+        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
+        for handler in handlers.values():
+            for stream in (handler._stdout, handler._stderr):
+                if stream is not None:
+                    stream.close()
+
+    def _next_attempt(self) -> str:
+        most = self._worker_group.spec.max_restarts
+        return f"restart {most - self._remaining_restarts + 1} of {most} follows"
+
+    def _end_stopped(self, worker_group: WorkerGroup) -> set[int]:
+        """End ranks that are stopped, once one has failed; return which were.
+
+        The signal that is to end them would wait with them until they continue.
+        """
+        if self._pcontext is None:
+            return set()
+        pids = self._pcontext.pids()
+        if not any(_has_failed(pid) for pid in pids.values()):
+            return set()
+        stopped = {local: pid for local, pid in pids.items() if _is_stopped(pid)}
+        for pid in stopped.values():
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)
+        return {worker_group.workers[local].global_rank for local in stopped}
+
+
+def _has_failed(pid: int) -> bool:
+    """Whether a child has ended badly; it stays to be waited for."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    try:
+        found = os.waitid(os.P_PID, pid, options)
+    except ChildProcessError:  # it was waited for
+        return False
+    return found is not None and found.si_status != 0
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        status = Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    nproc: int,
+    machines: Machines,
+    max_restarts: int,
+    log_dir: str,
+    follow_all: bool,
+    say: Callable[[str], None],
+) -> Ended:
+    """Run a command of Python in `nproc` processes of this machine, to their end.
+
+    Args:
+        command: what follows `python`.
+        nproc: how many processes.
+        machines: with which others they make a run.
+        max_restarts: how often all ranks start again after one has failed.
+        log_dir: an empty directory for what ranks write, until it is shown.
+        follow_all: whether the first rank's output is shown by this process too; else
+            it has the terminal.
+        say: how to tell of what happens before the end.
+
+    Raises:
+        LaunchError: the machines did not meet.
+        SignalException: this process was asked to end; the ranks have.
+    """
+    try:
+        handler = handler_of(machines)
+    except (ValueError, ImportError, RendezvousError) as error:
+        raise _not_met(machines, error) from error
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        args=tuple(map(_as_template, command)),
+        rdzv_handler=handler,
+        max_restarts=max_restarts,
+        monitor_interval=_EVERY_SECONDS,
+        local_addr=machines.address,
+    )
+    first = 0 if follow_all else 1
+    tee = dict.fromkeys(range(first, nproc), Std.ALL)
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=log_dir, tee=tee), say)
+    is_over = False
+    try:
+        agent.run()
+        is_over = True
+    except (dist.DistError, RendezvousError) as error:
+        if agent.has_ranks:
+            msg = f"lost the rendezvous at {machines.endpoint}: {_first_line(error)}"
+            raise LaunchError(msg) from error
+        raise _not_met(machines, error) from error
+    finally:
+        # a machine that was told to end leaves the rendezvous open to the others
+        if is_over:
+            handler.shutdown()
+    if agent.ended is None:
+        msg = f"the run {machines.run_id!r} at {machines.endpoint} has ended already."
+        raise LaunchError(msg)
+    return agent.ended
+
+
+def _not_met(machines: Machines, error: Exception) -> LaunchError:
+    return LaunchError(
+        f"the machines did not meet at {machines.endpoint} within"
+        f" {machines.join_seconds:g} s: {_first_line(error)}. Is `accelfn launch` running"
+        " on every one, with the same address and another --machine-rank?"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
+
+
+def _as_template(arg: str) -> str:
+    """Protect an argument from torch's launcher, which fills in `${local_rank}`."""
+    return arg.replace("$", "$$")

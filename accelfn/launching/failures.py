@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a run ended, the one that failed first before its consequences."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+# What an error says when it was another rank that went away: ours, Gloo's, NCCL's.
+_LOST_PEER = (
+    "PeerFailed",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "failed to recv, got 0 bytes",
+    "ncclRemoteError",
+)
+
+
+@frozen(kw_only=True)
+class Failure:
+    """How one rank ended."""
+
+    rank: int
+    pid: int
+    status: int  # as of `subprocess.Popen.returncode`: a signal is negative
+    at: float  # seconds since the epoch
+    error: str  # `ValueError: …`; empty, like the next, where the rank left no record
+    traceback: str
+    was_stopped: bool = False  # by a signal that halts a process and does not end it
+
+    @classmethod
+    def from_torch(
+        cls, rank: int, failure: ProcessFailure, *, was_stopped: bool
+    ) -> Failure:
+        """Read what torch noticed, and what the rank itself has recorded."""
+        message: Any = failure.error_file_data["message"]
+        if isinstance(message, str):  # the rank recorded nothing
+            message = {"message": "", "extraInfo": {}}
+        details = message["extraInfo"]
+        # torch knows only the second. Its end, so that an error of known time comes
+        # before a death that may have followed from it.
+        second_ends = min(failure.timestamp + 1.0, time.time())
+        status = details.get("status", failure.exitcode)
+        return cls(
+            rank=rank,
+            pid=failure.pid,
+            status=-signal.SIGSTOP if was_stopped else status,
+            at=details.get("time", second_ends),
+            error=message["message"],
+            traceback=details.get("py_callstack", ""),
+            was_stopped=was_stopped,
+        )
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether the rank says that another one went away before it."""
+        return any(sign in self.traceback for sign in _LOST_PEER)
+
+    @property
+    def was_told_to_end(self) -> bool:
+        """Whether it ended as ranks do that the launcher ends."""
+        return not self.error and self.status == -signal.SIGTERM
+
+    @property
+    def left_on_signal(self) -> bool:
+        """Whether it left `af.stopping`, or so: by an exit that says which signal came."""
+        named = self.error == f"SystemExit: {self.status}"
+        return named and self.status - 128 in (signal.SIGTERM, signal.SIGINT)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell would show."""
+        return self.status if self.status > 0 else 128 - self.status
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.status > 0:
+            return f"exit code {self.status}"
+        how = "stopped" if self.was_stopped else "killed"
+        return f"{how} by {signal.Signals(-self.status).name}"
+
+
+def by_cause(
+    failures: Mapping[int, ProcessFailure], stopped: Collection[int] = ()
+) -> list[Failure]:
+    """Order failures, given in the order noticed, by time, the consequences last.
+
+    A rank that was stopped raised nothing: it comes after those that did, and before those
+    that waited for it in vain.
+    """
+    noticed = [
+        Failure.from_torch(rank, found, was_stopped=rank in stopped)
+        for rank, found in failures.items()
+    ]
+
+    def key(failure: Failure) -> tuple[bool, bool, bool, float]:
+        # The launcher sends SIGTERM only after it has noticed a failure.
+        ended_by_us = failure.was_told_to_end and failure is not noticed[0]
+        return ended_by_us, failure.lost_peer, failure.was_stopped, failure.at
+
+    return sorted(noticed, key=key)
+
+
+def all_left_on_signal(failures: Sequence[Failure]) -> bool:
+    """Whether ranks left because a signal asked them to, and none for another reason."""
+    return failures[0].left_on_signal and all(
+        each.left_on_signal or each.was_told_to_end for each in failures
+    )
+
+
+def report(
+    failures: Sequence[Failure], *, ranks: Collection[int], started: float
+) -> str:
+    """Return the one report of a run that failed; it begins with its cause.
+
+    Args:
+        failures: in the order of `by_cause`.
+        ranks: those of this machine.
+        started: when the run was, in seconds since the epoch.
+    """
+    first, *others = failures
+    if all_left_on_signal(failures):
+        name = signal.Signals(first.exit_code - 128).name
+        return f"all ranks left on {name}, first rank {first.rank}."
+    lines = [
+        (
+            f"rank {first.rank} failed first ({first.ending}, pid {first.pid}) "
+            f"after {first.at - started:.1f} s"
+        ),
+        first.traceback.rstrip() or _why_no_traceback(first),
+    ]
+    lines += [_one_line(failure) for failure in sorted(others, key=lambda f: f.rank)]
+    finished = set(ranks) - {failure.rank for failure in failures}
+    lines += [f"rank {rank} had finished without an error" for rank in sorted(finished)]
+    return "\n".join(lines)
+
+
+def _one_line(failure: Failure) -> str:
+    if failure.error:
+        return f"rank {failure.rank} followed: {failure.error.splitlines()[0]}"
+    if failure.was_told_to_end:
+        return f"rank {failure.rank} was ended by SIGTERM"
+    return f"rank {failure.rank} followed: {failure.ending}"
+
+
+def _why_no_traceback(failure: Failure) -> str:
+    if failure.was_stopped:
+        why = "someone, or a debugger, stopped this process and did not continue it."
+    elif failure.status == -signal.SIGKILL:
+        why = "the system kills so when memory runs out; see its log (dmesg)."
+    elif failure.status == -signal.SIGTERM:
+        why = "someone, or a scheduler, ended this one process."
+    elif failure.status < 0:
+        why = "its stack is in the output above, after 'Fatal Python error'."
+    else:
+        why = "the process ended itself without an exception (os._exit, C code)."
+    return f"It left no traceback: {why}"

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Machines`: how the launchers of one run find each other, one on each machine.
+
+On one machine they need not. On several, each is told its number and the address of
+machine 0; or they meet by torchrun's elastic rendezvous, which numbers them itself and
+lets them come and go.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from contextlib import closing
+
+from attrs import frozen
+
+from accelfn.errors import LaunchError
+
+NUMBERED = "numbered"
+MAIN_PORT = 29500
+JOIN_SECONDS = 300.0
+_SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
+
+
+@frozen(kw_only=True)
+class Machines:
+    """The machines of one run, and how they meet.
+
+    Attributes:
+        backend: torch's name of the rendezvous; that of numbered machines is ours.
+        endpoint: where the machines meet, `host:port`.
+        run_id: what tells this run from others that meet there.
+        fewest: how many machines it starts with.
+        most: how many machines it may have.
+        rank: this machine's number; None where the rendezvous gives it.
+        join_seconds: how long a machine waits for the others.
+        address: this machine's, as the others reach it.
+        interface: the network interface that has the address, if one is known.
+    """
+
+    backend: str = NUMBERED
+    endpoint: str = (
+        "127.0.0.1:0"  # 0: a free port; its own name does not always resolve
+    )
+    run_id: str = "accelfn"
+    fewest: int = 1
+    most: int = 1
+    rank: int | None = 0
+    join_seconds: float = JOIN_SECONDS
+    address: str = "127.0.0.1"
+    interface: str | None = None
+
+    @classmethod
+    def numbered(
+        cls, *, count: int, rank: int, address: str, port: int, join_seconds: float
+    ) -> Machines:
+        """Return machines that meet at machine 0, and this one's number among them."""
+        own = _address_towards(address, port)
+        return cls(
+            endpoint=f"{address}:{port}",
+            fewest=count,
+            most=count,
+            rank=rank,
+            join_seconds=join_seconds,
+            address=own,
+            interface=interface_of(own),
+        )
+
+    @classmethod
+    def elastic(
+        cls,
+        *,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        counts: tuple[int, int],
+        join_seconds: float,
+    ) -> Machines:
+        """Return machines that meet by torchrun's elastic rendezvous."""
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            msg = f"--rdzv-endpoint is {endpoint!r}; expected HOST:PORT."
+            raise LaunchError(msg)
+        own = _address_towards(host, int(port))
+        return cls(
+            backend=backend,
+            endpoint=endpoint,
+            run_id=run_id,
+            fewest=counts[0],
+            most=counts[1],
+            rank=None,
+            join_seconds=join_seconds,
+            address=own,
+            interface=None if counts[1] == 1 else interface_of(own),
+        )
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return the address from which this machine reaches another, or itself."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with closing(socket.socket(family, kind, protocol)) as probe:
+            probe.connect(target)  # a datagram's: nothing is sent
+            return probe.getsockname()[0]
+    except OSError as error:
+        msg = (
+            f"this machine has no way to {host!r}: {error}. Give the main machine's"
+            " address as this one reaches it."
+        )
+        raise LaunchError(msg) from error
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an IPv4 address."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asks:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asks, _SIOCGIFADDR, request)
+            except OSError:  # an interface without such an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank of `af.launch` runs: the call that its caller wrote down.
+
+It is a script, which `accelfn/worker.py` runs as it runs any other.
+"""
+
+import json
+import linecache
+import pickle
+import sys
+from pathlib import Path
+
+
+def main(folder: Path) -> None:
+    """Run the call that is in a folder, and put its result there."""
+    call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
+    sys.path[:] = call["import_path"]
+    sys.excepthook = _say_nothing  # the caller's error has what is to be said
+    for name, text in call["sources"].items():
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+
+    # here, not above: the import path is the caller's now
+    from accelfn import codec  # noqa: PLC0415
+    from accelfn.world import World  # noqa: PLC0415
+
+    with World.from_env(device=call["device"], timeout=call["timeout"]) as world:
+        fn, args = pickle.loads((folder / "call.pickle").read_bytes())  # noqa: S301 - the caller's
+        result = fn(world, *args)
+        path = f"what rank {world.rank} returned"
+        (folder / f"result-{world.rank}").write_bytes(codec.to_bytes(result, path=path))
+
+
+def _say_nothing(*error: object) -> None: ...
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

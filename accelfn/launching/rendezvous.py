@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the launchers of a run meet: numbered machines here, others as torch does it.
+
+torch's own rendezvous gives the ranks of a second attempt the store of the first, in which
+they find the addresses of processes that are gone (torch 2.13). Here each attempt has a store
+of its own.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from accelfn.launching.machines import NUMBERED
+
+if TYPE_CHECKING:
+    from accelfn.launching.machines import Machines
+
+
+def handler_of(machines: Machines) -> RendezvousHandler:
+    """Return how machines meet, in torch's terms."""
+    if machines.rank is not None:
+        return NumberedRendezvous(machines, machines.rank)
+    seconds = int(machines.join_seconds)
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            machines.backend,
+            machines.endpoint,
+            machines.run_id,
+            machines.fewest,
+            machines.most,
+            local_addr=machines.address,
+            timeout=seconds,
+            join_timeout=seconds,
+        )
+    )
+
+
+class NumberedRendezvous(RendezvousHandler):
+    """Machines that know their numbers meet at machine 0, once for each attempt."""
+
+    def __init__(self, machines: Machines, rank: int) -> None:
+        """Connect to nothing yet."""
+        self._machines, self._rank = machines, rank
+        host, _, port = machines.endpoint.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._timeout = timedelta(seconds=machines.join_seconds)
+        self._agents: TCPStore | None = None
+        self._ranks: TCPStore | None = None
+        self._attempt = 0
+
+    def get_backend(self) -> str:
+        """Return the name of this way to meet."""
+        return NUMBERED
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks find a store, and start none."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the other machines, and return what ranks meet at."""
+        if self._agents is None:
+            self._agents = TCPStore(
+                self._host,
+                self._port,
+                self._machines.most,
+                self._rank == 0,
+                self._timeout,
+            )
+        attempt, port = f"attempt {self._attempt}", self._agents.port
+        if self._attempt:
+            port = self._port_of(attempt, self._agents)
+        self._attempt += 1
+        return RendezvousInfo(
+            PrefixStore(attempt, self._agents),
+            self._rank,
+            self._machines.most,
+            RendezvousStoreInfo(self._host, port),
+        )
+
+    def _port_of(self, attempt: str, agents: TCPStore) -> int:
+        """Return where ranks of a later attempt meet, which machine 0 says."""
+        if self._rank == 0:
+            self._ranks = TCPStore(
+                self._host,
+                0,  # a free port
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+            )
+            agents.set(attempt, str(self._ranks.port))
+        return int(agents.get(attempt))
+
+    def is_closed(self) -> bool:
+        """Return whether nobody can join any more."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: there is nobody to join."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: all machines are there from the start."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return what tells this run from others."""
+        return self._machines.run_id
+
+    def shutdown(self) -> bool:
+        """Return True: the stores go with this process."""
+        return True

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank of how many this process is, as its launcher says in the environment.
+
+torchrun and `accelfn launch`, MPI and SLURM each say it in their own words. The words of
+one launcher must be complete and agree with each other; what is missing is not guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from attrs import evolve, frozen
+
+from accelfn.errors import WorldError
+
+Environment = Mapping[str, str]
+_TORCHRUN: Final = "torchrun"
+
+
+@frozen(kw_only=True)
+class Place:
+    """One process among those of its run.
+
+    Attributes:
+        launcher: who says so, for errors.
+        rank: this process, of `size`.
+        local_rank: this process among the `local_size` of its machine.
+        node_rank: its machine.
+        address: where rank 0 listens; with `port` None where there is one rank, which
+            need not listen, and where torch reads it from the environment.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no others to meet, nor anything that torch would meet by."""
+        return self.size == 1 and self.launcher != _TORCHRUN
+
+    @property
+    def init_method(self) -> str | None:
+        """What torch is told of where ranks meet; torchrun's environment says it itself."""
+        if self.address is None:
+            return None
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"tcp://{host}:{self.port}"
+
+
+def read_place(env: Environment) -> Place | None:
+    """Return the place that the environment describes; None where no launcher has.
+
+    The innermost launcher is believed: torchrun may itself have been started by mpirun, and
+    mpirun by SLURM.
+
+    Raises:
+        WorldError: a variable is missing, malformed or contradicts another.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _of_torchrun(env)
+    for words in _MPI:
+        if words.is_meant(env):
+            return _of_mpi(env, words)
+    return _of_slurm(env) if "SLURM_PROCID" in env else None
+
+
+def asked_size(env: Environment) -> tuple[str, int]:
+    """Return how many processes a launcher has started, and the variable that says so."""
+    names = ["WORLD_SIZE", *(words.size for words in _MPI)]
+    if "SLURM_PROCID" in env:
+        names.append("SLURM_STEP_NUM_TASKS")
+    for name in names:
+        if name in env:
+            return name, integer(env, name)
+    return "WORLD_SIZE", 1
+
+
+def _of_torchrun(env: Environment) -> Place:
+    present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in env]
+    if missing:
+        msg = (
+            f"The environment has {' and '.join(present)} but lacks"
+            f" {', '.join(missing)}. Start the ranks with torchrun or `accelfn launch`,"
+            " which set them all, or unset them to train in one process."
+        )
+        raise WorldError(msg)
+    rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
+    if size < 1 or not 0 <= rank < size:
+        msg = (
+            f"RANK={rank} and WORLD_SIZE={size} contradict each other: expected 0 <="
+            " RANK < WORLD_SIZE."
+        )
+        raise WorldError(msg)
+    local_rank = integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
+    local_size = integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else size
+    if not 0 <= local_rank < local_size <= size:
+        msg = (
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}"
+            f" and WORLD_SIZE={size} contradict each other: expected 0 <= LOCAL_RANK <"
+            " LOCAL_WORLD_SIZE <= WORLD_SIZE."
+        )
+        raise WorldError(msg)
+    return Place(
+        launcher=_TORCHRUN,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=integer(env, "GROUP_RANK") if "GROUP_RANK" in env else 0,
+    )
+
+
+@frozen
+class _Words:
+    """What an implementation of MPI calls the place of a process."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    export: str  # how its mpirun hands a variable to all ranks
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """All of them."""
+        return self.rank, self.size, self.local_rank, self.local_size
+
+    def is_meant(self, env: Environment) -> bool:
+        """Whether an mpirun has started this process; SLURM speaks PMI too, but not all."""
+        if self.rank == "PMI_RANK" and "SLURM_PROCID" in env:
+            return self.local_rank in env
+        return self.rank in env or self.size in env
+
+
+_OPEN_MPI: Final = _Words(
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+)
+_MVAPICH: Final = _Words(
+    "MVAPICH2",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "mpirun_rsh ... MASTER_ADDR=HOST MASTER_PORT=29500",
+)
+_PMI: Final = _Words(
+    "MPICH or Intel MPI",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
+)
+_MPI = (_OPEN_MPI, _MVAPICH, _PMI)
+
+
+def _of_mpi(env: Environment, words: _Words) -> Place:
+    missing = [name for name in words.names if name not in env]
+    if missing:
+        present = [name for name in words.names if name in env]
+        msg = (
+            f"The environment has {', '.join(present)} but lacks {', '.join(missing)}:"
+            f" {words.launcher} sets them all. Start the ranks with its mpirun, or unset"
+            " them to train in one process."
+        )
+        raise WorldError(msg)
+    rank, size, local_rank, local_size = (integer(env, name) for name in words.names)
+    place = Place(
+        launcher=words.launcher,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=0,
+    )
+    _check(place, words.names)
+    place = evolve(place, node_rank=_machine_of(env, place))
+    if size == 1:
+        return place
+    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+        msg = (
+            f"{words.launcher} started {size} ranks, but does not say where rank 0"
+            f" listens; give both MASTER_ADDR and MASTER_PORT: {words.export}."
+        )
+        raise WorldError(msg)
+    return evolve(place, address=env["MASTER_ADDR"], port=integer(env, "MASTER_PORT"))
+
+
+def _machine_of(env: Environment, place: Place) -> int:
+    """Return the number of this machine, where ranks fill one machine after the other."""
+    if "GROUP_RANK" in env:
+        return integer(env, "GROUP_RANK")
+    machine, left = divmod(place.rank - place.local_rank, place.local_size)
+    if left or machine < 0:
+        msg = (
+            f"Rank {place.rank} has local rank {place.local_rank} of {place.local_size}: the"
+            " ranks do not fill one machine after the other. Have mpirun map them by slot,"
+            " or set GROUP_RANK to the number of each machine."
+        )
+        raise WorldError(msg)
+    return machine
+
+
+def _of_slurm(env: Environment) -> Place:
+    names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
+    size = integer(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else 1
+    of_step = env.get("SLURM_STEP_NUM_TASKS")
+    if of_step is None and size == 1:  # the body of a batch script, or a step of one
+        return Place(
+            launcher="SLURM",
+            **dict.fromkeys(("rank", "local_rank", "node_rank"), 0),
+            **dict.fromkeys(("size", "local_size"), 1),
+        )
+    if of_step != env.get("SLURM_NTASKS"):
+        msg = (
+            f"SLURM_NTASKS={size}, but this process is one of"
+            f" {of_step or 'no'} tasks that srun started (SLURM_STEP_NUM_TASKS). Start the"
+            " ranks with srun or `accelfn launch`, or unset SLURM_PROCID to train in one"
+            " process."
+        )
+        raise WorldError(msg)
+    if missing := [name for name in names if name not in env]:
+        present = [name for name in names if name in env]
+        msg = (
+            f"The environment has {', '.join(present)} but lacks {', '.join(missing)}: srun"
+            " sets them all. Unset SLURM_PROCID to train in one process."
+        )
+        raise WorldError(msg)
+    rank, node_rank = integer(env, "SLURM_PROCID"), integer(env, "SLURM_NODEID")
+    if "PMI_RANK" in env and integer(env, "PMI_RANK") != rank:
+        msg = (
+            f"SLURM_PROCID={rank} and PMI_RANK={env['PMI_RANK']} contradict each other."
+        )
+        raise WorldError(msg)
+    per_node = _tasks_per_node(env)
+    if sum(per_node) != size or not 0 <= node_rank < len(per_node):
+        msg = (
+            f"SLURM_NTASKS={size} and SLURM_NODEID={node_rank} contradict the tasks of each"
+            f" machine, {per_node}."
+        )
+        raise WorldError(msg)
+    place = Place(
+        launcher="SLURM",
+        rank=rank,
+        size=size,
+        local_rank=integer(env, "SLURM_LOCALID"),
+        local_size=per_node[node_rank],
+        node_rank=node_rank,
+    )
+    _check(place, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "tasks per node"))
+    if size == 1:
+        return place
+    port = integer(env, "MASTER_PORT") if "MASTER_PORT" in env else _port_of_job(env)
+    address = env["MASTER_ADDR"] if "MASTER_ADDR" in env else _first_machine(env)
+    return evolve(place, address=address, port=port)
+
+
+def _check(place: Place, names: tuple[str, ...]) -> None:
+    ordered = 0 <= place.rank < place.size
+    if not ordered or not 0 <= place.local_rank < place.local_size <= place.size:
+        values = place.rank, place.size, place.local_rank, place.local_size
+        shown = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        msg = (
+            f"{', '.join(shown)} contradict each other: a rank is less than the number of"
+            " ranks, of all and of its machine."
+        )
+        raise WorldError(msg)
+
+
+def _of_step(env: Environment, *names: str) -> str:
+    """Return the first variable that is set."""
+    for name in names:
+        if name in env:
+            return env[name]
+    msg = f"The environment has SLURM_PROCID but lacks {' and '.join(names)}."
+    raise WorldError(msg)
+
+
+def _tasks_per_node(env: Environment) -> list[int]:
+    """Read how many tasks each machine has, as in `2(x3),1`: three machines with two, one."""
+    text = _of_step(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            msg = f"SLURM_TASKS_PER_NODE is {text!r}; expected such as '2(x3),1'."
+            raise WorldError(msg)
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _first_machine(env: Environment) -> str:
+    """Read the first name of a list such as `gpu[07-09,12],cpu1`."""
+    text = _of_step(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
+    if not re.fullmatch(r"[\w.-]+", name):
+        msg = f"SLURM_NODELIST is {text!r}, of which no first machine can be read."
+        raise WorldError(msg)
+    return name
+
+
+def _port_of_job(env: Environment) -> int:
+    """Return a port that all ranks of a step agree on, and other steps rarely have."""
+    if "SLURM_JOB_ID" not in env:
+        msg = "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT."
+        raise WorldError(msg)
+    step = integer(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
+    # below 32768, where the system takes ports for connections that go out
+    return 10_000 + (integer(env, "SLURM_JOB_ID") + 1009 * step) % 20_000
+
+
+def integer(env: Environment, name: str) -> int:
+    """Return a variable's value.
+
+    Raises:
+        WorldError: it is no integer.
+    """
+    try:
+        return int(env[name])
+    except ValueError:
+        msg = f"The environment variable {name} is {env[name]!r}; expected an integer."
+        raise WorldError(msg) from None

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers that meet, restart and report; ranks that mpirun or srun would have started."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAINS = SCRIPTS / "trains.py"
+
+pytestmark = pytest.mark.ranks(2)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def started(
+    words: list[object], env: Mapping[str, object] | None = None
+) -> subprocess.Popen[str]:
+    own = {name: str(value) for name, value in (env or {}).items()}
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **own},
+    )
+
+
+def launched(*words: object) -> subprocess.Popen[str]:
+    return started(["-m", "accelfn.cli", "launch", *words])
+
+
+def ended(runs: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Wait for the ends, and see to them: return each exit code, and what was said."""
+    try:
+        said = [run.communicate(timeout=60) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+    return [(r.returncode, out, err) for r, (out, err) in zip(runs, said, strict=True)]
+
+
+def torchruns(rank: int, port: int) -> dict[str, object]:
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("raise", 1), ("exit", 7), ("kill", -9), ("stop", None)]
+)
+def test_the_other_rank_says_where_it_waited(how: str, code: int | None) -> None:
+    """However a rank goes in mid-step, the other names itself, the collective and the update."""
+    port = free_port()
+    runs = [started([TRAINS, how], torchruns(rank, port)) for rank in range(2)]
+    ((found, _, error),) = ended(runs[:1])
+    try:
+        assert found == 1
+        assert re.search(
+            "PeerFailedError: Rank 0 of 2 waited in 'DistributedDataParallel backward' at update 3",
+            error,
+        )
+        assert runs[1].poll() == code
+    finally:
+        ended(runs[1:] if how != "stop" else [])
+        runs[1].kill()
+        runs[1].communicate()
+
+
+def test_a_stopped_rank_is_the_culprit() -> None:
+    """SIGSTOP is no end: the launcher finds the rank, ends it, and names it first."""
+    begins = time.monotonic()
+    ((code, _, error),) = ended([launched("--nproc", 2, TRAINS, "stop")])
+    assert time.monotonic() - begins < 30  # and not until a SIGKILL at last
+    assert code == 128 + signal.SIGSTOP
+    report = error.rpartition("accelfn launch: ")[2].splitlines()
+    assert report[0].startswith("rank 1 failed first (stopped by SIGSTOP, pid ")
+    assert report[1].startswith("It left no traceback: someone")
+    assert report[2].startswith("rank 0 followed: PeerFailedError: Rank 0 of 2 waited")
+
+
+def test_restarts_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """A failure is reported, all ranks start again, and go on where they last saved."""
+    script = SCRIPTS / "restarts.py"
+    run = launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)
+    ((code, out, error),) = ended([run])
+    assert code == 0, error
+    assert sorted(re.findall(r"rank \d from.*", out)) == [
+        "rank 0 from 0",
+        "rank 0 from 4",
+        "rank 1 from 0",
+        "rank 1 from 4",
+    ]
+    assert out.count("done 8") == 2
+    report = error.rpartition("accelfn launch: ")[2]
+    assert report.startswith("rank 1 failed first (exit code 1, pid ")
+    assert "ValueError: out of luck\nrank 0 " in report
+    assert report.endswith("restart 1 of 1 follows\n")
+
+
+@pytest.mark.parametrize("how", ["numbered", "elastic"])
+def test_machines_meet_and_restart(how: str, tmp_path: Path) -> None:
+    """Two launchers make one run, by number or by torchrun's rendezvous; all start again."""
+    port, script = free_port(), SCRIPTS / "restarts.py"
+    common = ["--nproc", 1, "--num-machines", 2, "--max-restarts", 1]
+    meets = {
+        "numbered": ["--main-address", "127.0.0.1", "--main-port", port],
+        "elastic": ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a run"],
+    }[how]
+    runs: list[subprocess.Popen[str]] = []
+    for rank in range(2):
+        number = ["--machine-rank", rank] if how == "numbered" else []
+        runs.append(launched(*common, *meets, *number, script, tmp_path))
+    found = ended(runs)
+    assert [code for code, _, _ in found] == [0, 0], found
+    said = "".join(out for _, out, _ in found)
+    assert sorted(re.findall(r"rank \d from.*", said)) == [
+        "rank 0 from 0",
+        "rank 0 from 4",
+        "rank 1 from 0",
+        "rank 1 from 4",
+    ]
+    assert said.count("done 8") == 2
+    errors = "".join(error for _, _, error in found)
+    assert errors.count("rank 1 failed first") == 1
+    assert "ValueError: out of luck" in errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_machine_that_waits_alone_says_so(rank: int) -> None:
+    """Where the others do not come, the launcher says where it waited, and for how long."""
+    port = free_port()
+    meets = ["--main-address", "127.0.0.1", "--main-port", port, "--join-timeout", 1]
+    run = launched("--num-machines", 2, "--machine-rank", rank, *meets, TRAINS)
+    ((code, out, error),) = ended([run])
+    assert (code, out) == (2, "")
+    said = error.splitlines()[-1]
+    assert f"the machines did not meet at 127.0.0.1:{port} within 1 s" in said
+    assert "Traceback" not in error
+
+
+def open_mpi(rank: int, port: int) -> dict[str, object]:
+    names = "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
+    place = zip(names, (rank, 2, rank, 2), strict=True)
+    found = {f"OMPI_COMM_WORLD_{name}": value for name, value in place}
+    return {**found, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def slurm(rank: int, port: int) -> dict[str, object]:
+    return {
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": 0,
+        "SLURM_NTASKS": 2,
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_STEP_TASKS_PER_NODE": 2,
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": port,  # the job's port follows from it
+        "SLURM_STEP_ID": 0,
+    }
+
+
+@pytest.mark.parametrize("place", [open_mpi, slurm])
+def test_ranks_of_mpirun_and_srun_train(place: object) -> None:
+    """Two processes in such an environment find each other, train and end well."""
+    port = free_port()
+    found = ended([started([TRAINS], place(rank, port)) for rank in range(2)])
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert sum("done after 8 updates" in out for _, out, _ in found) == 1

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts, a launcher and two ranks on each: a run, a cable that is cut, and the end."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import accelfn as af
+from tests.ranks.hosts import Host, two_hosts
+
+SCRIPT = Path(__file__).parent / "scripts" / "digits.py"
+UPDATES, TIMEOUT = 12, 3
+
+pytestmark = [pytest.mark.ranks(4), pytest.mark.slow]
+
+
+def launched(host: Host, rank: int, *words: object) -> subprocess.Popen[str]:
+    """Start the launcher of one host."""
+    options = {
+        "--nproc": 2,
+        "--num-machines": 2,
+        "--machine-rank": rank,
+        "--main-address": "10.71.0.1",
+        "--join-timeout": 60,
+    }
+    flat = [str(word) for option in options.items() for word in option]
+    command = [sys.executable, "-m", "accelfn.cli", "launch", *flat, str(SCRIPT)]
+    return subprocess.Popen(
+        host.command(*command, *map(str, words)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_cable_is_cut(tmp_path: Path) -> None:
+    """All ranks end in time with an error that says where; started again, they go on."""
+    store, go = af.CheckpointStore(tmp_path / "run"), tmp_path / "go"
+    with two_hosts() as hosts:
+        runs = [
+            launched(host, rank, store.directory, UPDATES, TIMEOUT, go)
+            for rank, host in enumerate(hosts)
+        ]
+        said = [
+            line for run in runs for line in (run.stdout.readline() for _ in "1234")
+        ]
+        assert sum("waits" in line for line in said) == 4, [r.poll() for r in runs]
+        hosts[1].cut()
+        go.touch()
+        cut_at = time.monotonic()
+        errors = [run.communicate(timeout=100)[1] for run in runs]
+        assert time.monotonic() - cut_at < TIMEOUT + 30
+        assert [run.returncode for run in runs] == [1, 1]
+        for rank, error in enumerate(errors):
+            assert f"GLOO_SOCKET_IFNAME=cable{rank}" in error
+            report = error.rpartition("accelfn launch: ")[2]
+            own = f"[{2 * rank}{2 * rank + 1}]"
+            named = f"PeerFailedError: Rank {own} of 4 waited in '.*' at update 6"
+            assert re.search(named, report)
+            assert "the cause is on another machine" in report
+        assert store.steps == (5,)
+
+        hosts[1].mend()
+        runs = [
+            launched(host, rank, store.directory, UPDATES, 60)
+            for rank, host in enumerate(hosts)
+        ]
+        said = [
+            line for run in runs for line in run.communicate(timeout=100)[0].split("\n")
+        ]
+        assert [run.returncode for run in runs] == [0, 0]
+        assert sum(line.endswith("of 4 from 5") for line in said) == 4
+        done = [line.partition("done ")[2] for line in said if "done" in line]
+        assert len(done) == 4
+        assert len(set(done)) == 1
+        assert done[0].startswith(f"{UPDATES} ")

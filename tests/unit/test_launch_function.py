@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`af.launch`: a function on ranks of its own, from a script or a notebook."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import nbformat
+import pytest
+import torch
+import torch.distributed as dist
+from nbclient import NotebookClient
+
+import accelfn as af
+
+pytestmark = pytest.mark.ranks(2)
+
+
+def observed():
+    """Return what a launch might have changed in this process."""
+    signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    return (
+        dict(os.environ),
+        [signal.getsignal(number) for number in signals],
+        torch.get_rng_state().tolist(),
+        torch.get_num_threads(),
+        dist.is_initialized(),
+    )
+
+
+def test_results_and_surroundings(capfd):
+    """A closure over a tensor travels, results come back by rank, this process is as it was."""
+    given = torch.arange(3.0)
+
+    def work(world, factor):
+        torch.manual_seed(0)
+        os.environ["CHANGED"] = "1"
+        sys.stdout.write(f"rank {world.rank} works\n")
+        return {"sum": af.reduce(given * factor * world.rank, world), "n": world.size}
+
+    before = observed()
+    first, second = af.launch(work, 2.0, nproc=2, device="cpu")
+    assert observed() == before
+    for found in (first, second):
+        assert found["n"] == 2
+        assert found["sum"].equal(given * 2.0)
+    out = capfd.readouterr().out
+    assert sorted(out.splitlines()) == [
+        "[rank 0] rank 0 works",
+        "[rank 1] rank 1 works",
+    ]
+
+
+def test_a_rank_that_raises():
+    """The error begins with the culprit's traceback, which begins in the user's code."""
+
+    def work(world):
+        if world.rank == 1:
+            raise ValueError("out of luck")
+        af.barrier(world)
+
+    with pytest.raises(af.RankFailedError) as caught:
+        af.launch(work, nproc=2, device="cpu")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("rank 1 failed first (exit code 1, pid ")
+    assert lines[2].startswith(f'  File "{__file__}"')
+    assert "ValueError: out of luck" in lines
+
+
+def test_what_cannot_come_back_or_go():
+    """A result that is no plain data, and none at all, are named with the rank."""
+    with pytest.raises(af.RankFailedError, match="what rank 0 returned is a object"):
+        af.launch(lambda _: object(), nproc=1, device="cpu")
+    with pytest.raises(af.RankFailedError, match="rank 0 left.*and returned nothing"):
+        af.launch(lambda _: sys.exit(0), nproc=1, device="cpu")
+    lock = threading.Lock()
+    with pytest.raises(af.ArgumentError, match="cannot travel"):
+        af.launch(lambda _: lock, nproc=1)
+
+
+@pytest.mark.parametrize("nproc", [0, -1, 1.0, True, "2"])
+def test_a_number_of_processes(nproc):
+    """Anything but a whole number from 1 on is refused with its value."""
+    with pytest.raises(af.ArgumentError, match=r"nproc=.*1 or more"):
+        af.launch(print, nproc=nproc)
+
+
+def test_a_rank_launches_none(monkeypatch):
+    """A process that is one of several starts no others for each."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(af.LaunchError, match=r"one of 2 already \(WORLD_SIZE=2\)"):
+        af.launch(print)
+
+
+def test_a_script_needs_no_guard(tmp_path):
+    """A function of the script that runs goes by value: the script is not run again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import accelfn as af\nk = 3\ndef f(world):\n    return k * world.rank\n"
+        "print(af.launch(f, nproc=2, device='cpu'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[0, 3]\n", done.stderr
+
+
+CELLS = [
+    """
+    import torch
+    import accelfn as af
+    torch.ones(2, requires_grad=True).sum().backward()  # autograd has been used here
+    shift = torch.tensor(10.0)
+    """,
+    """
+    def train(world, lr):
+        print("hello from", world.rank)
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(2, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=lr),
+            setup=af.chain(af.shard_data(), af.wrap_ddp()),
+            data=af.Data(torch.ones(8, 2), batch_size=4),
+            world=world,
+        )
+        step = af.make_step(lambda model, batch: (model(batch) - shift).square().mean())
+        for batch in af.batches(state, epochs=2):
+            state, metrics = step(state, batch)
+        return af.mean(metrics, world)["loss"]
+
+    losses = af.launch(train, 0.01, nproc=2, device="cpu")
+    assert losses[0] == losses[1] > 0
+    """,
+    """
+    def fails(world):
+        raise ValueError("in a cell")
+
+    af.launch(fails, nproc=1, device="cpu")
+    """,
+]
+
+
+def test_a_notebook(tmp_path):
+    """In a real kernel a cell's function trains on two ranks, whose lines the cell shows."""
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(text)) for text in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    cells[-1].metadata["tags"] = ["raises-exception"]
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute(
+        cwd=str(tmp_path)
+    )
+    trained, failed = notebook.cells[1].outputs, notebook.cells[2].outputs
+    shown = "".join(each.text for each in trained if each.output_type == "stream")
+    assert "[rank 0] hello from 0" in shown
+    assert "[rank 1] hello from 1" in shown
+    (error,) = (each for each in failed if each.output_type == "error")
+    assert error.ename == "RankFailedError"
+    assert "rank 0 failed first" in error.evalue
+    assert 'raise ValueError("in a cell")' in error.evalue  # the cell's own line

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank this is, in the words of each launcher; what is contradictory is refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+import accelfn as af
+from accelfn.errors import WorldError
+from accelfn.place import Place, asked_size, read_place
+
+MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MVAPICH = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+PMI = dict(
+    zip(
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        OPEN_MPI.values(),
+        strict=True,
+    )
+)
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[07-09,12],cpu1",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "2",
+}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", **MASTER}
+
+
+def without(env, *names):
+    return {name: value for name, value in env.items() if name not in names}
+
+
+def numbers(place: Place | None) -> tuple[int, ...]:
+    assert place is not None
+    return (
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        place.node_rank,
+    )
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, MVAPICH, PMI])
+def test_mpi(env):
+    """Each MPI's words give the place, and MASTER_ADDR and MASTER_PORT where to meet."""
+    place = read_place({**env, **MASTER})
+    assert numbers(place) == (5, 8, 1, 4, 1)
+    assert place.init_method == "tcp://head:4000"
+    assert asked_size(env)[1] == 8
+
+
+def test_slurm():
+    """srun's words give the place, the first machine's name, and a port of the step's own."""
+    place = read_place(SLURM)
+    assert numbers(place) == (5, 7, 1, 2, 2)
+    assert place.address == "gpu07"
+    assert 10_000 <= place.port < 30_000
+    other = read_place({**SLURM, "SLURM_STEP_ID": "3"})
+    assert other.port != place.port
+    assert asked_size(SLURM) == ("SLURM_STEP_NUM_TASKS", 7)
+
+
+def test_slurm_is_told_where_to_meet():
+    """MASTER_ADDR and MASTER_PORT come before what SLURM says, each on its own."""
+    assert read_place({**SLURM, **MASTER}).init_method == "tcp://head:4000"
+    assert read_place({**SLURM, "MASTER_PORT": "5"}).init_method == "tcp://gpu07:5"
+    address = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "5"}
+    assert read_place({**SLURM, **address}).init_method == "tcp://[fe80::1]:5"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("a-1.b,c", "a-1.b"),
+        ("rack[0-1]node[02-03],x", "rack0node02"),
+        ("n[5,7-9]-ib,m[1-2]", "n5-ib"),
+    ],
+)
+def test_first_machine_of_a_list(nodes, first):
+    """Names with ranges are read as SLURM writes them."""
+    assert read_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_PROCID": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {
+            **SLURM,
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "1",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "1",
+        },
+        {**PMI, "PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}
+        | {"MPI_LOCALNRANKS": "1"},
+    ],
+)
+def test_one_rank_meets_nobody(env):
+    """A task alone, or the body of a batch script, is a world of 1 without a group."""
+    place = read_place(env)
+    assert place.is_alone
+    assert place.init_method is None
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, MASTER]
+)
+def test_no_launcher(env):
+    """An allocation's shell, in which nothing was started by srun, is no rank."""
+    assert read_place(env) is None
+    assert asked_size(env) == ("WORLD_SIZE", 1)
+
+
+def test_the_innermost_launcher_is_believed():
+    """torchrun comes before mpirun, mpirun before SLURM, and SLURM before its own PMI."""
+    assert read_place({**SLURM, **OPEN_MPI, **TORCHRUN}).launcher == "torchrun"
+    assert read_place({**SLURM, **OPEN_MPI, **MASTER}).launcher == "Open MPI"
+    assert read_place({**SLURM, **PMI, **MASTER}).launcher == "MPICH or Intel MPI"
+    with_pmi = {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "7"}
+    assert read_place(with_pmi).launcher == "SLURM"
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, MVAPICH, PMI])
+def test_half_an_mpi_environment(env):
+    """What is missing is named, and what is there."""
+    rank, *others = env
+    for name in (rank, *others):
+        kept = without(env, name)
+        if set(kept) & set(list(env)[:2]):
+            with pytest.raises(WorldError, match=f"lacks {name}"):
+                read_place({**kept, **MASTER})
+    for name in MASTER:
+        with pytest.raises(WorldError, match="both MASTER_ADDR and MASTER_PORT: mp"):
+            read_place({**env, **without(MASTER, name)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "8"}, "OMPI_COMM_WORLD_RANK=8.*contradict"),
+        ({"OMPI_COMM_WORLD_RANK": "-3"}, "OMPI_COMM_WORLD_RANK=-3.*contradict"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "do not fill"),
+        ({"OMPI_COMM_WORLD_RANK": "two"}, "OMPI_COMM_WORLD_RANK is 'two'"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "contradict"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "do not fill.*by slot.*GROUP_RANK"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "contradict"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "9"}, "contradict"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ],
+)
+def test_contradictory_mpi_environment(change, words):
+    """Values that cannot be together are shown."""
+    with pytest.raises(WorldError, match=words):
+        read_place({**OPEN_MPI, **MASTER, **change})
+
+
+def test_ranks_that_do_not_fill_machines_say_which_they_are_on():
+    """GROUP_RANK says what cannot be told from the ranks."""
+    env = {**OPEN_MPI, **MASTER, "OMPI_COMM_WORLD_LOCAL_RANK": "2", "GROUP_RANK": "1"}
+    assert numbers(read_place(env)) == (5, 8, 2, 4, 1)
+
+
+@pytest.mark.parametrize("name", ["SLURM_LOCALID", "SLURM_NODEID"])
+def test_half_a_slurm_environment(name):
+    """What is missing is named."""
+    with pytest.raises(WorldError, match=f"lacks {name}"):
+        read_place(without(SLURM, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SLURM_NTASKS", "SLURM_NTASKS=1, but this process is one of 7"),
+        ("SLURM_STEP_NUM_TASKS", "one of no tasks that srun started"),
+        ("SLURM_STEP_TASKS_PER_NODE", "lacks SLURM_STEP_TASKS_PER_NODE"),
+        ("SLURM_STEP_NODELIST", "lacks SLURM_STEP_NODELIST"),
+        ("SLURM_JOB_ID", "lacks SLURM_JOB_ID and MASTER_PORT"),
+    ],
+)
+def test_slurm_says_too_little(name, words):
+    """A batch script's body with several tasks is no rank, and nothing is made up."""
+    with pytest.raises(WorldError, match=words):
+        read_place(without(SLURM, name))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"SLURM_PROCID": "7"}, "SLURM_PROCID=7.*contradict"),
+        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2.*contradict"),
+        ({"SLURM_NODEID": "4"}, "SLURM_NODEID=4 contradict"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "SLURM_NTASKS=7.*contradict"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two'; expected such as"),
+        ({"SLURM_STEP_NODELIST": "["}, "no first machine"),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, "one of 1 tasks that srun started"),
+        ({"PMI_RANK": "4"}, "SLURM_PROCID=5 and PMI_RANK=4 contradict"),
+    ],
+)
+def test_contradictory_slurm_environment(change, words):
+    """Values that cannot be together are shown."""
+    with pytest.raises(WorldError, match=words):
+        read_place({**SLURM, **change})
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, SLURM])
+def test_single_does_not_hide_a_world_of_many(env, monkeypatch):
+    """World.single() is refused to a rank of mpirun or srun, too."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(af.WorldError, match=r"is \d, but a world of 1 was asked for"):
+        af.World.single(device="cpu")
+
+
+def test_a_world_that_nobody_closes_is_closed_at_the_end():
+    """The interpreter's end closes it, before torch would abort the process."""
+    code = (
+        "import atexit, socket, torch.distributed as dist, accelfn as af\n"
+        "atexit.register(lambda: print('open', dist.is_initialized()))\n"
+        "world = af.World.from_env(device='cpu')\n"
+        "print('open', dist.is_initialized())"
+    )
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "open True\nopen False\n"

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelfn config`, `launch --show`, `env` and `test`: what is set, by whom, and what is wrong."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from accelfn.cli import main
+from accelfn.errors import LaunchError
+from accelfn.launching.config import configure
+from accelfn.launching.settings import OPTIONS, read, written
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    """Be in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def shown(capsys, *words):
+    """Return the value and the source of each setting that `launch --show` shows."""
+    assert main(["launch", "--show", *words]) == 0
+    rows = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    return {name: rest for name, rest in rows if name in OPTIONS}
+
+
+def refused(capsys, *words):
+    """Return the one line of a command that is refused."""
+    assert main(list(words)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    return err
+
+
+def test_the_command_line_comes_before_the_file_before_the_default(capsys):
+    """--show prints each value and who gave it, and starts nothing."""
+    Path("accelfn.toml").write_text("[launch]\nnproc = 3\nmax_restarts = 2\n")
+    found = shown(capsys, "--nproc", "2", "train.py")
+    assert found["nproc"].split(None, 1) == ["2", "command line"]
+    assert found["max_restarts"].split() == ["2", "accelfn.toml"]
+    assert found["num_machines"].split() == ["1", "default"]
+    Path("other.toml").write_text("[launch]\nnproc = 5\n")
+    found = shown(capsys, "--config", "other.toml")
+    assert found["nproc"].split() == ["5", "other.toml"]
+    assert found["max_restarts"].split() == ["0", "default"]
+
+
+def test_show_says_what_ranks_get(capsys):
+    """Machines, and variables that ranks get beside torchrun's, are shown with the reason."""
+    words = ("--nproc", "2", "--num-machines", "2", "--machine-rank", "1")
+    assert main(["launch", "--show", *words, "--main-address", "127.0.0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "meets as 1 of 2 at 127.0.0.1:29500" in lines
+    assert any(line.startswith("sets GLOO_SOCKET_IFNAME=lo (") for line in lines)
+    assert any(line.startswith("sets OMP_NUM_THREADS=") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[launch]\nnprocs = 2\n",
+            "'nprocs', which is no setting. Did you mean 'nproc'",
+        ),
+        ("[launch]\nmachine-rank = 0\n", "Did you mean 'machine_rank'"),
+        ("[launch]\nzzz = 0\n", "'zzz', which is no setting. Known: nproc, "),
+        (
+            "[lunch]\nnproc = 2\n",
+            "'lunch', of which nothing is known. Did you mean 'launch'",
+        ),
+        ("nproc = 2\n", "'nproc', of which nothing is known. Write it below [launch]"),
+        ("launch = 2\n", "'launch', of which nothing is known"),
+        ('[launch]\nnproc = "2"\n', "nproc is '2'; give a whole number, 1 or more, or"),
+        ("[launch]\nnproc = true\n", "nproc is True; give"),
+        ("[launch]\nnproc = 2.0\n", "nproc is 2.0; give"),
+        ("[launch]\nmain_port = 70000\n", "main_port is 70000; give a port"),
+        ("[launch]\nmain_address = 7\n", "main_address is 7; give some text"),
+        (
+            "[launch]\njoin_timeout = nan\n",
+            "join_timeout is nan; give a number of seconds",
+        ),
+        ('[launch]\nnum_machines = "2:1"\n', "num_machines is '2:1'; give"),
+        ("[launch\n", "cannot be read"),
+    ],
+)
+def test_a_file_with_a_mistake(capsys, text, words):
+    """Names that are unknown and values that cannot be are errors, with what was meant."""
+    Path("accelfn.toml").write_text(text)
+    err = refused(capsys, "launch", "train.py")
+    assert "accelfn.toml" in err
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--num-machines 2", "--machine-rank and --main-address is missing"),
+        ("--num-machines 2 --machine-rank 0", "--main-address is missing"),
+        ("--machine-rank 0", "without --num-machines has no effect"),
+        ("--num-machines 2 --machine-rank 2 --main-address h", "expected 0 to 1"),
+        ("--num-machines 1:2", "needs --rdzv-endpoint"),
+        ("--rdzv-endpoint h:1", "--rdzv-id is missing"),
+        ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "exclude each other"),
+        ("--rdzv-endpoint h --rdzv-id a", "expected HOST:PORT"),
+        ("--rdzv-endpoint h:1 --rdzv-id a --rdzv-backend static", "--machine-rank and"),
+        ("--max-restarts -1", "--max-restarts is -1; give a whole number, 0 or more"),
+        ("--config none.toml", "no file 'none.toml'"),
+        ("", "there is no script"),
+    ],
+)
+def test_settings_that_cannot_be_together(capsys, words, advice):
+    """What is missing, has no effect or contradicts is refused, and nothing is started."""
+    assert advice in refused(capsys, "launch", *words.split())
+
+
+def test_one_machine_of_a_script_for_many(capsys):
+    """With --num-machines 1 a machine's number and address need not be taken out."""
+    words = ("--num-machines", "1", "--machine-rank", "0", "--main-address", "nowhere")
+    assert shown(capsys, *words)["num_machines"].split() == ["1", "command", "line"]
+
+
+def test_config_sets_and_takes_out(capsys):
+    """--set changes one setting of the file and keeps the others; an empty one goes."""
+    assert main(["config", "--set", "nproc=4", "--set", "rdzv-id=7"]) == 0
+    assert read(Path("accelfn.toml")) == {"nproc": 4, "rdzv_id": "7"}
+    assert main(["config", "--set", "rdzv_id=", "--set", "max_restarts=1"]) == 0
+    assert read(Path("accelfn.toml")) == {"nproc": 4, "max_restarts": 1}
+    capsys.readouterr()
+    assert "Did you mean 'nproc'" in refused(capsys, "config", "--set", "nprocs=2")
+    assert "nproc is 'two'" in refused(capsys, "config", "--set", "nproc=two")
+    assert "NAME=VALUE" in refused(capsys, "config", "--set", "nproc")
+    both = ("--set", "rdzv_endpoint=h:1", "--set", "machine_rank=0")
+    assert "exclude each other" in refused(capsys, "config", *both)
+    assert read(Path("accelfn.toml")) == {"nproc": 4, "max_restarts": 1}
+
+
+def test_config_writes_the_defaults():
+    """--default writes what a launch does without a file, to the file that is named."""
+    assert main(["config", "--default", "--config", "other.toml"]) == 0
+    defaults = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
+    assert read(Path("other.toml")) == defaults
+    assert not Path("accelfn.toml").exists()
+
+
+def test_config_asks():
+    """Each answer is checked and asked for again; an empty one keeps what there is."""
+    Path("accelfn.toml").write_text("[launch]\nmax_restarts = 3\n")
+    answers = {
+        "nproc": ["two", "2"],
+        "num_machines": ["2"],
+        "rdzv_endpoint": [""],
+        "main_address": ["10.0.0.1"],
+        "main_port": [""],
+        "max_restarts": [""],
+    }
+
+    def ask(question):
+        return answers[question.partition(":")[0]].pop(0)
+
+    file = configure(None, [], default=False, ask=ask)
+    assert read(file) == {
+        "nproc": 2,
+        "num_machines": 2,
+        "main_address": "10.0.0.1",
+        "max_restarts": 3,
+    }
+    assert not any(answers.values())
+
+
+def test_config_without_a_terminal(monkeypatch):
+    """Where nobody can be asked, it says what to give instead, and writes nothing."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(LaunchError, match="--default, or --set"):
+        configure(None, [], default=False)
+    assert not Path("accelfn.toml").exists()
+
+
+def test_text_is_written_as_it_is_read():
+    """Quotes, backslashes and letters of any language survive the file."""
+    file = Path("accelfn.toml")
+    settings = {"main_address": 'a"b\\c é 漢', "join_timeout": 1.5, "nproc": "auto"}
+    file.write_text(written(settings), encoding="utf-8")
+    assert read(file) == settings
+
+
+def test_env_says_what_a_bug_report_needs(capsys, monkeypatch):
+    """Versions, devices, backends, the settings in force and variables, but no secrets."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_API_TOKEN", "hush")
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    Path("accelfn.toml").write_text("[launch]\nnproc = 3\n")
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert {"accelfn", "torch", "python", "numpy"} <= set(found["versions"])
+    assert found["backends"]["gloo"] is True
+    assert found["variables"]["NCCL_DEBUG"] == "INFO"
+    assert found["settings"]["nproc"] == "3 (accelfn.toml)"
+    assert "hush" not in text
+    assert main(["env"]) == 0
+    assert "NCCL_DEBUG" in capsys.readouterr().out
+
+
+@pytest.mark.ranks(2)
+def test_this_machine_passes(capfd):
+    """`accelfn test` prints a line for each thing that works, and a verdict."""
+    assert main(["test"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    assert names == ["world", "collectives", "training", "checkpoint", "This"]
+    assert lines[-1] == "This machine passes."
