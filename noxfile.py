@@ -13,7 +13,9 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 WITH_TESTS = (
-    *("-e", ".[testing,examples]", "sybil"),
+    *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8]"),
+    *("sybil", "schedulefree"),
+    *("ipykernel", "nbclient"),  # notebooks, executed
     *("accelerate", "datasets", "transformers"),  # what others read and write
 )
 

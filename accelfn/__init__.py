@@ -21,6 +21,7 @@ from accelfn.batches import Batches as Batches
 from accelfn.batches import batches as batches
 from accelfn.batches import seek as seek
 from accelfn.collectives import all_ranks as all_ranks
+from accelfn.collectives import all_to_all as all_to_all
 from accelfn.collectives import any_rank as any_rank
 from accelfn.collectives import barrier as barrier
 from accelfn.collectives import broadcast as broadcast
@@ -44,6 +45,8 @@ from accelfn.errors import BatchError as BatchError
 from accelfn.errors import CheckpointCorruptError as CheckpointCorruptError
 from accelfn.errors import CheckpointError as CheckpointError
 from accelfn.errors import CheckpointWriteError as CheckpointWriteError
+from accelfn.errors import CollectiveMismatchError as CollectiveMismatchError
+from accelfn.errors import CompileError as CompileError
 from accelfn.errors import CompositionError as CompositionError
 from accelfn.errors import DataError as DataError
 from accelfn.errors import DirectoryInUseError as DirectoryInUseError
@@ -53,20 +56,28 @@ from accelfn.errors import LaunchError as LaunchError
 from accelfn.errors import LengthError as LengthError
 from accelfn.errors import LossError as LossError
 from accelfn.errors import ModelError as ModelError
+from accelfn.errors import NonFiniteGradsError as NonFiniteGradsError
 from accelfn.errors import NonFiniteLossError as NonFiniteLossError
 from accelfn.errors import OptimizerError as OptimizerError
+from accelfn.errors import OutOfMemoryError as OutOfMemoryError
 from accelfn.errors import PeerFailedError as PeerFailedError
 from accelfn.errors import PlainDataError as PlainDataError
+from accelfn.errors import RankFailedError as RankFailedError
+from accelfn.errors import RecompilationWarning as RecompilationWarning
 from accelfn.errors import ReplicaMismatchError as ReplicaMismatchError
 from accelfn.errors import StateDonatedError as StateDonatedError
 from accelfn.errors import StateError as StateError
+from accelfn.errors import TrackingError as TrackingError
+from accelfn.errors import TrackingWarning as TrackingWarning
 from accelfn.errors import UnusedParametersError as UnusedParametersError
 from accelfn.errors import WorldError as WorldError
+from accelfn.fused import fused as fused
 from accelfn.grads import Grads as Grads
 from accelfn.lockstep import lockstep as lockstep
 from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum
+from accelfn.partition import partition as partition
 from accelfn.state import TrainState as TrainState
 from accelfn.step import build as build
 from accelfn.step import make_step as make_step
@@ -85,6 +96,8 @@ from accelfn.views import rng as rng
 from accelfn.world import World as World
 
 if _TYPE_CHECKING:
+    from accelfn import track as track
+    from accelfn.batch_size import find_batch_size as find_batch_size
     from accelfn.checkpoint import CheckpointStore as CheckpointStore
     from accelfn.checkpoint import Loaded as Loaded
     from accelfn.checkpoint import export_model as export_model
@@ -101,22 +114,44 @@ if _TYPE_CHECKING:
     from accelfn.evaluation import predict as predict
     from accelfn.foreign import import_torch_weights as import_torch_weights
     from accelfn.gathering import gather_valid as gather_valid
+    from accelfn.launching.function import launch as launch
+    from accelfn.logs import RankLogger as RankLogger
+    from accelfn.logs import logger as logger
+    from accelfn.memory import memory_estimate as memory_estimate
+    from accelfn.profiling import profile as profile
+    from accelfn.running import epochs as epochs
+    from accelfn.running import run as run
     from accelfn.splitting import split as split
     from accelfn.transforms.accumulate import accumulate as accumulate
     from accelfn.transforms.accumulate import micro_batches as micro_batches
+    from accelfn.transforms.activations import (
+        checkpoint_activations as checkpoint_activations,
+    )
+    from accelfn.transforms.check import check_replicas as check_replicas
     from accelfn.transforms.clip import clip_grad_norm as clip_grad_norm
     from accelfn.transforms.clip import clip_grad_value as clip_grad_value
+    from accelfn.transforms.compile import compile as compile  # noqa: A004 - torch's name
+    from accelfn.transforms.compress import compress as compress
     from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
     from accelfn.transforms.ema import ema as ema
     from accelfn.transforms.identity import identity as identity
+    from accelfn.transforms.in_backward import (
+        optimizer_in_backward as optimizer_in_backward,
+    )
     from accelfn.transforms.local_sgd import local_sgd as local_sgd
     from accelfn.transforms.precision import autocast as autocast
+    from accelfn.transforms.precision import full_precision as full_precision
+    from accelfn.transforms.schedule_free import schedule_free as schedule_free
     from accelfn.transforms.shard import shard_data as shard_data
+    from accelfn.transforms.skip import skip_nonfinite as skip_nonfinite
+    from accelfn.transforms.sync_batchnorm import sync_batchnorm as sync_batchnorm
 
 __version__ = _version("accelfn")
 
 # imported when first used, for a program does without most of them
 _LATER = {
+    "accelfn": ("track",),  # a module
+    "accelfn.batch_size": ("find_batch_size",),
     "accelfn.checkpoint": (
         "CheckpointStore",
         "Loaded",
@@ -136,15 +171,28 @@ _LATER = {
     "accelfn.evaluation": ("evaluate", "predict"),
     "accelfn.foreign": ("import_torch_weights",),
     "accelfn.gathering": ("gather_valid",),
+    "accelfn.launching.function": ("launch",),
+    "accelfn.logs": ("RankLogger", "logger"),
+    "accelfn.memory": ("memory_estimate",),
+    "accelfn.profiling": ("profile",),
+    "accelfn.running": ("epochs", "run"),
     "accelfn.splitting": ("split",),
     "accelfn.transforms.accumulate": ("accumulate", "micro_batches"),
+    "accelfn.transforms.activations": ("checkpoint_activations",),
+    "accelfn.transforms.check": ("check_replicas",),
     "accelfn.transforms.clip": ("clip_grad_norm", "clip_grad_value"),
+    "accelfn.transforms.compile": ("compile",),
+    "accelfn.transforms.compress": ("compress",),
     "accelfn.transforms.ddp": ("wrap_ddp",),
     "accelfn.transforms.ema": ("ema",),
     "accelfn.transforms.identity": ("identity",),
+    "accelfn.transforms.in_backward": ("optimizer_in_backward",),
     "accelfn.transforms.local_sgd": ("local_sgd",),
-    "accelfn.transforms.precision": ("autocast",),
+    "accelfn.transforms.precision": ("autocast", "full_precision"),
+    "accelfn.transforms.schedule_free": ("schedule_free",),
     "accelfn.transforms.shard": ("shard_data",),
+    "accelfn.transforms.skip": ("skip_nonfinite",),
+    "accelfn.transforms.sync_batchnorm": ("sync_batchnorm",),
 }
 _MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
 
@@ -154,7 +202,10 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    value = getattr(_import_module(_MODULE_OF[name]), name)
+    module = _MODULE_OF[name]
+    if module == __name__:
+        return _import_module(f"{module}.{name}")
+    value = getattr(_import_module(module), name)
     globals()[name] = value
     return value
 

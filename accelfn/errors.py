@@ -54,6 +54,18 @@ class GradsError(Error, ValueError):
     """Gradients that do not fit their state, or are not reduced where they must be."""
 
 
+class NonFiniteGradsError(GradsError, ArithmeticError):
+    """Gradients stayed infinite or not a number, update after update."""
+
+
+class CompileError(Error, RuntimeError):
+    """A loss cannot be compiled, or there is nothing to compile it with."""
+
+
+class RecompilationWarning(Error, RuntimeWarning):  # noqa: N818 - a warning
+    """Something was compiled again, which takes as long as thousands of steps."""
+
+
 class UnusedParametersError(GradsError):
     """Parameters took no part in a loss whose gradients DistributedDataParallel awaits."""
 
@@ -74,12 +86,16 @@ class PeerFailedError(Error, RuntimeError):
     """Another rank failed, left or did not arrive while this one waited for it."""
 
 
+class OutOfMemoryError(Error, MemoryError):
+    """Not even the smallest batch fits into memory."""
+
+
+class CollectiveMismatchError(Error, RuntimeError):
+    """Ranks met in different collectives, or with different shapes or reductions."""
+
+
 class SimulationError(Error, RuntimeError):
     """A simulated world cannot go on; a table says where each rank stands."""
-
-
-class CollectiveMismatchError(SimulationError):
-    """Ranks met in different collectives, or with different shapes or reductions."""
 
 
 class DeadlockError(SimulationError):
@@ -120,3 +136,15 @@ class PlainDataError(Error, TypeError):
 
 class LaunchError(Error, RuntimeError):
     """Processes cannot be started as asked."""
+
+
+class RankFailedError(Error, RuntimeError):
+    """A rank of `af.launch` failed; the text begins with its traceback."""
+
+
+class TrackingError(Error, RuntimeError):
+    """A tracker cannot begin, or what one wrote cannot be read."""
+
+
+class TrackingWarning(Error, RuntimeWarning):  # noqa: N818 - it is one
+    """A tracker's backend failed; the training goes on without what it did not take."""

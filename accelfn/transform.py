@@ -11,13 +11,16 @@ It is made of a class by `@transform`; accelfn's own are made the same way:
 | `loss` | `loss_fn -> loss_fn` | wraps `(model, batch, *extras) -> loss` |
 | `value_and_grad` | `fn -> fn` | wraps `(state, batch, *extras) -> (metrics, grads)` |
 | `reduce` | `(grads, slot, world) -> (grads, slot)`, or None | how gradients cross ranks |
+| `loss_scale` | `(state, slot) -> scale` | what losses are multiplied by before the backward pass |
 | `grads` | `(grads, slot, state) -> (grads, slot)` | the true, reduced gradients |
 | `hyper` | `(state, slot) -> {"lr": ...}` | hyperparameters of the next update |
 | `after_update` | `(state, slot) -> (state, slot)` | the state after the optimizer |
+| `after_skip` | `(grads, slot, state) -> slot` | its slot after an update that was skipped |
 | `eval_params` | `(state, slot) -> params` | what is evaluated and exported |
 | `finalize` | `(state, slot) -> (state, slot)` | what is owed at the end |
 | `merge` | `slots -> (weights, slot)` | how ranks that differ become one, to load them |
 | `engine` | `-> engine` | how the model lies over the ranks |
+| `runner` | `make -> make` | wraps `module -> runner`, which runs the loss forward and backward |
 
 Leftmost is outermost; values flow left to right.
 """
@@ -51,13 +54,16 @@ _ARGUMENTS = {
     "loss": ("loss_fn",),
     "value_and_grad": ("inner",),
     "reduce": ("grads", "slot", "world"),
+    "loss_scale": ("state", "slot"),
     "grads": ("grads", "slot", "state"),
     "hyper": ("state", "slot"),
     "after_update": ("state", "slot"),
+    "after_skip": ("grads", "slot", "state"),
     "eval_params": ("state", "slot"),
     "finalize": ("state", "slot"),
     "merge": ("slots",),
     "engine": ("state",),
+    "runner": ("make", "state"),
 }
 FIELDS = tuple(_ARGUMENTS)
 
@@ -127,8 +133,11 @@ def is_transform(value: object) -> bool:
 
 
 def has_field(value: object, field: str) -> bool:
-    """Return whether a transform has a say in `field`."""
-    return hasattr(type(value), field)
+    """Return whether a transform has a say in `field`.
+
+    One whose options leave it without some of its fields names these in `_without`.
+    """
+    return hasattr(type(value), field) and field not in getattr(value, "_without", ())
 
 
 def _check_methods(cls: type) -> None:
@@ -363,11 +372,15 @@ def explanation(setup: chain) -> str:
     wraps = _nested(
         setup, "value_and_grad", f"value_and_grad({_nested(setup, 'loss', 'loss_fn')})"
     )
+    lies = _nested(setup, "runner", engine[0].name if engine else "local")
+    scales = "".join(f" * {e.name}.loss_scale" for e in setup.having("loss_scale"))
+    mean = f"grads / (weight{scales})" if scales else "grads / weight"
     lines = [
         f"plan = {_piped(setup, 'data', 'plan')}  # who takes which samples",
         f"metrics, grads = {wraps}(state, batch)",
-        f"# engine: {engine[0].name if engine else 'local'}; gradients {how}",
-        f"grads = {_piped(setup, 'grads', 'grads / weight')}",
+        f"# engine: {lies}; gradients {how}",
+        f"grads = {_piped(setup, 'grads', mean)}",
+        *(f"# if skipped, it ends here: {e.name}" for e in setup.having("after_skip")),
         f"hyper = {_piped(setup, 'hyper', 'schedule(state.step)')}",
         "state = optimizer(state, grads, hyper)",
         f"state = {_piped(setup, 'after_update', 'state')}",

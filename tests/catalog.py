@@ -50,6 +50,7 @@ CATALOG = [
         other={
             "max_norm": af.clip_grad_norm(0.25),
             "norm_type": af.clip_grad_norm(0.5, norm_type=float("inf")),
+            "per_group": af.clip_grad_norm(0.5, per_group=True),
         },
     ),
     Entry(
@@ -60,7 +61,11 @@ CATALOG = [
         af.local_sgd(sync_every=2),
         other={"sync_every": af.local_sgd(sync_every=3)},
     ),
+    Entry(af.skip_nonfinite()),
+    Entry(af.checkpoint_activations()),
+    Entry(af.check_replicas(every=2)),
     Entry(af.ema(0.5), other={"decay": af.ema(0.25)}),
+    Entry(af.sync_batchnorm()),
 ]
 
 
@@ -71,7 +76,11 @@ def stacks(max_size: int = 9) -> st.SearchStrategy[tuple[object, ...]]:
     def composable(order: list[object]) -> tuple[object, ...]:
         # wrap_ddp reduces gradients, local_sgd says they are not: one of the two
         both = [t for t in order if isinstance(t, (af.wrap_ddp, af.local_sgd))]
-        return tuple(t for t in order if t not in both[1:])
+        kept = [t for t in order if t not in both[1:]]
+        if any(isinstance(t, af.local_sgd) for t in kept):  # there ranks differ
+            agreeing = (af.check_replicas, af.sync_batchnorm)
+            kept = [t for t in kept if not isinstance(t, agreeing)]
+        return tuple(kept)
 
     return st.lists(
         st.sampled_from(values), max_size=max_size, unique_by=lambda t: t.name

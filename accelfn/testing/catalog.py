@@ -130,7 +130,11 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         af.clip_grad_norm,
-        _options({"max_norm": _BOUNDS}, norm_type=st.sampled_from([2.0, 1.0, 3.0])),
+        _options(
+            {"max_norm": _BOUNDS},
+            norm_type=st.sampled_from([2.0, 1.0, 3.0]),
+            per_group=st.booleans(),
+        ),
         neutral={"max_norm": _INFINITE},
     ),
     Row(
@@ -157,14 +161,24 @@ CATALOG: tuple[Row, ...] = (
         neutral={},
         not_drawn=frozenset({"regions"}),
     ),
+    Row(
+        af.check_replicas,
+        _options({"every": st.integers(1, 3)}),
+        neutral={"every": 1},
+        not_beside=frozenset({"reduce"}),
+    ),
     Row(af.ema, _options({"decay": st.sampled_from([0.5, 0.25, 0.0, 1.0])})),
+    Row(af.sync_batchnorm, _options(), not_beside=frozenset({"reduce"})),
 )
 
 
-APART: frozenset[type] = frozenset({af.compile, af.schedule_free})
+APART: frozenset[type] = frozenset(
+    {af.compile, af.compress, af.optimizer_in_backward, af.schedule_free}
+)
 """Transforms with which no chain is drawn.
 
-`compile` takes seconds, and `schedule_free` goes with one kind of optimizer alone.
+`compile` takes seconds, `schedule_free` goes with one kind of optimizer alone, `compress` with
+`wrap_ddp`, and `optimizer_in_backward` beside few others.
 """
 
 

@@ -27,6 +27,8 @@ BAD = {
     "local_sgd 0": lambda: af.local_sgd(sync_every=0),
     "local_sgd -3": lambda: af.local_sgd(sync_every=-3),
     "local_sgd 1.5": lambda: af.local_sgd(sync_every=1.5),
+    "check_replicas 0": lambda: af.check_replicas(every=0),
+    "check_replicas True": lambda: af.check_replicas(every=True),
     "ema 1.5": lambda: af.ema(1.5),
     "ema -0.1": lambda: af.ema(-0.1),
     "ema nan": lambda: af.ema(math.nan),
@@ -37,6 +39,13 @@ BAD = {
     "autocast None": lambda: af.autocast(None),
     "autocast dtype": lambda: af.autocast(torch.bfloat16),
     "autocast list": lambda: af.autocast(["bf16"]),
+    "clip_grad_norm group": lambda: af.clip_grad_norm(1.0, per_group=1),
+    "compress fp8": lambda: af.compress("fp8"),
+    "compress None": lambda: af.compress(None),
+    "compress rank 0": lambda: af.compress("powersgd", matrix_approximation_rank=0),
+    "compress rank 1.5": lambda: af.compress("powersgd", matrix_approximation_rank=1.5),
+    "compress start -1": lambda: af.compress("powersgd", start_powerSGD_iter=-1),
+    "compress rate nan": lambda: af.compress("powersgd", min_compression_rate=math.nan),
 }
 
 

@@ -23,8 +23,9 @@ def assert_states_equal(
     """Assert that two states are equal in all that is saved of them.
 
     That is `step`, `num_skipped`, `cursor`, `seed`, `params`, `buffers`, `opt_state` with
-    its numbers, and `slots`; also dtypes, shapes, and which entries are one tensor. Not compared is what is
-    not saved: the definition, devices, memory layouts, the order of names.
+    its numbers, and `slots`; also dtypes, shapes, and which entries are one tensor. Not
+    compared is what is not saved: the definition, devices, memory layouts, the order of
+    names.
 
     By default bit by bit: a NaN equals itself, and -0.0 is not 0.0, for they divide
     differently. With a tolerance, elements of a floating-point tensor may differ by

@@ -47,9 +47,7 @@ def chains(
     free = [row for row in CATALOG if row not in away and row.cls not in present]
     reducers = [row for row in free if _reduces(row)] if reduced else []
     drawn = [
-        _Place(row, field=field)
-        for row in free
-        if field is None or field in row.fields
+        _Place(row, field=field) for row in free if field is None or field in row.fields
     ]
     return _chains(musts, reducers, drawn, max_size)
 
