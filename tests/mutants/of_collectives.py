@@ -122,9 +122,9 @@ MUTANTS = [
         says="what ranks gave one another comes in another order than the ranks",
         law="L49",
         test=laws.test_all_to_all_is_a_transpose,
-        place=swapped._swapped,
-        old="return got.split(coming)",
-        new="return got.split(coming)[::-1]",
+        place=swapped.all_to_all,
+        old="zip(shapes, parts, strict=True)",
+        new="zip(shapes[::-1], list(parts)[::-1], strict=True)",
     ),
     Mutant(
         name="a mismatch of two passes",

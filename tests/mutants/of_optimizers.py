@@ -3,7 +3,7 @@
 
 import inspect
 
-from accelfn import model, optimizer
+from accelfn import model
 from accelfn.checkpoint import fields
 from accelfn.engine import live_optimizer
 from accelfn.partition import Partitioned, PartStates
@@ -26,9 +26,9 @@ MUTANTS = [
         says="schedules set rates that no part reads",
         law="L24",
         test=test_optimizers.test_each_part_is_its_own_optimizer,
-        place=optimizer.rebuilt,
-        old="memo |= {id(part): rebuilt(part, memo)",
-        new="memo |= {id(part): rebuilt(part, dict(memo))",
+        place=live_optimizer.LiveOptimizer._assign,
+        old="group = self._torch.param_groups[i]",
+        new="group = dict(self._torch.param_groups[i])",
     ),
     Mutant(
         name="parts forget",
