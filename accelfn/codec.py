@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import attrs
-import safetensors.torch
 import torch
 
 from accelfn.errors import PlainDataError
@@ -80,6 +79,8 @@ def from_bytes(data: bytes, device: str = "cpu") -> Any:
 
 def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Return JSON data and a table of tensors as the bytes of a safetensors file."""
+    import safetensors.torch  # noqa: PLC0415 - many programs send and save no objects
+
     # copies: safetensors refuses tensors that share memory, as views of one storage do
     dense = {
         key: tensor.detach().cpu().contiguous().clone()
@@ -90,6 +91,8 @@ def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:
     """Return what `pack` was given."""
+    import safetensors.torch  # noqa: PLC0415 - as in `pack`
+
     tensors = {
         key: tensor.to(device) for key, tensor in safetensors.torch.load(data).items()
     }

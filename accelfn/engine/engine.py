@@ -10,7 +10,7 @@ bound anew; another state is bound by swapping pointers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from accelfn import foreach, streams, tree
 from accelfn.collectives import check_replicas
 from accelfn.cursor import Cursor
 from accelfn.engine.buffers import Buffers
-from accelfn.engine.compression import Compression
 from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
@@ -32,6 +31,9 @@ from accelfn.optimizer import Hyper
 from accelfn.state import OptState, TrainState
 from accelfn.transform import chain
 
+if TYPE_CHECKING:
+    from accelfn.engine.compression import Compression
+
 MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
 Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
 
@@ -43,7 +45,7 @@ class Engine:
         self,
         state: TrainState,
         innermost: Innermost,
-        compression: Compression | None = None,
+        compression: "Compression | None" = None,
     ) -> None:
         """Build a module and an optimizer around the state's tensors."""
         self._compression = compression
