@@ -117,6 +117,7 @@ if _TYPE_CHECKING:
     from accelfn.launching.function import launch as launch
     from accelfn.logs import RankLogger as RankLogger
     from accelfn.logs import logger as logger
+    from accelfn.lomo_optim import lomo as lomo
     from accelfn.memory import memory_estimate as memory_estimate
     from accelfn.profiling import profile as profile
     from accelfn.running import epochs as epochs
@@ -173,6 +174,7 @@ _LATER = {
     "accelfn.gathering": ("gather_valid",),
     "accelfn.launching.function": ("launch",),
     "accelfn.logs": ("RankLogger", "logger"),
+    "accelfn.lomo_optim": ("lomo",),
     "accelfn.memory": ("memory_estimate",),
     "accelfn.profiling": ("profile",),
     "accelfn.running": ("epochs", "run"),
