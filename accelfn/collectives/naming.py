@@ -5,6 +5,7 @@ from accelfn.errors import Error, PeerFailedError
 from accelfn.world import World
 
 _PEER_SIGNS = (
+    "Application timeout caused pair closure",
     "Connection closed by peer",
     "Connection reset by peer",
     "Timed out waiting",
@@ -49,10 +50,16 @@ class naming:
             first = str(error).splitlines()[0]
             msg = (
                 f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"
-                f"{self._when()}, but another rank failed, left or did not arrive."
-                f" Look at the other ranks' output for the cause. ({first})"
+                f"{self._when()}, but {self._other} failed, left or did not arrive."
+                f" Look at its output for the cause. ({first})"
             )
             raise PeerFailedError(msg) from error
+
+    @property
+    def _other(self) -> str:
+        """The rank that is missing, as far as this one can tell."""
+        size, rank = self._world.size, self._world.rank
+        return f"rank {1 - rank}" if size == 2 else "another rank"
 
     def _when(self) -> str:
         step = self._world.connection.step

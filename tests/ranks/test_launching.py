@@ -62,14 +62,15 @@ def torchruns(rank: int, port: int) -> dict[str, object]:
     ("how", "code"), [("raise", 1), ("exit", 7), ("kill", -9), ("stop", None)]
 )
 def test_the_other_rank_says_where_it_waited(how: str, code: int | None) -> None:
-    """However a rank goes in mid-step, the other names itself, the collective and the update."""
+    """However a rank goes in mid-step, the other names it, the collective and the update."""
     port = free_port()
     runs = [started([TRAINS, how], torchruns(rank, port)) for rank in range(2)]
     ((found, _, error),) = ended(runs[:1])
     try:
         assert found == 1
         assert re.search(
-            "PeerFailedError: Rank 0 of 2 waited in 'DistributedDataParallel backward' at update 3",
+            "PeerFailedError: Rank 0 of 2 waited in 'DistributedDataParallel backward' at"
+            " update 3, but rank 1 failed, left or did not arrive",
             error,
         )
         assert runs[1].poll() == code

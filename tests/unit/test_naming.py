@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend says of a lost rank becomes an error that says who waited, where, for whom."""
+
+import pytest
+
+import accelfn as af
+from accelfn.collectives.naming import naming
+from accelfn.errors import PeerFailedError
+from accelfn.testing import simulate
+
+SIGNS = [
+    "Timed out waiting 1000ms for recv operation to complete",
+    "Application timeout caused pair closure",
+    "[../pair.cc:525] Connection closed by peer [127.0.0.1]:2222",
+    "Read error: Connection reset by peer",
+    "writev: Broken pipe",
+    "NCCL error: remote process exited",
+]
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize(("size", "other"), [(2, "rank 1"), (3, "another rank")])
+def test_a_lost_rank_is_told(sign: str, size: int, other: str) -> None:
+    """Whatever the backend's words, and with them as the reason."""
+
+    def wait(world: af.World) -> None:
+        with naming("sum", world):
+            raise RuntimeError(sign + "\nand more")
+
+    says = (
+        rf"Rank 0 of {size} waited in 'sum', but {other} failed, left or did not arrive"
+    )
+    with pytest.raises(PeerFailedError, match=says) as caught:
+        simulate(size, wait)
+    assert sign in str(caught.value)
+
+
+def test_other_failures_stay_what_they_are() -> None:
+    """An error that says nothing of a connection is not laid at another rank's door."""
+
+    def fail(world: af.World) -> None:
+        with naming("sum", world):
+            raise RuntimeError("of another kind")
+
+    with pytest.raises(RuntimeError, match="of another kind") as caught:
+        simulate(2, fail)
+    assert not isinstance(caught.value, PeerFailedError)
