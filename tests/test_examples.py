@@ -226,7 +226,7 @@ def test_a_transformers_model(tmp_path: Path, launcher: list[str]) -> None:
     noise = (
         r"torchao|torch/utils/_pytree"  # where it is installed, Transformers imports it
     )
-    printed = output_of(tmp_path, "14_transformers.py", *launcher, noise=noise)
+    printed = output_of(tmp_path, "13_transformers.py", *launcher, noise=noise)
     found = [float(each) for each in re.findall(r"'right': ([\d.]+)", printed)]
 
     assert len(found) == 5
@@ -430,7 +430,7 @@ def test_preferences(tmp_path: Path, launcher: list[str]) -> None:
 @pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
 def test_a_run_is_tracked(tmp_path: Path, launcher: list[str]) -> None:
     """The example tracks a falling loss and all that the report shows, once for all ranks."""
-    printed = output_of(tmp_path, "13_tracking.py", *launcher)
+    printed = output_of(tmp_path, "12_tracking.py", *launcher)
     first, last = map(float, re.findall(r"\d\.\d+", printed))
     log = af.track.read(tmp_path / "digits.jsonl")
 
