@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn import foreach
-from accelfn.errors import ArgumentError
+from accelfn.errors import ArgumentError, GradsError
 from accelfn.grads import Grads
 from accelfn.state import TrainState
 from accelfn.transform import transform
@@ -72,6 +72,7 @@ class clip_grad_norm:
     def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
         """Clip, in place."""
         del slot
+        _refuse_sparse(grads, self)
         tensors = list(grads.tensors.values())
         if not tensors:
             return grads, None
@@ -93,6 +94,17 @@ class clip_grad_norm:
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
             foreach.mul_(map(_local, tensors), scale)
         return norm
+
+
+def _refuse_sparse(grads: Grads, owner: object) -> None:
+    sparse = [name for name, grad in grads.tensors.items() if grad.is_sparse]
+    if sparse:
+        msg = (
+            f"{owner!r}: the gradients of {', '.join(sparse[:5])} are sparse, which torch"
+            " clips no more than it takes their norm. Make those layers with sparse=False,"
+            " or leave this transform out."
+        )
+        raise GradsError(msg)
 
 
 def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
@@ -173,5 +185,6 @@ class clip_grad_value:
     def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
         """Clamp, in place."""
         del slot, state
+        _refuse_sparse(grads, self)
         foreach.clamp_(grads.tensors.values(), -self.max_value, self.max_value)
         return grads, None

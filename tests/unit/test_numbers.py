@@ -18,6 +18,7 @@ from accelfn.errors import (
     ArgumentError,
     BatchError,
     Error,
+    GradsError,
     LossError,
     ModelError,
     NonFiniteGradsError,
@@ -77,6 +78,16 @@ def test_n2_clipping_leaves_what_is_not_finite(bad: float) -> None:
     clipped, _ = af.clip_grad_norm(1.0).grads(grads.with_tensors(tensors), None, state)
     assert clipped.tensors["weight"][0, 1] == 3.0
     assert clipped.tensors["bias"] == 4.0
+
+
+@pytest.mark.parametrize("clip", [af.clip_grad_norm(1.0), af.clip_grad_value(1.0)])
+def test_n2_sparse_gradients(clip: Any) -> None:
+    """N2: what torch cannot clip is refused by name; the state is as it was, and trains."""
+    table = functools.partial(nn.EmbeddingBag, 5, 3, sparse=True, mode="sum")
+    state, rows = create(clip, table), torch.tensor([[0, 1], [1, 3]])
+    with pytest.raises(GradsError, match="weight are sparse"):
+        af.make_step(mean_loss)(state, rows)
+    af.make_step(mean_loss)(state.with_setup(None), rows)
 
 
 def test_n3_nothing_to_divide_by() -> None:
