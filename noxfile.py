@@ -15,6 +15,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 WITH_TESTS = (
     *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8]"),
     *("sybil", "schedulefree", "lomo-optim"),
+    "openmpi",  # its mpirun
     *("ipykernel", "nbclient"),  # notebooks, executed
     *("accelerate", "datasets", "transformers"),  # what others read and write
 )

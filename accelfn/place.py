@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Final
+from zlib import crc32
 
 from attrs import evolve, frozen
 
@@ -17,6 +18,7 @@ from accelfn.errors import WorldError
 
 Environment = Mapping[str, str]
 _TORCHRUN: Final = "torchrun"
+_THIS_MACHINE: Final = "127.0.0.1"
 
 
 @frozen(kw_only=True)
@@ -29,7 +31,9 @@ class Place:
         local_rank: this process among the `local_size` of its machine.
         node_rank: its machine.
         address: where rank 0 listens; with `port` None where there is one rank, which
-            need not listen, and where torch reads it from the environment.
+            need not listen.
+        attempt: how often a launcher has started these ranks before.
+        has_store: whether a launcher listens there in rank 0's stead.
     """
 
     launcher: str
@@ -40,19 +44,13 @@ class Place:
     node_rank: int
     address: str | None = None
     port: int | None = None
+    attempt: int = 0
+    has_store: bool = False
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others to meet, nor anything that torch would meet by."""
-        return self.size == 1 and self.launcher != _TORCHRUN
-
-    @property
-    def init_method(self) -> str | None:
-        """What torch is told of where ranks meet; torchrun's environment says it itself."""
-        if self.address is None:
-            return None
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"tcp://{host}:{self.port}"
+        """Whether there are no others to meet, nor an address to meet at."""
+        return self.size == 1 and self.address is None
 
 
 def read_place(env: Environment) -> Place | None:
@@ -69,7 +67,11 @@ def read_place(env: Environment) -> Place | None:
     for words in _MPI:
         if words.is_meant(env):
             return _of_mpi(env, words)
-    return _of_slurm(env) if "SLURM_PROCID" in env else None
+    if "SLURM_PROCID" in env:
+        return _of_slurm(env)
+    if "SLURM_JOB_ID" in env:  # the shell of salloc
+        _refuse_unstarted(env)
+    return None
 
 
 def asked_size(env: Environment) -> tuple[str, int]:
@@ -110,6 +112,7 @@ def _of_torchrun(env: Environment) -> Place:
             " LOCAL_WORLD_SIZE <= WORLD_SIZE."
         )
         raise WorldError(msg)
+    restarts = "TORCHELASTIC_RESTART_COUNT"
     return Place(
         launcher=_TORCHRUN,
         rank=rank,
@@ -117,6 +120,10 @@ def _of_torchrun(env: Environment) -> Place:
         local_rank=local_rank,
         local_size=local_size,
         node_rank=integer(env, "GROUP_RANK") if "GROUP_RANK" in env else 0,
+        address=env["MASTER_ADDR"],
+        port=_given_port(env),
+        attempt=integer(env, restarts) if restarts in env else 0,
+        has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -129,7 +136,8 @@ class _Words:
     size: str
     local_rank: str
     local_size: str
-    export: str  # how its mpirun hands a variable to all ranks
+    export: str  # how its mpirun hands {} to all ranks
+    job: str | None = None  # what is the same for all ranks of a run, and for no other
 
     @property
     def names(self) -> tuple[str, str, str, str]:
@@ -149,7 +157,8 @@ _OPEN_MPI: Final = _Words(
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+    "mpirun -x {}={}",
+    job="PMIX_NAMESPACE",
 )
 _MVAPICH: Final = _Words(
     "MVAPICH2",
@@ -157,7 +166,7 @@ _MVAPICH: Final = _Words(
     "MV2_COMM_WORLD_SIZE",
     "MV2_COMM_WORLD_LOCAL_RANK",
     "MV2_COMM_WORLD_LOCAL_SIZE",
-    "mpirun_rsh ... MASTER_ADDR=HOST MASTER_PORT=29500",
+    "mpirun_rsh ... {}={}",
 )
 _PMI: Final = _Words(
     "MPICH or Intel MPI",
@@ -165,7 +174,7 @@ _PMI: Final = _Words(
     "PMI_SIZE",
     "MPI_LOCALRANKID",
     "MPI_LOCALNRANKS",
-    "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
+    "mpiexec -genv {} {}",
 )
 _MPI = (_OPEN_MPI, _MVAPICH, _PMI)
 
@@ -193,55 +202,70 @@ def _of_mpi(env: Environment, words: _Words) -> Place:
     place = evolve(place, node_rank=_machine_of(env, place))
     if size == 1:
         return place
-    if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
-        msg = (
-            f"{words.launcher} started {size} ranks, but does not say where rank 0"
-            f" listens; give both MASTER_ADDR and MASTER_PORT: {words.export}."
-        )
-        raise WorldError(msg)
-    return evolve(place, address=env["MASTER_ADDR"], port=integer(env, "MASTER_PORT"))
+    address = _address_of_mpi(env, words, place)
+    return evolve(place, address=address, port=_port_of_mpi(env, words, place))
+
+
+def _address_of_mpi(env: Environment, words: _Words, place: Place) -> str:
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"]
+    if place.local_size == place.size:
+        return _THIS_MACHINE
+    msg = (
+        f"{words.launcher} started {place.size} ranks on several machines, but does not"
+        " say where rank 0 listens; give MASTER_ADDR, the name of its machine:"
+        f" {words.export.format('MASTER_ADDR', 'HOST')}."
+    )
+    raise WorldError(msg)
+
+
+def _port_of_mpi(env: Environment, words: _Words, place: Place) -> int:
+    if "MASTER_PORT" in env:
+        return _given_port(env)
+    if words.job is not None and words.job in env:
+        return _port(crc32(env[words.job].encode()))
+    name = "" if words.job is None else f" ({words.job})"
+    msg = (
+        f"{words.launcher} started {place.size} ranks, but gives the run no name{name} that"
+        " a port could follow from; give MASTER_PORT, one that is free where rank 0 runs:"
+        f" {words.export.format('MASTER_PORT', 29500)}."
+    )
+    raise WorldError(msg)
 
 
 def _machine_of(env: Environment, place: Place) -> int:
-    """Return the number of this machine, where ranks fill one machine after the other."""
+    """Return the number of this machine, where ranks fill one after the other, all alike."""
     if "GROUP_RANK" in env:
         return integer(env, "GROUP_RANK")
     machine, left = divmod(place.rank - place.local_rank, place.local_size)
-    if left or machine < 0:
+    if left or machine < 0 or place.size % place.local_size:
         msg = (
-            f"Rank {place.rank} has local rank {place.local_rank} of {place.local_size}: the"
-            " ranks do not fill one machine after the other. Have mpirun map them by slot,"
-            " or set GROUP_RANK to the number of each machine."
+            f"Rank {place.rank} of {place.size} has local rank {place.local_rank} of"
+            f" {place.local_size}: the ranks do not fill one machine after the other, as"
+            " many on each. Have mpirun map them by slot, or set GROUP_RANK to the number"
+            " of each machine."
         )
         raise WorldError(msg)
     return machine
 
 
 def _of_slurm(env: Environment) -> Place:
+    _refuse_unstarted(env)
+    started = _started_by_srun(env)
+    if started == 0 or (started == 1 and "SLURM_NTASKS" not in env):
+        # the script of sbatch, or the shell that salloc makes a step of
+        first = dict.fromkeys(("rank", "local_rank", "node_rank"), 0)
+        return Place(launcher="SLURM", size=1, local_size=1, **first)
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
-    size = integer(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else 1
-    of_step = env.get("SLURM_STEP_NUM_TASKS")
-    if of_step is None and size == 1:  # the body of a batch script, or a step of one
-        return Place(
-            launcher="SLURM",
-            **dict.fromkeys(("rank", "local_rank", "node_rank"), 0),
-            **dict.fromkeys(("size", "local_size"), 1),
-        )
-    if of_step != env.get("SLURM_NTASKS"):
-        msg = (
-            f"SLURM_NTASKS={size}, but this process is one of"
-            f" {of_step or 'no'} tasks that srun started (SLURM_STEP_NUM_TASKS). Start the"
-            " ranks with srun or `accelfn launch`, or unset SLURM_PROCID to train in one"
-            " process."
-        )
-        raise WorldError(msg)
     if missing := [name for name in names if name not in env]:
         present = [name for name in names if name in env]
         msg = (
             f"The environment has {', '.join(present)} but lacks {', '.join(missing)}: srun"
-            " sets them all. Unset SLURM_PROCID to train in one process."
+            " sets them all. Start the ranks with srun or `accelfn launch`, or train in"
+            " one process with af.World.single()."
         )
         raise WorldError(msg)
+    size = integer(env, "SLURM_NTASKS")
     rank, node_rank = integer(env, "SLURM_PROCID"), integer(env, "SLURM_NODEID")
     if "PMI_RANK" in env and integer(env, "PMI_RANK") != rank:
         msg = (
@@ -249,10 +273,12 @@ def _of_slurm(env: Environment) -> Place:
         )
         raise WorldError(msg)
     per_node = _tasks_per_node(env)
-    if sum(per_node) != size or not 0 <= node_rank < len(per_node):
+    agree = size == started == sum(per_node)
+    if not agree or not 0 <= node_rank < len(per_node):
         msg = (
-            f"SLURM_NTASKS={size} and SLURM_NODEID={node_rank} contradict the tasks of each"
-            f" machine, {per_node}."
+            f"SLURM_NTASKS={size}, SLURM_STEP_NUM_TASKS={started} and"
+            f" SLURM_NODEID={node_rank} contradict each other or the tasks of each machine,"
+            f" {per_node}."
         )
         raise WorldError(msg)
     place = Place(
@@ -266,9 +292,33 @@ def _of_slurm(env: Environment) -> Place:
     _check(place, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "tasks per node"))
     if size == 1:
         return place
-    port = integer(env, "MASTER_PORT") if "MASTER_PORT" in env else _port_of_job(env)
-    address = env["MASTER_ADDR"] if "MASTER_ADDR" in env else _first_machine(env)
+    port = _given_port(env) if "MASTER_PORT" in env else _port_of_job(env)
+    if "MASTER_ADDR" in env:
+        address = env["MASTER_ADDR"]
+    else:
+        address = _THIS_MACHINE if place.local_size == size else _first_machine(env)
     return evolve(place, address=address, port=port)
+
+
+def _refuse_unstarted(env: Environment) -> None:
+    """Raise where several tasks were asked for, and this is not one of several."""
+    # srun starts one task a machine, unless told how many
+    name = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_JOB_NUM_NODES"
+    asked = integer(env, name) if name in env else 1
+    if asked > 1 and _started_by_srun(env) <= 1:
+        msg = (
+            f"{name}={asked}, but this is no rank of srun's: it is the script of sbatch or"
+            " the shell of salloc, one process whatever was asked for. Start the ranks in"
+            " it with `srun` or `accelfn launch`, or train in one process with"
+            " af.World.single()."
+        )
+        raise WorldError(msg)
+
+
+def _started_by_srun(env: Environment) -> int:
+    """Return how many tasks the step has that this process is of; 0 where it is of none."""
+    name = "SLURM_STEP_NUM_TASKS"
+    return integer(env, name) if name in env else 0
 
 
 def _check(place: Place, names: tuple[str, ...]) -> None:
@@ -322,8 +372,21 @@ def _port_of_job(env: Environment) -> int:
         msg = "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT."
         raise WorldError(msg)
     step = integer(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
-    # below 32768, where the system takes ports for connections that go out
-    return 10_000 + (integer(env, "SLURM_JOB_ID") + 1009 * step) % 20_000
+    return _port(integer(env, "SLURM_JOB_ID") + 1009 * step)
+
+
+def _given_port(env: Environment) -> int:
+    """Return the port that somebody has chosen."""
+    port = integer(env, "MASTER_PORT")
+    if not 0 <= port < 2**16:
+        msg = f"The environment variable MASTER_PORT is {port}; expected 0 to 65535."
+        raise WorldError(msg)
+    return port
+
+
+def _port(number: int) -> int:
+    """Return the port of a run; below 32768, where the system takes its own."""
+    return 10_000 + number % 20_000
 
 
 def integer(env: Environment, name: str) -> int:

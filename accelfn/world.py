@@ -8,10 +8,6 @@ import atexit
 import gc
 import os
 import sys
-import weakref
-from collections import deque
-from collections.abc import Callable
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -19,68 +15,13 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from accelfn.connection import Connection
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.place import Place, asked_size, read_place
+from accelfn.meeting import check_backend, join, refuse_open_group
+from accelfn.place import asked_size, read_place
 
 _LONGEST = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""
-
-
-class Connection:
-    """What joins the ranks, until the world is closed.
-
-    torch aborts a process in which a Gloo group is still referred to at its end, so a world
-    must be able to let go of it, and tell those who hold it too.
-
-    `label` and `step` say what this rank is doing, and `trail` what it did before, for errors
-    and the logs of simulations, which compare the `structure` of trees too, where the
-    connection `tells_structure`. While `is_lent`, a branch of this world is in use, and the
-    world itself must not be; `make_branch` makes one where torch cannot.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Take a process group, or None in a world of 1."""
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            msg = f"World(group={group!r}): expected a torch ProcessGroup or None."
-            raise ArgumentError(msg)
-        self.group = group
-        self.is_closed = False
-        self.is_lent = False
-        self.make_branch: Callable[[World], tuple[World, Callable[[], None]]] | None
-        self.make_branch = None
-        self.label: str | None = None
-        self.tells_structure = False
-        self.structure: str | None = None
-        self.step: int | None = None
-        self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
-        self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
-
-    def hold(self, let_go: Callable[[], None]) -> None:
-        """Have a bound method called when the world is closed."""
-        self._holders.append(weakref.WeakMethod(let_go))
-
-    def check_not_lent(self) -> None:
-        """Raise while the ranks talk through a branch of the world.
-
-        Raises:
-            WorldError: they do.
-        """
-        if self.is_lent:
-            msg = (
-                "This world waits while af.find_batch_size tries a batch size: a rank that"
-                " runs out of memory could not tell the others. Use the world that the"
-                " function is given, fn(batch_size, world), and create states in there."
-            )
-            raise WorldError(msg)
-
-    def close(self) -> None:
-        """Let go of the group everywhere."""
-        for holder in self._holders:
-            let_go = holder()
-            if let_go is not None:
-                let_go()
-        self._holders.clear()
-        self.group, self.make_branch, self.is_closed = None, None, True
 
 
 def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
@@ -176,7 +117,8 @@ class World:
         open.
 
         Args:
-            timeout: seconds after which a collective that some rank does not join fails.
+            timeout: seconds after which a collective that some rank does not join fails. They
+                are also what ranks have to meet at the start, which is a minute at least.
             backend: of torch.distributed; default "gloo" on CPU, "cpu:gloo,cuda:nccl" on GPU.
             device: default the GPU of the local rank where torch sees GPUs, else the CPU.
             checked: whether ranks compare what they are about to do before each of accelfn's
@@ -194,13 +136,13 @@ class World:
                 " seconds."
             )
             raise ArgumentError(msg)
-        _check_backend(backend)
+        check_backend(backend)
         place = read_place(os.environ)
         if place is None or place.is_alone:
-            _refuse_open_group()
+            refuse_open_group()
             return cls(device=_device(device, local_rank=0), checked=checked)
         chosen = _device(device, local_rank=place.local_rank)
-        group, owned = _join(place, backend=backend, device=chosen, timeout=timeout)
+        connection, owned = join(place, backend=backend, device=chosen, timeout=timeout)
         world = cls(
             rank=place.rank,
             size=place.size,
@@ -209,7 +151,7 @@ class World:
             node_rank=place.node_rank,
             device=chosen,
             checked=checked,
-            group=group,
+            group=connection,
             owns_group=owned,
         )
         if owned:  # torch may abort a process that leaves it open
@@ -242,6 +184,7 @@ class World:
         if not self._owns_group or self.connection.is_closed:
             return
         atexit.unregister(self._close_at_exit)
+        self.connection.tell("left")
         ours = dist.is_initialized() and dist.group.WORLD is self.connection.group
         self.connection.close()
         # DistributedDataParallel refers to itself. It must be gone before the group is: its
@@ -267,13 +210,23 @@ class World:
         """
         if error is None or not self._owns_group:
             self.close()
+        else:
+            self.connection.tell(_raised(error))
 
     def _close_at_exit(self) -> None:
         """Close, and drop the traceback that was printed: its frames hold the group."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.connection.tell(_raised(error))
         for name in ("last_exc", "last_value", "last_traceback"):
             if hasattr(sys, name):
                 setattr(sys, name, None)
         self.close()
+
+
+def _raised(error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    return f"raised {type(error).__name__}{first and f': {first}'}"
 
 
 def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.device:
@@ -303,71 +256,3 @@ def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.devic
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
     return chosen
-
-
-def _check_backend(backend: str | None) -> None:
-    """Refuse a backend that torch was not built with."""
-    for part in [] if backend is None else backend.split(","):
-        name = part.split(":")[-1]
-        if not dist.is_backend_available(name):
-            msg = (
-                f"Backend {backend!r}: this torch has no {name!r}. Expected gloo, nccl or"
-                ' one a device, such as "cpu:gloo,cuda:nccl".'
-            )
-            raise WorldError(msg)
-
-
-def _refuse_open_group() -> None:
-    """Raise where several ranks have met, and the environment does not say so."""
-    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
-        msg = (
-            f"The environment has no RANK, but torch's process group has {size} ranks:"
-            " this is not a world of 1. Pass on the World that you were given (a"
-            " simulated rank gets its own), or make one with World(rank=, size=, group=)."
-        )
-        raise WorldError(msg)
-
-
-def _join(
-    place: Place,
-    *,
-    backend: str | None,
-    device: torch.device,
-    timeout: float,
-) -> tuple[dist.ProcessGroup, bool]:
-    """Return the process group of all ranks, and whether it was opened here."""
-    if dist.is_initialized():
-        group = dist.group.WORLD
-        if group is not None and (group.rank(), group.size()) == (
-            place.rank,
-            place.size,
-        ):
-            return group, False
-        msg = (
-            f"A process group is open in which this is rank {dist.get_rank()} of"
-            f" {dist.get_world_size()}, but the environment says RANK={place.rank}"
-            f" of WORLD_SIZE={place.size}. Close it with"
-            " torch.distributed.destroy_process_group()."
-        )
-        raise WorldError(msg)
-    if backend is None:
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    try:
-        dist.init_process_group(
-            backend,
-            init_method=place.init_method,
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timedelta(seconds=timeout),
-        )
-    except (ValueError, RuntimeError) as error:
-        msg = (
-            f"Rank {place.rank} of {place.size} cannot open a {backend!r} process"
-            f" group: {error}"
-        )
-        raise WorldError(msg) from error
-    group = dist.group.WORLD
-    if group is None:
-        msg = f"torch opened no default group for backend {backend!r}."
-        raise WorldError(msg)
-    return group, True

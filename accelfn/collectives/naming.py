@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`naming`: a backend's failure says what the ranks were doing."""
 
+from accelfn.collectives.missing import missing
 from accelfn.errors import Error, PeerFailedError
 from accelfn.world import World
 
@@ -50,16 +51,9 @@ class naming:
             first = str(error).splitlines()[0]
             msg = (
                 f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"
-                f"{self._when()}, but {self._other} failed, left or did not arrive."
-                f" Look at its output for the cause. ({first})"
+                f"{self._when()}, but {missing(self._world, self._label)} ({first})"
             )
             raise PeerFailedError(msg) from error
-
-    @property
-    def _other(self) -> str:
-        """The rank that is missing, as far as this one can tell."""
-        size, rank = self._world.size, self._world.rank
-        return f"rank {1 - rank}" if size == 2 else "another rank"
 
     def _when(self) -> str:
         step = self._world.connection.step

@@ -36,6 +36,7 @@ SLURM = {
     "SLURM_JOB_ID": "123456",
     "SLURM_STEP_ID": "2",
 }
+SHELL = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}  # that of salloc
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", **MASTER}
 
 
@@ -59,7 +60,7 @@ def test_mpi(env):
     """Each MPI's words give the place, and MASTER_ADDR and MASTER_PORT where to meet."""
     place = read_place({**env, **MASTER})
     assert numbers(place) == (5, 8, 1, 4, 1)
-    assert place.init_method == "tcp://head:4000"
+    assert (place.address, place.port) == ("head", 4000)
     assert asked_size(env)[1] == 8
 
 
@@ -76,10 +77,13 @@ def test_slurm():
 
 def test_slurm_is_told_where_to_meet():
     """MASTER_ADDR and MASTER_PORT come before what SLURM says, each on its own."""
-    assert read_place({**SLURM, **MASTER}).init_method == "tcp://head:4000"
-    assert read_place({**SLURM, "MASTER_PORT": "5"}).init_method == "tcp://gpu07:5"
-    address = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "5"}
-    assert read_place({**SLURM, **address}).init_method == "tcp://[fe80::1]:5"
+    for change, where in (
+        (MASTER, ("head", 4000)),
+        ({"MASTER_PORT": "5"}, ("gpu07", 5)),
+        ({"MASTER_ADDR": "fe80::1", "MASTER_PORT": "5"}, ("fe80::1", 5)),
+    ):
+        place = read_place({**SLURM, **change})
+        assert (place.address, place.port) == where
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,7 @@ def test_first_machine_of_a_list(nodes, first):
     [
         {"SLURM_PROCID": "0"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {**SHELL, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {
             **SLURM,
             "SLURM_PROCID": "0",
@@ -118,16 +123,42 @@ def test_one_rank_meets_nobody(env):
     """A task alone, or the body of a batch script, is a world of 1 without a group."""
     place = read_place(env)
     assert place.is_alone
-    assert place.init_method is None
+    assert place.address is None
+
+
+@pytest.mark.parametrize("env", [{}, {"SLURM_NTASKS": "4"}, SHELL, MASTER])
+def test_no_launcher(env):
+    """What srun is to do is no rank, nor is the shell of an allocation of one task."""
+    assert read_place(env) is None
+    assert asked_size(env) == ("WORLD_SIZE", 1)
+
+
+SCRIPT = {**SHELL, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+STEP = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}
 
 
 @pytest.mark.parametrize(
-    "env", [{}, {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, MASTER]
+    ("change", "words"),
+    [
+        ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS=2, but"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, "SLURM_JOB_NUM_NODES=3, but"),
+    ],
 )
-def test_no_launcher(env):
-    """An allocation's shell, in which nothing was started by srun, is no rank."""
-    assert read_place(env) is None
-    assert asked_size(env) == ("WORLD_SIZE", 1)
+@pytest.mark.parametrize("env", [SHELL, SCRIPT, {**SCRIPT, **STEP}])
+def test_several_tasks_that_srun_did_not_start(env, change, words):
+    """Where an allocation has several, neither its script nor its shell trains alone."""
+    with pytest.raises(
+        WorldError, match=f"{words} this is no rank.*srun.*accelfn laun"
+    ):
+        read_place({**env, **change})
+    assert asked_size({**env, **change})[1] == 1  # World.single() may
+
+
+def test_a_step_of_one_of_many_machines():
+    """`srun -n 1` asks for a world of 1, whatever the job has."""
+    change = {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2"}
+    tasks = {"SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert read_place({**SCRIPT, **STEP, **change, **tasks}).is_alone
 
 
 def test_the_innermost_launcher_is_believed():
@@ -149,8 +180,31 @@ def test_half_an_mpi_environment(env):
             with pytest.raises(WorldError, match=f"lacks {name}"):
                 read_place({**kept, **MASTER})
     for name in MASTER:
-        with pytest.raises(WorldError, match="both MASTER_ADDR and MASTER_PORT: mp"):
+        with pytest.raises(WorldError, match=f"give {name}, .*: mpi.* {name}[ =]"):
             read_place({**env, **without(MASTER, name)})
+
+
+def test_mpi_on_one_machine():
+    """Ranks of one machine meet there; of a run that has a name, at a port of its own."""
+    env = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "5"}
+    env["OMPI_COMM_WORLD_LOCAL_SIZE"] = "8"
+    place = read_place({**env, "MASTER_PORT": "5"})
+    assert (place.address, place.port) == ("127.0.0.1", 5)
+    places = [
+        read_place({**env, "PMIX_NAMESPACE": f"prterun-vm-{n}@1"}) for n in (1, 2)
+    ]
+    assert {place.address for place in places} == {"127.0.0.1"}
+    assert all(10_000 <= place.port < 30_000 for place in places)
+    assert places[0].port != places[1].port
+    with pytest.raises(WorldError, match=r"no name \(PMIX_NAMESPACE\)"):
+        read_place(env)
+
+
+def test_slurm_on_one_machine():
+    """Ranks of one machine need not know its name."""
+    env = {**without(SLURM, "SLURM_STEP_NODELIST"), "SLURM_NODEID": "0"}
+    place = read_place({**env, "SLURM_STEP_TASKS_PER_NODE": "7"})
+    assert place.address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +216,7 @@ def test_half_an_mpi_environment(env):
         ({"OMPI_COMM_WORLD_RANK": "two"}, "OMPI_COMM_WORLD_RANK is 'two'"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "4"}, "contradict"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "do not fill.*by slot.*GROUP_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "7"}, "as many on each.*GROUP_RANK"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "contradict"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "9"}, "contradict"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
@@ -189,15 +244,15 @@ def test_half_a_slurm_environment(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("SLURM_NTASKS", "SLURM_NTASKS=1, but this process is one of 7"),
-        ("SLURM_STEP_NUM_TASKS", "one of no tasks that srun started"),
+        ("SLURM_NTASKS", "lacks SLURM_NTASKS"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS=7, but this is no rank of srun's"),
         ("SLURM_STEP_TASKS_PER_NODE", "lacks SLURM_STEP_TASKS_PER_NODE"),
         ("SLURM_STEP_NODELIST", "lacks SLURM_STEP_NODELIST"),
         ("SLURM_JOB_ID", "lacks SLURM_JOB_ID and MASTER_PORT"),
     ],
 )
 def test_slurm_says_too_little(name, words):
-    """A batch script's body with several tasks is no rank, and nothing is made up."""
+    """What is missing is named, and nothing is made up."""
     with pytest.raises(WorldError, match=words):
         read_place(without(SLURM, name))
 
@@ -211,7 +266,8 @@ def test_slurm_says_too_little(name, words):
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "SLURM_NTASKS=7.*contradict"),
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two'; expected such as"),
         ({"SLURM_STEP_NODELIST": "["}, "no first machine"),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, "one of 1 tasks that srun started"),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, "SLURM_NTASKS=7, but this is no rank"),
+        ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_NUM_TASKS=6.*contradict"),
         ({"PMI_RANK": "4"}, "SLURM_PROCID=5 and PMI_RANK=4 contradict"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
+from accelfn import meeting
 
 NAMES = (
     "RANK",
@@ -181,17 +182,26 @@ def test_backend_that_cannot_be_had(env):
             dist.destroy_process_group()
 
 
-def test_malformed_port(env):
-    """A port that is no number is a WorldError with the rank."""
-    env(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT="http")
-    with pytest.raises(af.WorldError, match=r"[Rr]ank 0 of 1"):
+@pytest.mark.parametrize("port", ["http", "65536", "-1"])
+def test_malformed_port(env, port):
+    """What is no port is a WorldError with the variable."""
+    env(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with pytest.raises(af.WorldError, match="MASTER_PORT is"):
         af.World.from_env(device="cpu")
 
 
-def test_rank_that_waits_alone(env):
-    """Where the other rank never comes, the timeout ends the wait with a WorldError."""
-    env(RANK=0, WORLD_SIZE=2, **rendezvous())
-    with pytest.raises(af.WorldError, match=r"[Rr]ank 0 of 2"):
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        (0, "within 0.5 s none came as rank 1, 2"),
+        (1, r"none listens at 127.0.0.1:\d+ within 0.5 s"),
+    ],
+)
+def test_rank_that_waits_alone(env, monkeypatch, rank, says):
+    """Where others never come, the timeout ends the wait, and they are named."""
+    monkeypatch.setattr(meeting, "LEAST_TO_MEET", 0.0)  # a minute, for users
+    env(RANK=rank, WORLD_SIZE=3, **rendezvous())
+    with pytest.raises(af.WorldError, match=rf"Rank {rank} of 3 .*: {says}"):
         af.World.from_env(timeout=0.5, device="cpu")
     assert not dist.is_initialized()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a little on every rank; with an argument, a rank fails in that way on the way."""
+"""Trains a little on every rank: `trains.py [how rank timeout]` has a rank fail on the way."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import torch
 import accelfn as af
 
 torch.set_num_threads(1)
-how = sys.argv[1] if len(sys.argv) > 1 else ""
+how, culprit, timeout = [*sys.argv[1:], *("", "1", "60")[len(sys.argv) - 1 :]]
 
 
 def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
@@ -21,11 +21,12 @@ def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
 
 
 def fail(world: af.World, step: int) -> None:
-    """Fail on rank 1 in the midst of update 3, in the way asked for."""
-    if world.rank != 1 or step != 3:
+    """Fail in the midst of update 3, in the way asked for."""
+    if world.rank != int(culprit) or step != 3:
         return
     if how == "raise":
-        raise ValueError("boom on rank 1")
+        msg = f"boom on rank {culprit}"
+        raise ValueError(msg)
     if how == "exit":
         sys.exit(7)
     if how == "kill":
@@ -36,8 +37,7 @@ def fail(world: af.World, step: int) -> None:
         time.sleep(600)
 
 
-timeout = {"hang": 3.0, "stop": 1.0}.get(how, 60.0)
-with af.World.from_env(timeout=timeout, device="cpu") as world:
+with af.World.from_env(timeout=float(timeout), device="cpu") as world:
     data = af.Data((torch.ones(64, 4),), batch_size=8)
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(4, 1),

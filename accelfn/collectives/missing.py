@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`missing`: whom ranks waited for in vain, as far as they can tell each other."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+
+from accelfn.roll_call import Standing
+from accelfn.world import World
+
+_AT_ONCE = timedelta(milliseconds=1)
+_GONE = "failed, left or did not arrive"
+_LOOK = "Look at its output for the cause."
+
+
+def missing(world: World, label: str) -> str:
+    """Say in words which rank failed, left or did not arrive while this one waited."""
+    roll = world.connection.roll_call
+    if roll is None:
+        return _somebody(world)
+    world.connection.tell(f"waited in {label!r}", is_waiting=True)
+    _wake(world)
+    heard = roll.hear()
+    if heard is None and roll.rank_0_keeps_it:
+        return f"rank 0, or one before it, {_GONE}: the store that it keeps is silent."
+    return _somebody(world) if heard is None else _told(world, label, heard)
+
+
+def _somebody(world: World) -> str:
+    other = f"rank {1 - world.rank}" if world.size == 2 else "another rank"
+    return f"{other} {_GONE}. {_LOOK}"
+
+
+def _told(world: World, label: str, heard: Mapping[int, Standing]) -> str:
+    gone = {rank: each for rank, each in heard.items() if not each.is_waiting}
+    silent = [r for r in range(world.size) if r != world.rank and r not in heard]
+    mine = Standing(how=f"waited in {label!r}", step=world.connection.step)
+    astray = {
+        rank: each
+        for rank, each in heard.items()
+        if rank not in gone and str(each) != str(mine)
+    }
+    if gone:
+        said = f"{_listed(gone)}."
+    elif silent:
+        said = f"{_named(silent)} {_GONE}. {_LOOK}"
+    else:
+        said = "no rank failed: the connection between them did."
+    return f"{said} Elsewhere, {_listed(astray)}." if astray else said
+
+
+def _wake(world: World) -> None:
+    """Let ranks that wait for this one fail too, and not at their timeout: it is broken.
+
+    Gloo closes all of a rank's connections when a call on one of them times out.
+    """
+    group = world.connection.group
+    if group is None:
+        return
+    for peer in range(world.size):
+        if peer != world.rank:
+            with suppress(RuntimeError):  # which is what it is for
+                group.recv([torch.empty(1)], peer, 0).wait(_AT_ONCE)
+
+
+def _named(ranks: list[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _listed(standings: dict[int, Standing]) -> str:
+    return ", ".join(f"rank {rank} {each}" for rank, each in standings.items())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Connection`: what joins the ranks of a world, and what is known of what they do."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from accelfn.errors import ArgumentError, WorldError
+from accelfn.roll_call import Standing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accelfn.roll_call import RollCall
+    from accelfn.world import World
+
+
+class Connection:
+    """What joins the ranks, until the world is closed.
+
+    torch aborts a process in which a Gloo group is still referred to at its end, so a world
+    must be able to let go of it, and tell those who hold it too.
+
+    `label` and `step` say what this rank is doing, and `trail` what it did before, for errors
+    and the logs of simulations, which compare the `structure` of trees too, where the
+    connection `tells_structure`. While `is_lent`, a branch of this world is in use, and the
+    world itself must not be; `make_branch` makes one where torch cannot. By `roll_call`, which a
+    world has that `from_env` opened, ranks tell each other how they ended.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Take a process group, or None in a world of 1."""
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            msg = f"World(group={group!r}): expected a torch ProcessGroup or None."
+            raise ArgumentError(msg)
+        self.group = group
+        self.is_closed = False
+        self.is_lent = False
+        self.make_branch: Callable[[World], tuple[World, Callable[[], None]]] | None
+        self.make_branch = None
+        self.roll_call: RollCall | None = None
+        self.label: str | None = None
+        self.tells_structure = False
+        self.structure: str | None = None
+        self.step: int | None = None
+        self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
+        self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def hold(self, let_go: Callable[[], None]) -> None:
+        """Have a bound method called when the world is closed."""
+        self._holders.append(weakref.WeakMethod(let_go))
+
+    def check_not_lent(self) -> None:
+        """Raise while the ranks talk through a branch of the world.
+
+        Raises:
+            WorldError: they do.
+        """
+        if self.is_lent:
+            msg = (
+                "This world waits while af.find_batch_size tries a batch size: a rank that"
+                " runs out of memory could not tell the others. Use the world that the"
+                " function is given, fn(batch_size, world), and create states in there."
+            )
+            raise WorldError(msg)
+
+    def close(self) -> None:
+        """Let go of the group everywhere."""
+        for holder in self._holders:
+            let_go = holder()
+            if let_go is not None:
+                let_go()
+        self._holders.clear()
+        self.group, self.make_branch, self.is_closed = None, None, True
+        self.roll_call = None
+
+    def tell(self, how: str, *, is_waiting: bool = False) -> None:
+        """Let other ranks know what becomes of this one."""
+        if self.roll_call is not None:
+            standing = Standing(how=how, step=self.step, is_waiting=is_waiting)
+            self.roll_call.tell(standing)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the processes of a run meet: each of them once, and all at one store."""
+
+import json
+import socket
+import time
+from datetime import timedelta
+from itertools import count
+
+import torch
+import torch.distributed as dist
+
+from accelfn.connection import Connection
+from accelfn.errors import WorldError
+from accelfn.place import Place
+from accelfn.roll_call import RollCall
+
+LEAST_TO_MEET = 60.0
+"""Seconds: some ranks import torch more slowly than others, however short their timeout."""
+_LOOKS_EVERY = 0.05
+_worlds = count()
+"""Numbers the worlds that this process opens; every rank opens the same ones."""
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that torch was not built with."""
+    for part in [] if backend is None else backend.split(","):
+        name = part.split(":")[-1]
+        if not dist.is_backend_available(name):
+            msg = (
+                f"Backend {backend!r}: this torch has no {name!r}. Expected gloo, nccl or"
+                ' one a device, such as "cpu:gloo,cuda:nccl".'
+            )
+            raise WorldError(msg)
+
+
+def refuse_open_group() -> None:
+    """Raise where several ranks have met, and the environment does not say so."""
+    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        msg = (
+            f"The environment has no RANK, but torch's process group has {size} ranks:"
+            " this is not a world of 1. Pass on the World that you were given (a"
+            " simulated rank gets its own), or make one with World(rank=, size=, group=)."
+        )
+        raise WorldError(msg)
+
+
+def join(
+    place: Place,
+    *,
+    backend: str | None,
+    device: torch.device,
+    timeout: float,
+) -> tuple[Connection, bool]:
+    """Return what joins all ranks, and whether it was opened here."""
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        if group is not None and (group.rank(), group.size()) == (
+            place.rank,
+            place.size,
+        ):
+            return Connection(group), False
+        msg = (
+            f"A process group is open in which this is rank {dist.get_rank()} of"
+            f" {dist.get_world_size()}, but the environment says RANK={place.rank}"
+            f" of WORLD_SIZE={place.size}. Close it with"
+            " torch.distributed.destroy_process_group()."
+        )
+        raise WorldError(msg)
+    if backend is None:
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    try:
+        store = _meet(place, max(timeout, LEAST_TO_MEET))
+        store.set_timeout(timedelta(seconds=timeout))
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (ValueError, RuntimeError) as error:
+        msg = (
+            f"Rank {place.rank} of {place.size} cannot open a {backend!r} process"
+            f" group: {error}"
+        )
+        raise WorldError(msg) from error
+    connection = Connection(dist.group.WORLD)
+    connection.roll_call = RollCall(
+        store, place.rank, place.size, rank_0_keeps_it=not place.has_store
+    )
+    return connection, True
+
+
+def _meet(place: Place, timeout: float) -> dist.Store:
+    """Wait until all ranks are there; return the store at which they are.
+
+    The last one to come sees whether each rank came once, and tells all.
+    """
+    until = time.monotonic() + timeout
+    # a launcher's store outlives a world: the next one must not find its addresses
+    name = f"accelfn attempt {place.attempt} world {next(_worlds)}"
+    store = dist.PrefixStore(name, _store(place, timeout))
+    store.add(str(place.rank), 1)
+    if store.add("all", 1) == place.size:
+        store.set("counts", json.dumps(_counts(store, place.size)))
+    try:
+        store.wait(["counts"], timedelta(seconds=max(until - time.monotonic(), 0.1)))
+    except dist.DistError as error:
+        came = enumerate(_counts(store, place.size))
+        late = ", ".join(str(rank) for rank, count in came if count == 0)
+        msg = f"within {timeout:g} s none came as rank {late}"
+        raise WorldError(msg) from error
+    counts = enumerate(json.loads(store.get("counts")))
+    wrong = [f"{n or 'none'} as rank {rank}" for rank, n in counts if n != 1]
+    if wrong:
+        msg = (
+            f"{place.size} processes came, {' and '.join(wrong)}. Give each a RANK of its"
+            " own, and each run a MASTER_PORT of its own."
+        )
+        raise WorldError(msg)
+    return store
+
+
+def _counts(store: dist.Store, size: int) -> list[int]:
+    """Return how many processes have come as each rank."""
+    return [store.add(str(rank), 0) for rank in range(size)]
+
+
+def _store(place: Place, timeout: float) -> dist.Store:
+    """Return the store of a run, which rank 0 opens, if no launcher has."""
+    address, port = place.address, place.port
+    assert address is not None  # noqa: S101 - a place without one is alone
+    assert port is not None  # noqa: S101
+    keeps_it = place.rank == 0 and not place.has_store
+    if not keeps_it:
+        _await(address, port, timeout)
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=keeps_it,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,  # a launcher in this process may have one there
+    )
+
+
+def _await(address: str, port: int, timeout: float) -> None:
+    """Wait until somebody listens there; torch would take twice the time, and log each try."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=timeout).close()
+        except OSError as error:
+            if time.monotonic() > until:
+                msg = f"none listens at {address}:{port} within {timeout:g} s ({error})"
+                raise WorldError(msg) from error
+        else:
+            return
+        time.sleep(_LOOKS_EVERY)

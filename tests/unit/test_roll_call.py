@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that fail tell each other so, and say what they have heard."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+import accelfn as af
+from accelfn.collectives.naming import naming
+from accelfn.connection import Connection
+from accelfn.errors import PeerFailedError
+from accelfn.roll_call import RollCall, Standing
+
+LOST = "Connection closed by peer"
+GONE = "failed, left or did not arrive"
+
+
+class Silent(dist.Store):
+    """A store whose host has been stopped: it takes what it is told, and never answers."""
+
+    def set(self, key: str, value: str) -> None:
+        """Take it."""
+
+    def check(self, keys: list[str]) -> bool:
+        del keys
+        time.sleep(60)
+        return False
+
+
+def worlds(size: int, store: dist.Store | None = None) -> list[af.World]:
+    """Return the ranks' worlds, which meet at one store and have no backend."""
+    shared = dist.HashStore() if store is None else store
+    made: list[af.World] = []
+    for rank in range(size):
+        connection = Connection(dist.ProcessGroup(rank, size))
+        connection.roll_call = RollCall(shared, rank, size, rank_0_keeps_it=True)
+        made.append(af.World(rank=rank, size=size, group=connection))
+    return made
+
+
+def lost(world: af.World, label: str = "sum") -> str:
+    """Return what a rank says whose backend has lost a connection."""
+    with pytest.raises(PeerFailedError) as caught, naming(label, world):
+        raise RuntimeError(LOST)
+    said = str(caught.value)
+    assert said.endswith(f" ({LOST})")
+    return said.removesuffix(f" ({LOST})").partition(", but ")[2]
+
+
+def test_what_a_rank_raised_is_known_to_all() -> None:
+    """The one whose fault it is is named, with its error and its update."""
+    first, second, third = worlds(3)
+    third.connection.step = 7
+    third.connection.tell("raised ValueError: boom")
+    assert lost(first) == "rank 2 raised ValueError: boom at update 7."
+    assert lost(second) == "rank 2 raised ValueError: boom at update 7."
+
+
+def test_who_is_silent_is_missing() -> None:
+    """Of four, two that wait hear each other, and blame those that say nothing."""
+    ranks, said = worlds(4), dict[int, str]()
+
+    def wait(rank: int) -> None:
+        said[rank] = lost(ranks[rank])
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (0, 3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    expected = f"ranks 1 and 2 {GONE}. Look at its output for the cause."
+    assert said == {0: expected, 3: expected}
+
+
+def test_who_waited_elsewhere_is_told() -> None:
+    """Ranks that all waited are told apart by what they waited for."""
+    first, second, third = worlds(3)
+    third.connection.tell("waited in 'mean'", is_waiting=True)
+    second.connection.tell("waited in 'sum'", is_waiting=True)
+    expected = "no rank failed: the connection between them did."
+    assert lost(first) == f"{expected} Elsewhere, rank 2 waited in 'mean'."
+
+
+def test_the_first_word_counts() -> None:
+    """A rank that waited, and then raises because of it, is not to blame."""
+    first, second = worlds(2)
+    lost(second)
+    second.connection.tell("raised PeerFailedError: of its own")
+    assert lost(first) == "no rank failed: the connection between them did."
+
+
+def test_a_silent_store_holds_nobody() -> None:
+    """Where the store's host never answers, that is said, after a second."""
+    _, second = worlds(2, Silent())
+    expected = f"rank 0, or one before it, {GONE}: the store that it keeps is silent."
+    assert lost(second) == expected
+
+
+def test_standings_in_words() -> None:
+    """With the update, where there was one."""
+    assert str(Standing(how="left")) == "left"
+    assert str(Standing(how="left", step=0)) == "left at update 0"
