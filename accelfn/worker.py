@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a script as `python` would, and leave a record of how it failed.
 
-`accelfn launch` starts every rank as `python worker.py script.py args…`.
+`accelfn launch` starts every rank as `python worker.py LAUNCHER script.py args…`, where
+LAUNCHER is its own process: a rank ends with it, however it ends.
 The file is run by its path and imports the standard library only, so that the script
 is the first to import torch: what it sets in the environment before that still counts.
 
 The record goes where torch's launcher asks for it (`TORCHELASTIC_ERROR_FILE`) and has
 the format of its `ErrorHandler`, with a finer time: of ranks that fail within one
-second, the launcher must know the first.
+second, the launcher must know the first. Beside it goes this process's stack, when the
+launcher asks where it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import io
 import json
@@ -31,34 +34,57 @@ if TYPE_CHECKING:
 
 # A rank that has raised ends by then, whatever threads it left: its peers wait.
 GRACE_SECONDS = 5
+# The launcher's question; no program uses this signal for itself.
+ASKS_WHERE = signal.SIGRTMAX
+# Asks Linux for a signal when the parent of this process ends.
+_PR_SET_PDEATHSIG = 1
 # What leads to the code of a user: a script, or a function given to `af.launch`.
 LEADS = __file__, os.path.join(os.path.dirname(__file__), "launching", "rank.py")  # noqa: PTH118, PTH120
 
 
 def main() -> int:
     """Run what the command line names; see the module's docstring."""
+    launcher, *words = sys.argv[1:]
+    end_with(int(launcher))
     # Whole lines: those of several ranks share one terminal.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()  # a crash in C code shows its Python stack
+    answer_where()
     try:
-        if sys.argv[1] == "-m":
-            run_module(sys.argv[2], sys.argv[3:])
+        if words[0] == "-m":
+            run_module(words[1], words[2:])
         else:
-            run_script(sys.argv[1], sys.argv[2:])
+            run_script(words[0], words[1:])
     except SystemExit as error:
         if error.code not in (None, 0):
-            record(error, error.code if isinstance(error.code, int) else 1)
+            record(error, exit_status(error))
         raise
     except KeyboardInterrupt as error:
         record(error, -signal.SIGINT)
         raise
     except BaseException as error:  # noqa: BLE001  it is shown as Python shows it
         record(error, 1)
+        sys.last_value = error  # as Python does: functions at its exit may ask
         sys.excepthook(type(error), error, error.__traceback__)
         faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)
         return 1
     return 0
+
+
+def end_with(launcher: int) -> None:
+    """Have the system send SIGTERM to this process when its launcher is gone.
+
+    A launcher that ends in its own way has ended its ranks. One that is killed cannot: they
+    would go on, hold their GPUs and write to the checkpoints of the run that is started next.
+    It is SIGTERM, and not SIGKILL, so that a rank under `af.stopping` saves, as it does when
+    the launcher is asked to end. Other systems than Linux have no such thing.
+    """
+    if sys.platform == "linux":
+        ask = ctypes.CDLL(None).prctl
+        ask(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+        if os.getppid() != launcher:  # it was gone before it was asked for
+            signal.raise_signal(signal.SIGTERM)
 
 
 def run_script(path: str, args: Sequence[str]) -> None:
@@ -91,6 +117,18 @@ def start(folder: str, argv: list[str]) -> None:
     sys.argv = argv
 
 
+def exit_status(error: SystemExit) -> int:
+    """Return the status with which Python ends for a code that is not 0, and see that it is none.
+
+    The system keeps eight bits of it: of `sys.exit(256)` nothing would be left, and a run that
+    failed would be a success.
+    """
+    if isinstance(error.code, int):
+        error.code = error.code & 0xFF or 1
+        return error.code
+    return 1
+
+
 def record(error: BaseException, status: int) -> None:
     """Write down an error for the launcher: what, where and when.
 
@@ -114,6 +152,20 @@ def record(error: BaseException, status: int) -> None:
     with open(f"{file}.part", "w", encoding="utf-8") as part:  # noqa: PTH123
         json.dump({"message": message}, part)
     os.replace(part.name, file)  # noqa: PTH105
+
+
+def answer_where() -> None:
+    """Write this process's stack where the launcher finds it, whenever it asks."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        # it stays open: a process that hangs opens nothing
+        answer = open(where_file(file), "w", encoding="utf-8")  # noqa: PTH123, SIM115
+        faulthandler.register(ASKS_WHERE, file=answer, all_threads=False)
+
+
+def where_file(error_file: str) -> str:
+    """Return where a process with this file for its error writes its stack."""
+    return f"{error_file}.where"
 
 
 def without_leads(frames: TracebackType | None) -> TracebackType | None:

@@ -8,17 +8,15 @@ to end is not started again, and that a rank which was stopped is found, and end
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -26,11 +24,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from accelfn.errors import LaunchError
 from accelfn.launching.failures import Failure, all_left_on_signal, by_cause, report
 from accelfn.launching.rendezvous import handler_of
+from accelfn.launching.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
 
     from accelfn.launching.machines import Machines
 
@@ -76,6 +75,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
         self._say = say
         self._started = time.time()
+        self._watch: Watch | None = None
         self.ended: Ended | None = None
 
     @property
@@ -87,12 +87,15 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
-        stopped = self._end_stopped(worker_group)
+        watch = self._watching()
+        if not watch.may_end():
+            return RunResult(state=WorkerState.HEALTHY)
+        watch.question()
         looked: Any = super()._monitor_workers
         result: RunResult = looked(worker_group)
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
         if result.failures:
-            failures = tuple(by_cause(result.failures, stopped))
+            failures = tuple(by_cause(result.failures, watch))
             many = (worker_group.group_world_size or 1) > 1
             self.ended = Ended(failures, ranks, self._started, many)
             if all_left_on_signal(failures):
@@ -119,39 +122,15 @@ class Agent(LocalElasticAgent):
         most = self._worker_group.spec.max_restarts
         return f"restart {most - self._remaining_restarts + 1} of {most} follows"
 
-    def _end_stopped(self, worker_group: WorkerGroup) -> set[int]:
-        """End ranks that are stopped, once one has failed; return which were.
-
-        The signal that is to end them would wait with them until they continue.
-        """
-        if self._pcontext is None:
-            return set()
-        pids = self._pcontext.pids()
-        if not any(_has_failed(pid) for pid in pids.values()):
-            return set()
-        stopped = {local: pid for local, pid in pids.items() if _is_stopped(pid)}
-        for pid in stopped.values():
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)
-        return {worker_group.workers[local].global_rank for local in stopped}
-
-
-def _has_failed(pid: int) -> bool:
-    """Whether a child has ended badly; it stays to be waited for."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    try:
-        found = os.waitid(os.P_PID, pid, options)
-    except ChildProcessError:  # it was waited for
-        return False
-    return found is not None and found.si_status != 0
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        status = Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] == "T"
+    def _watching(self) -> Watch:
+        """Return the watch over the processes of this attempt."""
+        context = self._pcontext
+        if context is None:
+            msg = "torch's agent looks for ranks that it has not started."
+            raise LaunchError(msg)
+        if self._watch is None or self._watch.pids != context.pids():
+            self._watch = Watch(context.pids(), context.error_files)
+        return self._watch
 
 
 def run_ranks(

@@ -7,12 +7,14 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from accelfn.launching.watch import Watch
 
 # What an error says when it was another rank that went away: ours, Gloo's, NCCL's.
 _LOST_PEER = (
@@ -35,29 +37,31 @@ class Failure:
     at: float  # seconds since the epoch
     error: str  # `ValueError: …`; empty, like the next, where the rank left no record
     traceback: str
+    ended_by_us: bool = False  # because others had failed
     was_stopped: bool = False  # by a signal that halts a process and does not end it
+    did_not_arrive: bool = False  # where all others say that they lost one
+    stack: str = ""  # where it was when it was ended, most recent call first
 
     @classmethod
-    def from_torch(
-        cls, rank: int, failure: ProcessFailure, *, was_stopped: bool
-    ) -> Failure:
-        """Read what torch noticed, and what the rank itself has recorded."""
+    def from_torch(cls, rank: int, failure: ProcessFailure, watch: Watch) -> Failure:
+        """Read what torch and the watch noticed, and what the rank itself has recorded."""
         message: Any = failure.error_file_data["message"]
         if isinstance(message, str):  # the rank recorded nothing
             message = {"message": "", "extraInfo": {}}
         details = message["extraInfo"]
-        # torch knows only the second. Its end, so that an error of known time comes
-        # before a death that may have followed from it.
-        second_ends = min(failure.timestamp + 1.0, time.time())
+        local = failure.local_rank
+        was_stopped = local in watch.stopped
         status = details.get("status", failure.exitcode)
         return cls(
             rank=rank,
             pid=failure.pid,
             status=-signal.SIGSTOP if was_stopped else status,
-            at=details.get("time", second_ends),
+            at=details.get("time", watch.failed_at.get(local, time.time())),
             error=message["message"],
             traceback=details.get("py_callstack", ""),
+            ended_by_us=local not in watch.failed_at,
             was_stopped=was_stopped,
+            stack=watch.stacks.get(local, ""),
         )
 
     @property
@@ -86,27 +90,29 @@ class Failure:
         """How it ended, in words."""
         if self.status > 0:
             return f"exit code {self.status}"
+        if self.did_not_arrive and not self.was_stopped:
+            return "the others waited for it"
         how = "stopped" if self.was_stopped else "killed"
         return f"{how} by {signal.Signals(-self.status).name}"
 
 
-def by_cause(
-    failures: Mapping[int, ProcessFailure], stopped: Collection[int] = ()
-) -> list[Failure]:
-    """Order failures, given in the order noticed, by time, the consequences last.
+def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failure]:
+    """Order failures, given by rank, by time, the consequences last.
 
-    A rank that was stopped raised nothing: it comes after those that did, and before those
-    that waited for it in vain.
+    A rank that was stopped, or for which others waited in vain, raised nothing: it comes
+    after those that did, and before those that waited.
     """
-    noticed = [
-        Failure.from_torch(rank, found, was_stopped=rank in stopped)
-        for rank, found in failures.items()
-    ]
+    noticed = [Failure.from_torch(r, each, watch) for r, each in failures.items()]
+    if all(each.lost_peer for each in noticed if not each.ended_by_us):
+        noticed = [
+            evolve(each, did_not_arrive=each.ended_by_us and not each.error)
+            for each in noticed
+        ]
 
     def key(failure: Failure) -> tuple[bool, bool, bool, float]:
-        # The launcher sends SIGTERM only after it has noticed a failure.
-        ended_by_us = failure.was_told_to_end and failure is not noticed[0]
-        return ended_by_us, failure.lost_peer, failure.was_stopped, failure.at
+        is_blamed = failure.was_stopped or failure.did_not_arrive
+        ended_by_us = failure.ended_by_us and not is_blamed
+        return ended_by_us, failure.lost_peer, is_blamed, failure.at
 
     return sorted(noticed, key=key)
 
@@ -154,6 +160,9 @@ def _one_line(failure: Failure) -> str:
 
 
 def _why_no_traceback(failure: Failure) -> str:
+    if failure.did_not_arrive and not failure.was_stopped:
+        where = f" It was here, most recent call first:\n{failure.stack}"
+        return f"It had not failed, and was ended.{where if failure.stack else ''}"
     if failure.was_stopped:
         why = "someone, or a debugger, stopped this process and did not continue it."
     elif failure.status == -signal.SIGKILL:

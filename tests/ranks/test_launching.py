@@ -53,43 +53,95 @@ def ended(runs: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     return [(r.returncode, out, err) for r, (out, err) in zip(runs, said, strict=True)]
 
 
-def torchruns(rank: int, port: int) -> dict[str, object]:
-    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+def torchruns(rank: int, size: int, port: int) -> dict[str, object]:
+    place = {"RANK": rank, "WORLD_SIZE": size}
     return {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-@pytest.mark.parametrize(
-    ("how", "code"), [("raise", 1), ("exit", 7), ("kill", -9), ("stop", None)]
-)
-def test_the_other_rank_says_where_it_waited(how: str, code: int | None) -> None:
-    """However a rank goes in mid-step, the other names it, the collective and the update."""
+GONE = "failed, left or did not arrive"
+SILENT = f"rank 0, or one before it, {GONE}: the store that it keeps is silent"
+ENDS = [
+    ("raise", 1, "rank {0} raised ValueError: boom on rank {0} at update 3"),
+    ("exit", 7, "rank {0} raised SystemExit: 7 at update 3"),
+    ("kill", -9, f"rank {{0}} {GONE}"),
+    ("stop", None, f"rank {{0}} {GONE}"),
+]
+
+
+@pytest.mark.parametrize(("how", "code", "says"), ENDS)
+@pytest.mark.parametrize(("size", "culprit"), [(2, 1), (3, 0), (4, 2)])
+def test_others_say_for_whom_they_waited(
+    how: str, code: int | None, says: str, size: int, culprit: int
+) -> None:
+    """However a rank goes in mid-step, all others name it, the collective and the update."""
     port = free_port()
-    runs = [started([TRAINS, how], torchruns(rank, port)) for rank in range(2)]
-    ((found, _, error),) = ended(runs[:1])
+    runs = [
+        started([TRAINS, how, culprit, 1], torchruns(rank, size, port))
+        for rank in range(size)
+    ]
+    lost = runs.pop(culprit)
     try:
-        assert found == 1
-        assert re.search(
-            "PeerFailedError: Rank 0 of 2 waited in 'DistributedDataParallel backward' at"
-            " update 3, but rank 1 failed, left or did not arrive",
-            error,
-        )
-        assert runs[1].poll() == code
+        for found, _, error in ended(runs):
+            assert found == 1
+            said = re.search(
+                r"PeerFailedError: Rank \d of \d waited in 'DistributedDataParallel backward'"
+                r" at update 3, but (.*?)\. ",
+                error,
+            )
+            assert said is not None, error
+            keeps_the_store = culprit == 0 and how in ("kill", "stop")
+            assert said[1] == SILENT if keeps_the_store else says.format(culprit)
+        assert lost.poll() == code
     finally:
-        ended(runs[1:] if how != "stop" else [])
-        runs[1].kill()
-        runs[1].communicate()
+        lost.kill()
+        lost.communicate()
 
 
 def test_a_stopped_rank_is_the_culprit() -> None:
     """SIGSTOP is no end: the launcher finds the rank, ends it, and names it first."""
     begins = time.monotonic()
-    ((code, _, error),) = ended([launched("--nproc", 2, TRAINS, "stop")])
+    ((code, _, error),) = ended([launched("--nproc", 2, TRAINS, "stop", 1, 1)])
     assert time.monotonic() - begins < 30  # and not until a SIGKILL at last
     assert code == 128 + signal.SIGSTOP
     report = error.rpartition("accelfn launch: ")[2].splitlines()
     assert report[0].startswith("rank 1 failed first (stopped by SIGSTOP, pid ")
     assert report[1].startswith("It left no traceback: someone")
     assert report[2].startswith("rank 0 followed: PeerFailedError: Rank 0 of 2 waited")
+
+
+def test_a_rank_that_hangs_is_the_culprit() -> None:
+    """Nothing failed but those that waited: the launcher shows where the other one was."""
+    ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 1)])
+    assert code == 128 + signal.SIGTERM
+    report = error.rpartition("accelfn launch: ")[2].splitlines()
+    assert report[0].startswith("rank 1 failed first (the others waited for it, pid ")
+    assert (
+        report[1]
+        == "It had not failed, and was ended. It was here, most recent call first:"
+    )
+    assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in fail', report[2])
+    assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in <module>', report[-3])
+    for rank, line in zip((0, 2), report[-2:], strict=True):
+        assert line.startswith(
+            f"rank {rank} followed: PeerFailedError: Rank {rank} of 3 "
+        )
+        assert f"but rank 1 {GONE}." in line
+
+
+def test_two_processes_of_one_rank_are_refused() -> None:
+    """All that meet are told, at once."""
+    port = free_port()
+    runs = [started([TRAINS], torchruns(rank, 3, port)) for rank in (0, 1, 1)]
+    for code, _, error in ended(runs):
+        assert code == 1
+        assert "3 processes came, 2 as rank 1 and none as rank 2." in error
+
+
+def test_a_world_can_be_opened_again() -> None:
+    """What ranks meet by outlives a world, and is not taken for the next one's."""
+    ((code, out, error),) = ended([launched("--nproc", 2, SCRIPTS / "opens.py")])
+    assert code == 0, error
+    assert sorted(line[-5:] for line in out.splitlines()) == ["0 3.0", "1 3.0", "2 3.0"]
 
 
 def test_restarts_go_on_from_the_checkpoint(tmp_path: Path) -> None:
