@@ -147,10 +147,10 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         lone = into is None and sync and alone
         if isinstance(batch, Batch):
             _check_follows(state, batch, into)
-            samples = Samples(batch.value, batch.weights[0], lone, judged)
+            samples = Samples(batch.value, extras, batch.weights[0], lone, judged)
             cursor = batch.cursor
         else:
-            samples = Samples(batch, None, lone, judged)
+            samples = Samples(batch, extras, None, lone, judged)
             cursor = None if into is None else into.cursor
         device = state.definition.world.device
         with own_modes(device), span("accelfn value_and_grad"):
@@ -160,8 +160,7 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
             return engine.value_and_grad(
                 state,
                 loss_fn,
-                extras,
-                samples=samples,
+                samples,
                 into=into,
                 sync=sync and reduces_by_mean,
                 cursor=cursor,

@@ -15,6 +15,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from accelfn.arguments import check_integer
 from accelfn.collectives import all_gather, naming
 from accelfn.errors import (
     ArgumentError,
@@ -71,9 +72,7 @@ def find_batch_size(
     if not callable(fn):
         msg = f"af.find_batch_size({fn!r}): expected a function fn(batch_size, world)."
         raise ArgumentError(msg)
-    if not isinstance(start, int) or isinstance(start, bool) or start < 1:
-        msg = f"af.find_batch_size(start={start!r}): expected an integer, 1 or more."
-        raise ArgumentError(msg)
+    check_integer("af.find_batch_size", "start", start, 1)
     world = World.single() if world is None else world
     _check_world(world, start)
     batch_size = start

@@ -175,15 +175,9 @@ def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
             else isinstance(value, (int, float))
         )
         if not scalar:
-            shape = (
-                tuple(value.shape)
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            label = getattr(fn, "__qualname__", repr(fn))
             msg = (
-                f"{label} returned {shape} for {name!r}; expected a scalar mean over"
-                " the batch, a dict of them, or af.Loss."
+                f"{_told(fn, value)} for {name!r}; expected a scalar mean over the batch, a"
+                " dict of them, or af.Loss."
             )
             raise LossError(msg)
     return Metrics(
@@ -198,14 +192,15 @@ def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
             or leaf.ndim == 0
             or leaf.shape[0] != rows
         ):
-            found = (
-                tuple(leaf.shape)
-                if isinstance(leaf, torch.Tensor)
-                else type(leaf).__name__
-            )
-            label = getattr(fn, "__qualname__", repr(fn))
             msg = (
-                f"{label} returned {found}; expected tensors whose dim 0 is the batch's"
+                f"{_told(fn, leaf)}; expected tensors whose dim 0 is the batch's"
                 f" {rows} samples."
             )
             raise BatchError(msg)
+
+
+def _told(fn: EvaluateFunction, returned: Any) -> str:
+    """Return what to say of a function that returned something of another shape."""
+    tensor = isinstance(returned, torch.Tensor)
+    shown = tuple(returned.shape) if tensor else type(returned).__name__
+    return f"{getattr(fn, '__qualname__', repr(fn))} returned {shown}"

@@ -106,6 +106,30 @@ class Grads:
         """Let these gradients be used no more; they and their kin raise from now on."""
         self.lease.end(GradsError, _GIVEN, update=self.update)
 
+    def check_fit(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Raise unless each is a gradient of the parameter of its name.
+
+        Raises:
+            GradsError: one is not.
+        """
+        for name, grad in self.tensors.items():
+            param = params.get(name)
+            if param is None:
+                msg = f"Gradients hold {name!r}, which is no parameter that is trained."
+                raise GradsError(msg)
+            want = (tuple(param.shape), param.dtype, param.device)
+            if not isinstance(grad, torch.Tensor):
+                msg = (
+                    f"The gradient of {name!r} is {type(grad).__name__}, not a tensor."
+                )
+                raise GradsError(msg)
+            have = (tuple(grad.shape), grad.dtype, grad.device)
+            if have != want:
+                msg = (
+                    f"The gradient of {name!r} is {have}, but the parameter is {want}."
+                )
+                raise GradsError(msg)
+
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the record with `fn` of each gradient."""
         self.lease.check()

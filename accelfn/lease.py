@@ -5,7 +5,7 @@ from accelfn.errors import Error
 
 
 class Lease:
-    """Shared by all records of the same tensors; ended once, for good."""
+    """Shared by all records of the same tensors; once they have changed, it is over for good."""
 
     __slots__ = ("_ended",)
 
@@ -34,3 +34,7 @@ class Lease:
         Every step ends a lease, so the message is made when somebody asks.
         """
         self._ended = (kind, message, update)
+
+    def restore(self) -> None:
+        """Make it valid again: what it was ended for has changed nothing."""
+        self._ended = None

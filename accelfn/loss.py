@@ -13,6 +13,7 @@ from typing import Self, TypeAlias
 import attrs
 import torch
 
+from accelfn.arguments import is_number
 from accelfn.errors import LossError
 
 Number: TypeAlias = float | torch.Tensor
@@ -70,7 +71,7 @@ class Loss:
 
 def _check_number(name: str, value: object) -> None:
     scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    if scalar or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+    if scalar or is_number(value):
         return
     tensor = isinstance(value, torch.Tensor)
     shown = f"<tensor of shape {tuple(value.shape)}>" if tensor else repr(value)

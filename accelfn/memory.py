@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import (
 
 from accelfn import tree
 from accelfn.cursor import Cursor
+from accelfn.definition import Definition
 from accelfn.engine.live_optimizer import LiveOptimizer
 from accelfn.errors import ArgumentError, ModelError
 from accelfn.model import ModelSource, Skeleton, skeleton_of
 from accelfn.optimizer import NamedParameters, prototype_of
-from accelfn.state import Definition, TrainState
+from accelfn.state import TrainState
 from accelfn.transform import chain
 from accelfn.world import World
 

@@ -89,11 +89,26 @@ def materialize(
         )
         raise ModelError(msg)
     _check(module)
+    _check_in_one_place(module)
     module = module.to(device)
     if not module.training:
         # from_pretrained hands out models in evaluation mode; a loop would call train().
         module.train()
     return module
+
+
+def _check_in_one_place(module: nn.Module) -> None:
+    """Refuse a model that somebody has spread over devices, with hooks that move data."""
+    for name, each in module.named_modules():
+        spread: Any = getattr(each, "hf_device_map", None)
+        if isinstance(spread, Mapping) and len(set(spread.values())) > 1:
+            where = f"its {name!r} " if name else ""
+            msg = (
+                f"{type(module).__name__}: {where}was spread over devices"
+                f" {sorted(map(str, set(spread.values())))} by a device_map; a state has one"
+                " device, its world's. Load the model without device_map."
+            )
+            raise ModelError(msg)
 
 
 def skeleton_of(module: nn.Module) -> Skeleton:

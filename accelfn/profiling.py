@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import profiler as torch_profiler
 
+from accelfn.arguments import check_integer
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.spans import is_profiled
 from accelfn.world import World
@@ -113,9 +114,7 @@ def profile(
         ("warmup", warmup, 1),
         ("active", active, 1),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            msg = f"af.profile({name}={value!r}): expected a number of steps, {least} or more."
-            raise ArgumentError(msg)
+        check_integer("af.profile", name, value, least, "a number of steps")
     world = World.single() if world is None else world
     path = Path(directory) / f"rank-{world.rank}.json"
     if is_profiled() or not _ONE_A_PROCESS.acquire(blocking=False):

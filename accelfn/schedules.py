@@ -14,6 +14,7 @@ import attrs
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelfn.arguments import integer, is_number
 from accelfn.errors import ArgumentError
 
 
@@ -25,20 +26,13 @@ class Schedule(Protocol):
         ...
 
 
-def _at_least(minimum: int) -> Callable[[object, Any, object], None]:
-    def check(owner: object, field: Any, value: object) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            msg = (
-                f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a"
-                f" number of updates, an integer of at least {minimum}."
-            )
-            raise ArgumentError(msg)
-
-    return check
+def _updates(least: int) -> Any:
+    check = integer(least, "a number of updates", within="schedules.")
+    return attrs.field(validator=check)
 
 
 def _is_factor(owner: object, field: Any, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if not is_number(value) or not math.isfinite(value) or value < 0:
         msg = (
             f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a"
             " finite factor, 0 or more."
@@ -70,7 +64,7 @@ class linear:
     `linear(n)` is Transformers' `get_scheduler("linear", ...)` without a warm-up.
     """
 
-    num_updates: int = attrs.field(validator=_at_least(1))
+    num_updates: int = _updates(1)
     start: float = attrs.field(default=1.0, validator=_is_factor, kw_only=True)
     end: float = attrs.field(default=0.0, validator=_is_factor, kw_only=True)
 
@@ -91,8 +85,8 @@ class warmup_cosine:
         Loshchilov and Hutter 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts".
     """
 
-    num_warmup: int = attrs.field(validator=_at_least(0))
-    num_updates: int = attrs.field(validator=_at_least(1))
+    num_warmup: int = _updates(0)
+    num_updates: int = _updates(1)
     end: float = attrs.field(default=0.0, validator=_is_factor, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -123,7 +117,7 @@ class one_cycle:
         Smith and Topin 2018, "Super-Convergence".
     """
 
-    num_updates: int = attrs.field(validator=_at_least(2))
+    num_updates: int = _updates(2)
     peak_at: float = attrs.field(default=0.3, kw_only=True)
     start: float = attrs.field(default=1 / 25, validator=_is_factor, kw_only=True)
     end: float = attrs.field(default=1 / 250_000, validator=_is_factor, kw_only=True)

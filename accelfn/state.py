@@ -6,7 +6,6 @@ JAX's donated buffers are: after it, the old records raise, and the new one owns
 The lease belongs to the tensors, so all records that share them go together.
 """
 
-import copy
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
@@ -15,13 +14,14 @@ import attrs
 import torch
 
 from accelfn import tree
+from accelfn.arguments import is_integer
 from accelfn.cursor import Cursor
 from accelfn.data import Data
-from accelfn.errors import ArgumentError, StateError
+from accelfn.definition import Definition, as_data, check_schedule, checked_world
+from accelfn.errors import ArgumentError
 from accelfn.lease import Lease
 from accelfn.model import (
     ModelSource,
-    Skeleton,
     check_params,
     give_away,
     materialize,
@@ -31,28 +31,11 @@ from accelfn.modes import own_modes
 from accelfn.optimizer import OptimizerSource, prototype_of, trained_names
 from accelfn.schedules import Schedule
 from accelfn.skips import Skips
-from accelfn.transform import chain, is_slot_name
+from accelfn.slots import carried_over, check_own_name, own_objects
+from accelfn.transform import chain
 from accelfn.world import World
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Definition:
-    """What a state is a state of: everything that is not saved and does not change.
-
-    `cache` holds what is derived from it and can be made again (the engine, composed
-    functions); it lives as long as the states that share this definition.
-    """
-
-    skeleton: Skeleton
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule | None
-    data: Data | None
-    setup: chain
-    world: World
-    name: str
-    cache: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -114,19 +97,11 @@ class TrainState:
                 state has taken.
             OptimizerError: it does not belong to the model, or needs a closure.
         """
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if not is_integer(seed):
             msg = f"TrainState.create(seed={seed!r}): expected an integer."
             raise ArgumentError(msg)
-        if schedule is not None and not callable(schedule):
-            msg = (
-                f"TrainState.create(schedule={schedule!r}): expected a function of the"
-                " update number; see af.schedules."
-            )
-            raise ArgumentError(msg)
-        world = World.single() if world is None else world
-        if not isinstance(world, World):
-            msg = f"TrainState.create(world={world!r}): expected an af.World."
-            raise ArgumentError(msg)
+        check_schedule(schedule)
+        world = checked_world(world)
         with own_modes(world.device):
             module = materialize(model, seed=seed, name=name, device=world.device)
             skeleton = skeleton_of(module)
@@ -145,7 +120,7 @@ class TrainState:
                 skeleton=skeleton,
                 optimizer=prototype,
                 schedule=schedule,
-                data=_as_data(data),
+                data=as_data(data),
                 setup=chain(),
                 world=world,
                 name=name,
@@ -255,7 +230,7 @@ class TrainState:
                 params=params,
                 buffers=buffers,
                 opt_state=opt_state,
-                slots={name: _own_objects(slot) for name, slot in slots.items()},
+                slots={name: own_objects(slot) for name, slot in slots.items()},
                 lease=Lease(),
             )
 
@@ -289,18 +264,7 @@ class TrainState:
             StateError: the name is a transform's.
         """
         self.lease.check()
-        if not is_slot_name(name):
-            msg = (
-                f"with_slot({name!r}): expected a name of letters, digits, '.', '_' and"
-                " '-'."
-            )
-            raise StateError(msg)
-        if any(each.name == name for each in self.setup):
-            msg = (
-                f"with_slot({name!r}): the transform of that name in the setup owns"
-                " this slot."
-            )
-            raise StateError(msg)
+        check_own_name(name, [each.name for each in self.setup])
         return attrs.evolve(self, slots={**self._slots, name: value})
 
     def with_setup(self, setup: Any) -> Self:
@@ -315,18 +279,8 @@ class TrainState:
         """
         self.lease.check()
         composed = chain(setup)
-        old, new = (
-            {each.name for each in each_setup} for each_setup in (self.setup, composed)
-        )
-        taken = sorted((new - old) & self._slots.keys())
-        if taken:
-            msg = (
-                f"The transforms {taken} would take over entries of the same name that"
-                " with_slot made. Give the transforms another name=."
-            )
-            raise StateError(msg)
-        gone = old - new
-        slots = {name: slot for name, slot in self._slots.items() if name not in gone}
+        old, new = ([each.name for each in named] for named in (self.setup, composed))
+        slots = carried_over(self._slots, old, new)
         state = attrs.evolve(
             self,
             slots=slots,
@@ -384,23 +338,3 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
-
-
-def _as_data(data: Any) -> Data | None:
-    if data is None or isinstance(data, Data):
-        return data
-    if isinstance(data, torch.utils.data.DataLoader):
-        return Data.from_loader(data)
-    msg = (
-        f"TrainState.create(data={type(data).__name__}): expected af.Data(dataset,"
-        " batch_size=...), a torch DataLoader or None."
-    )
-    raise ArgumentError(msg)
-
-
-def _own_objects(slot: Any) -> Any:
-    """Return a slot whose objects, which are no tensors, are copies."""
-    return tree.tree_map(
-        lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf),
-        slot,
-    )

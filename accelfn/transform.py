@@ -1,31 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transforms: values that say what a step does, and `chain`, which composes them.
 
-A transform is a frozen record of options with a method for each thing it has a say in.
-It is made of a class by `@transform`; accelfn's own are made the same way:
-
-| method | type | what it changes |
-| --- | --- | --- |
-| `init` | `state -> slot` | the transform's own entry in `state.slots` |
-| `data` | `Plan -> Plan` | who takes which samples |
-| `loss` | `loss_fn -> loss_fn` | wraps `(model, batch, *extras) -> loss` |
-| `value_and_grad` | `fn -> fn` | wraps `(state, batch, *extras) -> (metrics, grads)` |
-| `reduce` | `(grads, slot, world) -> (grads, slot)`, or None | how gradients cross ranks |
-| `loss_scale` | `(state, slot) -> scale` | what losses are multiplied by before the backward pass |
-| `grads` | `(grads, slot, state) -> (grads, slot)` | the true, reduced gradients |
-| `hyper` | `(state, slot) -> {"lr": ...}` | hyperparameters of the next update |
-| `after_update` | `(state, slot) -> (state, slot)` | the state after the optimizer |
-| `after_skip` | `(grads, slot, state) -> slot` | its slot after an update that was skipped |
-| `eval_params` | `(state, slot) -> params` | what is evaluated and exported |
-| `finalize` | `(state, slot) -> (state, slot)` | what is owed at the end |
-| `merge` | `slots -> (weights, slot)` | how ranks that differ become one, to load them |
-| `engine` | `-> engine` | how the model lies over the ranks |
-| `runner` | `make -> make` | wraps `module -> runner`, which runs the loss forward and backward |
-
-Leftmost is outermost; values flow left to right.
+A transform is a frozen record of options with a method for each thing it has a say in: the
+fields of the table in `accelfn.fields`. It is made of a class by `@transform`; accelfn's own
+are made the same way. Leftmost is outermost; values flow left to right.
 """
 
-import difflib
 import inspect
 import math
 import re
@@ -42,30 +22,13 @@ from typing import (
 import attrs
 
 from accelfn.errors import ArgumentError, CompositionError
+from accelfn.fields import FIELDS, check_fields, has_field
+from accelfn.slots import is_slot_name
 
 if TYPE_CHECKING:
     from accelfn.state import TrainState
 
 T = TypeVar("T")
-
-_ARGUMENTS = {
-    "init": ("state",),
-    "data": ("plan",),
-    "loss": ("loss_fn",),
-    "value_and_grad": ("inner",),
-    "reduce": ("grads", "slot", "world"),
-    "loss_scale": ("state", "slot"),
-    "grads": ("grads", "slot", "state"),
-    "hyper": ("state", "slot"),
-    "after_update": ("state", "slot"),
-    "after_skip": ("grads", "slot", "state"),
-    "eval_params": ("state", "slot"),
-    "finalize": ("state", "slot"),
-    "merge": ("slots",),
-    "engine": ("state",),
-    "runner": ("make", "state"),
-}
-FIELDS = tuple(_ARGUMENTS)
 
 
 class Transform(Protocol):
@@ -97,8 +60,8 @@ def transform(cls: type[T]) -> type[T]:
     The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
     options, the first of which may be given by position, the others by keyword. It gets a
     `name` (default: the class's own, in snake_case), which is the key of its slot. Its
-    public methods are the fields of the table in `accelfn.transform`; others start with
-    an underscore. `gives_up`, a class attribute, names laws that it breaks on purpose.
+    public methods are the fields of the table in `accelfn.fields`; others start with an
+    underscore. `gives_up`, a class attribute, names laws that it breaks on purpose.
 
     Acts on: what its methods say.
 
@@ -113,8 +76,7 @@ def transform(cls: type[T]) -> type[T]:
         >>> CentralizeGrads()
         CentralizeGrads()
     """
-    _check_methods(cls)
-    _check_arguments(cls)
+    check_fields(cls)
     annotations = dict(inspect.get_annotations(cls))
     cls.__annotations__ = {**annotations, "name": str}
     default = snake_case(cls.__name__)
@@ -130,61 +92,6 @@ def transform(cls: type[T]) -> type[T]:
 def is_transform(value: object) -> bool:
     """Return whether `value` was made by `transform`, or is a chain."""
     return getattr(type(value), "__accelfn_transform__", False)
-
-
-def has_field(value: object, field: str) -> bool:
-    """Return whether a transform has a say in `field`.
-
-    One whose options leave it without some of its fields names these in `_without`.
-    """
-    return hasattr(type(value), field) and field not in getattr(value, "_without", ())
-
-
-def _check_methods(cls: type) -> None:
-    for name, value in vars(cls).items():
-        public = not name.startswith("_") and inspect.isfunction(value)
-        if public and name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            msg = (
-                f"{cls.__name__}.{name} is no field of a transform"
-                f" ({', '.join(FIELDS)}).{hint} Start the names of helper methods with"
-                " an underscore."
-            )
-            raise ArgumentError(msg)
-
-
-def is_slot_name(name: object) -> bool:
-    """Return whether a name can stand for a slot, in files too."""
-    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9_.-]+", name))
-
-
-def _check_arguments(cls: type) -> None:
-    for field, arguments in _ARGUMENTS.items():
-        method = vars(cls).get(field)
-        if not inspect.isfunction(method):
-            continue
-        try:
-            inspect.signature(method).bind("self", *arguments)
-        except TypeError as error:
-            msg = (
-                f"{cls.__name__}.{field} is called as {field}(self,"
-                f" {', '.join(arguments)}), which it does not take: {error}."
-            )
-            raise ArgumentError(msg) from error
-
-
-def pair(owner: Transform, field: str, returned: Any) -> tuple[Any, Any]:
-    """Return what a method gave, if it is a value and a slot.
-
-    Raises:
-        ArgumentError: it is not; the transform is named.
-    """
-    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
-        return cast("tuple[Any, Any]", returned)
-    first = _ARGUMENTS[field][0]
-    msg = f"{owner!r}.{field} returned {type(returned).__name__}; expected ({first}, slot)."
-    raise ArgumentError(msg)
 
 
 def _is_name(owner: object, _field: object, value: object) -> None:

@@ -2,7 +2,7 @@
 """`apply_grads`: gradients into the next state, by way of the transforms and the optimizer.
 
 This is where a state is donated: until the optimizer is reached, whatever raises leaves it
-as it was; from then on its lease is ended.
+as it was; from then on its lease is ended, unless it is known that nothing was changed.
 """
 
 import math
@@ -16,8 +16,9 @@ import torch
 from accelfn import foreach, streams
 from accelfn.backward import check_update
 from accelfn.collectives import all_reduce_
-from accelfn.engine.engine import engine_of
+from accelfn.engine.engine import Engine, engine_of
 from accelfn.errors import ArgumentError, GradsError, StateDonatedError
+from accelfn.fields import pair
 from accelfn.grads import Grads
 from accelfn.lease import Lease
 from accelfn.loss import Metrics, Number
@@ -26,13 +27,13 @@ from accelfn.optimizer import Hyper
 from accelfn.skipping import counts_after, decided
 from accelfn.spans import span
 from accelfn.state import OptState, TrainState
-from accelfn.transform import chain, pair
+from accelfn.transform import chain
 from accelfn.world import World
 
 _NO_DRAWS = nullcontext()
 _INTERRUPTED = (
-    "Update {update} was interrupted before it was whole, so the tensors of this state are"
-    " partly updated. Load a checkpoint, or go on from a copy."
+    "Update {update} was interrupted before it was whole, so the tensors of this state may"
+    " be partly updated. Load a checkpoint, or go on from a copy."
 )
 _DONATED = (
     "This state was given to the step of update {update}, which updated its tensors in place."
@@ -95,7 +96,11 @@ def _updated(
         raise
     given.give_away()
     lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
-    opt_state = engine.update(grads, assignments, flag)
+    try:
+        opt_state = engine.update(grads, assignments, flag)
+    except BaseException:
+        _undo(engine, lease)
+        raise
     return _after(state, grads, opt_state, slots, flag), grads.metrics
 
 
@@ -120,10 +125,21 @@ def step_in_backward(
             lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
 
         engine.plan(state, _factor(state), _hyper(state, setup, slots), begin)
-        metrics, grads = compute()
+        try:
+            metrics, grads = compute()
+        except BaseException:
+            if lease.is_over:
+                _undo(engine, lease)
+            raise
         grads.give_away()
         slots = {**slots, **grads.slots} if grads.slots else slots
         return _after(state, grads, engine.finish(grads), slots, None), metrics
+
+
+def _undo(engine: Engine, lease: Lease) -> None:
+    """Let a state be used again after an update that raised before it changed anything."""
+    if engine.is_undone():
+        lease.restore()
 
 
 def _after(

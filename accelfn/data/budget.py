@@ -6,20 +6,15 @@ from typing import Any
 import attrs
 import numpy as np
 
+from accelfn.arguments import integer, truth
 from accelfn.data.cut import UnevenCut
 from accelfn.data.orders.numbers import as_counts
 from accelfn.data.permutation import Indices
-from accelfn.errors import ArgumentError, DataError
+from accelfn.errors import DataError
 
 
 def _as_costs(values: Any) -> Indices:
     return as_counts(values, "af.budget(costs)")
-
-
-def _is_flag(_owner: object, field: Any, value: object) -> None:
-    if not isinstance(value, bool):
-        msg = f"af.budget({field.name}={value!r}): expected True or False."
-        raise ArgumentError(msg)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -46,15 +41,11 @@ class budget:
     """
 
     costs: Indices = attrs.field(converter=_as_costs)
-    limit: int = attrs.field(kw_only=True)
-    padded: bool = attrs.field(default=True, validator=_is_flag, kw_only=True)
+    limit: int = attrs.field(validator=integer(1), kw_only=True)
+    padded: bool = attrs.field(default=True, validator=truth(), kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         """Check that every sample fits."""
-        limit = self.limit
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            msg = f"af.budget(limit={self.limit!r}): expected an integer of at least 1."
-            raise ArgumentError(msg)
         large = np.flatnonzero(self.costs > self.limit)
         if len(large):
             first = int(large[0])

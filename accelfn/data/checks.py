@@ -2,10 +2,11 @@
 """What `Data` refuses, as it is made."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from accelfn.arguments import is_integer, is_number
 from accelfn.cursor import Cursor
 from accelfn.data.budget import budget
 from accelfn.data.cut import REMAINDERS
@@ -24,7 +25,7 @@ def is_batch_size(_owner: object, _field: object, value: object) -> None:
     """Refuse what is no number of samples, budget or None; attrs validators, all of these."""
     if value is None or isinstance(value, budget):
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_integer(value, 1):
         msg = (
             f"af.Data(batch_size={value!r}): expected an integer of at least 1, or"
             " af.budget(costs, limit=...)."
@@ -42,30 +43,12 @@ def is_remainder(_owner: object, _field: object, value: object) -> None:
         raise ArgumentError(msg)
 
 
-def is_num_workers(_owner: object, _field: object, value: object) -> None:
-    """Refuse what is no number of processes."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        msg = (
-            f"af.Data(num_workers={value!r}): expected a number of processes, 0 or"
-            " more."
-        )
-        raise ArgumentError(msg)
-
-
 def is_duration(_owner: object, _field: object, value: object) -> None:
     """Refuse what is no time to wait."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < cast("float", value) < float("inf"):
+    if not is_number(value) or not 0 < value < float("inf"):
         msg = (
             f"af.Data(timeout={value!r}): expected a finite number of seconds above 0."
         )
-        raise ArgumentError(msg)
-
-
-def is_flag(_owner: object, field: Any, value: object) -> None:
-    """Refuse anything but True and False."""
-    if not isinstance(value, bool):
-        msg = f"af.Data({field.name}={value!r}): expected True or False."
         raise ArgumentError(msg)
 
 

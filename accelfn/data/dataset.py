@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from accelfn import streams
+from accelfn.arguments import check_integer, integer, truth
 from accelfn.cursor import Cursor
 from accelfn.data.batch import Batch
 from accelfn.data.budget import budget
@@ -20,8 +21,6 @@ from accelfn.data.checks import (
     check_stream_start,
     is_batch_size,
     is_duration,
-    is_flag,
-    is_num_workers,
     is_order,
     is_remainder,
     is_text,
@@ -30,7 +29,7 @@ from accelfn.data.cut import Cut, EvenCut
 from accelfn.data.device import on_device
 from accelfn.data.epoch import Epoch, sampled_epoch
 from accelfn.data.fetch import Collate
-from accelfn.data.fingerprint import fingerprint_of
+from accelfn.data.fingerprint import fingerprint_of, form_of
 from accelfn.data.length import promised_length
 from accelfn.data.loader import options_of
 from accelfn.data.mixed import Joined, mixed
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def _flag() -> Any:
-    return attrs.field(default=False, kw_only=True, validator=is_flag)
+    return attrs.field(default=False, kw_only=True, validator=truth())
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -108,7 +107,9 @@ class Data:
     shuffle: bool = _flag()
     remainder: str = attrs.field(default="short", validator=is_remainder, kw_only=True)
     collate: Collate | None = attrs.field(default=None, kw_only=True)
-    num_workers: int = attrs.field(default=0, validator=is_num_workers, kw_only=True)
+    num_workers: int = attrs.field(
+        default=0, validator=integer(0, "a number of processes"), kw_only=True
+    )
     order: Order | OrderFunction | None = attrs.field(default=None, kw_only=True)
     batch_sampler: Any = attrs.field(default=None, kw_only=True)
     timeout: float = attrs.field(default=300.0, validator=is_duration, kw_only=True)
@@ -286,9 +287,7 @@ class Data:
         Raises:
             ArgumentError: `epochs` is not a number of 0 or more.
         """
-        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
-            msg = f"af.Data.num_updates(epochs={epochs!r}): expected an integer, 0 or more."
-            raise ArgumentError(msg)
+        check_integer("af.Data.num_updates", "epochs", epochs, 0)
         if isinstance(self.batch_size, budget):
             return sum(self.num_updates_of(i, seed=seed) for i in range(epochs))
         return epochs * self.updates_per_epoch
@@ -324,19 +323,10 @@ class Data:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What must be the same where a run is resumed, as plain data."""
-        size = self.batch_size
-        facts: dict[str, Any] = {
-            "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
-            "remainder": self.remainder,
-        }
         if self.is_stream:
-            return facts | {"fingerprint": self.fingerprint}
-        sampler = self.batch_sampler
-        order = self.ordering.name if sampler is None else type(sampler).__name__
-        return facts | {
-            "samples": len(self),
-            "order": order,
-            "fingerprint": self.fingerprint or fingerprint_of(self.source),
+            return form_of(self) | {"fingerprint": self.fingerprint}
+        return form_of(self) | {
+            "fingerprint": self.fingerprint or fingerprint_of(self.source)
         }
 
     def in_order(self) -> "Data":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints: whether a dataset is the one that a run was trained on."""
+"""Fingerprints: whether data is what a run was trained on, or another rank trains on."""
 
 import hashlib
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,8 +12,25 @@ from accelfn import streams, tree
 from accelfn.data.sources import Source
 from accelfn.data.zipped import Zipped
 
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
+
 _PROBES = 8
 """How many samples are read: the first, the last, and between."""
+
+
+def form_of(data: "Data") -> dict[str, Any]:
+    """Return how data is batched and ordered, as plain data; no sample is read."""
+    size = data.batch_size
+    form: dict[str, Any] = {
+        "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
+        "remainder": data.remainder,
+    }
+    if data.is_stream:
+        return form
+    sampler = data.batch_sampler
+    order = data.ordering.name if sampler is None else type(sampler).__name__
+    return form | {"samples": len(data), "order": order}
 
 
 def fingerprint_of(source: Source) -> str:

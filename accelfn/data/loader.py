@@ -7,6 +7,7 @@ from typing import Any, cast
 import attrs
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
+from accelfn.arguments import check_integer
 from accelfn.data.orders.order import Sequential, Shuffled
 from accelfn.data.orders.samplers import (
     is_plain,
@@ -14,7 +15,7 @@ from accelfn.data.orders.samplers import (
     refuse_distributed,
 )
 from accelfn.data.stream import is_stream
-from accelfn.errors import ArgumentError, DataError
+from accelfn.errors import DataError
 
 _DEFAULTS = {
     "worker_init_fn": "workers draw from streams of their own; seed in the dataset",
@@ -32,12 +33,7 @@ def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
     if not isinstance(loader, DataLoader):
         msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
         raise DataError(msg)
-    is_count = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
-    if not is_count or num_ranks < 1:
-        msg = (
-            f"from_loader(num_ranks={num_ranks!r}): expected an integer of at least 1."
-        )
-        raise ArgumentError(msg)
+    check_integer("from_loader", "num_ranks", num_ranks, 1, "a number of ranks")
     _say_what_is_lost(loader)
     collate = loader.collate_fn
     options = {

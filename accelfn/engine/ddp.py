@@ -42,33 +42,55 @@ class LossModule(nn.Module):
         self.reads: list[ReadLoss] = []
 
     def forward(
-        self, loss_fn: LossFunction, extras: tuple[Any, ...], samples: Samples
+        self, loss_fn: LossFunction, samples: Samples
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, and the root through which its weight travels."""
-        returned = loss_fn(self.module, samples.value, *extras)
+        returned = loss_fn(self.module, samples.value, *samples.extras)
         read = read_loss(returned, loss_fn, samples)
         self.reads.append(read)
         return read.scalar, self.roots[0].view(())
 
 
 class LeanDDP(DistributedDataParallel):
-    """DistributedDataParallel whose forward leaves no record for a profiler that is off.
+    """DistributedDataParallel that lays out its buckets at once, and whose forward is lean.
 
-    The record, and a context manager that is a generator, cost some 60 µs a step. Under a
-    profiler the forward is torch's own.
+    Backends add up what several ranks give in an order that depends on where it lies. torch
+    lays buckets out anew after the first step of a process; a run that is resumed would have
+    another layout than one that goes on, and other last bits.
+
+    The record of a profiler that is off, and a context manager that is a generator, cost some
+    60 µs a forward. Under a profiler it is torch's own.
     """
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return parameters in the order in which, most often, their gradients come."""
+        found: tuple[list[nn.Parameter], list[bool]] = (
+            super()._build_params_for_reducer()
+        )
+        if (
+            self.find_unused_parameters
+        ):  # torch lays buckets out once, and turns them round
+            return found
+        params, are_sparse = found
+        return params[::-1], are_sparse[::-1]
+
+    def lay_out(self) -> None:
+        """Put gradients into buckets in that order, for good; torch would after a step."""
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
 
     def forward(self, *inputs: Any) -> Any:
         """Return what the module returns, between what DDP does before and after."""
         if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
             return super().forward(*inputs)
         inputs, _ = self._pre_forward(*inputs)
-        outer = DistributedDataParallel._active_ddp_module
         DistributedDataParallel._active_ddp_module = self  # torch.compile looks there
         try:
             returned = self.module(*inputs)
         finally:
-            DistributedDataParallel._active_ddp_module = outer
+            # simulated ranks take turns: it may be another's by now
+            if DistributedDataParallel._active_ddp_module is self:
+                DistributedDataParallel._active_ddp_module = None
         return self._post_forward(returned)
 
 
@@ -122,31 +144,28 @@ class DDPRunner:
         self._sync = True
         self._weight = torch.zeros(1)
         with naming("build DistributedDataParallel", world):
-            self._wrapped: DistributedDataParallel | None = LeanDDP(
+            wrapped = LeanDDP(
                 inner, process_group=world.group, init_sync=False, **options
             )
+            wrapped.lay_out()
+        self._wrapped: DistributedDataParallel | None = wrapped
         if self._is_early:
             # weakly: what the reducer holds, in C++, is not collected
-            self._wrapped.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
+            wrapped.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
         world.connection.hold(self.let_go)
 
     def forward(
-        self,
-        loss_fn: LossFunction,
-        extras: tuple[Any, ...],
-        samples: Samples,
-        *,
-        sync: bool,
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
         """Return the loss; without `sync`, DDP does not prepare to reduce."""
         self._sync = sync
         ddp = self._ddp
         with self._forward:
             if sync:
-                self._roots = ddp(loss_fn, extras, samples)
+                self._roots = ddp(loss_fn, samples)
             else:
                 with ddp.no_sync():
-                    self._roots = ddp(loss_fn, extras, samples)
+                    self._roots = ddp(loss_fn, samples)
         read = self._reads.pop()
         self._reads.clear()  # what a forward that raised had left
         return read

@@ -10,7 +10,7 @@ bound anew; another state is bound by swapping pointers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from accelfn import foreach, streams, tree
 from accelfn.collectives import check_replicas
 from accelfn.cursor import Cursor
+from accelfn.engine.agreement import check_definitions
 from accelfn.engine.buffers import Buffers
 from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
@@ -106,9 +107,8 @@ class Engine:
         self,
         state: TrainState,
         loss_fn: LossFunction,
-        extras: tuple[Any, ...],
-        *,
         samples: Samples,
+        *,
         into: Grads | None,
         sync: bool,
         cursor: Cursor | None,
@@ -129,7 +129,7 @@ class Engine:
             compression.begin(state.slots.get(compression.name), loss_scale)
         try:
             with streams.stream(seed, self._device):
-                read = self._runner.forward(loss_fn, extras, samples, sync=sync)
+                read = self._runner.forward(loss_fn, samples, sync=sync)
                 averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
             stepped = {} if live is None else live.done()
@@ -175,7 +175,7 @@ class Engine:
         """
         self.bind(state)
         if grads.tensors is not self._live:
-            self._check_fit(grads)
+            grads.check_fit(self._trained)
             for name, param in self._pairs:
                 param.grad = grads.tensors.get(name)
         return self._optimizer.planned(factor, hyper)
@@ -238,6 +238,12 @@ class Engine:
             param.grad = None
         self._live, self._live_buffers = None, {}
 
+    def is_undone(self) -> bool:
+        """Drop an update that raised; return whether it has, for sure, changed nothing."""
+        self.discard()
+        self._bound = (None, None, None)  # what it left in the optimizer goes
+        return self._optimizer.is_untouched
+
     def _backward(
         self,
         read: ReadLoss,
@@ -299,7 +305,7 @@ class Engine:
             self._move_out()
         if into is None:
             return
-        self._check_fit(into)
+        into.check_fit(self._trained)
         if (into.loss_scale is None) != (loss_scale is None):
             msg = (
                 "value_and_grad(into=grads): these gradients were taken under another"
@@ -336,25 +342,6 @@ class Engine:
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.pop("engine", None)
 
-    def _check_fit(self, grads: Grads) -> None:
-        for name, grad in grads.tensors.items():
-            param = self._trained.get(name)
-            if param is None:
-                msg = f"Gradients hold {name!r}, which is no parameter that is trained."
-                raise GradsError(msg)
-            want = (tuple(param.shape), param.dtype, param.device)
-            if not isinstance(grad, torch.Tensor):
-                msg = (
-                    f"The gradient of {name!r} is {type(grad).__name__}, not a tensor."
-                )
-                raise GradsError(msg)
-            have = (tuple(grad.shape), grad.dtype, grad.device)
-            if have != want:
-                msg = (
-                    f"The gradient of {name!r} is {have}, but the parameter is {want}."
-                )
-                raise GradsError(msg)
-
     def _refuse_unused(self, found: Mapping[str, torch.Tensor]) -> None:
         unused = [name for name in self._trained if name not in found]
         msg = (
@@ -384,6 +371,7 @@ def engine_of(state: TrainState) -> Engine:
         setup, world = state.definition.setup, state.definition.world
         chosen = setup.having("engine")
         if world.size > 1 and (chosen or setup.having("reduce")):
+            check_definitions(state)
             values = "replicas_agree" not in setup.gives_up() or state.step == 0
             check_replicas(
                 state.params,

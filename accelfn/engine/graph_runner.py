@@ -23,7 +23,7 @@ from accelfn.engine.compiled import (
     opened,
 )
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
-from accelfn.engine.runner import LossFunction, Runner, like
+from accelfn.engine.runner import Delegating, LossFunction, Runner, like
 from accelfn.errors import CompileError
 from accelfn.loss import Number
 
@@ -43,16 +43,12 @@ class OneGraphRunner:
         self._shared: set[int] = set()
 
     def forward(
-        self,
-        loss_fn: LossFunction,
-        extras: tuple[Any, ...],
-        samples: Samples,
-        *,
-        sync: bool,
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
         """Return the loss; its gradients are there already."""
         del sync
-        compiler, module, value = self._compiler, self._module, samples.value
+        compiler, module = self._compiler, self._module
+        value, extras = samples.value, samples.extras
         compiler.num_passes += 1
         compiled = compiler.loss(loss_fn, lambda: _one_graph(loss_fn, self._trained))
         try:
@@ -116,44 +112,22 @@ class OneGraphRunner:
         ]
 
 
-class TwoGraphsRunner:
+class TwoGraphsRunner(Delegating):
     """Runs a compiled loss in another runner; its backward pass is compiled too."""
 
     def __init__(self, inner: Runner, compiler: Compiler) -> None:
         """Take what runs losses, and what compiles them."""
-        self._inner, self._compiler = inner, compiler
+        super().__init__(inner)
+        self._compiler = compiler
         self._made: dict[LossFunction, LossFunction] = {}
 
-    @property
-    def reduces(self) -> bool:
-        """Whether a synchronising backward pass averages gradients over ranks."""
-        return self._inner.reduces
-
-    @property
-    def expects_unused(self) -> bool:
-        """Whether a parameter may take no part in the loss."""
-        return self._inner.expects_unused
-
-    def forward(
-        self,
-        loss_fn: LossFunction,
-        extras: tuple[Any, ...],
-        samples: Samples,
-        *,
-        sync: bool,
-    ) -> ReadLoss:
-        """Return the loss."""
+    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+        """Return the loss, compiled."""
         self._compiler.num_passes += 1
         made = self._made.get(loss_fn)
         if made is None:
             made = self._made[loss_fn] = self._compiled(loss_fn)
-        return self._inner.forward(made, extras, samples, sync=sync)
-
-    def backward(
-        self, scalar: torch.Tensor, scale: Number | None, weight: Number
-    ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`."""
-        return self._inner.backward(scalar, scale, weight)
+        return made
 
     def _compiled(self, loss_fn: LossFunction) -> LossFunction:
         compiled = self._compiler.loss(loss_fn, lambda: _forward_graph(loss_fn))
@@ -169,10 +143,17 @@ class TwoGraphsRunner:
         return compiled_loss
 
 
-class RegionsRunner(TwoGraphsRunner):
+class RegionsRunner(Delegating):
     """Runs a loss as it is, over a model of which some modules are compiled."""
 
-    def _compiled(self, loss_fn: LossFunction) -> LossFunction:
+    def __init__(self, inner: Runner, compiler: Compiler) -> None:
+        """Take what runs losses, and what compiles the modules."""
+        super().__init__(inner)
+        self._compiler = compiler
+
+    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+        """Return the loss; its modules begin a pass."""
+        self._compiler.num_passes += 1
         return loss_fn
 
 

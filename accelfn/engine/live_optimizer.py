@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from accelfn.engine.fused_adam import FusedAdam
+from accelfn.engine.watch import Watch
 from accelfn.errors import OptimizerError
 from accelfn.loss import Number
 from accelfn.optimizer import OTHERS, Hyper, group_key, named_state, rebuilt
@@ -58,6 +59,8 @@ class LiveOptimizer:
         self._changed: list[dict[str, Any]] = [{} for _ in self._base]
         self._assigned: Assignments = {}
         self._kernel: FusedAdam | None = None
+        self._watch: Watch | None = None
+        self._is_watched = False
         self._num_entries = -1
         self._state: State = {}
         self._found: list[dict[str, Any]] = []
@@ -89,6 +92,7 @@ class LiveOptimizer:
             self._expected[i] = dict(group)
         self._assigned = {}
         self._kernel = None
+        self._watch = None
         self._state = state
         self._num_entries = -1  # the entries are copies: name them again after the step
 
@@ -152,9 +156,8 @@ class LiveOptimizer:
         place. A new one is made when the optimizer adds entries or changes a number
         of a parameter group, as schedule-free optimizers do.
         """
-        if hyper or self._assigned:
-            self._assign(hyper)
         everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        self._begin(hyper, watched=self._kernel is None and not everywhere)
         step = self._torch.step if everywhere or is_profiled() else self._step
         scale = divisor if isinstance(divisor, torch.Tensor) else None
         skip = skip if self._fused else None
@@ -165,8 +168,7 @@ class LiveOptimizer:
 
     def begin(self, hyper: Assignments) -> None:
         """Begin an update of parameters one by one."""
-        if hyper or self._assigned:
-            self._assign(hyper)
+        self._begin(hyper, watched=True)
         self._kernel = None
         self._found = [dict(group) for group in self._torch.param_groups]
         self._waiting = set(range(len(self._found)))
@@ -206,6 +208,7 @@ class LiveOptimizer:
 
     def finish(self) -> State:
         """Return the optimizer's state by name, after a step."""
+        self._is_watched = False
         entries = len(self._torch.state)
         if (
             self._note_changes()
@@ -214,10 +217,25 @@ class LiveOptimizer:
         ):
             self._state = self._named()
             self._num_entries = entries
+            self._watch = None  # it knows not all of them
             # one that has hooks of its own is stepped by torch
             bare = isinstance(self._step, partial)
             self._kernel = FusedAdam.of(self._torch) if bare else None
         return self._state
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether an update that raised has, for sure, changed nothing of the state."""
+        return self._is_watched and self._watch is not None and self._watch.is_untouched
+
+    def _begin(self, hyper: Assignments, *, watched: bool) -> None:
+        """Begin an update; watched it costs 60 ns a tensor, which a lone kernel would feel."""
+        self._is_watched = watched
+        if watched:
+            self._watch = self._watch or Watch(self._torch)
+            self._watch.begin()
+        if hyper or self._assigned:
+            self._assign(hyper)
 
     @staticmethod
     def _stepped(

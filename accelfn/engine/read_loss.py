@@ -34,16 +34,18 @@ class ReadLoss:
 
 @attrs.frozen
 class Samples:
-    """How many samples a loss is over.
+    """What a loss function is given beside the model, and how many samples that is.
 
     Attributes:
-        value: what the loss function was given.
+        value: a batch.
+        extras: what else.
         known: their number, where the data say it; 0 for an empty share's stand-in.
         lone: whether nothing else is combined with this loss, so that it need not be known.
         judged: whether a transform looks at the gradients, so that a loss may be infinite.
     """
 
     value: Any
+    extras: tuple[Any, ...]
     known: int | None
     lone: bool
     judged: bool = False

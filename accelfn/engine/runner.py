@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the loss runs and its gradients cross the ranks: the part in which engines differ."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -28,12 +29,7 @@ class Runner(Protocol):
         ...
 
     def forward(
-        self,
-        loss_fn: LossFunction,
-        extras: tuple[Any, ...],
-        samples: Samples,
-        *,
-        sync: bool,
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
         """Return the loss."""
         ...
@@ -48,6 +44,40 @@ class Runner(Protocol):
         ...
 
 
+class Delegating(ABC):
+    """Lets another runner do the work; it has a say in the loss that this one is given."""
+
+    def __init__(self, inner: Runner) -> None:
+        """Take what runs losses."""
+        self._inner = inner
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a synchronising backward pass averages gradients over ranks."""
+        return self._inner.reduces
+
+    @property
+    def expects_unused(self) -> bool:
+        """Whether a parameter may take no part in the loss."""
+        return self._inner.expects_unused
+
+    @abstractmethod
+    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+        """Return the loss function that the other runner is to run, before it does."""
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss."""
+        return self._inner.forward(self.before(loss_fn, samples), samples, sync=sync)
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`."""
+        return self._inner.backward(scalar, scale, weight)
+
+
 class LocalRunner:
     """Calls the loss function on the module itself; nothing crosses ranks."""
 
@@ -60,18 +90,12 @@ class LocalRunner:
         self._ones = Ones()
 
     def forward(
-        self,
-        loss_fn: LossFunction,
-        extras: tuple[Any, ...],
-        samples: Samples,
-        *,
-        sync: bool,
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
         """Return the loss."""
         del sync
-        return read_loss(
-            loss_fn(self._module, samples.value, *extras), loss_fn, samples
-        )
+        returned = loss_fn(self._module, samples.value, *samples.extras)
+        return read_loss(returned, loss_fn, samples)
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number

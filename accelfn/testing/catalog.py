@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import ArgumentError
-from accelfn.transform import FIELDS, Transform, chain
+from accelfn.fields import FIELDS
+from accelfn.transform import Transform, chain
 
 Arguments: TypeAlias = dict[str, Any]
 

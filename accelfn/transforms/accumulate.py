@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from accelfn import tree
+from accelfn.arguments import integer
 from accelfn.backward import ValueAndGrad
 from accelfn.data import Batch, Plan
 from accelfn.data.cut import Span, even_part
@@ -18,18 +19,10 @@ from accelfn.state import TrainState
 from accelfn.transform import transform
 
 
-def _is_count(_owner: object, field: Any, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = (
-            f"af.accumulate({field.name}={value!r}): expected an integer of at least 1."
-        )
-        raise ArgumentError(msg)
-
-
 def _count() -> Any:
-    return attrs.field(default=None, validator=_is_count, kw_only=True)
+    return attrs.field(
+        default=None, validator=attrs.validators.optional(integer(1)), kw_only=True
+    )
 
 
 @transform

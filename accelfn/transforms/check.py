@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import attrs
 
+from accelfn.arguments import integer
 from accelfn.collectives import check_values
-from accelfn.errors import ArgumentError
 from accelfn.state import TrainState
 from accelfn.transform import Transform, transform
 
@@ -15,15 +15,6 @@ _ADVICE = (
     " transforms and steps of your own, for parameters that are written outside of a step,"
     " and for operations that are not deterministic."
 )
-
-
-def _is_period(_owner: object, _field: object, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = (
-            f"af.check_replicas(every={value!r}): expected a number of updates, at"
-            " least 1."
-        )
-        raise ArgumentError(msg)
 
 
 @transform
@@ -56,7 +47,7 @@ class check_replicas:
     """
 
     _draws: ClassVar[bool] = False
-    every: int = attrs.field(validator=_is_period, kw_only=True)
+    every: int = attrs.field(validator=integer(1, "a number of updates"), kw_only=True)
 
     def after_update(self, state: TrainState, slot: None) -> tuple[TrainState, None]:
         """Compare, if it is time."""

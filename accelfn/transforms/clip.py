@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn import foreach
+from accelfn.arguments import is_number, truth
 from accelfn.errors import ArgumentError, GradsError
 from accelfn.grads import Grads
 from accelfn.state import TrainState
@@ -17,17 +18,11 @@ from accelfn.transform import transform
 
 
 def _is_positive(owner: object, field: Any, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+    if not is_number(value) or not value > 0:
         msg = (
             f"af.{type(owner).__name__}({field.name}={value!r}): expected a number"
             " above 0."
         )
-        raise ArgumentError(msg)
-
-
-def _is_truth(_owner: object, field: Any, value: Any) -> None:
-    if not isinstance(value, bool):
-        msg = f"af.clip_grad_norm({field.name}={value!r}): expected True or False."
         raise ArgumentError(msg)
 
 
@@ -67,7 +62,7 @@ class clip_grad_norm:
     _draws: ClassVar[bool] = False
     max_norm: float = attrs.field(validator=_is_positive)
     norm_type: float = attrs.field(default=2.0, validator=_is_positive, kw_only=True)
-    per_group: bool = attrs.field(default=False, validator=_is_truth, kw_only=True)
+    per_group: bool = attrs.field(default=False, validator=truth(), kw_only=True)
 
     def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
         """Clip, in place."""

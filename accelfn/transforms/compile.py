@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import nn
 
+from accelfn.arguments import truth
 from accelfn.engine.compiled import Compiler, Options
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.graph_runner import (
@@ -34,12 +35,6 @@ def _is_backend(_owner: object, _field: object, value: Any) -> None:
             f"af.compile(backend={value!r}): expected one of {', '.join(sorted(known))}, or"
             " a function that compiles a graph."
         )
-        raise ArgumentError(msg)
-
-
-def _is_truth(_owner: object, field: Any, value: object) -> None:
-    if not (isinstance(value, bool) or (field.default is None and value is None)):
-        msg = f"af.compile({field.name}={value!r}): expected True or False."
         raise ArgumentError(msg)
 
 
@@ -109,8 +104,8 @@ class compile:  # noqa: A001 - what torch calls it
     backend: str | Callable[..., Any] = _option("inductor", _is_backend)
     mode: str | None = _option(None)
     options: Mapping[str, Any] | None = _option(None, hash=False)
-    dynamic: bool | None = _option(None, _is_truth)
-    fullgraph: bool = _option(default=True, validator=_is_truth)
+    dynamic: bool | None = _option(None, attrs.validators.optional(truth()))
+    fullgraph: bool = _option(default=True, validator=truth())
     regions: Regions | None = _option(None, _are_regions)
 
     def __attrs_post_init__(self) -> None:

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from accelfn import streams
+from accelfn.arguments import is_integer, is_number
 from accelfn.engine.compression import Compression, LowRank, Narrow
 from accelfn.errors import ArgumentError, CompositionError
 from accelfn.state import TrainState
@@ -46,9 +47,10 @@ def _of_powersgd(least: float) -> Any:
                 " has this option. Leave it out."
             )
             raise ArgumentError(msg)
-        kind = int if isinstance(_DEFAULTS[field.name], int) else (int, float)
-        if not isinstance(value, kind) or isinstance(value, bool) or not value >= least:
-            what = "an integer" if kind is int else "a number"
+        whole = isinstance(_DEFAULTS[field.name], int)
+        is_kind = is_integer if whole else is_number
+        if not is_kind(value) or not value >= least:
+            what = "an integer" if whole else "a number"
             msg = f"af.compress({field.name}={value!r}): expected {what} of at least {least}."
             raise ArgumentError(msg)
 

@@ -6,16 +6,18 @@ from typing import Any, ClassVar
 import attrs
 from torch import nn
 
+from accelfn.arguments import is_number
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
 from accelfn.engine.in_backward import LiveUpdate
 from accelfn.errors import ArgumentError
+from accelfn.fields import has_field
 from accelfn.state import TrainState
-from accelfn.transform import Transform, has_field, transform
+from accelfn.transform import Transform, transform
 
 
 def _is_positive(_owner: object, field: Any, value: Any) -> None:
-    if value is not None and (not isinstance(value, (int, float)) or not value > 0):
+    if value is not None and not (is_number(value) and value > 0):
         msg = f"af.wrap_ddp({field.name}={value!r}): expected a positive number of MiB."
         raise ArgumentError(msg)
 

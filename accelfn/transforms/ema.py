@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from accelfn import foreach
+from accelfn.arguments import is_number
 from accelfn.errors import ArgumentError
 from accelfn.state import TrainState
 from accelfn.transform import transform
@@ -16,11 +17,7 @@ Params: TypeAlias = dict[str, torch.Tensor]
 
 
 def _is_decay(_owner: object, _field: object, value: Any) -> None:
-    if (
-        not isinstance(value, (int, float))
-        or isinstance(value, bool)
-        or not 0 <= value <= 1
-    ):
+    if not is_number(value) or not 0 <= value <= 1:
         msg = f"af.ema({value!r}): expected a decay between 0 and 1, such as 0.999."
         raise ArgumentError(msg)
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from accelfn.engine.live_optimizer import LiveOptimizer
 from accelfn.errors import OptimizerError
+from accelfn.fields import has_field
 from accelfn.state import TrainState
-from accelfn.transform import Transform, has_field, transform
+from accelfn.transform import Transform, transform
 
 _NEEDS_ALL = {
     "grads": "looks at all gradients",

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 import torch
 
+from accelfn.arguments import integer
 from accelfn.collectives import pack, sum_, unpack_
-from accelfn.errors import ArgumentError
 from accelfn.grads import Grads
 from accelfn.loss import Number
 from accelfn.state import TrainState
@@ -16,15 +16,6 @@ from accelfn.transform import transform
 from accelfn.world import World
 
 Slot: TypeAlias = dict[str, Any]
-
-
-def _is_period(_owner: object, _field: object, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = (
-            f"af.local_sgd(sync_every={value!r}): expected a number of updates, at"
-            " least 1."
-        )
-        raise ArgumentError(msg)
 
 
 @transform
@@ -63,7 +54,9 @@ class local_sgd:
     reduce: ClassVar[None] = None
 
     _draws: ClassVar[bool] = False
-    sync_every: int = attrs.field(validator=_is_period, kw_only=True)
+    sync_every: int = attrs.field(
+        validator=integer(1, "a number of updates"), kw_only=True
+    )
     buffers: bool = attrs.field(default=False, kw_only=True)
     opt_state: bool = attrs.field(default=False, kw_only=True)
 

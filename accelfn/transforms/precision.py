@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from accelfn import foreach, tree
+from accelfn.arguments import is_integer, is_number
 from accelfn.collectives import all_reduce_
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.float8 import Chosen, check_installed, to_float8
@@ -61,18 +62,14 @@ def _between(low: float, high: float) -> Any:
     def check(owner: Any, field: Any, value: Any) -> None:
         if value is None:
             return
-        kind = int if isinstance(_SCALING[field.name], int) else (int, float)
+        is_kind = is_integer if isinstance(_SCALING[field.name], int) else is_number
         if owner.precision != "fp16":
             msg = (
                 f"af.autocast({owner.precision!r}, {field.name}={value!r}): only fp16"
                 " scales its losses. Leave it out."
             )
             raise ArgumentError(msg)
-        if (
-            not isinstance(value, kind)
-            or isinstance(value, bool)
-            or not low < value < high
-        ):
+        if not is_kind(value) or not low < value < high:
             msg = (
                 f"af.autocast({field.name}={value!r}): expected a number above {low:g} and"
                 f" below {high:g}."

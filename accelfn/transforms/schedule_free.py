@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.errors import OptimizerError
+from accelfn.fields import has_field
 from accelfn.optimizer import Hyper, rebuilt
 from accelfn.partition import parts_of
 from accelfn.state import TrainState
-from accelfn.transform import Transform, has_field, transform
+from accelfn.transform import Transform, transform
 
 
 @transform

@@ -6,22 +6,14 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 
 from accelfn import foreach
+from accelfn.arguments import integer
 from accelfn.collectives import gather_text
-from accelfn.errors import ArgumentError, NonFiniteGradsError
+from accelfn.errors import NonFiniteGradsError
 from accelfn.grads import Grads
 from accelfn.state import TrainState
 from accelfn.transform import transform
 
 Slot: TypeAlias = dict[str, Any]
-
-
-def _is_count(_owner: object, _field: object, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        msg = (
-            f"af.skip_nonfinite(max_consecutive={value!r}): expected a number of updates,"
-            " at least 0."
-        )
-        raise ArgumentError(msg)
 
 
 @transform
@@ -56,7 +48,9 @@ class skip_nonfinite:
 
     _draws: ClassVar[bool] = False
     judges_finite: ClassVar[bool] = True
-    max_consecutive: int = attrs.field(default=10, validator=_is_count, kw_only=True)
+    max_consecutive: int = attrs.field(
+        default=10, validator=integer(0, "a number of updates"), kw_only=True
+    )
 
     def init(self, state: TrainState) -> Slot:
         """Begin without a skip."""

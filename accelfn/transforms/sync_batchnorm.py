@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let batch normalisation see the samples of all ranks."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import attrs
-import torch
 from torch import nn
 
 from accelfn.engine.engine import MakeRunner
-from accelfn.engine.read_loss import ReadLoss, Samples
-from accelfn.engine.runner import LossFunction, Runner
+from accelfn.engine.read_loss import Samples
+from accelfn.engine.runner import Delegating, LossFunction, Runner
 from accelfn.engine.synced_norm import Share, sync_norms
-from accelfn.loss import Number
+from accelfn.fields import has_field
 from accelfn.state import TrainState
-from accelfn.transform import Transform, has_field, transform
+from accelfn.transform import Transform, transform
 
 
 @transform
@@ -84,33 +82,15 @@ class sync_batchnorm:
         return None
 
 
-@attrs.frozen
-class _CountingRunner:
+class _CountingRunner(Delegating):
     """Tells the layers whether a share counts."""
 
-    inner: Runner
-    share: Share
+    def __init__(self, inner: Runner, share: Share) -> None:
+        """Take what runs losses, and what the layers look at."""
+        super().__init__(inner)
+        self._share = share
 
-    @property
-    def reduces(self) -> bool:
-        return self.inner.reduces
-
-    @property
-    def expects_unused(self) -> bool:
-        return self.inner.expects_unused
-
-    def forward(
-        self,
-        loss_fn: LossFunction,
-        extras: tuple[Any, ...],
-        samples: Samples,
-        *,
-        sync: bool,
-    ) -> ReadLoss:
-        self.share.counts = samples.known != 0
-        return self.inner.forward(loss_fn, extras, samples, sync=sync)
-
-    def backward(
-        self, scalar: torch.Tensor, scale: Number | None, weight: Number
-    ) -> torch.Tensor | None:
-        return self.inner.backward(scalar, scale, weight)
+    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+        """Return the loss as it is."""
+        self._share.counts = samples.known != 0
+        return loss_fn

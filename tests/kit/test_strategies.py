@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import pretty
 
 import accelfn as af
+from accelfn.fields import FIELDS, has_field
 from accelfn.testing import catalog, simulate, strategies
 from accelfn.testing.catalog import CATALOG
 from accelfn.testing.comparing.states import assert_states_equal
@@ -30,7 +31,6 @@ from accelfn.testing.strategies import (
     schedules,
     worlds,
 )
-from accelfn.transform import FIELDS, has_field
 from tests.strategies import differences, tensors
 
 KINDS = [fault for fault in vars(faults).values() if fault in strategies.ranks.KINDS]

@@ -420,3 +420,15 @@ def test_buffers_over_micro_batches():
         for part in (X[:4], X[4:]):
             twin(part)
     assert bits(dict(twin.named_buffers())) == bits(state.buffers)
+
+
+@pytest.mark.parametrize("part", [None, "1"])
+def test_a_model_spread_over_devices_is_refused(part):
+    """One that was loaded with a device_map of several devices would be gathered in silence."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    place = model if part is None else model[1]
+    place.hf_device_map = {"0": "cpu", "1": 1}
+    with pytest.raises(af.ModelError, match=r"spread over devices \['1', 'cpu'\]"):
+        af.TrainState.create(model=model, optimizer=SGD)
+    place.hf_device_map = {"0": "cpu", "1": "cpu"}
+    af.TrainState.create(model=model, optimizer=SGD)

@@ -196,3 +196,26 @@ def test_norms_between_compiled_graphs(flipped):
     for found, expected in zip(compiled, plain, strict=True):
         for name, each in expected.items():
             assert torch.allclose(found[name], each)
+
+
+def test_ranks_that_meet_in_mid_forward_leave_no_trace():
+    """torch.compile asks which DistributedDataParallel is in its forward: afterwards none."""
+
+    def train(world):
+        state = af.TrainState.create(
+            model=functools.partial(nn.Linear, 2, 1),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            setup=af.wrap_ddp(),
+            world=world,
+        )
+
+        def own(model, batch):
+            mine = model(batch)
+            af.barrier(world)  # who comes first waits here,
+            af.barrier(world)  # and leaves from here first
+            return mine.square().mean()
+
+        af.make_step(own)(state, torch.ones(4, 2))
+
+    simulate(2, train)
+    assert nn.parallel.DistributedDataParallel._active_ddp_module is None

@@ -7,10 +7,10 @@ import attrs
 import numpy as np
 
 from accelfn import streams
-from accelfn.data.orders.numbers import as_counts, check_one_each, is_count
+from accelfn.arguments import check_integer
+from accelfn.data.orders.numbers import as_counts, check_one_each
 from accelfn.data.orders.order import AtPositions
 from accelfn.data.permutation import Indices, shuffled
-from accelfn.errors import ArgumentError
 
 
 def _as_lengths(values: Any) -> Indices:
@@ -47,9 +47,9 @@ class bucketed:
 
     def __attrs_post_init__(self) -> None:
         """Check the window."""
-        if not is_count(self.window):
-            msg = f"af.orders.bucketed(window={self.window!r}): expected 1 or more."
-            raise ArgumentError(msg)
+        check_integer(
+            "af.orders.bucketed", "window", self.window, 1, "a number of samples"
+        )
 
     def num_samples(self, n: int) -> int:
         """Take each sample once.

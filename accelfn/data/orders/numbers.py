@@ -41,19 +41,6 @@ def seen(found: npt.NDArray[Any]) -> str:
     return f"[{first}{more}]" if found.ndim else first
 
 
-def is_flag(owner: object, field: Any, value: object) -> None:
-    """Refuse anything but True and False; an attrs validator."""
-    if not isinstance(value, bool):
-        kind = type(owner).__name__
-        msg = f"af.orders.{kind}({field.name}={value!r}): expected True or False."
-        raise ArgumentError(msg)
-
-
-def is_count(value: object) -> bool:
-    """Whether it is an integer of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def check_one_each(order: str, what: str, values: Sized, n: int) -> None:
     """Raise if there is not one for each sample."""
     if len(values) != n:

@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from accelfn import streams
+from accelfn.arguments import check_integer, truth
 from accelfn.data.orders.numbers import (
     as_array,
     check_one_each,
-    is_count,
-    is_flag,
     seen,
 )
 from accelfn.data.orders.order import AtPositions, looked_up
@@ -63,7 +62,9 @@ class weighted:
 
     weights: Floats = attrs.field(converter=_as_weights)
     drawn: int | None = attrs.field(default=None, kw_only=True, alias="num_samples")
-    replacement: bool = attrs.field(default=True, validator=is_flag, kw_only=True)
+    replacement: bool = attrs.field(
+        default=True, validator=truth(within="af.orders."), kw_only=True
+    )
     name: str = attrs.field(default="weighted", init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -71,9 +72,7 @@ class weighted:
         possible = int(np.count_nonzero(self.weights))
         if self.drawn is None:
             return
-        if not is_count(self.drawn):
-            msg = f"af.orders.weighted(num_samples={self.drawn!r}): expected 1 or more."
-            raise ArgumentError(msg)
+        check_integer("af.orders.weighted", "num_samples", self.drawn, 1)
         if not self.replacement and self.drawn > possible:
             msg = (
                 f"af.orders.weighted(num_samples={self.drawn}, replacement=False): only"

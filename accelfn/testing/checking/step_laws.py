@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
+from accelfn.arguments import check_integer
 from accelfn.batches import batches as batches_of
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state import TrainState
@@ -56,9 +57,7 @@ def check_step(
     if not callable(step):
         msg = f"check_step({step!r}): expected a function (states, batch) -> (states, metrics)."
         raise ArgumentError(msg)
-    if updates < 2:
-        msg = f"check_step(updates={updates}): expected at least 2."
-        raise ArgumentError(msg)
+    check_integer("check_step", "updates", updates, 2, "a number of updates")
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
     _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
 
@@ -95,11 +94,7 @@ def check_resume(
         ...     return state, af.make_step(lambda model, x: model(x).square().mean())
         >>> check_resume(make, 4)
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        msg = (
-            f"check_resume(steps={steps!r}): expected a number of updates, at least 1."
-        )
-        raise ArgumentError(msg)
+    check_integer("check_resume", "steps", steps, 1, "a number of updates")
 
     def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
         del done

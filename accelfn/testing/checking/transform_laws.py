@@ -7,12 +7,13 @@ from typing import Any
 import attrs
 
 from accelfn.errors import ArgumentError, LawError
+from accelfn.fields import has_field
 from accelfn.testing.checking.laws import COMMON, Law, first_broken
 from accelfn.testing.checking.problems import PROBLEMS, Problem
 from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.watching import watched
 from accelfn.testing.simulation.simulate import simulate
-from accelfn.transform import chain, has_field, is_transform
+from accelfn.transform import chain, is_transform
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data
 from accelfn.update import finalize

@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 import torch
 
+from accelfn.arguments import is_number
 from accelfn.errors import ArgumentError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,8 +40,7 @@ class Difference:
 
 
 def _is_tolerance(_owner: object, field: "attrs.Attribute[float]", value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf:
+    if not is_number(value) or not 0 <= value < math.inf:
         msg = f"{field.name}={value!r}: expected a finite number, 0 or more."
         raise ArgumentError(msg)
 

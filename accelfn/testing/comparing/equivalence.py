@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelfn import schedules, tree
+from accelfn.arguments import is_integer
 from accelfn.batches import batches
 from accelfn.collectives import mean
 from accelfn.data import Data
@@ -88,7 +89,7 @@ def assert_equivalent(
         msg = "assert_equivalent(make=, optimizer=): the state that make returns has its own."
         raise ArgumentError(msg)
     counts = [updates, *sizes]
-    if not sizes or not all(isinstance(each, int) and each >= 1 for each in counts):
+    if not sizes or not all(is_integer(each, 1) for each in counts):
         msg = (
             f"assert_equivalent(updates={updates!r}, sizes={sizes!r}): expected counts of"
             " 1 or more."

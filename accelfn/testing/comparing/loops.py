@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from accelfn import tree
+from accelfn.arguments import check_integer
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, LawError
 from accelfn.grads import Grads
@@ -117,11 +118,7 @@ def compare_loops(
         >>> print(compare_loops(lambda: loop(0.1), lambda: loop(0.1), steps=3))
         3 updates agree exactly, in loss, params
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        msg = (
-            f"compare_loops(steps={steps!r}): expected a number of updates, 1 or more."
-        )
-        raise ArgumentError(msg)
+    check_integer("compare_loops", "steps", steps, 1, "a number of updates")
     near, equal = Comparison(rtol=rtol, atol=atol, sides=_SIDES), Comparison()
     with _running(old, steps) as reports:
         trusted = [tree.clone(dict(each)) for each in reports]

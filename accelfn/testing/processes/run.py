@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
 import attrs
 
+from accelfn.arguments import is_integer
 from accelfn.errors import ArgumentError, Error
 from accelfn.testing.processes.rank import Answer, Surroundings, packed, serve
 from accelfn.world import World
@@ -90,7 +91,7 @@ def run_processes(
 
 
 def _check(size: int, fn: object, timeout: float) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_integer(size, 1):
         msg = f"run_processes({size!r}, ...): expected a number of ranks, 1 or more."
         raise ArgumentError(msg)
     if not callable(fn):

@@ -8,8 +8,9 @@ import attrs
 from hypothesis import strategies as st
 
 from accelfn.errors import ArgumentError
+from accelfn.fields import FIELDS, has_field
 from accelfn.testing.catalog import CATALOG, Row, fields_of, row_of
-from accelfn.transform import FIELDS, Transform, chain, has_field, is_transform
+from accelfn.transform import Transform, chain, is_transform
 
 
 def chains(

@@ -8,21 +8,13 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from accelfn.arguments import integer
 from accelfn.errors import ArgumentError
 from accelfn.testing.strategies.code import as_code, print_code
 from accelfn.testing.strategies.lift import lifted
 
-
-def _is_size(_owner: object, field: Any, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        msg = f"Net({field.name}={value!r}): expected a number of features, 1 or more."
-        raise ArgumentError(msg)
-
-
-def _is_depth(_owner: object, _field: object, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        msg = f"Net(depth={value!r}): expected a number of hidden layers, 0 or more."
-        raise ArgumentError(msg)
+_FEATURES = integer(1, "a number of features", within="")
+_LAYERS = integer(0, "a number of hidden layers", within="")
 
 
 def _is_floating(_owner: object, _field: object, value: object) -> None:
@@ -58,8 +50,8 @@ class Net:
         Linear(in_features=2, out_features=2, bias=True)
     """
 
-    depth: int = attrs.field(default=0, validator=_is_depth)
-    width: int = attrs.field(default=1, validator=_is_size)
+    depth: int = attrs.field(default=0, validator=_LAYERS)
+    width: int = attrs.field(default=1, validator=_FEATURES)
     bias: bool = True
     tied: bool = False
     frozen: bool = False
@@ -68,8 +60,8 @@ class Net:
     dropout: bool = False
     dyadic: bool = False
     dtype: str = attrs.field(default="float64", validator=_is_floating)
-    inputs: int = attrs.field(default=3, validator=_is_size)
-    outputs: int = attrs.field(default=2, validator=_is_size)
+    inputs: int = attrs.field(default=3, validator=_FEATURES)
+    outputs: int = attrs.field(default=2, validator=_FEATURES)
 
     __repr__ = as_code
     _repr_pretty_ = print_code

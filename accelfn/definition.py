@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a state is a state of: the part of a training that an update does not change."""
+
+from typing import Any
+
+import attrs
+import torch
+
+from accelfn.data import Data
+from accelfn.errors import ArgumentError
+from accelfn.model import Skeleton
+from accelfn.schedules import Schedule
+from accelfn.transform import chain
+from accelfn.world import World
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Definition:
+    """What a state is a state of: everything that is not saved and does not change.
+
+    `cache` holds what is derived from it and can be made again (the engine, composed
+    functions); it lives as long as the states that share this definition.
+    """
+
+    skeleton: Skeleton
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule | None
+    data: Data | None
+    setup: chain
+    world: World
+    name: str
+    cache: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
+
+
+def checked_world(world: Any) -> World:
+    """Return the world of a definition; None is that of one process.
+
+    Raises:
+        ArgumentError: it is no world.
+    """
+    world = World.single() if world is None else world
+    if isinstance(world, World):
+        return world
+    msg = f"TrainState.create(world={world!r}): expected an af.World."
+    raise ArgumentError(msg)
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise unless it is a schedule, or None.
+
+    Raises:
+        ArgumentError: it is no function.
+    """
+    if schedule is not None and not callable(schedule):
+        msg = (
+            f"TrainState.create(schedule={schedule!r}): expected a function of the"
+            " update number; see af.schedules."
+        )
+        raise ArgumentError(msg)
+
+
+def as_data(data: Any) -> Data | None:
+    """Return the data of a definition, or None; of a DataLoader, what it stands for.
+
+    Raises:
+        ArgumentError: it is neither.
+        DataError: what the DataLoader does has no counterpart.
+    """
+    if data is None or isinstance(data, Data):
+        return data
+    if isinstance(data, torch.utils.data.DataLoader):
+        return Data.from_loader(data)
+    msg = (
+        f"TrainState.create(data={type(data).__name__}): expected af.Data(dataset,"
+        " batch_size=...), a torch DataLoader or None."
+    )
+    raise ArgumentError(msg)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a run must say alike of their states, before they train together."""
+
+import re
+from typing import Any
+
+import torch
+
+from accelfn.collectives import check_rows
+from accelfn.data.fingerprint import form_of
+from accelfn.errors import Error
+from accelfn.optimizer import kind_of
+from accelfn.schedules import Schedule
+from accelfn.state import TrainState
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_ASKED = 0, 1, 10, 100, 1000
+"""Updates at which a schedule is asked: of two functions, only what they return compares."""
+
+
+def check_definitions(state: TrainState) -> None:
+    """Raise unless all ranks have one setup, optimizer, schedule and seed, and one data.
+
+    Data is compared where ranks share it, by `shard_data`: elsewhere each may have its own.
+
+    Cost: two small all-gathers, once a state.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    check_rows(
+        _rows(state),
+        state.world,
+        label="compare definitions",
+        advice=(
+            "Such ranks would drift apart in silence. Give TrainState.create the same setup,"
+            " optimizer, schedule, seed and data on all of them."
+        ),
+    )
+
+
+def _rows(state: TrainState) -> dict[str, str]:
+    definition = state.definition
+    names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
+    rows = {"seed": str(state.seed)}
+    for i, each in enumerate(definition.setup):
+        rows[f"transform {i}"] = _shown(each)
+    rows["optimizer"] = kind_of(definition.optimizer, names)
+    for i, group in enumerate(definition.optimizer.param_groups):
+        for name, value in sorted(group.items()):
+            if name != "params":
+                rows[f"{name} of parameter group {i}"] = str(_plain(value))
+    if definition.schedule is not None:
+        rows["schedule"] = _factors(definition.schedule)
+    if definition.data is not None and definition.setup.having("data"):
+        rows |= {f"data, {k}": str(v) for k, v in form_of(definition.data).items()}
+    return rows
+
+
+def _shown(transform: Any) -> str:
+    """Return a transform of ours as it is written; of another's the name alone."""
+    own = type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return _ADDRESS.sub("", repr(transform)) if own else transform.name
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() == 1 else tuple(value.shape)
+    plain = isinstance(value, (int, float, str, tuple, type(None)))
+    return value if plain else type(value).__name__
+
+
+def _factors(schedule: Schedule) -> str:
+    try:
+        return str([float(schedule(update)) for update in _ASKED])
+    except (ArithmeticError, LookupError, ValueError, Error):  # it ends before
+        return getattr(schedule, "__qualname__", type(schedule).__name__)

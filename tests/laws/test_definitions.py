@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that would train something else than one another are told so before they do."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.errors import ReplicaMismatchError
+from accelfn.testing import simulate
+
+X = torch.linspace(-1, 1, 96).reshape(32, 3)
+SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+SHARED = af.chain(af.shard_data(), af.wrap_ddp())
+
+PARTS: dict[str, list[Callable[[], Any]]] = {
+    "optimizer": [
+        lambda: partial(SGD, lr=0.1),
+        lambda: partial(SGD, lr=0.2),
+        lambda: partial(SGD, lr=torch.tensor(0.3)),
+        lambda: partial(SGD, lr=0.1, momentum=0.5),
+        lambda: partial(ADAM, lr=0.1),
+    ],
+    "setup": [
+        lambda: SHARED,
+        lambda: af.chain(SHARED, af.clip_grad_norm(1.0)),
+        lambda: af.chain(SHARED, af.clip_grad_norm(2.0)),
+        lambda: af.chain(SHARED, af.accumulate(num_micro_batches=2)),
+    ],
+    "schedule": [
+        lambda: None,
+        lambda: lambda update: 1 / (1 + update),
+        lambda: lambda update: 1 / (2 + update),
+        lambda: af.schedules.warmup_cosine(2, num_updates=20),
+    ],
+    "data": [
+        lambda: af.Data(X, batch_size=8),
+        lambda: af.Data(X, batch_size=16),
+        lambda: af.Data(X[:24], batch_size=8),
+        lambda: af.Data(X, batch_size=8, shuffle=True),
+    ],
+    "seed": [lambda: 0, lambda: 1],
+}
+
+
+def trained(choices: list[dict[str, int]]) -> list[str]:
+    """Train an update on ranks that made these choices; return how each rank ended."""
+
+    def rank(world: af.World) -> str:
+        chosen = {part: PARTS[part][i]() for part, i in choices[world.rank].items()}
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 3, 1), world=world, **chosen
+        )
+        step = af.make_step(lambda model, batch: model(batch).square().mean())
+        try:
+            af.build(state)
+        except ReplicaMismatchError as error:
+            return str(error)
+        step(state, next(iter(af.batches(state))))
+        return ""
+
+    return list(simulate(len(choices), rank).results)
+
+
+choices = st.fixed_dictionaries(
+    {part: st.integers(0, len(made) - 1) for part, made in PARTS.items()}
+)
+
+
+@given(common=choices, size=st.integers(2, 3), data=st.data())
+def test_definitions_that_differ_are_refused(
+    common: dict[str, int], size: int, data: st.DataObject
+) -> None:
+    """Made alike on each rank, they train; with one part that differs, all ranks say so."""
+    ranks = [dict(common) for _ in range(size)]
+    assert trained(ranks) == [""] * size
+    part = data.draw(st.sampled_from(list(PARTS)))
+    other = data.draw(
+        st.integers(0, len(PARTS[part]) - 1).filter(lambda i: i != common[part])
+    )
+    odd = data.draw(st.integers(0, size - 1))
+    ranks[odd][part] = other
+    said = trained(ranks)
+    assert len(set(said)) == 1
+    assert said[0].startswith("The ranks hold states that differ")
+    assert all(f"\n  rank {rank}: " in said[0] for rank in range(size))
+
+
+def test_data_of_each_rank_may_be_its_own() -> None:
+    """Where ranks share none, nothing is compared."""
+
+    def rank(world: af.World) -> int:
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 3, 1),
+            optimizer=partial(SGD, lr=0.1),
+            setup=af.wrap_ddp(),
+            data=af.Data(X[world.rank :], batch_size=8 + world.rank),
+            world=world,
+        )
+        step = af.make_step(lambda model, batch: model(batch).square().mean())
+        return step(state, next(iter(af.batches(state))))[0].step
+
+    assert simulate(2, rank).results == (1, 1)
+
+
+def test_functions_may_lie_anywhere() -> None:
+    """Setups whose functions are each rank's own are alike; others are shown as written."""
+
+    def rank(world: af.World, clipped: float) -> str:
+        setup = af.chain(
+            SHARED,
+            af.compile(backend=lambda graph, _: graph),
+            af.clip_grad_norm(clipped),
+        )
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 3, 1),
+            optimizer=partial(SGD, lr=0.1),
+            setup=setup,
+            schedule=lambda _: 1.0,
+            world=world,
+        )
+        try:
+            af.build(state)
+        except ReplicaMismatchError as error:
+            return str(error)
+        return ""
+
+    assert simulate(2, lambda world: rank(world, 1.0)).results == ("", "")
+    said, _ = simulate(2, lambda world: rank(world, 1.0 + world.rank)).results
+    assert "rank 0: transform 3: af.clip_grad_norm(1.0)\n" in said
+    assert "rank 1: transform 3: af.clip_grad_norm(2.0)\n" in said
