@@ -3,9 +3,10 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -22,6 +23,8 @@ from accelfn.errors import (
 )
 
 _MODEL = "model.safetensors"
+Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.Told]]
+"""Shows of some work, in bytes, how much is done: the block is told what was read."""
 
 
 def ls(directory: str) -> tuple[list[str], int]:
@@ -91,36 +94,41 @@ def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
     return rows, 0
 
 
-def verify(directory: str) -> tuple[list[str], int]:
+def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     """Return whether every byte of a checkpoint, or of all of a store, is as it was saved."""
     store = Path(directory)
     steps = () if (store / NAME).exists() else steps_in(store)
     folders = [store / name_of(step) for step in steps] or [store]
     rows, code = list[str](), 0
     for folder in folders:
-        for row, is_whole in _verified(folder):
+        for row, is_whole in _verified(folder, bar):
             rows.append(row)
             code = code if is_whole else 1
     return rows, code
 
 
-def _verified(folder: Path) -> Iterator[tuple[str, bool]]:
+def _verified(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
     try:
         manifest = read_manifest(folder)
     except CheckpointCorruptError as error:
         yield str(error), False
         return
     yield f"{folder / NAME}: whole", True
-    for name, file in manifest.files.items():
-        try:
-            files.read(folder / name, file, frozenset())
-        except CheckpointCorruptError as error:
-            yield str(error), False
-        else:
-            yield f"{folder / name}: whole", True
+    with bar(folder.name, _size(manifest)) as told:
+        for name, file in manifest.files.items():
+            try:
+                files.read(folder / name, file, frozenset(), told=told)
+            except CheckpointCorruptError as error:
+                yield str(error), False
+            else:
+                yield f"{folder / name}: whole", True
 
 
-def diff(first: str, second: str) -> tuple[list[str], int]:
+def _size(manifest: Manifest) -> int:
+    return sum(file.size for file in manifest.files.values())
+
+
+def diff(first: str, second: str, *, bar: Bar) -> tuple[list[str], int]:
     """Return how two checkpoints differ."""
     names = first, second
     folders = [_folder(name) for name in names]
@@ -128,12 +136,15 @@ def diff(first: str, second: str) -> tuple[list[str], int]:
     one, other = manifests
     rows = list(_differing(facts(one), facts(other), names))
     for rank in range(max(one.world_size, other.world_size)):
-        left, right = (
-            _Side(folder, manifest, rank, dict(leaves(manifest, rank)))
-            for folder, manifest in zip(folders, manifests, strict=True)
-        )
         prefix = f"rank {rank}: " if rank else ""
-        rows += [prefix + row for row in _compared(left, right, names)]
+        tables = [dict(leaves(manifest, rank)) for manifest in manifests]
+        tensors = (t for each in tables for t in each.values() if isinstance(t, Tensor))
+        with bar(f"rank {rank}", sum(each.size for each in tensors)) as told:
+            left, right = (
+                _Side(*each, rank=rank, told=told)
+                for each in zip(folders, manifests, tables, strict=True)
+            )
+            rows += [prefix + row for row in _compared(left, right, names)]
     left, right = ({f"kept.{n}": v for n, v in each.kept.items()} for each in manifests)
     rows += _differing(left, right, names)
     return rows, int(bool(rows))
@@ -145,12 +156,17 @@ class _Side:
 
     folder: Path
     manifest: Manifest
-    rank: int
     leaves: Mapping[Place, Any]
+    rank: int
+    told: files.Told
 
     def read(self, tensor: Tensor) -> torch.Tensor:
         source = Source(
-            folder=self.folder, manifest=self.manifest, rank=self.rank, verify=False
+            folder=self.folder,
+            manifest=self.manifest,
+            rank=self.rank,
+            verify=False,
+            told=self.told,
         )
         return source.tensors({tensor.name})[tensor.name]
 
@@ -198,12 +214,18 @@ def _differing(
             yield f"{name}: {_told(one[name])}, {_told(other[name])}"
 
 
-def export(directory: str, out: str, slot: str | None = None) -> tuple[list[str], int]:
+def export(
+    directory: str, out: str, slot: str | None = None, *, bar: Bar
+) -> tuple[list[str], int]:
     """Write a checkpoint's model to a new directory, as `af.export_model` does."""
     folder = _folder(directory)
     manifest = read_manifest(folder)
     names = _exported(folder, manifest, slot)
-    tensors = Source(folder=folder, manifest=manifest).tensors(set(names.values()))
+    read_from = {manifest.file_of(name, 0) for name in names.values()}
+    size = sum(manifest.files[file].size for file in read_from)
+    with bar(folder.name, size) as told:
+        source = Source(folder=folder, manifest=manifest, told=told)
+        tensors = source.tensors(set(names.values()))
     job = commit.Save(final=Path(out).absolute(), step=manifest.step, rank=0, size=1)
     try:
         commit.begin(job)

@@ -32,6 +32,7 @@ class Source:
         weights: of the ranks in the mean of what was theirs; None: as this rank had it.
         sharded: the state's DTensors, by name.
         slots: those that take the place of the ranks' own, where there is a mean.
+        told: how many bytes have been read since it was last called.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class Source:
     weights: tuple[float, ...] | None = None
     slots: Mapping[str, Any] = attrs.field(factory=dict)
     sharded: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    told: files.Told = files.unheard
 
     def fields(self) -> dict[str, Any]:
         """Return all fields."""
@@ -86,6 +88,7 @@ class Source:
                 {name for each, name in places if each == file},
                 device=self.device,
                 verify=self.verify,
+                told=self.told,
             )
             found |= {(file, name): tensor for name, tensor in tensors.items()}
         return found

@@ -12,12 +12,12 @@ import hashlib
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, TypeAlias, cast
 
 import attrs
 import torch
@@ -49,6 +49,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+Told: TypeAlias = Callable[[int], object]
 _NAMES_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -160,6 +161,10 @@ def write(
     return File(size, ends[-1] if ends else first, first, entries)
 
 
+def unheard(_count: int) -> None:
+    """Tell nobody."""
+
+
 def read(
     path: Path,
     file: File,
@@ -167,6 +172,7 @@ def read(
     *,
     device: str = "cpu",
     verify: bool = True,
+    told: Told = unheard,
 ) -> dict[str, torch.Tensor]:
     """Return the wanted tensors of a file that is what it was.
 
@@ -176,6 +182,7 @@ def read(
         wanted: the names of those to be returned.
         device: on which.
         verify: whether to read all of it and compare its digests.
+        told: how many bytes have been read since it was last called.
 
     Raises:
         CheckpointCorruptError: it is not there, or not what was written; the first tensor
@@ -188,7 +195,7 @@ def read(
                 msg = f"{path}: {size} bytes, the manifest says {file.size}."
                 raise CheckpointCorruptError(msg)
             reader = _read_verified if verify else _read_some
-            found = reader(stream, path, file, wanted)
+            found = reader(stream, path, file, wanted, told)
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
@@ -196,7 +203,7 @@ def read(
 
 
 def _read_some(
-    stream: BinaryIO, _path: Path, file: File, wanted: AbstractSet[str]
+    stream: BinaryIO, _path: Path, file: File, wanted: AbstractSet[str], told: Told
 ) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in wanted:
@@ -205,11 +212,12 @@ def _read_some(
         found[name] = entry.empty()
         for block in _blocks(bytes_of(found[name])):
             _fill(stream, block)
+            told(len(block))
     return found
 
 
 def _read_verified(
-    stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str]
+    stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str], told: Told
 ) -> dict[str, torch.Tensor]:
     """Read all of a file, hashing what was read while more is."""
     found: dict[str, torch.Tensor] = {}
@@ -235,6 +243,7 @@ def _read_verified(
 
         def fill(values: memoryview, what: str, expected: str) -> None:
             _fill(stream, values)
+            told(len(values))
             under_way.append((what, expected, pool.submit(hashed, values)))
 
         fill(memoryview(bytearray(begin)), "its header", file.header_sha256)

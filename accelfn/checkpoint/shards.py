@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn.arguments import is_integer
 from accelfn.checkpoint import disk, files
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 
@@ -34,7 +35,7 @@ def bytes_in(size: object) -> int:
     Raises:
         ArgumentError: it is neither, or less than 1.
     """
-    found = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    found = size if is_integer(size) else 0
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match:
         unit = match[2] or ""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 
 import attrs
 
+from accelfn.arguments import is_integer
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import keep as keeping
 from accelfn.checkpoint.background import Buffers, Writing, talk_directory
@@ -318,10 +319,7 @@ class CheckpointStore:
 def _check_options(
     keep: object, keep_best: object, best_is: object, every: object
 ) -> None:
-    def count(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-    if keep is not None and not count(keep):
+    if keep is not None and not is_integer(keep, 1):
         msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
     elif not (keep_best is None or isinstance(keep_best, str)):
         msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
@@ -329,7 +327,7 @@ def _check_options(
         msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
     elif not (
         every is None
-        or count(every)
+        or is_integer(every, 1)
         or (isinstance(every, timedelta) and every > timedelta())
     ):
         msg = (

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`progress`: a bar for long work, where somebody is looking."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich import progress as bars
@@ -11,6 +12,7 @@ from accelfn.errors import ArgumentError
 from accelfn.world import World
 
 T = TypeVar("T")
+_TIMES = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
 
 
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
@@ -48,8 +50,25 @@ def _shown(work: Iterable[T], label: str) -> Iterator[T]:
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TimeRemainingColumn(),
+        *_TIMES,
     )
     with bars.Progress(*columns, console=console) as shown:
         yield from shown.track(work, total=total, description=label)
+
+
+@contextmanager
+def bar_of_bytes(label: str, total: int) -> Generator[Callable[[int], object]]:
+    """Show a bar of so many bytes; the block calls what it gets with how many more are done."""
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        *_TIMES,
+    )
+    console = Console(stderr=True)
+    # what has ended leaves its result, and no bar
+    with bars.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task(label, total=total)
+        yield lambda count: shown.advance(task, count)

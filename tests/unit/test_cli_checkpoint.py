@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelfn checkpoint`: what it says of checkpoints is what is in them."""
 
+import io
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import attrs
 import pytest
 import safetensors.torch
 import torch
+from rich.progress import Progress
 from torch import nn
 
 import accelfn as af
@@ -85,6 +87,39 @@ def refused(capsys, *words):
     assert err.startswith("accelfn checkpoint: ")
     assert err.count("\n") == 1
     return err
+
+
+# progress
+
+
+class Terminal(io.StringIO):
+    """A terminal, as far as anybody can tell."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("act", ["verify", "diff", "export"])
+def test_a_bar_shows_what_was_read(act, store, tmp_path, capsys, monkeypatch):
+    """On a terminal, to the last byte; elsewhere nothing is written."""
+    second = {"verify": [], "diff": [store]}.get(act, [tmp_path / "first"])
+    assert run(capsys, act, store, *second)[2] == ""
+    counts: list[tuple[float, float | None]] = []
+    advance = Progress.advance
+
+    def counted(self, task, advanced=1):
+        advance(self, task, advanced)
+        counts.append((self.tasks[0].completed, self.tasks[0].total))
+
+    monkeypatch.setattr(Progress, "advance", counted)
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    second = {"verify": [], "diff": [store]}.get(act, [tmp_path / "second"])
+    assert main(["checkpoint", act, *map(str, [store, *second])]) == 0
+    assert shown.getvalue()
+    done, total = counts[-1]
+    assert 0 < done == total
 
 
 # ls
