@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from accelfn.collectives import reduce
+from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 
@@ -74,6 +75,11 @@ def stopping(
     the run was not finished. Left without such a request, the block ends nothing; a signal
     that came after it was last asked for comes again, as if there were no block.
 
+    A rank that waits in a collective notes nothing before that ends. Where another rank may
+    hang, give `World.from_env(timeout=...)` less than the time that the scheduler leaves
+    between its signal and SIGKILL, 30 s for torchrun and `accelfn launch`: the error comes
+    then, and names the rank.
+
     Args:
         world: whose ranks end together, whichever of them was asked.
         signals: which.
@@ -88,6 +94,10 @@ def stopping(
         ...     stop.requested()
         False
     """
+    check_world("af.stopping", world)
+    if not isinstance(signals, Sequence):
+        msg = f"af.stopping(signals={signals!r}): expected a list of signals."
+        raise ArgumentError(msg)
     stop, before = Stop(world), getattr(_asked, "stop", None)
     handlers: dict[signal.Signals, Any] = {}
     try:

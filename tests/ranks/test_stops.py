@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,39 @@ def test_a_launched_run_stops_and_goes_on(to: str, tmp_path: Path) -> None:
     whole = finished(tmp_path / "whole", updates)
     assert len(whole) == 1
     assert whole == finished(store.directory, updates)
+
+
+@pytest.mark.ranks(2)
+def test_a_signal_waits_for_a_collective() -> None:
+    """Asked to end while it waits for a rank that hangs, a rank ends in time, and says why."""
+    command = [sys.executable, str(SCRIPT.with_name("waits.py"))]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    runs = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert runs[0].stdout is not None
+        assert runs[0].stdout.readline() == "waits\n"
+        os.kill(runs[0].pid, signal.SIGTERM)
+        _, error = runs[0].communicate(timeout=25)  # less than a launcher's grace
+        assert runs[0].returncode == 1
+        assert (
+            "waited in 'stopping', but rank 1 failed, left or did not arrive" in error
+        )
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
 
 
 def racing(pipe: Connection) -> None:

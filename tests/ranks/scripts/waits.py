@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank 1 hangs in a block of `af.stopping`, and rank 0 waits for it, for three seconds."""
+
+import sys
+import time
+
+import accelfn as af
+
+with (
+    af.World.from_env(device="cpu", timeout=3) as world,
+    af.stopping(world) as stop,
+):
+    stop.requested()
+    if world.rank == 1:
+        time.sleep(600)
+    sys.stdout.write("waits\n")
+    sys.stdout.flush()
+    stop.requested()
