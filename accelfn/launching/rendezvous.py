@@ -8,11 +8,13 @@ of its own.
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -30,6 +32,25 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     """Return how machines meet, in torch's terms."""
     if machines.rank is not None:
         return NumberedRendezvous(machines, machines.rank)
+    if machines.backend != "c10d" or not _is_here(machines):
+        return _torchs(machines)
+    # torch asks its machine's name for an address, which often is another one
+    try:
+        return _torchs(machines, is_host=True)
+    except RendezvousConnectionError:  # another launcher of this machine does it
+        return _torchs(machines, is_host=False)
+
+
+def _is_here(machines: Machines) -> bool:
+    """Whether the machines meet at this one."""
+    host = machines.endpoint.rpartition(":")[0].strip("[]")
+    return any(
+        where[0] == machines.address
+        for *_, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    )
+
+
+def _torchs(machines: Machines, **options: bool) -> RendezvousHandler:
     seconds = int(machines.join_seconds)
     return get_rendezvous_handler(
         RendezvousParameters(
@@ -41,6 +62,7 @@ def handler_of(machines: Machines) -> RendezvousHandler:
             local_addr=machines.address,
             timeout=seconds,
             join_timeout=seconds,
+            **options,
         )
     )
 

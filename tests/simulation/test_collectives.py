@@ -129,7 +129,9 @@ def test_reduce_scatter(op, dtype):
         (dist.ReduceOp.MAX, torch.complex64),
         (dist.ReduceOp.SUM, torch.int16),
         (dist.ReduceOp.SUM, torch.float8_e4m3fn),
-        (dist._make_nccl_premul_sum(2.0), torch.float32),
+        pytest.param(
+            dist._make_nccl_premul_sum(2.0), torch.float32, id="premultiplied"
+        ),
     ],
     ids=str,
 )
