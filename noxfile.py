@@ -14,7 +14,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 WITH_TESTS = (
     *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8]"),
-    *("sybil", "schedulefree", "lomo-optim"),
+    *("sybil", "schedulefree", "lomo-optim", "pytest-xdist"),
     "openmpi",  # its mpirun
     *("ipykernel", "nbclient"),  # notebooks, executed
     *("accelerate", "datasets", "transformers"),  # what others read and write
@@ -50,9 +50,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests: units, laws, ranks, docs and examples."""
+    """Run all tests: units, laws, ranks, docs and examples, a file on each core."""
     install(session, *WITH_TESTS)
-    run(session, "pytest", "--hypothesis-profile=ci", *session.posargs)
+    side_by_side = "-n", "auto", "--dist", "loadfile"
+    run(session, "pytest", "--hypothesis-profile=ci", *side_by_side, *session.posargs)
 
 
 @nox.session

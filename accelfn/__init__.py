@@ -108,6 +108,7 @@ if _TYPE_CHECKING:
     from accelfn.checkpoint import save_pretrained as save_pretrained
     from accelfn.control import assert_replicas_agree as assert_replicas_agree
     from accelfn.control import main_first as main_first
+    from accelfn.control import on_main as on_main
     from accelfn.control import on_rank as on_rank
     from accelfn.control import print_in_order as print_in_order
     from accelfn.evaluation import evaluate as evaluate
@@ -166,6 +167,7 @@ _LATER = {
     "accelfn.control": (
         "assert_replicas_agree",
         "main_first",
+        "on_main",
         "on_rank",
         "print_in_order",
     ),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from accelfn.arguments import is_integer
 from accelfn.cursor import Cursor
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.reading import Reading
@@ -77,9 +78,7 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
             " TrainState.create(data=af.Data(...))."
         )
         raise StateError(msg)
-    if isinstance(epochs, bool) or not (
-        epochs is None or (isinstance(epochs, int) and epochs >= 1)
-    ):
+    if epochs is not None and not is_integer(epochs, 1):
         msg = (
             f"af.batches(epochs={epochs!r}): expected an integer of at least 1, or"
             " None."

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -25,12 +28,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 for a mistake in the command line, 130 after Ctrl-C; 1 where
         checkpoints differ, or one is not what was saved; of `launch` and `test`, that of
-        the rank that failed first.
+        the rank that failed first; 141, as of SIGPIPE, where the reader of what is printed
+        left before its end.
 
     Example:
         >>> main(["launch", "--nproc", "0", "train.py"])
         2
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, and not at the interpreter's end
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _reader_left() -> bool:
+    """Return whether nobody reads what is printed; the rest of it then goes nowhere."""
+    try:
+        out = sys.stdout.fileno()
+    except OSError:  # it is kept in this process
+        return False
+    asks = select.poll()
+    asks.register(out, 0)  # errors are always told
+    if not asks.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return True
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = _parser().parse_args(argv)
     try:
         commands = {
@@ -217,8 +247,11 @@ def _replay(words: argparse.Namespace) -> int:
 
 def _checkpoint(words: argparse.Namespace) -> int:
     from accelfn.checkpoint import command  # noqa: PLC0415  as above
+    from accelfn.track.progress import bar_of_bytes  # noqa: PLC0415  as above
 
     given = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
+    if words.act in ("verify", "diff", "export"):  # which read all of it
+        given["bar"] = bar_of_bytes
     try:
         rows, code = getattr(command, words.act)(**given)
     except OSError as error:
@@ -279,7 +312,7 @@ def _config(words: argparse.Namespace) -> int:
 
 
 def _env(words: argparse.Namespace) -> int:
-    from accelfn.launching.machine import describe  # noqa: PLC0415  as above
+    from accelfn.launching.environment import describe  # noqa: PLC0415  as above
 
     sys.stdout.write(describe(settings.find(words.config), as_json=words.as_json))
     return 0

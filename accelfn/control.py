@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who does what, and who goes first: plain code that runs on some ranks of a world."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, cast
 
-from accelfn.collectives import barrier, gather_text
-from accelfn.collectives.packed import check_replicas
-from accelfn.collectives.trees import check_root
+import torch
+
+from accelfn.arguments import is_integer
+from accelfn.codec import has_state
+from accelfn.collectives import barrier, check_rows, checksum, gather_text
+from accelfn.collectives.agreed import check_world
+from accelfn.collectives.calls import shown
+from accelfn.errors import ArgumentError
 from accelfn.state import TrainState
 from accelfn.world import World
 
@@ -17,14 +23,19 @@ R = TypeVar("R")
 
 
 def on_rank(
-    world: World, rank: int = 0
+    world: World, rank: int = 0, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     """Return a decorator: the function runs on one rank, and gives None on the others.
 
     Nothing is communicated; for a result that all need, see `af.broadcast_object`.
 
+    Args:
+        world: whose ranks come to the function.
+        rank: on which one it runs; -1 is the last, and so on backwards.
+        local: whether that counts within a machine, so that it runs once on each.
+
     Raises:
-        ArgumentError: the world has no such rank.
+        ArgumentError: the world, or this machine, has no such rank; or it is no function.
 
     Example:
         >>> @on_rank(World.single())
@@ -33,12 +44,53 @@ def on_rank(
         >>> greet()
         'hello'
     """
-    check_root("on_rank", rank, world)
+    return _on("af.on_rank", world, rank, local=local)
+
+
+def on_main(
+    world: World, *, local: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Return a decorator: the function runs on rank 0, and gives None on the others.
+
+    Args:
+        world: whose ranks come to the function.
+        local: whether it runs once on each machine, on the first rank there: to write to a
+            disk that each has for itself.
+
+    Raises:
+        ArgumentError: it is no function.
+
+    Example:
+        >>> on_main(World.single())(max)(1, 2)
+        2
+    """
+    return _on("af.on_main", world, 0, local=local)
+
+
+def _on(
+    call: str, world: World, rank: int, *, local: bool
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    check_world(call, world)
+    mine, size = world.rank, world.size
+    if local:
+        mine, size = world.local_rank, world.local_size
+    if not is_integer(rank) or not -size <= rank < size:
+        where = "a local rank" if local else "a rank"
+        msg = (
+            f"{call}(rank={rank!r}): expected {where} from 0 to {size - 1}, or one counted"
+            f" from the last, from -1 to {-size}."
+        )
+        raise ArgumentError(msg)
+    runs = mine == rank % size
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+        if not callable(function):
+            msg = f"{call}(...)({function!r}): expected a function."
+            raise ArgumentError(msg)
+
         @wraps(function)
         def there(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            return function(*args, **kwargs) if world.rank == rank else None
+            return function(*args, **kwargs) if runs else None
 
         return there
 
@@ -46,22 +98,30 @@ def on_rank(
 
 
 @contextmanager
-def main_first(world: World) -> Generator[None]:
+def main_first(world: World, *, local: bool = False) -> Generator[None]:
     """Let rank 0 go through a `with` block before the others enter it.
 
     For work whose result the others find done: a download, a cache. Where rank 0 raises, the
     others are let in all the same, and do it or fail for themselves.
 
-    Law: no other rank enters before rank 0 has left.
+    Args:
+        world: whose ranks come to the block.
+        local: whether the first rank of each machine goes first, all of these at a time: for
+            work on a disk that each machine has for itself.
+
+    Law: no other rank enters before rank 0 has left; with `local`, before the first ranks of
+    all machines have.
 
     Cost: one barrier.
     """
-    if not world.is_main:
+    check_world("af.main_first", world)
+    first = world.local_rank == 0 if local else world.is_main
+    if not first:
         barrier(world)
     try:
         yield
     finally:
-        if world.is_main:
+        if first:
             barrier(world)
 
 
@@ -70,6 +130,7 @@ def print_in_order(world: World, *values: object) -> None:
 
     Cost: a gather of the texts.
     """
+    check_world("af.print_in_order", world)
     mine = " ".join(map(str, values))
     texts = gather_text(mine, world, label="print_in_order")
     if world.is_main:
@@ -78,15 +139,66 @@ def print_in_order(world: World, *values: object) -> None:
 
 
 def assert_replicas_agree(state: TrainState) -> None:
-    """Raise, on all ranks, unless they hold the same parameters and buffers.
+    """Raise, on all ranks, unless they hold the same state.
 
-    Under `local_sgd` they do only after an average, and batch statistics may always differ.
+    Compared are, in this order, the numbers of updates taken and skipped, the seed, the place
+    in the data, parameters, optimizer state, slots and buffers, bit by bit. Slots of
+    transforms that have `merge`, which are each rank's own, are not, nor is the memory of a
+    stream of data. Under `local_sgd` replicas agree only after an average, and batch
+    statistics only under `sync_batchnorm`.
 
-    Cost: a sum over every tensor, and two small gathers.
+    Law: ranks that differ in one bit, or in the places of two elements, are told.
+
+    Cost: a few passes over every tensor, and two gathers, of a line for each.
 
     Raises:
-        ReplicaMismatchError: they do not; the first tensor that differs is named, a row a rank.
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
     """
+    if not isinstance(state, TrainState):
+        msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
+        raise ArgumentError(msg)
     state.lease.check()
-    tensors = {**state.params, **state.buffers}
-    check_replicas(tensors, state.world, label="replicas agree", values=True)
+    own = {each.name for each in state.setup.having("merge")}
+    compared = {
+        "step": state.step,
+        "num_skipped": state.num_skipped,
+        "seed": state.seed,
+        "cursor": {"epoch": state.cursor.epoch, "samples": state.cursor.samples},
+        "params": state.params,
+        "opt_state": state.opt_state,
+        "slots": {name: s for name, s in state.slots.items() if name not in own},
+        "buffers": state.buffers,
+    }
+    if state.world.size > 1:
+        rows = {
+            name: row
+            for field in compared
+            for name, row in _rows(field, compared[field])
+        }
+        check_rows(rows, state.world, label="replicas agree", advice=_DRIFTED)
+
+
+_DRIFTED = (
+    "Look for what differs by rank in transforms and steps of your own, for parameters that are"
+    " written outside of a step, and for operations that are not deterministic. Buffers of"
+    " batch statistics are each rank's own without af.sync_batchnorm(), and all is so between"
+    " the averages of af.local_sgd."
+)
+
+
+def _rows(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield what there is at and below a place, and what ranks say of it."""
+    if isinstance(value, torch.Tensor):
+        yield path, f"{shown(value)}, checksum {int(checksum(value))}"
+    elif isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        for key, inner in items:
+            yield from _rows(f"{path}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for place, inner in enumerate(cast("list[Any]", value)):
+            yield from _rows(f"{path}[{place}]", inner)
+    elif has_state(value):
+        yield from _rows(path, value.state_dict())
+    else:  # of an object of any other kind, which no checkpoint would have, its kind
+        plain = isinstance(value, (str, int, float, complex, bytes, NoneType))
+        yield path, repr(value) if plain else type(value).__name__

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from accelfn.arguments import is_number
 from accelfn.collectives import all_reduce_
 from accelfn.data import Batch
 from accelfn.errors import LossError
@@ -108,8 +109,7 @@ def _checked(count: Count, returned: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in named.items():
         scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (scalar or number) or not 0 <= float(value) < math.inf:
+        if not (scalar or is_number(value)) or not 0 <= float(value) < math.inf:
             msg = (
                 f"{_name(count)} returned {returned!r}; expected a count, 0 or more, or"
                 " several by name."

@@ -5,16 +5,7 @@ from typing import Any
 
 import attrs
 
-from accelfn.errors import ArgumentError
-
-
-def _is_count(owner: object, field: "attrs.Attribute[int]", value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        msg = (
-            f"{type(owner).__name__}({field.name}={value!r}): expected an integer, 0 or"
-            " more."
-        )
-        raise ArgumentError(msg)
+from accelfn.arguments import integer
 
 
 @attrs.frozen
@@ -31,8 +22,8 @@ class Cursor:
             tensors; None for what is read by index. Two cursors at one place are equal.
     """
 
-    epoch: int = attrs.field(default=0, validator=_is_count)
-    samples: int = attrs.field(default=0, validator=_is_count)
+    epoch: int = attrs.field(default=0, validator=integer(0, within=""))
+    samples: int = attrs.field(default=0, validator=integer(0, within=""))
     memory: Any = attrs.field(default=None, eq=False, repr=False)
 
     def to_plain(self) -> list[Any]:

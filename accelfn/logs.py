@@ -6,6 +6,7 @@ from collections.abc import Collection, MutableMapping
 from typing import Any
 
 from accelfn.collectives import gather_text
+from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 
@@ -73,7 +74,9 @@ def logger(name: str, world: World, *, ranks: Collection[int] = (0,)) -> RankLog
         >>> log.info("update %d", 100)
         >>> log.in_order(logging.INFO, "loss %.1f", 0.5)
     """
-    if not ranks or any(rank not in range(world.size) for rank in ranks):
+    check_world("af.logger", world)
+    several = isinstance(ranks, Collection) and not isinstance(ranks, str) and ranks
+    if not several or any(rank not in range(world.size) for rank in ranks):
         msg = f"af.logger(ranks={ranks!r}): expected ranks from 0 to {world.size - 1}."
         raise ArgumentError(msg)
     return RankLogger(name, world, ranks)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
+from accelfn.arguments import integer, is_integer
 from accelfn.batches import batches
 from accelfn.errors import ArgumentError
 from accelfn.loss import Metrics
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
     from accelfn.data import Batch
 
 
-def _is_count(_owner: object, _field: object, value: object) -> None:
-    if not _counts(value):
-        msg = f"af.epochs({value!r}): expected a number of epochs, at least 1."
-        raise ArgumentError(msg)
-
-
 @attrs.frozen
 class epochs:
     """A number of epochs, where a plain number would be one of updates.
@@ -34,7 +29,7 @@ class epochs:
         epochs(count=3)
     """
 
-    count: int = attrs.field(validator=_is_count)
+    count: int = attrs.field(validator=integer(1, "a number of epochs"))
 
 
 Period: TypeAlias = int | epochs
@@ -81,7 +76,8 @@ def run(
     agree on ending. Sums of metrics stay on the device.
 
     Raises:
-        ArgumentError: `until` or `every` says something else.
+        ArgumentError: an argument is something else, the step returns something else, or
+            `track` has nothing to get: `every` has no action.
         SystemExit: SIGTERM or Ctrl-C came; all ranks leave after the same update, with code
             128 plus the signal's number, when the state is saved.
 
@@ -96,7 +92,15 @@ def run(
         {'updates': 2} 2
         {'updates': 4} 4
     """
+    _check(step, state, track, store)
     actions = _Actions(every)
+    if track is not None and not actions:
+        msg = (
+            "af.run(track=...): nothing would be tracked; give every= an action that"
+            " returns numbers, such as {100: lambda state, metrics: af.mean(metrics,"
+            " state.world)}."
+        )
+        raise ArgumentError(msg)
     is_last, num_epochs = _end(until)
     if store is not None:
         state = store.restore(state)
@@ -104,7 +108,7 @@ def run(
     with stopping(state.world) as stop:
         for batch in () if is_last(state) else batches(state, epochs=num_epochs):
             before = state.step
-            state, metrics = step(state, batch)
+            state, metrics = _taken(step(state, batch))
             updated = state.step > before
             told = actions.take(state, batch, metrics, updated=updated)
             if told and track is not None:
@@ -128,6 +132,10 @@ class _Actions:
         self._actions = _actions(every)
         self._since = {period: Metrics({}) for period in self._actions}
 
+    def __bool__(self) -> bool:
+        """Return whether there is anything to do."""
+        return any(self._actions.values())
+
     def take(
         self, state: TrainState, batch: "Batch", metrics: Metrics, *, updated: bool
     ) -> dict[str, float]:
@@ -146,12 +154,53 @@ class _Actions:
         return told
 
 
+def _check(step: object, state: object, track: object, store: object) -> None:
+    """Refuse what is none of these, and say what is."""
+    if not callable(step):
+        msg = (
+            f"af.run(step={step!r}): expected a step of af.make_step, or any function"
+            " (state, batch) -> (state, metrics)."
+        )
+        raise ArgumentError(msg)
+    if not isinstance(state, TrainState):
+        msg = f"af.run(state={state!r}): expected a state of af.TrainState.create."
+        raise ArgumentError(msg)
+    if track is not None and not callable(track):
+        path = track if isinstance(track, str) else "run.jsonl"
+        msg = (
+            f"af.run(track={track!r}): expected a tracker, such as"
+            f" af.track.jsonl({path!r}, world=state.world), or any function"
+            " (numbers, update)."
+        )
+        raise ArgumentError(msg)
+    does = ("restore", "due", "save", "wait")
+    if store is not None and not all(callable(getattr(store, n, None)) for n in does):
+        path = store if isinstance(store, str) else "checkpoints"
+        msg = (
+            f"af.run(store={store!r}): expected a store, af.CheckpointStore({path!r})."
+        )
+        raise ArgumentError(msg)
+
+
+def _taken(returned: Any) -> tuple[TrainState, Metrics]:
+    """Return what a step returned, if it is what a step returns."""
+    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
+        state, metrics = cast("tuple[Any, Any]", returned)
+        if isinstance(state, TrainState) and isinstance(metrics, Metrics):
+            return state, metrics
+    msg = (
+        f"af.run: step returned {type(returned).__name__}; expected (state, metrics), as a"
+        " step of af.make_step(loss_fn) returns."
+    )
+    raise ArgumentError(msg)
+
+
 def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
     """Return whether a state is the last, and the number of epochs where it decides."""
     if isinstance(until, epochs):
         return lambda _: False, until.count
-    if _counts(until):
-        return lambda state: state.step >= cast("int", until), None
+    if is_integer(until, 1):
+        return lambda state: state.step >= until, None
     if callable(until):
         return cast("Callable[[TrainState], bool]", until), None
     msg = (
@@ -168,7 +217,7 @@ def _actions(every: object) -> dict[Period, tuple[Action, ...]]:
         raise ArgumentError(msg)
     for period, value in cast("Mapping[Any, Any]", every).items():
         each = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-        if not (isinstance(period, epochs) or _counts(period)):
+        if not (isinstance(period, epochs) or is_integer(period, 1)):
             msg = (
                 f"af.run(every={{{period!r}: ...}}): expected a number of updates or"
                 " af.epochs(n)."
@@ -192,7 +241,3 @@ def _numbers(action: Action, returned: object) -> Numbers:
     label = getattr(action, "__qualname__", repr(action))
     msg = f"af.run: {label} returned {returned!r}; expected numbers by name, or None."
     raise ArgumentError(msg)
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

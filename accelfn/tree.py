@@ -5,59 +5,104 @@ A tree is a tensor, or a dict, list, tuple, namedtuple, dataclass or attrs recor
 other object is a leaf that is passed through untouched.
 """
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, cast
 
 import attrs
 import torch
 
-from accelfn.errors import BatchError
+from accelfn.errors import ArgumentError, BatchError
 
 
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:  # noqa: PLR0911 - one a kind
-    """Return the same containers with `fn(leaf)` in place of every leaf."""
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the same containers with `fn(leaf)` in place of every leaf.
+
+    A record is copied and all its fields are set: nothing of its own runs, and what is no
+    field of it stays.
+
+    Raises:
+        ArgumentError: a mapping is of a kind that is not made from a dict, or a record cannot
+            be copied.
+    """
+    return _map(fn, tree, by_key=False)
+
+
+def _map(fn: Callable[[Any], Any], tree: Any, *, by_key: bool) -> Any:
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree)
-        mapped = {key: tree_map(fn, value) for key, value in items.items()}
-        return mapped if type(tree) is dict else cast("Any", type(tree))(mapped)
-    if isinstance(tree, tuple):
-        parts = [tree_map(fn, value) for value in cast("tuple[Any, ...]", tree)]
+        order = _by_key(items) if by_key else items
+        mapped = {key: _map(fn, items[key], by_key=by_key) for key in order}
+        return _like(items, {key: mapped[key] for key in items} if by_key else mapped)
+    if isinstance(tree, (tuple, list)):
+        each = cast("list[Any]", tree)
+        parts = [_map(fn, value, by_key=by_key) for value in each]
         if hasattr(tree, "_fields"):  # the one mark by which namedtuples are known
             return cast("Any", type(tree))(*parts)
-        return tuple(parts)
-    if isinstance(tree, list):
-        return [tree_map(fn, value) for value in cast("list[Any]", tree)]
+        return parts if isinstance(tree, list) else tuple(parts)
     if _fields(type(tree)):
-        return _map_record(fn, tree)
+        return _map_record(fn, tree, by_key=by_key)
     return fn(tree)
 
 
-def _map_record(fn: Callable[[Any], Any], record: Any) -> Any:
-    changes = {
-        argument: tree_map(fn, getattr(record, name))
-        for name, argument in _fields(type(record)).items()
-    }
-    replace = attrs.evolve if attrs.has(type(record)) else dataclasses.replace
-    return cast("Any", replace)(record, **changes)
+def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    """Return a mapping of the kind of another."""
+    if type(items) is dict:
+        return mapped
+    kind = cast("Any", type(items))
+    try:
+        if isinstance(items, defaultdict):
+            return kind(cast("Any", items).default_factory, mapped)
+        return kind(mapped)
+    except TypeError as error:
+        msg = (
+            f"A {kind.__name__} stands in a batch, a slot or what ranks exchange, and"
+            f" {kind.__name__}(a dict) raises TypeError: {error}. Give a dict."
+        )
+        raise ArgumentError(msg) from error
+
+
+def _map_record(fn: Callable[[Any], Any], record: Any, *, by_key: bool) -> Any:
+    try:
+        mapped = copy.copy(record)
+    except (AttributeError, TypeError) as error:
+        msg = (
+            f"A {type(record).__name__} stands in a batch, a slot or what ranks exchange, and"
+            f" copy.copy of it raises {type(error).__name__}: {error}. Give its parts in a"
+            " dict."
+        )
+        raise ArgumentError(msg) from error
+    for name, value in _set_fields(record):
+        new = _map(fn, value, by_key=by_key)
+        object.__setattr__(mapped, name, new)  # frozen ones too
+    return mapped
+
+
+def _set_fields(record: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a record's fields; one that its class declares and never sets is left out."""
+    for name in _fields(type(record)):
+        if hasattr(record, name):
+            yield name, getattr(record, name)
 
 
 @cache
-def _fields(kind: type) -> Mapping[str, str]:
-    """Return the fields of a dataclass or attrs record, with their names as arguments.
+def _fields(kind: type) -> tuple[str, ...]:
+    """Return the fields of a dataclass or attrs record, those too that are no arguments.
 
     accelfn's own records, a state among them, are leaves.
     """
     if kind.__module__.partition(".")[0] == __package__:
-        return {}
-    if attrs.has(kind) and not hasattr(kind, "__attrs_init__"):
-        return {e.name: e.alias or e.name for e in attrs.fields(kind) if e.init}
+        return ()
+    if attrs.has(kind):
+        return tuple(each.name for each in attrs.fields(kind))
     if dataclasses.is_dataclass(kind):
-        return {each.name: each.name for each in dataclasses.fields(kind) if each.init}
-    return {}
+        return tuple(each.name for each in dataclasses.fields(kind))
+    return ()
 
 
 def tree_map_all(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -69,41 +114,69 @@ def tree_map_all(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves in order: dicts by insertion, sequences by position."""
     leaves: list[Any] = []
-    _gather(tree, leaves)
+    _gather(tree, leaves, by_key=False)
     return leaves
 
 
-def _gather(tree: Any, leaves: list[Any]) -> None:
+def _gather(tree: Any, leaves: list[Any], *, by_key: bool) -> None:
     # tensors first, and no generators: a step walks its batch
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
     elif isinstance(tree, (list, tuple)):
         for value in cast("list[Any]", tree):
-            _gather(value, leaves)
+            _gather(value, leaves, by_key=by_key)
     elif isinstance(tree, Mapping):
-        for value in cast("Mapping[Any, Any]", tree).values():
-            _gather(value, leaves)
-    elif names := _fields(type(tree)):
-        for name in names:
-            _gather(getattr(tree, name), leaves)
+        items = cast("Mapping[Any, Any]", tree)
+        for key in _by_key(items) if by_key else items:
+            _gather(items[key], leaves, by_key=by_key)
+    elif _fields(type(tree)):
+        for _, value in _set_fields(tree):
+            _gather(value, leaves, by_key=by_key)
     else:
         leaves.append(tree)
 
 
+def leaves_by_key(tree: Any) -> list[Any]:
+    """Return the leaves in an order that does not depend on how dicts were filled.
+
+    Dicts whose keys are all strings go by key, others by insertion: ranks may have put the
+    same entries in in any order.
+    """
+    leaves: list[Any] = []
+    _gather(tree, leaves, by_key=True)
+    return leaves
+
+
+def with_leaves(tree: Any, leaves: Iterable[Any]) -> Any:
+    """Return the same containers with other leaves, given in the order of `leaves_by_key`."""
+    rest = iter(leaves)
+    return _map(lambda _: next(rest), tree, by_key=True)
+
+
+def _by_key(items: Mapping[Any, Any]) -> Iterable[Any]:
+    return sorted(items) if all(isinstance(key, str) for key in items) else items
+
+
 def outline(tree: Any, show: Callable[[Any], str]) -> str:
-    """Return the containers as text, with `show(leaf)` in place of every leaf."""
+    """Return the containers as text, with `show(leaf)` in place of every leaf; dicts by key."""
     if not isinstance(tree, torch.Tensor):
         if isinstance(tree, Mapping):
-            items = cast("Mapping[Any, Any]", tree).items()
-            inside = ", ".join(f"{key!r}: {outline(v, show)}" for key, v in items)
+            items = cast("Mapping[Any, Any]", tree)
+            inside = ", ".join(
+                f"{key!r}: {outline(items[key], show)}" for key in _by_key(items)
+            )
             return f"{{{inside}}}"
         if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
             parts = ", ".join(outline(v, show) for v in cast("list[Any]", tree))
             return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
-        names: Iterable[str] = getattr(tree, "_fields", None) or _fields(type(tree))
-        if names:
-            each = ", ".join(f"{n}={outline(getattr(tree, n), show)}" for n in names)
-            return f"{type(tree).__name__}({each})"
+        inner: Iterable[tuple[str, Any]] = _set_fields(tree)
+        if isinstance(tree, tuple):
+            named = cast("Any", tree)
+            inner = zip(named._fields, named, strict=True)
+        elif not _fields(type(tree)):
+            return show(tree)
+        each = ", ".join(f"{name}={outline(value, show)}" for name, value in inner)
+        return f"{type(tree).__name__}({each})"
     return show(tree)
 
 

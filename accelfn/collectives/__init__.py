@@ -10,9 +10,6 @@ from accelfn.collectives.packed import all_gather_rows as all_gather_rows
 from accelfn.collectives.packed import all_reduce_ as all_reduce_
 from accelfn.collectives.packed import barrier as barrier
 from accelfn.collectives.packed import broadcast_ as broadcast_
-from accelfn.collectives.packed import check_replicas as check_replicas
-from accelfn.collectives.packed import check_values as check_values
-from accelfn.collectives.packed import checksum as checksum
 from accelfn.collectives.packed import gather_bytes as gather_bytes
 from accelfn.collectives.packed import gather_text as gather_text
 from accelfn.collectives.packed import mean as mean
@@ -21,6 +18,10 @@ from accelfn.collectives.packed import print_once as print_once
 from accelfn.collectives.packed import scatter_bytes as scatter_bytes
 from accelfn.collectives.packed import sum_ as sum_
 from accelfn.collectives.packed import unpack_ as unpack_
+from accelfn.collectives.replicas import check_replicas as check_replicas
+from accelfn.collectives.replicas import check_rows as check_rows
+from accelfn.collectives.replicas import check_values as check_values
+from accelfn.collectives.replicas import checksum as checksum
 from accelfn.collectives.swapped import all_to_all as all_to_all
 from accelfn.collectives.trees import all_ranks as all_ranks
 from accelfn.collectives.trees import any_rank as any_rank

@@ -8,6 +8,7 @@ process or returns numbers that nobody meant. Eight bytes a rank tell beforehand
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from accelfn import tree
 from accelfn.collectives.calls import site, table
 from accelfn.collectives.naming import naming
-from accelfn.errors import CollectiveMismatchError
+from accelfn.errors import ArgumentError, CollectiveMismatchError
 from accelfn.world import World
 
 
@@ -31,6 +32,7 @@ def agreed(
     free: int | EllipsisType | None = None,
     op: str | None = None,
     root: int | None = None,
+    grad: bool = False,
 ) -> World:
     """Return the world to make a call in, once all ranks are known to make the same one.
 
@@ -42,16 +44,19 @@ def agreed(
         free: the dimension of tensors in which they may differ all the same; ... for all.
         op: the reduction.
         root: the one rank that sends.
+        grad: whether tensors must be alike in that they require gradients, too.
 
     Cost: none in a world that is not checked, else one all-gather of 8 bytes.
 
     Raises:
+        ArgumentError: it is no world.
         CollectiveMismatchError: ranks are about to make different calls; all of them raise it.
     """
+    check_world(label, world)
     connection = world.connection
     if connection.tells_structure:
-        connection.structure = tree.outline(values, lambda _: "*")
-    return _compared(world, (kind, op, root, label), values, free)
+        connection.structure = tree.outline(values, partial(_star, grad=grad))
+    return _compared(world, (kind, op, root, label), values, free, grad=grad)
 
 
 def alike(
@@ -66,21 +71,44 @@ def alike(
     return _compared(world, (kind, None, root, label), list(tensors), None)
 
 
+def check_world(call: str, world: object) -> None:
+    """Raise unless it is a world.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(world, World):
+        msg = f"{call}: expected an af.World, got {world!r}. Make one with af.World.from_env()."
+        raise ArgumentError(msg)
+
+
+def _star(leaf: Any, *, grad: bool) -> str:
+    return "* that requires grad" if grad and _requires_grad(leaf) else "*"
+
+
+def _requires_grad(leaf: torch.Tensor) -> bool:
+    return leaf.requires_grad and torch.is_grad_enabled()
+
+
 def _compared(
     world: World,
     call: tuple[str, str | None, int | None, str],
     values: Any,
     free: int | EllipsisType | None,
+    *,
+    grad: bool = False,
 ) -> World:
     if not world.checked or world.size == 1:
         return world
     kind, op, root, label = call
+    leaves = tree.leaves_by_key(values)
     said = {
         "kind": kind,
         "reduction": op,
         "root": root,
         "structure": tree.outline(values, lambda _: "*"),
-        "shape or dtype": [_told(leaf, free) for leaf in tree.tree_leaves(values)],
+        "shape or dtype": [_told(leaf, free) for leaf in leaves],
+        "need of gradients": [grad and _requires_grad(leaf) for leaf in leaves],
         "label": label,
     }
     unchecked = attrs.evolve(world, group=world.connection, checked=False)
@@ -88,12 +116,12 @@ def _compared(
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
     found = {int(each) for each in _gathered(mine, unchecked, label)}
     if len(found) > 1:
-        given = tree.outline(values, lambda leaf: _told(leaf, free))
+        given = tree.outline(values, partial(_told, free=free, grad=grad))
         _refuse(said, given, unchecked)
     return unchecked
 
 
-def _told(leaf: Any, free: int | EllipsisType | None) -> str:
+def _told(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) -> str:
     if not isinstance(leaf, torch.Tensor):
         return "*"
     sizes = [str(size) for size in leaf.shape]
@@ -104,7 +132,8 @@ def _told(leaf: Any, free: int | EllipsisType | None) -> str:
     elif free is not None:  # a scalar is a row
         sizes = ["any"]
     dtype = str(leaf.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(sizes)}]"
+    wants = " that requires grad" if grad and _requires_grad(leaf) else ""
+    return f"{dtype}[{', '.join(sizes)}]{wants}"
 
 
 def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch
 
-from accelfn.roll_call import Standing
 from accelfn.world import World
+from accelfn.world.roll_call import Standing
 
 _AT_ONCE = timedelta(milliseconds=1)
 _GONE = "failed, left or did not arrive"

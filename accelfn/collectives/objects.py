@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelfn import codec
-from accelfn.collectives.agreed import agreed
+from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.packed import broadcast_bytes, gather_bytes, scatter_bytes
 from accelfn.collectives.trees import check_root
-from accelfn.errors import ArgumentError
+from accelfn.errors import ArgumentError, CollectiveMismatchError, PlainDataError
 from accelfn.world import World
 
 
@@ -32,8 +32,10 @@ def gather_objects(
     Cost: two gathers: of the lengths, and of as many bytes as the longest has.
 
     Raises:
-        PlainDataError: it is something else, and `pickle` is False.
+        PlainDataError: it is something else, and `pickle` is False; or pickle refuses it.
+        CollectiveMismatchError: not all ranks say `pickle=True`.
     """
+    check_world("af.gather_objects", world)
     data = _written(value, pickle=pickle)
     world = agreed(world, _named("gather_objects", pickle=pickle), label)
     parts = gather_bytes(data, world, label=label)
@@ -80,17 +82,21 @@ def scatter(
     Cost: a broadcast of the lengths, and a scatter of as many bytes as the longest has.
 
     Raises:
-        ArgumentError: there is not one value for each rank.
+        ArgumentError: it is no list or tuple with one value for each rank.
         PlainDataError: a value is neither a tensor nor plain data.
     """
     check_root("scatter", root, world)
     parts = None
     if world.rank == root:
-        if values is None or len(values) != world.size:
-            count = None if values is None else len(values)
-            msg = f"af.scatter: rank {root} gave {count} values for {world.size} ranks."
+        if not isinstance(values, (list, tuple)) or len(values) != world.size:
+            count = len(values) if isinstance(values, (list, tuple)) else None
+            given = type(values).__name__ if count is None else f"{count} values"
+            msg = (
+                f"af.scatter: rank {root} gave {given} for {world.size} ranks; expected a"
+                " list or a tuple with one value for each."
+            )
             raise ArgumentError(msg)
-        parts = [_written(each, pickle=False) for each in values]
+        parts = [_PLAIN + codec.to_bytes(each) for each in values]
     world = agreed(world, "scatter", label, root=root)
     data = scatter_bytes(parts, world, root=root, label=label)
     return _read(data, world, pickle=False)
@@ -100,11 +106,37 @@ def _named(kind: str, *, pickle: bool) -> str:
     return f"{kind}(pickle=True)" if pickle else kind
 
 
+_PICKLED = b"pickle"
+_PLAIN = b"plain "
+"""What bytes begin with: ranks that say different things of them must not read them."""
+
+
 def _written(value: Any, *, pickle: bool) -> bytes:
-    return _pickle.dumps(value) if pickle else codec.to_bytes(value)
+    if not pickle:
+        try:
+            return _PLAIN + codec.to_bytes(value)
+        except PlainDataError as error:
+            msg = f"{error} Or give pickle=True on all ranks, if all are to be trusted."
+            raise PlainDataError(msg) from error
+    try:
+        return _PICKLED + _pickle.dumps(value)
+    except Exception as error:  # whatever an object's own way of being pickled raises
+        msg = (
+            f"pickle=True: {type(value).__name__} cannot be pickled: {error}. Give what it is"
+            " made of, and functions that a module has by name."
+        )
+        raise PlainDataError(msg) from error
 
 
 def _read(data: bytes, world: World, *, pickle: bool) -> Any:
+    kind, inside = data[: len(_PLAIN)], data[len(_PLAIN) :]
+    if kind != (_PICKLED if pickle else _PLAIN):
+        msg = (
+            f"Rank {world.rank} of {world.size} was given an object that was sent with"
+            f" pickle={not pickle}, and reads with pickle={pickle}. Give the same on all"
+            " ranks."
+        )
+        raise CollectiveMismatchError(msg)
     if pickle:
-        return _pickle.loads(data)  # noqa: S301 - asked for by name
-    return codec.from_bytes(data, str(world.device))
+        return _pickle.loads(inside)  # noqa: S301 - asked for by name
+    return codec.from_bytes(inside, str(world.device))

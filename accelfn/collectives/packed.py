@@ -5,7 +5,10 @@ Tensors travel packed in one contiguous buffer: one call for any number of them,
 non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,9 +18,9 @@ from torch._utils import (
 )
 
 from accelfn import foreach
-from accelfn.collectives.agreed import agreed, alike
+from accelfn.collectives.agreed import agreed, alike, check_world
 from accelfn.collectives.naming import naming
-from accelfn.errors import ArgumentError, ReplicaMismatchError
+from accelfn.errors import ArgumentError, CollectiveMismatchError
 from accelfn.loss import Metrics
 from accelfn.world import World
 
@@ -100,9 +103,9 @@ def all_gather(tensor: torch.Tensor, world: World, *, label: str) -> list[torch.
     if world.size == 1:
         return [tensor.clone()]
     world = alike(world, "all_gather", label, [tensor])
-    packed = tensor.contiguous()
+    packed = tensor.resolve_conj().resolve_neg().contiguous()
     known = packed.dtype in _MOVED
-    sent = packed if known else _carried(packed.reshape(-1))
+    sent = packed if known else _carried(pack([packed]))
     gathered = [torch.empty_like(sent) for _ in range(world.size)]
     with naming(label, world):
         dist.all_gather(gathered, sent, group=world.group)
@@ -169,12 +172,14 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
 
 def barrier(world: World) -> None:
     """Wait until every rank is here."""
+    check_world("barrier", world)
     all_reduce_([torch.zeros(1, device=world.device)], world, label="barrier")
 
 
-def print_once(world: World, *values: object) -> None:
-    """Print on rank 0 only."""
-    if world.is_main:
+def print_once(world: World, *values: object, local: bool = False) -> None:
+    """Print on rank 0 only; with `local`, once on every machine."""
+    check_world("print_once", world)
+    if world.local_rank == 0 if local else world.is_main:
         print(*values, flush=True)  # noqa: T201 - printing is what it is for
 
 
@@ -185,11 +190,12 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
     over all that was seen, however uneven the shares. It reads the device, as a log line
     must; a step does not.
 
-    Cost: one all-reduce of two float64 numbers a name.
+    Cost: one all-reduce of two float64 numbers a name, and six that tell the names.
 
     Law: on any number of ranks it is the metric of the union of what they saw.
 
     Raises:
+        CollectiveMismatchError: ranks have metrics of as many, but other names.
         PeerFailedError: another rank failed.
     """
     if not isinstance(metrics, Metrics):
@@ -200,73 +206,52 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
         return {}
     label = "mean of metrics"
     world = agreed(world, "mean", label, dict.fromkeys(names))
-    # float64 where the device has it; MPS, which has not, is no device of a world
     pairs = [(metrics.sums[name].total, metrics.sums[name].weight) for name in names]
+    numbers = [x for pair in pairs for x in pair]
+    # float64 where the device has it; MPS, which has not, is no device of a world
     flat = torch.stack(
         [
             torch.as_tensor(x, dtype=torch.float64, device=world.device)
             .detach()
             .reshape(())
-            for pair in pairs
-            for x in pair
+            for x in (*_told(names), *numbers)
         ]
     )
     sum_(flat, world, label=label)
     sums: list[float] = flat.tolist()
-    means = {
-        name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else 0.0
-        for i, name in enumerate(names)
-    }
+    if _differ(sums[:6], world):
+        _refuse_names(names, world, label)
+    totals = dict(zip(names, zip(sums[6::2], sums[7::2], strict=True), strict=True))
+    means = {name: total / w if w else 0.0 for name, (total, w) in totals.items()}
     return {name: means[name] for name in metrics}
 
 
-def check_replicas(
-    tensors: Mapping[str, torch.Tensor],
-    world: World,
-    *,
-    label: str,
-    values: bool,
-    trained: Collection[str] | None = None,
-) -> None:
-    """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
+def _told(names: Sequence[str]) -> list[int]:
+    """Return three numbers that names are known by, and their squares."""
+    text = json.dumps(names).encode()
+    digest = hashlib.blake2b(text, digest_size=6).digest()
+    parts = [int.from_bytes(digest[i : i + 2], "little") for i in (0, 2, 4)]
+    return [*parts, *(part**2 for part in parts)]
 
-    Where `trained` names some of them, they must be the same on all ranks too.
 
-    Cost: a sum over every tensor, and two small all-gathers.
+def _differ(sums: Sequence[float], world: World) -> bool:
+    """Return whether ranks told different numbers: if so the sum of squares is too large.
 
-    Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    By Cauchy and Schwarz, so all ranks know; the sums are integers below 2**53, thus exact.
     """
-    if world.size == 1:
-        return
-    shown = [
-        f"{name}: {tuple(t.shape)} {t.dtype}"
-        f"{'' if trained is None or name in trained else ', frozen'}"
-        for name, t in tensors.items()
-    ]
-    tables = gather_text("\n".join(shown), world, label=label)
-    _refuse_difference([table.split("\n") for table in tables], "structure", _CREATED)
-    if values:
-        check_values(tensors, world, label=label, advice=_CREATED)
+    told = [int(each) for each in sums]
+    pairs = zip(told[:3], told[3:], strict=True)
+    return any(world.size * squares != total**2 for total, squares in pairs)
 
 
-def check_values(
-    tensors: Mapping[str, torch.Tensor], world: World, *, label: str, advice: str
-) -> None:
-    """Raise unless all ranks hold the same values; names, shapes and dtypes are known to be.
-
-    Raises:
-        ReplicaMismatchError: they do not; the first tensor that differs is named.
-    """
-    if world.size == 1:
-        return
-    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
-    rows = [row.tolist() for row in all_gather(sums, world, label=label)]
-    named = [
-        [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
-        for row in rows
-    ]
-    _refuse_difference(named, "values", advice)
+def _refuse_names(names: list[str], world: World, label: str) -> NoReturn:
+    told = gather_text(json.dumps(names), world, label=label)
+    rows = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(told))
+    msg = (
+        f"Rank {world.rank} of {world.size}: the ranks have metrics of different names, of"
+        f" which there is no mean:\n{rows}"
+    )
+    raise CollectiveMismatchError(msg)
 
 
 def gather_text(text: str, world: World, *, label: str) -> list[str]:
@@ -283,33 +268,3 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     joined = all_gather_rows(raw, counts, world, label=label).cpu().numpy().tobytes()
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [joined[end - n : end] for end, n in zip(ends, counts, strict=True)]
-
-
-_CREATED = (
-    "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or"
-    " load the same weights on every rank."
-)
-
-
-def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
-    longest = max(len(table) for table in tables)
-    for i in range(longest):
-        rows = [table[i] if i < len(table) else "nothing" for table in tables]
-        if len(set(rows)) > 1:
-            listed = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
-            msg = (
-                f"The ranks hold models that differ in {what}; tensor {i} is the first"
-                f" that differs:\n{listed}\n{advice}"
-            )
-            raise ReplicaMismatchError(msg)
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor's bit patterns, without a copy of it."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    bits = plain.contiguous().view(_INTEGERS[plain.element_size()])
-    return bits.sum(dtype=torch.int64)

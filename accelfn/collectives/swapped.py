@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from accelfn import tree
-from accelfn.collectives.agreed import agreed
+from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.naming import naming
+from accelfn.collectives.packed import pack
 from accelfn.collectives.trees import tensors_of
 from accelfn.errors import ArgumentError
 from accelfn.world import World
@@ -42,6 +43,7 @@ def all_to_all(
         ArgumentError: there is not one value for each rank, they are of several structures, or
             a leaf is no tensor.
     """
+    check_world("af.all_to_all", world)
     if not isinstance(values, (list, tuple)) or len(values) != world.size:
         count = len(values) if isinstance(values, Sequence) else type(values).__name__
         msg = (
@@ -85,15 +87,13 @@ def _filled(
 ) -> T:
     """Return a tree like another, whose tensors have these shapes and bytes."""
     ends = accumulate(map(_num_bytes, leaves, shapes), initial=0)
-    found = iter(
-        [
-            data[begin:end].clone().view(leaf.dtype).view(shape)
-            for leaf, shape, (begin, end) in zip(
-                leaves, shapes, pairwise(ends), strict=True
-            )
-        ]
-    )
-    return tree.tree_map(lambda _: next(found), value)
+    found = [
+        data[begin:end].clone().view(leaf.dtype).view(shape)
+        for leaf, shape, (begin, end) in zip(
+            leaves, shapes, pairwise(ends), strict=True
+        )
+    ]
+    return tree.with_leaves(value, found)
 
 
 def _cut(sizes: list[int], dims: list[int]) -> Shapes:
@@ -103,7 +103,7 @@ def _cut(sizes: list[int], dims: list[int]) -> Shapes:
 
 def _bytes(leaf: torch.Tensor) -> torch.Tensor:
     plain = leaf.detach().resolve_conj().resolve_neg()
-    return plain.reshape(-1).contiguous().view(torch.uint8)
+    return pack([plain]).view(torch.uint8)
 
 
 def _num_bytes(leaf: torch.Tensor, shape: list[int]) -> int:

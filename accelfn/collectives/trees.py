@@ -6,14 +6,16 @@ a world of N does.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from numbers import Number
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from accelfn import tree
-from accelfn.collectives.agreed import agreed
-from accelfn.collectives.naming import naming
+from accelfn.arguments import is_integer
+from accelfn.collectives.agreed import agreed, check_world
+from accelfn.collectives.differentiated import gather_with_grad
 from accelfn.collectives.packed import (
     all_gather,
     all_gather_rows,
@@ -21,33 +23,11 @@ from accelfn.collectives.packed import (
     cut,
     pack,
 )
+from accelfn.collectives.reductions import check_reducible, reduced
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 
 T = TypeVar("T")
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
-_WIDER = {
-    torch.bool: torch.int64,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-}
-"""What Gloo reduces in place of a dtype; sums and products wrap around as its own would."""
-_REAL = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.uint8, torch.int8, torch.int32, torch.int64),
-        *_WIDER,
-    }
-)
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 def gather(values: T, world: World, *, grad: bool = False, label: str = "gather") -> T:
@@ -57,26 +37,28 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
         values: a tree of tensors, of the same shapes and dtypes on all ranks. A scalar is a
             row: it becomes a vector with one element a rank.
         world: whose ranks take part.
-        grad: whether the result is differentiated: a rank's tensor then gets the sum of the
-            gradients that all ranks have for its part, as a contrastive loss needs.
+        grad: whether the result is differentiated, any number of times: a rank's tensor then
+            gets the sum of the gradients that all ranks have for its part, as a contrastive
+            loss needs. All ranks give tensors that require gradients, or none does, and the
+            loss of every rank uses each of the results: the backward pass is a collective.
         label: what the ranks are doing, for errors and logs.
 
-    Law: with equal parts, splitting the result gives them back.
+    Law: with equal parts, splitting the result gives them back. Gradients, of any order, are
+    those that one process has of the sum of all ranks' losses.
 
     Cost: one all-gather a dtype; with `grad`, one a tensor, and an all-reduce in the backward
     pass.
 
     Raises:
-        ArgumentError: a leaf is no tensor; see `gather_objects`.
+        ArgumentError: a leaf is no dense tensor; see `gather_objects`.
     """
-    if grad:
-        tensors_of(values, label)
-
-        def differentiably(leaf: torch.Tensor) -> Any:
-            return cast("Any", _Gather).apply(_row(leaf), world, label)
-
-        return tree.tree_map(differentiably, values)
     leaves = tensors_of(values, label)
+    if grad:
+        kind = "gather(grad=True)"
+        ready = agreed(world, kind, label, values, grad=True)
+        rows = [_row(leaf) for leaf in leaves]
+        found = [gather_with_grad(row, ready, world, label) for row in rows]
+        return tree.with_leaves(values, found)
     ready = agreed(world, "gather", label, values)
     return _by_dtype(values, leaves, lambda same: _gathered(same, ready, label))
 
@@ -99,15 +81,13 @@ def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T
         return values
     mine = torch.tensor([len(leaf) for leaf in leaves], device=world.device)
     lengths = torch.stack(all_gather(mine, world, label=label)).tolist()
-    found = iter(
-        [
-            all_gather_rows(
-                leaf.detach(), [row[i] for row in lengths], world, label=label
-            ).clone()
-            for i, leaf in enumerate(leaves)
-        ]
-    )
-    return tree.tree_map(lambda _: next(found), values)
+    found = [
+        all_gather_rows(
+            leaf.detach(), [row[i] for row in lengths], world, label=label
+        ).clone()
+        for i, leaf in enumerate(leaves)
+    ]
+    return tree.with_leaves(values, found)
 
 
 def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -> T:
@@ -116,24 +96,24 @@ def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -
     Args:
         values: a tree of tensors, of the same shapes and dtypes on all ranks.
         world: whose ranks take part.
-        op: "sum", "mean", "min", "max" or "product". A mean of integers is a float, and
-            booleans are counted by a sum.
+        op: "sum", "mean", "min", "max" or "product". A mean of integers is a float, added up
+            in float64, and one of 16-bit floats is added up in float32; booleans are counted
+            by a sum. Where a rank has NaN, the least and the greatest are NaN.
         label: what the ranks are doing.
 
-    Cost: one all-reduce a dtype.
+    Law: a mean is that of the numbers, however large; the others are as torch's own would be
+    of one tensor.
+
+    Cost: one all-reduce a dtype, of as many elements.
 
     Raises:
         ArgumentError: another word, a leaf that is no tensor, or complex numbers that are to
             be ordered or multiplied.
     """
-    if op not in _OPS:
-        msg = f"af.reduce(op={op!r}): expected one of {', '.join(map(repr, _OPS))}."
-        raise ArgumentError(msg)
     leaves = tensors_of(values, label)
-    for dtype in {leaf.dtype for leaf in leaves}:
-        _check_reducible(dtype, op)
+    check_reducible({leaf.dtype for leaf in leaves}, op)
     ready = agreed(world, "reduce", label, values, op=op)
-    return _by_dtype(values, leaves, lambda same: _reduced(same, ready, op, label))
+    return _by_dtype(values, leaves, lambda same: reduced(same, ready, op, label))
 
 
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
@@ -183,87 +163,117 @@ def pad_across(
     Cost: one gather of the lengths.
 
     Raises:
-        ArgumentError: a tensor has no such dimension.
+        ArgumentError: a tensor has no such dimension, or its dtype cannot hold the value.
     """
     leaves = tensors_of(values, label)
     for leaf in leaves:
-        if not -leaf.ndim <= dim < leaf.ndim:
-            msg = (
-                f"af.pad_across(dim={dim}): a tensor has the shape {tuple(leaf.shape)}."
-            )
+        if not is_integer(dim) or not -leaf.ndim <= dim < leaf.ndim:
+            msg = f"af.pad_across(dim={dim!r}): a tensor has the shape {tuple(leaf.shape)}."
             raise ArgumentError(msg)
+        _check_holds(leaf.dtype, value)
     world = agreed(world, "pad_across", label, values, free=dim)
     if not leaves:
         return values
     mine = torch.tensor([leaf.shape[dim] for leaf in leaves], device=world.device)
     longest = torch.stack(all_gather(mine, world, label=label)).amax(0).tolist()
-    sizes = iter(longest)
 
-    def padded(leaf: torch.Tensor) -> torch.Tensor:
+    def padded(leaf: torch.Tensor, size: int) -> torch.Tensor:
         missing = list(leaf.shape)
-        missing[dim] = next(sizes) - leaf.shape[dim]
+        missing[dim] = size - leaf.shape[dim]
         filling = leaf.new_full(missing, value)
         return torch.cat([filling, leaf] if first else [leaf, filling], dim)
 
-    return tree.tree_map(padded, values)
+    return tree.with_leaves(values, map(padded, leaves, longest))
+
+
+def _check_holds(dtype: torch.dtype, value: Any) -> None:
+    """Raise unless a dtype has the value; a float may be rounded, but not to infinity."""
+    holds = False
+    if isinstance(value, Number):
+        with suppress(RuntimeError, ValueError, OverflowError):  # those of torch
+            held = torch.full((), cast("Any", value), dtype=dtype).item()
+            holds = held == value or str(held) == str(
+                value
+            )  # NaN is not equal to itself
+            if dtype.is_floating_point or dtype.is_complex:
+                holds = holds or abs(cast("Any", value)) <= torch.finfo(dtype).max
+    if not holds:
+        msg = f"af.pad_across(value={value!r}): a tensor of {dtype} cannot hold it."
+        raise ArgumentError(msg)
 
 
 def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
-    """Return whether the flag is true on any rank, the same on all."""
-    value = torch.tensor(int(bool(flag)), device=world.device)
+    """Return whether the flag is true on any rank, the same on all.
+
+    Raises:
+        ArgumentError: it is neither true nor false, as a tensor of several elements is not.
+    """
+    check_world("af.any_rank", world)
+    value = torch.tensor(int(_truth(flag, label)), device=world.device)
     return bool(reduce(value, world, "max", label=label))
 
 
 def all_ranks(flag: object, world: World, *, label: str = "all_ranks") -> bool:
-    """Return whether the flag is true on every rank, the same on all."""
-    return not any_rank(not flag, world, label=label)
+    """Return whether the flag is true on every rank, the same on all.
+
+    Raises:
+        ArgumentError: as `any_rank`.
+    """
+    return not any_rank(not _truth(flag, label), world, label=label)
+
+
+def _truth(flag: object, label: str) -> bool:
+    try:
+        return bool(flag)
+    except (RuntimeError, ValueError, TypeError) as error:  # torch, numpy, anything
+        msg = f"{label}: the flag is neither true nor false: {error}"
+        raise ArgumentError(msg) from error
 
 
 def check_root(name: str, root: int, world: World) -> None:
     """Raise unless there is such a rank.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: there is none, or no world.
     """
-    if (
-        not isinstance(root, int)
-        or isinstance(root, bool)
-        or not 0 <= root < world.size
-    ):
+    check_world(f"af.{name}", world)
+    if not is_integer(root, 0) or root >= world.size:
         msg = f"af.{name}(root={root!r}): expected a rank from 0 to {world.size - 1}."
         raise ArgumentError(msg)
 
 
 def tensors_of(values: Any, label: str) -> list[torch.Tensor]:
-    """Return the leaves of a tree.
+    """Return the leaves of a tree, in an order that all ranks have.
 
     Raises:
-        ArgumentError: one is no tensor.
+        ArgumentError: one is no tensor, or none whose elements lie in memory one by one.
     """
-    leaves = tree.tree_leaves(values)
+    leaves = tree.leaves_by_key(values)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             msg = (
                 f"{label}: a leaf is a {type(leaf).__name__}; expected tensors. Objects"
-                " travel by af.gather_objects and af.broadcast_object."
+                " travel by af.gather_objects and af.broadcast_object; those that are neither"
+                " plain data nor tensors with pickle=True."
             )
             raise ArgumentError(msg)
+        _check_dense(leaf, label)
     return leaves
 
 
-class _Gather(torch.autograd.Function):
-    """An all-gather whose backward pass sums, over the ranks, the gradients of a part."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, world: World, label: str) -> torch.Tensor:
-        ctx.rows, ctx.world, ctx.label = len(mine), world, label
-        return torch.cat(all_gather(mine, world, label=label))
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        world, (gradient,) = ctx.world, grad_outputs
-        (total,) = _reduced([gradient], world, "sum", f"{ctx.label}: gradient")
-        return total[world.rank * ctx.rows :][: ctx.rows], None, None
+def _check_dense(leaf: torch.Tensor, label: str) -> None:
+    if leaf.layout is torch.strided and not (
+        leaf.is_meta or leaf.is_quantized or leaf.is_nested
+    ):
+        return
+    kind = str(leaf.layout).removeprefix("torch.")
+    for name in ("meta", "quantized", "nested"):
+        kind = name if getattr(leaf, f"is_{name}") else kind
+    msg = (
+        f"{label}: a leaf is a {kind} tensor, and only dense ones with values travel. Give its"
+        " parts, or to_dense() or dequantize() of it."
+    )
+    raise ArgumentError(msg)
 
 
 def _by_dtype(
@@ -274,14 +284,12 @@ def _by_dtype(
     """Return the tree with what `how` gives for its leaves, those of a dtype at a time."""
     dtypes = dict.fromkeys([leaf.dtype for leaf in leaves])
     if len(dtypes) == 1:
-        results = iter(how(leaves))
-        return tree.tree_map(lambda _: next(results), values)
+        return tree.with_leaves(values, how(leaves))
     found: dict[int, torch.Tensor] = {}
     for dtype in dtypes:
         places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         found.update(zip(places, how([leaves[i] for i in places]), strict=True))
-    results = iter([found[i] for i in range(len(leaves))])
-    return tree.tree_map(lambda _: next(results), values)
+    return tree.with_leaves(values, [found[i] for i in range(len(leaves))])
 
 
 def _gathered(
@@ -297,34 +305,7 @@ def _gathered(
     ]
 
 
-def _check_reducible(dtype: torch.dtype, op: str) -> None:
-    if dtype in _COMPLEX and op not in ("sum", "mean"):
-        msg = (
-            f"af.reduce(op={op!r}): {dtype} has no order, and no product across ranks."
-        )
-        raise ArgumentError(msg)
-    if dtype not in _REAL | _COMPLEX:
-        msg = f"af.reduce: ranks cannot reduce {dtype}; convert it to another dtype."
-        raise ArgumentError(msg)
-
-
-def _reduced(
-    same: Sequence[torch.Tensor], world: World, op: str, label: str
-) -> Sequence[torch.Tensor]:
-    dtype = same[0].dtype
-    flat = pack(same)
-    if dtype in _WIDER:
-        flat = flat.to(_WIDER[dtype])
-    if world.size > 1:
-        numbers = torch.view_as_real(flat) if dtype.is_complex else flat
-        with naming(label, world):
-            dist.all_reduce(numbers, op=_OPS[op], group=world.group)
-    if op == "mean":
-        flat = flat / world.size
-    elif flat.dtype is not dtype and (dtype is not torch.bool or op != "sum"):
-        flat = flat.to(dtype)
-    return cut(flat, same)
-
-
 def _row(leaf: torch.Tensor) -> torch.Tensor:
-    return leaf if leaf.ndim else leaf.reshape(1)
+    """Return a tensor with a dim 0, as its memory is: no view that conjugates or negates."""
+    plain = leaf.resolve_conj().resolve_neg()
+    return plain if leaf.ndim else plain.reshape(1)

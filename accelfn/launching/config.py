@@ -15,6 +15,7 @@ from accelfn.launching.settings import (
     OPTIONS,
     Settings,
     checked,
+    edited,
     read,
     written,
 )
@@ -32,7 +33,7 @@ def configure(
 ) -> Path:
     """Write a file of settings, and return its path.
 
-    A file that is there already gives what is not said otherwise.
+    A file that is there already gives what is not said otherwise, and keeps its comments.
 
     Args:
         named: the file; default `accelfn.toml` in the current directory.
@@ -58,12 +59,28 @@ def configure(
     in_order = {name: found[name] for name in OPTIONS if name in found}
     part = file.with_name(f".{file.name}.part")
     try:
-        part.write_text(written(in_order), encoding="utf-8")
+        part.write_text(_text(file, in_order), encoding="utf-8")
         part.replace(file)
     except OSError as error:
         msg = f"{file} cannot be written: {error}."
         raise LaunchError(msg) from error
     return file
+
+
+def _text(file: Path, settings: dict[str, Any]) -> str:
+    """Return what the file is to say: what it says, where that can be changed by lines."""
+    if not file.is_file():
+        return written(settings)
+    text = file.read_text(encoding="utf-8")
+    new = edited(text, settings)
+    if new is None:
+        new = written(settings)
+        if "#" in text:
+            said = (
+                f"{file} has no setting a line below [launch]: its comments are gone."
+            )
+            sys.stderr.write(f"accelfn config: {said}\n")
+    return new
 
 
 def _assign(found: dict[str, Any], text: str) -> None:

@@ -21,21 +21,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate
 
 import cloudpickle
+import torch
 
 from accelfn import codec
+from accelfn.arguments import is_integer, is_number
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError
-from accelfn.launching.script import WORKER, run_here
-from accelfn.place import asked_size
+from accelfn.launching.script import run_here
+from accelfn.world.environment import asked_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from accelfn.launching.agent import Ended
     from accelfn.world import World
 
 _RANK = str(Path(__file__).with_name("rank.py"))
+_LONGEST = 10.0**9
+"""Seconds, as of `World.from_env`."""
 
 
 def launch(
@@ -48,7 +50,8 @@ def launch(
     """Run `fn(world, *args)` on every rank of a new world of processes, and return the results.
 
     It works in a script, which needs no `if __name__ == "__main__":` for it, and in Jupyter,
-    Colab and Kaggle, where the function may be one of a cell. Ranks have this process's
+    where the function may be one of a cell; and so in Colab and Kaggle, whose notebooks run on
+    a kernel of Jupyter, though our tests have that kernel alone. Ranks have this process's
     directory, import path and environment, and copies of what the function refers to; nothing
     that they do reaches this process but what they return and print. They share no memory with
     it: big data is better read in `fn` than passed to it.
@@ -70,7 +73,8 @@ def launch(
     Cost: some 3 s to start Python and import torch.
 
     Raises:
-        ArgumentError: `fn` or an argument cannot travel, or a number has no meaning.
+        ArgumentError: `fn` or an argument cannot travel, or an option has no meaning; no
+            process was started.
         LaunchError: this process is a rank itself.
         RankFailedError: a rank failed; the text begins with the traceback of the first.
 
@@ -78,9 +82,7 @@ def launch(
         >>> launch(lambda world, x: x + world.rank, 10, nproc=2)
         [10, 11]
     """
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
-        msg = f"af.launch(nproc={nproc!r}): expected a number of processes, 1 or more."
-        raise ArgumentError(msg)
+    _check(fn, nproc=nproc, device=device, timeout=timeout)
     name, size = asked_size(os.environ)
     if size > 1:
         msg = (
@@ -98,6 +100,40 @@ def launch(
         return [_result(folder, rank) for rank in range(nproc)]
 
 
+def _check(fn: object, *, nproc: object, device: object, timeout: object) -> None:
+    """Refuse what each rank would refuse, or could not do."""
+    if not callable(fn):
+        msg = f"af.launch({fn!r}): expected a function, fn(world, *args)."
+        raise ArgumentError(msg)
+    if not is_integer(nproc, 1):
+        msg = f"af.launch(nproc={nproc!r}): expected a number of processes, 1 or more."
+        raise ArgumentError(msg)
+    if not is_number(timeout) or not 0 < timeout < _LONGEST:
+        msg = f"af.launch(timeout={timeout!r}): expected a positive number of seconds."
+        raise ArgumentError(msg)
+    _check_device(device, nproc)
+
+
+def _check_device(device: Any, nproc: int) -> None:
+    count = torch.cuda.device_count()
+    default = "cuda" if count else "cpu"
+    try:
+        asked = torch.device(default if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        msg = f"af.launch(device={device!r}): torch knows no such device: {error}"
+        raise ArgumentError(msg) from error
+    if asked.type not in ("cpu", "cuda"):
+        msg = f"af.launch(device={device!r}): expected cpu or cuda."
+        raise ArgumentError(msg)
+    needed = nproc if asked.index is None else asked.index + 1
+    if asked.type == "cuda" and needed > count:
+        msg = (
+            f"af.launch(nproc={nproc}, device={device!r}): that takes {needed} GPUs, and"
+            f' torch sees {count} here. Start fewer ranks, or pass device="cpu".'
+        )
+        raise ArgumentError(msg)
+
+
 def _write_call(
     folder: Path,
     fn: Callable[..., Any],
@@ -113,7 +149,7 @@ def _write_call(
         raise ArgumentError(msg) from error
     surroundings = {
         "import_path": sys.path,
-        "device": None if device is None else str(device),
+        "device": None if device is None else str(torch.device(device)),
         "timeout": timeout,
         "sources": _sources(),
     }
@@ -138,7 +174,7 @@ def _run(folder: Path, nproc: int) -> Ended:
 
     try:
         # a notebook shows what this process writes, and nothing else
-        return run_here([WORKER, _RANK, str(folder)], nproc=nproc, follow_all=True)
+        return run_here([_RANK, str(folder)], nproc=nproc, follow_all=True)
     except SignalException as error:
         signal.raise_signal(
             error.sigval

@@ -12,6 +12,8 @@ import fcntl
 import socket
 import struct
 from contextlib import closing
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from attrs import frozen
 
@@ -20,6 +22,8 @@ from accelfn.errors import LaunchError
 NUMBERED = "numbered"
 MAIN_PORT = 29500
 JOIN_SECONDS = 300.0
+_LAST_PORT = 65535
+_ETCD = ("etcd", "etcd-v2")
 _SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
@@ -55,8 +59,17 @@ class Machines:
     def numbered(
         cls, *, count: int, rank: int, address: str, port: int, join_seconds: float
     ) -> Machines:
-        """Return machines that meet at machine 0, and this one's number among them."""
+        """Return machines that meet at machine 0, and this one's number among them.
+
+        Of one machine the address is its own, and port 0 a free one.
+        """
         own = _address_towards(address, port)
+        if count == 1 and not _is_here(address):
+            msg = (
+                f"--main-address is {address!r}, which is no address of this machine, and"
+                " there is no other; leave it out, or give --main-address 127.0.0.1."
+            )
+            raise LaunchError(msg)
         return cls(
             endpoint=f"{address}:{port}",
             fewest=count,
@@ -64,7 +77,7 @@ class Machines:
             rank=rank,
             join_seconds=join_seconds,
             address=own,
-            interface=interface_of(own),
+            interface=None if count == 1 else interface_of(own),
         )
 
     @classmethod
@@ -79,9 +92,14 @@ class Machines:
     ) -> Machines:
         """Return machines that meet by torchrun's elastic rendezvous."""
         host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdigit():
-            msg = f"--rdzv-endpoint is {endpoint!r}; expected HOST:PORT."
+        is_number = port.isascii() and port.isdigit()
+        if not host or not is_number or not 1 <= int(port) <= _LAST_PORT:
+            msg = (
+                f"--rdzv-endpoint is {endpoint!r}; expected HOST:PORT, a port from 1 to"
+                f" {_LAST_PORT}."
+            )
             raise LaunchError(msg)
+        _check_backend(backend)
         own = _address_towards(host, int(port))
         return cls(
             backend=backend,
@@ -96,10 +114,39 @@ class Machines:
         )
 
 
+def _check_backend(name: str) -> None:
+    """Refuse a way to meet that torch has not, or for which a package is missing."""
+    others = sorted(each.name for each in entry_points(group="torchrun.handlers"))
+    known = ["c10d", *_ETCD, *others]
+    if name not in known:
+        msg = f"--rdzv-backend is {name!r}; expected one of {', '.join(known)}."
+        raise LaunchError(msg)
+    if name in _ETCD and find_spec("etcd") is None:
+        msg = (
+            f"--rdzv-backend {name} needs a package: python -m pip install python-etcd; or"
+            " leave it out, for c10d needs none."
+        )
+        raise LaunchError(msg)
+
+
+def _is_here(host: str) -> bool:
+    """Return whether an address that this machine reaches is its own."""
+    family, kind, protocol, _, (address, *_) = socket.getaddrinfo(
+        host.strip("[]"), 0, type=socket.SOCK_DGRAM
+    )[0]
+    with closing(socket.socket(family, kind, protocol)) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
 def _address_towards(host: str, port: int) -> str:
     """Return the address from which this machine reaches another, or itself."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        # an IPv6 address stands in brackets before its port
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = found[0]
         with closing(socket.socket(family, kind, protocol)) as probe:
             probe.connect(target)  # a datagram's: nothing is sent

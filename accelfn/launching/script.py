@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from accelfn.launching.agent import Ended
 
-WORKER = str(Path(__file__).parents[1] / "worker.py")
+_WORKER = str(Path(__file__).parents[1] / "worker.py")
 
 
 def launch_script(
@@ -72,7 +72,7 @@ def launch_script(
     # others write is followed line by line, and this process must not hold it back.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    command = [WORKER, *(["-m"] if module else []), script, *args]
+    command = [*(["-m"] if module else []), script, *args]
     try:
         ended = run_here(
             command, nproc=nproc, machines=machines, max_restarts=max_restarts
@@ -93,7 +93,15 @@ def run_here(
     max_restarts: int = 0,
     follow_all: bool = False,
 ) -> Ended:
-    """Run ranks as `run_ranks` does, and leave this process as it was."""
+    """Run ranks as `run_ranks` does, and leave this process as it was.
+
+    Args:
+        command: what each rank runs: a file, or `-m` and a module, and arguments.
+        nproc: how many.
+        machines: those of the run; default this one alone.
+        max_restarts: how often all start again after one has failed.
+        follow_all: as of `run_ranks`.
+    """
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
     machines = Machines() if machines is None else machines
@@ -109,7 +117,7 @@ def run_here(
         _torch_log_muted(),
     ):
         return run_ranks(
-            command,
+            [_WORKER, str(os.getpid()), *command],
             nproc=nproc,
             machines=machines,
             max_restarts=max_restarts,
@@ -182,7 +190,7 @@ def planned(*, nproc: int, machines: Machines) -> list[str]:
     """Return in lines what a launch would do."""
     what = "1 process" if nproc == 1 else f"{nproc} processes"
     lines = [f"starts {what} on this machine"]
-    if machines.rank is not None and machines.most > 1:
+    if machines.rank is not None and machines != Machines():
         lines.append(
             f"meets as {machines.rank} of {machines.most} at {machines.endpoint}"
         )

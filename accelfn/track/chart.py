@@ -35,6 +35,7 @@ _FIRST = (
     re.compile("memory"),
 )
 _RATE = "updates per second"
+_LARGE = 1e300
 
 
 @attrs.frozen
@@ -107,7 +108,8 @@ def save_png(path: Path, drawn: list[Curve]) -> None:
     with _style():
         for place, curve in zip(axes, drawn, strict=True):
             _draw(place, curve, _ON_WHITE)
-            place.set_title(curve.name, parse_math=False)
+            title = curve.name.encode("utf-8", "replace").decode()
+            place.set_title(title, parse_math=False)
         figure.savefig(path, format="png", dpi=150, facecolor="white")
 
 
@@ -126,9 +128,16 @@ def _style() -> Any:
     return package("matplotlib", extra="report").rc_context(settings)
 
 
+def _unit(curve: Curve) -> float:
+    """Return what heights are divided by: differences of the largest floats overflow."""
+    largest = max(map(abs, curve.finite.values()), default=0)
+    return _LARGE if largest > _LARGE else 1
+
+
 def _draw(axes: Any, curve: Curve, colours: dict[str, str]) -> None:
     steps, values = list(curve.points), list(curve.points.values())
-    heights = [y if math.isfinite(y) else math.nan for y in values]
+    unit = _unit(curve)
+    heights = [y / unit if math.isfinite(y) else math.nan for y in values]
     alone = "o" if len(curve.finite) == 1 else "none"
     (line,) = axes.plot(steps, heights, color=colours[_LINE], linewidth=1.6)
     line.set(gid="curve", marker=alone)
@@ -143,6 +152,8 @@ def _draw(axes: Any, curve: Curve, colours: dict[str, str]) -> None:
     axes.grid(color=colours[_GRID], linewidth=0.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step", color=colours[_INK])
+    if unit != 1:
+        axes.set_ylabel(f"in units of {unit:g}", color=colours[_INK])
     axes.tick_params(colors=colours[_INK])
     axes.set_axisbelow(True)
     for spine in axes.spines.values():

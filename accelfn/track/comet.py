@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelfn.errors import TrackingError
-from accelfn.track.packages import package
+from accelfn.track.packages import package, picture
 from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples, flat
 from accelfn.world import World
@@ -48,10 +48,9 @@ class _Comet:
         self.backend.log_parameters(flat(hyperparameters), nested_support=False)
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
-        picture = package("PIL.Image", extra="comet").fromarray
         for name, image in images.items():
-            pixels = image[:, :, 0] if image.shape[2] == 1 else image
-            sent = self.backend.log_image(picture(pixels), name=name, step=step)
+            shown = picture(image, extra="comet")
+            sent = self.backend.log_image(shown, name=name, step=step)
             _check(sent, name)
 
     def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:

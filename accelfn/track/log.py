@@ -10,6 +10,12 @@ import attrs
 
 from accelfn.errors import TrackingError
 from accelfn.track.jsonl import FORMAT
+from accelfn.track.values import MOST_STEPS
+
+_LATEST = 1e11
+"""Seconds since 1970: a clock that says more, or as much before, is none."""
+_SHOWN = 200
+"""Letters of a line that an error shows."""
 
 
 @attrs.frozen
@@ -57,9 +63,8 @@ def read(path: str | Path) -> Log:
     for number, record in _records(path, lines):
         try:
             story.hear(record)
-        except (TypeError, ValueError, KeyError):
-            msg = f"{path}, line {number} is not what af.track.jsonl writes: {record}."
-            raise TrackingError(msg) from None
+        except (TypeError, ValueError, KeyError, OverflowError):
+            raise _foreign(path, number, record) from None
     metrics = dict[str, dict[int, float]]()
     for step, _, numbers in story.kept:
         for name, value in numbers.items():
@@ -95,9 +100,11 @@ class _Story:
                 self.resumed.append(self.kept[-1][0] if self.kept else 0)
             self._began = True
         else:
-            step, time = _step(record), float(record["time"])
-            given: Any = record["metrics"].items()
-            numbers = {str(name): float(value) for name, value in given}
+            step, time, given = _step(record), _time(record), record["metrics"]
+            if not isinstance(given, dict):
+                raise TypeError
+            told = cast("dict[str, Any]", given)
+            numbers = {name: float(value) for name, value in told.items()}
             if self.kept and step < self.kept[-1][0]:
                 self._back_to(step - 1)
             self.kept.append((step, time, numbers))
@@ -113,19 +120,36 @@ def _step(record: dict[str, Any]) -> int:
     step = record["step"]
     if type(step) is not int:
         raise TypeError
+    if abs(step) >= MOST_STEPS:
+        raise ValueError
     return step
+
+
+def _time(record: dict[str, Any]) -> float:
+    time = float(record["time"])
+    if not abs(time) < _LATEST:  # nor is it NaN
+        raise ValueError
+    return time
+
+
+def _foreign(path: Path, number: int, record: object) -> TrackingError:
+    shown = repr(record)
+    if len(shown) > _SHOWN:
+        shown = f"{shown[:_SHOWN]}…"
+    return TrackingError(
+        f"{path}, line {number} is not what af.track.jsonl writes: {shown}."
+    )
 
 
 def _records(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             msg = f"{path}, line {number} is no JSON: {error}."
             raise TrackingError(msg) from error
         if not isinstance(record, dict):
-            msg = f"{path}, line {number} is not what af.track.jsonl writes: {record}."
-            raise TrackingError(msg)
+            raise _foreign(path, number, cast("object", record))
         told = cast("dict[str, Any]", record)
         if told.get("accelfn", FORMAT) != FORMAT:
             msg = f"{path} is of format {told['accelfn']}; this accelfn reads {FORMAT}."

@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from accelfn.errors import TrackingError
+from accelfn.track.values import Pixels
 
 
 def package(module: str, *, extra: str) -> Any:
@@ -21,3 +22,13 @@ def package(module: str, *, extra: str) -> Any:
             f' python -m pip install "accelfn[{extra}]".'
         )
         raise TrackingError(msg) from error
+
+
+def picture(image: Pixels, *, extra: str) -> Any:
+    """Return an image as one of Pillow's, which takes a lone channel without its axis.
+
+    Raises:
+        TrackingError: Pillow is missing; the text says what to install.
+    """
+    pixels = image[:, :, 0] if image.shape[2] == 1 else image
+    return package("PIL.Image", extra=extra).fromarray(pixels)

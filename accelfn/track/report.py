@@ -40,17 +40,23 @@ def report(run: str) -> tuple[list[str], int]:
         What to print, and the exit code.
 
     Raises:
-        TrackingError: there is no run, it has no numbers, or matplotlib is missing.
+        TrackingError: there is no run, it has no numbers, it has the name of its own page or
+            picture, or matplotlib is missing.
     """
     log = read(_file(Path(run)))
+    page, picture = (log.path.with_suffix(each) for each in (".html", ".png"))
+    for made in (page, picture):
+        if made == log.path or (made.exists() and made.samefile(log.path)):
+            msg = f"The report of {log.path} would be {made}, the run itself; rename the run."
+            raise TrackingError(msg)
     drawn = curves(log)
     if not drawn:
         msg = f"{log.path} has no metrics yet; nothing can be drawn."
         raise TrackingError(msg)
-    page, picture = (log.path.with_suffix(each) for each in (".html", ".png"))
-    text = as_page(log, drawn)
+    # half a letter, which JSON can have, is a question mark
+    text = as_page(log, drawn).encode("utf-8", "replace")
     try:
-        _replace(page, lambda path: path.write_text(text, encoding="utf-8"))
+        _replace(page, lambda path: path.write_bytes(text))
         _replace(picture, lambda path: save_png(path, drawn))
     except OSError as error:
         msg = f"The report of {log.path} was not written: {error}."
@@ -89,7 +95,7 @@ def as_page(log: Log, drawn: list[Curve]) -> str:
     )
     rows = "\n".join(map(_row, drawn))
     facts = "\n".join(f"<p>{escape(fact)}</p>" for fact in _facts(log))
-    told = escape(json.dumps(log.hyperparameters, indent=2, ensure_ascii=False))
+    told = escape(_told(log))
     settings = (
         f"<h2>Hyperparameters</h2>\n<pre>{told}</pre>" if log.hyperparameters else ""
     )
@@ -120,6 +126,14 @@ def as_page(log: Log, drawn: list[Curve]) -> str:
 </body>
 </html>
 """
+
+
+def _told(log: Log) -> str:
+    try:
+        return json.dumps(log.hyperparameters, indent=2, ensure_ascii=False)
+    except RecursionError:
+        msg = f"{log.path}: the hyperparameters are nested too deeply to be shown."
+        raise TrackingError(msg) from None
 
 
 def _facts(log: Log) -> list[str]:

@@ -8,6 +8,7 @@ disk is full or the network gone, is named in a warning, and the training goes o
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, count
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -139,14 +140,11 @@ class Tracker:
         Anything else is its repr: of a setup that is the code that makes it.
 
         Raises:
-            ArgumentError: it is no mapping by name.
+            ArgumentError: it is no mapping by name, or two names in it would be one: `1` and
+                `"1"`, or `{"a": {"b": ...}}` and `"a.b"`.
         """
-        if not isinstance(hyperparameters, Mapping):
-            kind = type(hyperparameters).__name__
-            msg = f"hyperparameters: expected a mapping by name, got {kind}."
-            raise ArgumentError(msg)
+        told = values.settings(hyperparameters)
         if self._goes_on():
-            told = {str(name): values.plain(v) for name, v in hyperparameters.items()}
             self._tell("the hyperparameters", lambda sink: sink.hyperparameters(told))
 
     def images(self, images: Mapping[str, torch.Tensor], step: int) -> None:
@@ -190,12 +188,16 @@ class Tracker:
 
     @property
     def backends(self) -> dict[str, Any]:
-        """The backends' own objects, by name; of other ranks than 0, none."""
-        return {
-            each.name: each.sink.backend
-            for each in self.outlets
-            if each.sink is not None
-        }
+        """The backends' own objects, by name; of other ranks than 0, none.
+
+        Of several of a kind the second is `"jsonl 2"`, in the order of `together`.
+        """
+        found: dict[str, Any] = {}
+        for each in self.outlets:
+            if each.sink is not None:
+                names = chain([each.name], (f"{each.name} {i}" for i in count(2)))
+                found[next(n for n in names if n not in found)] = each.sink.backend
+        return found
 
     def close(self, *, failed: bool = False) -> None:
         """Close the backends: what was tracked is then where it belongs.
@@ -257,10 +259,11 @@ def together(*trackers: Tracker | None) -> Tracker:
 
     Numbers are read from the device once for all. Images and histograms go to those that have
     them, and are refused where none has. `None` is left out, so a tracker can be made on a
-    condition; without any it does nothing.
+    condition; without any it does nothing. `backends` numbers those of one kind: "jsonl" and
+    "jsonl 2".
 
     Raises:
-        ArgumentError: one is not a tracker.
+        ArgumentError: one is not a tracker, or is given twice.
 
     Example:
         >>> world = World.single()
@@ -277,7 +280,12 @@ def together(*trackers: Tracker | None) -> Tracker:
                 " one of your own."
             )
             raise ArgumentError(msg)
-    return Tracker(tuple(o for each in trackers if each for o in each.outlets))
+    outlets = tuple(o for each in trackers if each for o in each.outlets)
+    for i, each in enumerate(outlets):
+        if each in outlets[:i]:
+            msg = f"af.track.together: {each.name} is given twice; give each tracker once."
+            raise ArgumentError(msg)
+    return Tracker(outlets)
 
 
 def open_tracker(

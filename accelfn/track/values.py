@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from accelfn.arguments import is_integer
 from accelfn.errors import ArgumentError
 from accelfn.loss import Metrics
 from accelfn.world import World
@@ -21,12 +22,16 @@ Samples: TypeAlias = NDArray[np.float64]
 """One axis."""
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
+MOST_STEPS = 2**63
+"""What no backend's number of updates reaches."""
+
 _NUMBERS = (int, float, np.number, np.bool_)
+_NO_REAL_NUMBERS = (np.complexfloating, np.timedelta64)  # though numpy's class says so
 
 
 def check_step(step: object) -> None:
     """Refuse what is no count of updates."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if not is_integer(step, 0) or step >= MOST_STEPS:
         msg = f"step={step!r}: expected the number of updates so far, state.step."
         raise ArgumentError(msg)
 
@@ -35,18 +40,28 @@ def check_names(what: str, values: object) -> None:
     """Refuse what is no mapping by name.
 
     Raises:
-        ArgumentError: it is none, or a name is empty, no text, or `step`.
+        ArgumentError: it is none, or a name is empty, no text that can be written, or
+            `step`.
     """
     if not isinstance(values, Mapping):
         msg = f"{what}: expected a mapping by name, got {type(values).__name__}."
         raise ArgumentError(msg)
     for name in cast("Mapping[Any, Any]", values):
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or not _is_whole(name):
             msg = f"{what}: the name {name!r} is no text; give {what} by name."
             raise ArgumentError(msg)
         if name == "step":
             msg = f"{what}: 'step' is the tracker's second argument; take another name."
             raise ArgumentError(msg)
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a text has no half of a letter, which no file of text can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
@@ -63,24 +78,35 @@ def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
         )
         raise ArgumentError(msg)
     for name, value in cast("Mapping[str, Any]", metrics).items():
-        is_one = isinstance(value, _NUMBERS)
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            size = value.numel() if isinstance(value, torch.Tensor) else value.size
-            is_one = size == 1 and not _is_complex(value)
-        if not is_one or isinstance(value, np.complexfloating):
-            shown = (
-                f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
-                if isinstance(value, (torch.Tensor, np.ndarray))
-                else f"{value!r}"
-            )
-            msg = f"metrics: {name!r} is {shown}; expected one real number."
+        if not _is_one_number(value):
+            msg = f"metrics: {name!r} is {_shown(value)}; expected one real number."
             raise ArgumentError(msg)
 
 
-def _is_complex(value: "torch.Tensor | NDArray[Any]") -> bool:
+def _shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return value.is_complex()
-    return not np.can_cast(value.dtype, np.float64, "same_kind")
+        where = " on meta" if value.is_meta else ""
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}{where}"
+    if isinstance(value, np.ndarray):
+        array = cast("NDArray[Any]", value)
+        return f"an array of shape {array.shape}, {array.dtype}"
+    if isinstance(value, int):  # one that no float holds, and Python may not spell
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
+
+
+def _is_one_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not (value.is_complex() or value.is_meta)
+    if isinstance(value, np.ndarray):
+        array = cast("NDArray[Any]", value)
+        return array.size == 1 and np.can_cast(array.dtype, np.float64, "same_kind")
+    if isinstance(value, int):
+        try:
+            float(value)
+        except OverflowError:
+            return False
+    return isinstance(value, _NUMBERS) and not isinstance(value, _NO_REAL_NUMBERS)
 
 
 def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
@@ -152,14 +178,17 @@ def check_samples(name: str, values: object) -> None:
     """Refuse what has no histogram.
 
     Raises:
-        ArgumentError: it is no tensor of real numbers, or empty.
+        ArgumentError: it is no dense tensor of real numbers, or empty.
     """
     if (
         not isinstance(values, torch.Tensor)
+        or values.layout != torch.strided
         or not values.numel()
         or values.is_complex()
     ):
-        msg = f"histograms: {name!r}: expected a tensor of real numbers, not empty."
+        msg = (
+            f"histograms: {name!r}: expected a dense tensor of real numbers, not empty."
+        )
         raise ArgumentError(msg)
 
 
@@ -177,28 +206,70 @@ def samples(name: str, values: torch.Tensor) -> Samples:
     return flat.numpy()
 
 
+def settings(given: object) -> dict[str, Plain]:
+    """Return hyperparameters as plain data: nested, by name.
+
+    Raises:
+        ArgumentError: it is no mapping, it has itself in it, or two names in it are one.
+    """
+    if not isinstance(given, Mapping):
+        msg = (
+            f"hyperparameters: expected a mapping by name, got {type(given).__name__}."
+        )
+        raise ArgumentError(msg)
+    try:
+        told = _plain_mapping(cast("Mapping[Any, Any]", given))
+        flat(told)
+    except RecursionError:
+        msg = "hyperparameters: they are nested too deeply, or have themselves in them."
+        raise ArgumentError(msg) from None
+    return told
+
+
+def _plain_mapping(given: Mapping[Any, Any]) -> dict[str, Plain]:
+    found: dict[str, Plain] = {}
+    for name, value in given.items():
+        if str(name) in found:
+            raise _twice(str(name))
+        found[str(name)] = plain(value)
+    return found
+
+
+def _twice(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"hyperparameters: two of them are named {name!r}, of which one would be lost;"
+        " rename one. Backends write nested names with dots, and numbers as text."
+    )
+
+
 def plain(value: object) -> Plain:
     """Return a setting as plain data: what is no number, text or container as its repr."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {str(name): plain(each) for name, each in items}
+        return _plain_mapping(cast("Mapping[Any, Any]", value))
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in cast("list[Any]", value)]
     return repr(value)
 
 
 def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """Return settings by names with dots, for backends without nested ones; lists as text."""
+    """Return settings by names with dots, for backends without nested ones; lists as text.
+
+    Raises:
+        ArgumentError: two would have one name.
+    """
     found: dict[str, Plain] = {}
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.")
-        elif value is None or isinstance(value, (list, dict)):
-            found[prefix + name] = str(value)
+            added = flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
+            is_text = value is None or isinstance(value, (list, dict))
+            added = {prefix + name: str(value) if is_text else value}
+        twice = found.keys() & added.keys()
+        if twice:
+            raise _twice(min(twice))
+        found |= added
     return found
 
 

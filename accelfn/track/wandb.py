@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelfn.track.packages import package
+from accelfn.track.packages import package, picture
 from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples
 from accelfn.world import World
@@ -29,9 +29,8 @@ class _Wandb:
         self.backend.config.update(dict(hyperparameters), allow_val_change=True)
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
-        picture = package("PIL.Image", extra="wandb").fromarray
         wrap = self._wandb.Image
-        shown = {name: wrap(picture(_grey(image))) for name, image in images.items()}
+        shown = {n: wrap(picture(each, extra="wandb")) for n, each in images.items()}
         self.backend.log({**shown, "step": step})
 
     def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:
@@ -41,11 +40,6 @@ class _Wandb:
 
     def close(self, *, failed: bool) -> None:
         self.backend.finish(exit_code=int(failed))
-
-
-def _grey(image: Pixels) -> Pixels:
-    """Return what Pillow takes: without the axis of a lone channel."""
-    return image[:, :, 0] if image.shape[2] == 1 else image
 
 
 def wandb(

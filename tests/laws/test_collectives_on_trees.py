@@ -7,7 +7,6 @@ from collections import namedtuple
 from typing import Any
 
 import attrs
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -346,33 +345,6 @@ def test_gathering_is_differentiated(size: int, rows: int, scalar: bool) -> None
         assert exactly(expected, mine.grad)
 
     simulate(size, fn)
-
-
-REFUSED = {
-    "no tensor": lambda w: af.gather({"x": [1, 2]}, w),
-    "no tensor to reduce": lambda w: af.reduce("x", w),
-    "no such operation": lambda w: af.reduce(torch.ones(1), w, "median"),
-    "complex greatest": lambda w: af.reduce(
-        torch.ones(1, dtype=torch.cfloat), w, "max"
-    ),
-    "float8 to reduce": lambda w: af.reduce(torch.ones(1).to(torch.float8_e4m3fn), w),
-    "too few for all": lambda w: af.all_to_all([torch.ones(1)], w),
-    "one for all": lambda w: af.all_to_all(torch.ones(2), w),
-    "others for one": lambda w: af.all_to_all([torch.ones(1), torch.ones(1, 1)], w),
-    "objects for all": lambda w: af.all_to_all(["a", "b"], w),
-    "no such root": lambda w: af.broadcast(torch.ones(1), w, root=2),
-    "no such dimension": lambda w: af.pad_across(torch.ones(1), w, dim=1),
-    "too few": lambda w: af.scatter([1], w, root=w.rank),
-    "nothing": lambda w: af.scatter(None, w, root=w.rank),
-    "an object": lambda w: af.gather_objects(object(), w),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_travel_is_refused(case: str) -> None:
-    """Before anything is sent, on the rank that gave it."""
-    with pytest.raises((af.ArgumentError, af.PlainDataError), match=r"af\.|value|leaf"):
-        simulate(2, REFUSED[case])
 
 
 def test_contrastive_losses_are_those_of_one_process() -> None:

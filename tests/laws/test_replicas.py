@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.collectives import checksum
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP
 from tests.ranks import programs
@@ -82,3 +83,98 @@ def test_batch_statistics_may_differ(every: int) -> None:
 
     first, second = simulate(2, fn).results
     assert first != second
+
+
+WORDS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.int64: torch.int64,
+    torch.bfloat16: torch.int16,
+    torch.uint8: torch.int8,
+}
+
+
+@st.composite
+def bits(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw two tensors of bits: of the same elements elsewhere, or of some moved up and down."""
+    dtype = draw(st.sampled_from(sorted(WORDS, key=str)))
+    info = torch.iinfo(WORDS[dtype])
+    number = st.sampled_from([0, 1, -1, info.min, info.max])
+    number |= st.integers(info.min, info.max)
+    numbers = draw(st.lists(number, min_size=1, max_size=6))
+    others = draw(st.permutations(numbers))
+    if draw(st.booleans()):
+        step = draw(st.sampled_from([1, 2, 1 << (info.bits - 1)]))
+        place = st.integers(0, len(numbers) - 1)
+        others = [*numbers]
+        for by in (step, -step):
+            for at in draw(st.lists(place, max_size=2)):
+                others[at] = (others[at] + by - info.min) % (1 << info.bits) + info.min
+    gap = [0] * draw(st.sampled_from([0, 1, 1 << 15]))  # which is a chunk
+    one, other = (
+        torch.tensor([*each[:1], *gap, *each[1:]], dtype=WORDS[dtype]).view(dtype)
+        for each in (numbers, others)
+    )
+    return one, other
+
+
+@given(pair=bits())
+def test_a_checksum_tells_bits_and_places_apart(
+    pair: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """It is the same where all bits are, and no other elements' or their places'."""
+    one, other = pair
+    same = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert (checksum(one).item() == checksum(other).item()) == same
+    padded = torch.stack([one, other], dim=1)
+    assert checksum(padded[:, 0]).item() == checksum(one).item()
+
+
+FIELDS = {
+    "step": lambda s, _: attrs.evolve(s, step=s.step + 1),
+    "num_skipped": lambda s, _: attrs.evolve(s, num_skipped=1),
+    "seed": lambda s, _: attrs.evolve(s, seed=s.seed + 1),
+    "cursor['samples']": lambda s, _: attrs.evolve(
+        s, cursor=attrs.evolve(s.cursor, samples=s.cursor.samples + 1)
+    ),
+    "params['first.weight']": lambda s, move: move(s, s.params["first.weight"]),
+    "opt_state['first.weight']['momentum_buffer']": lambda s, move: move(
+        s, s.opt_state["first.weight"]["momentum_buffer"]
+    ),
+    "slots['own']['x'][0]": lambda s, move: move(s, s.slots["own"]["x"][0]),
+    "slots['own']['n']": lambda s, _: s.with_slot("own", {**s.slots["own"], "n": 4}),
+    "buffers['norm.running_mean']": lambda s, move: move(
+        s, s.buffers["norm.running_mean"]
+    ),
+}
+
+
+def swapped(state: af.TrainState, tensor: torch.Tensor) -> af.TrainState:
+    """Let two elements change places, and no sum of a tensor change."""
+    flat = tensor.view(-1)
+    flat[0], flat[1] = flat[1].item(), flat[0].item() + (flat[0] == flat[1]).item()
+    return state
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_whatever_differs_in_a_state_is_named(field: str, culprit: int) -> None:
+    """On all ranks, with a row for each; states that are the same are let be."""
+    run = Run(n=24, batch_size=6, kind="norm", dyadic=False, optimizer="momentum")
+    run = attrs.evolve(run, setup=af.chain(DDP, af.sync_batchnorm()))
+
+    def fn(world: af.World) -> str:
+        state, _ = run.train(run.state(world), 2)
+        state = state.with_slot("own", {"x": [torch.arange(4.0)], "n": 3})
+        af.assert_replicas_agree(state)
+        if world.rank == culprit:
+            state = FIELDS[field](state, swapped)
+        with pytest.raises(af.ReplicaMismatchError) as told:
+            af.assert_replicas_agree(state)
+        return str(told.value)
+
+    told = set(simulate(3, fn).results)
+    assert len(told) == 1
+    (text,) = told
+    assert all(f"\n  rank {rank}: {field}: " in text for rank in range(3))
+    assert "TrainState.create" not in text

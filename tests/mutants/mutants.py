@@ -7,9 +7,11 @@ from tests.mutants import (
     of_compiling,
     of_compression,
     of_data,
+    of_definitions,
     of_exports,
     of_helpers,
     of_in_backward,
+    of_interrupted,
     of_kernels,
     of_optimizers,
     of_ranks,
@@ -23,9 +25,11 @@ from tests.mutants import (
 
 MUTANTS = [
     *of_ranks.MUTANTS,
+    *of_definitions.MUTANTS,
     *of_batchnorm.MUTANTS,
     *of_compression.MUTANTS,
     *of_in_backward.MUTANTS,
+    *of_interrupted.MUTANTS,
     *of_collectives.MUTANTS,
     *of_steps.MUTANTS,
     *of_skipping.MUTANTS,

@@ -48,7 +48,7 @@ MUTANTS = [
         says="the sample that stands in for an empty share counts in the statistics",
         law="L36",
         test=test_sync_batchnorm.test_ranks_normalise_as_one,
-        place=sync_batchnorm._CountingRunner.forward,
+        place=sync_batchnorm._CountingRunner.before,
         old="samples.known != 0",
         new="True",
     ),

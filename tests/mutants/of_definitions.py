@@ -11,7 +11,7 @@ MUTANTS = [
     Mutant(
         name="setups are not compared",
         says="ranks may have other transforms than one another",
-        law="W7",
+        law="L2",
         test=REFUSED,
         place=agreement._rows,
         old="for i, each in enumerate(definition.setup)",
@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         name="hyperparameters are not compared",
         says="of optimizers only the classes are told",
-        law="W7",
+        law="L2",
         test=REFUSED,
         place=agreement._rows,
         old='if name != "params":',
@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         name="schedules by their names",
         says="two functions of one name pass for one schedule",
-        law="W7",
+        law="L2",
         test=REFUSED,
         place=agreement._factors,
         old="return str([float(schedule(update)) for update in _ASKED])",
@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         name="data is not compared",
         says="ranks may share data of which each has another length or order",
-        law="W7",
+        law="L2",
         test=REFUSED,
         place=agreement._rows,
         old='definition.setup.having("data")',
@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant(
         name="seeds are not compared",
         says="ranks may draw from seeds of their own",
-        law="W7",
+        law="L2",
         test=REFUSED,
         place=agreement._rows,
         old='{"seed": str(state.seed)}',
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         name="a rank's own data is compared",
         says="where ranks share no data, theirs must be alike too",
-        law="W7",
+        law="L2",
         test=test_definitions.test_data_of_each_rank_may_be_its_own,
         place=agreement._rows,
         old='and definition.setup.having("data")',
@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant(
         name="addresses are compared",
         says="a function is told by where it lies in a process's memory",
-        law="W7",
+        law="L2",
         test=test_definitions.test_functions_may_lie_anywhere,
         place=agreement._shown,
         old='_ADDRESS.sub("", repr(transform))',

@@ -400,7 +400,7 @@ OF_GATHERING = [
         test=test_gathering.test_split_as_others_do,
         args=A_SPLIT,
         place=_like,
-        old="return tuple(picked) if isinstance(values, tuple) else picked",
+        old="return kind(picked)",
         new="return picked",
     ),
 ]

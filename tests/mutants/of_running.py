@@ -12,8 +12,8 @@ MUTANTS = [
         law="L42",
         test=laws.test_it_is_the_loop,
         place=running._end,
-        old="state.step >= cast",
-        new="state.step > cast",
+        old="state.step >= until",
+        new="state.step > until",
     ),
     Mutant(
         name="metrics are seen twice",

@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a step does with a state on its way to the next."""
 
-from accelfn import collectives, model, modes, state, step, streams, update, views
+from accelfn import (
+    collectives,
+    model,
+    modes,
+    slots,
+    state,
+    step,
+    streams,
+    update,
+    views,
+)
 from accelfn.engine import buffers, engine
 from accelfn.transform import _apply, _check_chain, _flatten, _repr, chain
 from accelfn.transforms import accumulate, clip, ema, precision
@@ -165,7 +175,7 @@ for _ in range(grads.num_micro_batches):
         law="L22",
         test=test_purity.test_building_and_applying_is_pure,
         place=state.TrainState.with_setup,
-        old="slots = {name: slot for name, slot in self._slots.items() if name not in gone}",
+        old="slots = carried_over(self._slots, old, new)",
         new="slots = self._slots",
     ),
     Mutant(
@@ -501,7 +511,7 @@ for path in state.definition.skeleton.aliases:
         law="L33",
         test=test_composition.test_slots_are_conserved,
         args={"value": ema.ema(0.5)},
-        place=state.TrainState.with_setup,
+        place=slots.carried_over,
         old="if name not in gone",
         new="if True",
     ),

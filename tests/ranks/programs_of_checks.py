@@ -40,12 +40,15 @@ CALLS: dict[str, Callable[[af.World], Any]] = {
     "reduce the greatest": lambda w: af.reduce(mine(w, 3), w, "max"),
     "reduce labelled": lambda w: af.reduce(mine(w, 3), w, label="counts"),
     "reduce a and b": lambda w: af.reduce(pair(w, "a", "b"), w),
-    "reduce b and a": lambda w: af.reduce(pair(w, "b", "a"), w),
+    "reduce b and c": lambda w: af.reduce(pair(w, "b", "c"), w),
     "reduce a list": lambda w: af.reduce([*pair(w, "a", "b").values()], w),
     "reduce nothing": lambda w: af.reduce({}, w),
     "gather 3": lambda w: af.gather(mine(w, 3), w),
     "gather 2": lambda w: af.gather(mine(w, 2), w),
     "gather for gradients": lambda w: af.gather(mine(w, 2), w, grad=True),
+    "gather for its gradients": lambda w: af.gather(
+        mine(w, 2).requires_grad_(), w, grad=True
+    ),
     "gather ragged": lambda w: af.gather_ragged(mine(w, w.rank, 2), w),
     "gather ragged 3": lambda w: af.gather_ragged(mine(w, w.rank, 3), w),
     "pad": lambda w: af.pad_across(mine(w, 2, w.rank), w, dim=1),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong programs, for the table of what Gloo and a simulated world say of them."""
 
+import math
 import multiprocessing
 import os
 import time
@@ -273,6 +274,11 @@ class Reduce:
         x = torch.tensor([self.values[world.rank]], dtype=self.dtype)
         dist.all_reduce(x, op=getattr(dist.ReduceOp, self.op), group=world.group)
         return x.tolist()
+
+
+def least(world: af.World) -> list[float]:
+    """Reduce a number and NaN by accelfn's own call."""
+    return af.reduce(numbers((1.0, math.nan)[world.rank]), world, "min").tolist()
 
 
 def gathers_into_too_few(world: af.World) -> list[float]:

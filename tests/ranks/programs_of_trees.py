@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of accelfn's collectives on trees, as values: run on simulated and on real ranks."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class TreeCall:
         root: the rank that sends, modulo the world's size.
         op: the reduction.
         transposed: whether the first leaf is laid out the other way.
+        strided: whether there is a gap after each element of the second.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class TreeCall:
     root: int = 0
     op: str = "sum"
     transposed: bool = False
+    strided: bool = False
 
     def count(self, place: int) -> int:
         """Return how many rows a place has."""
@@ -53,6 +56,8 @@ class TreeCall:
         if self.transposed:
             first = first.T.contiguous().T
         second = self.leaf(self.dtypes[1], rows, seed + 1)
+        if self.strided:
+            second = torch.stack([second, second], -1)[:, 1:, 0]
         return {"x": first, "y": [second, (self.leaf(self.dtypes[1], 1, seed)[0, 0],)]}
 
 
@@ -115,8 +120,26 @@ def bits(leaf: Any) -> Any:
     """Return a tensor's shape, dtype and bytes."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    data = leaf.contiguous().reshape(-1).view(torch.uint8).tolist()
+    data = leaf.clone(memory_format=torch.contiguous_format).reshape(-1)
+    data = data.view(torch.uint8).tolist()
     return [str(leaf.dtype), list(leaf.shape), data]
+
+
+def at_limits(world: af.World) -> list[Any]:
+    """Return what reductions give of numbers at the ends of their dtypes, and of NaN."""
+    inf, nan = math.inf, math.nan
+    rows = [[nan, 1.0, inf, -0.0, -nan, 6e4], [1.0, nan, -inf, 0.0, 2.0, 6e4]]
+    found: list[Any] = []
+    for name in FLOATS:
+        mine = torch.tensor(rows[world.rank % 2], dtype=getattr(torch, name))
+        found += [af.reduce(mine, world, op) for op in ("min", "max")]
+        found.append(af.reduce(mine[-1:], world, "mean"))
+    for name in INTEGERS:
+        info = torch.iinfo(getattr(torch, name))
+        ends = [[info.max, info.min, info.max], [info.max, info.min, info.min]]
+        mine = torch.tensor(ends[world.rank % 2]).to(getattr(torch, name))
+        found += [af.reduce(mine, world, op) for op in OPS]
+    return [bits(each) for each in found]
 
 
 @st.composite
@@ -132,4 +155,5 @@ def tree_calls(draw: st.DrawFn) -> TreeCall:
         root=draw(st.integers(0, 2)),
         op=draw(st.sampled_from(OPS)),
         transposed=draw(st.booleans()),
+        strided=draw(st.booleans()),
     )

@@ -64,6 +64,12 @@ def test_collectives_on_trees_give_what_gloo_gives(
     simulate(size, run, schedule=schedule, also="processes")
 
 
+def test_numbers_at_their_limits_give_what_gloo_gives() -> None:
+    """NaN wins and no mean overflows on either, whichever rank has what."""
+    for size in (2, 3):
+        simulate(size, trees.at_limits, also="processes")
+
+
 @pytest.mark.parametrize("dtype", trees.DTYPES)
 def test_every_dtype_gives_what_gloo_gives(dtype: str) -> None:
     """Moved by each kind of call, and reduced in each way that it can be."""

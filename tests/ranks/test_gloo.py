@@ -456,6 +456,12 @@ ROWS = [
         (Gives([NAN]), Gives([NAN])),
     ),
     Row(
+        "The same by `af.reduce`",
+        mistakes.least,
+        (Gives([NAN]), Gives([NAN])),
+        (Gives([NAN]), Gives([NAN])),
+    ),
+    Row(
         "`all_reduce` with `AVG` of integers",
         Reduce("AVG", (1, 2), I64),
         (Raises("result type Float can't be cast"),) * 2,

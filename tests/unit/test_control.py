@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code on some ranks: where it runs, in which order, and what becomes of errors."""
 
+from contextlib import suppress
 from functools import partial
 
+import attrs
 import pytest
 import torch
 
@@ -29,11 +31,73 @@ def test_on_one_rank(rank):
     assert simulate(3, fn).results == tuple(expected)
 
 
-@pytest.mark.parametrize("rank", [-1, 3, "0", True])
+@pytest.mark.parametrize("rank", [-1, -3])
+def test_on_a_rank_counted_from_the_last(rank):
+    """As in a list."""
+    found = simulate(3, lambda world: af.on_rank(world, rank)(lambda: world.rank)())
+    assert [each for each in found if each is not None] == [[0, 1, 2][rank]]
+
+
+@pytest.mark.parametrize("rank", [-4, 3, "0", True, 1.0])
 def test_on_a_rank_that_is_none(rank):
-    """It is refused where it is decorated, on all ranks."""
-    with pytest.raises(af.ArgumentError, match=r"on_rank.*0 to 2"):
+    """It is refused where it is decorated, on all ranks, by its own name."""
+    with pytest.raises(af.ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 to -3"):
         simulate(3, lambda world: af.on_rank(world, rank))
+
+
+@pytest.mark.parametrize("on", [af.on_rank, af.on_main])
+def test_only_functions_run_somewhere(on):
+    """Something else is refused where it stands."""
+    with pytest.raises(af.ArgumentError, match=r"\(5\): expected a function"):
+        on(af.World.single())(5)
+
+
+def machines(world, local_size):
+    """Return the world as if each machine had so many ranks."""
+    node_rank, local_rank = divmod(world.rank, local_size)
+    return attrs.evolve(
+        world,
+        group=world.group,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=node_rank,
+    )
+
+
+@pytest.mark.parametrize("local_size", [1, 2, 4])
+def test_once_on_each_machine(local_size, capsys):
+    """On the first, any or the last rank there; without `local`, once in the world."""
+
+    def fn(world):
+        world = machines(world, local_size)
+        af.print_once(world, "here", local=True)
+        af.print_once(world, "there")
+        return [
+            on(lambda: world.node_rank)()
+            for on in (
+                af.on_main(world, local=True),
+                af.on_rank(world, local_size - 1, local=True),
+                af.on_rank(world, -1, local=True),
+                af.on_main(world),
+                af.on_rank(world, -1),
+            )
+        ]
+
+    found = zip(*simulate(4, fn), strict=True)
+    ran = [[rank for rank, node in enumerate(row) if node is not None] for row in found]
+    firsts = list(range(0, 4, local_size))
+    lasts = list(range(local_size - 1, 4, local_size))
+    assert ran == [firsts, lasts, lasts, [0], [3]]
+    assert sorted(capsys.readouterr().out.split()) == [
+        *["here"] * len(firsts),
+        "there",
+    ]
+
+
+def test_a_local_rank_that_a_machine_has_not():
+    """It is refused there."""
+    with pytest.raises(af.ArgumentError, match="a local rank from 0 to 1"):
+        simulate(4, lambda w: af.on_rank(machines(w, 2), 2, local=True))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -49,6 +113,24 @@ def test_main_goes_first(schedule):
     simulate(3, fn, schedule=schedule)
     assert done[0] == 0
     assert sorted(done) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fails", [None, 2])
+def test_the_first_of_each_machine_goes_first(schedule, fails):
+    """No other rank enters before the first of each machine has left, though one fails."""
+    done = []
+
+    def fn(world):
+        world = machines(world, 2)
+        with suppress(OSError), af.main_first(world, local=True):
+            assert world.local_rank == 0 or sorted(done[:2]) == [0, 2]
+            done.append(world.rank)
+            if world.rank == fails:
+                raise OSError
+
+    simulate(4, fn, schedule=schedule)
+    assert sorted(done) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -116,3 +198,34 @@ def test_replicas_of_a_donated_state():
     step(state, torch.ones(1, 2))
     with pytest.raises(af.StateDonatedError):
         af.assert_replicas_agree(state)
+
+
+def test_slots_that_are_each_rank_s_own():
+    """What PowerSGD leaves out of a gradient differs by rank, and is no disagreement."""
+
+    def fn(world):
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(6, 6),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            world=world,
+            setup=af.chain(
+                af.shard_data(),
+                af.wrap_ddp(),
+                af.compress("powersgd", start_powerSGD_iter=2),
+            ),
+            data=af.Data(torch.arange(96.0).reshape(16, 6).sin(), batch_size=4),
+        )
+        step = af.make_step(lambda model, batch: model(batch).square().mean())
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+        af.assert_replicas_agree(state)
+        return repr(state.slots)
+
+    first, second = simulate(2, fn)
+    assert first != second
+
+
+def test_only_states_agree():
+    """A module is refused by its class."""
+    with pytest.raises(af.ArgumentError, match="expected a TrainState, got Linear"):
+        af.assert_replicas_agree(torch.nn.Linear(1, 1))

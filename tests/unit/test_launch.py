@@ -111,6 +111,13 @@ def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
     ("way", "code", "ending", "detail"),
     [
         ("exit", 7, "exit code 7", "SystemExit: 7"),
+        (
+            "exit 256",
+            1,
+            "exit code 1",
+            "SystemExit: 256",
+        ),  # whose last eight bits are 0
+        ("exit -9", 247, "exit code 247", "SystemExit: -9"),  # and no signal
         ("_exit", 5, "exit code 5", "It left no traceback"),
         ("kill alone", 137, "killed by SIGKILL", "It left no traceback"),
     ],

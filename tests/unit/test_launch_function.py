@@ -88,6 +88,39 @@ def test_a_number_of_processes(nproc):
         af.launch(print, nproc=nproc)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fn": 5}, r"launch\(5\): expected a function"),
+        ({"timeout": -1}, "timeout=-1.*positive number of seconds"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": float("nan")}, "timeout=nan"),
+        ({"timeout": float("inf")}, "timeout=inf"),
+        ({"timeout": "x"}, "timeout='x'"),
+        ({"timeout": True}, "timeout=True"),
+        ({"device": "foo"}, "device='foo'.*knows no such device"),
+        ({"device": 1.5}, "device=1.5.*knows no such device"),
+        ({"device": "meta"}, "device='meta'.*expected cpu or cuda"),
+        ({"device": "cuda:99"}, "takes 100 GPUs, and torch sees"),
+    ],
+)
+def test_what_no_rank_could_do(monkeypatch, given, said):
+    """It is refused before any process is started."""
+    monkeypatch.setattr("accelfn.launching.function.run_here", None)
+    fn = given.pop("fn", print)
+    with pytest.raises(af.ArgumentError, match=said):
+        af.launch(fn, **given)
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    """Each rank has a GPU of its own where there are GPUs, unless it is told otherwise."""
+    monkeypatch.setattr("accelfn.launching.function.run_here", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in (None, "cuda"):
+        with pytest.raises(af.ArgumentError, match="takes 3 GPUs, and torch sees 2"):
+            af.launch(print, nproc=3, device=device)
+
+
 def test_a_rank_launches_none(monkeypatch):
     """A process that is one of several starts no others for each."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -106,6 +139,19 @@ def test_a_script_needs_no_guard(tmp_path):
         [sys.executable, script], capture_output=True, text=True, check=False
     )
     assert done.stdout == "[0, 3]\n", done.stderr
+
+
+def test_a_thread_launches_too():
+    """The ranks of a thread live as long as it does, and that is to the end of the call."""
+    results = []
+
+    def launch():
+        results.extend(af.launch(lambda world: world.rank, nproc=2, device="cpu"))
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert results == [0, 1]
 
 
 CELLS = [

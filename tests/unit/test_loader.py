@@ -259,7 +259,7 @@ REFUSED = {
         f"num_ranks={each!r}": (
             lambda: DataLoader(X),
             {"num_ranks": each},
-            rf"num_ranks={each!r}\): expected an integer of at least 1",
+            rf"num_ranks={each!r}\): expected a number of ranks: an integer, 1 or more",
         )
         for each in (0, -1, "2", 1.5, True)
     },

@@ -89,7 +89,7 @@ def test_the_place_is_the_callers(records):
     )
 
 
-@pytest.mark.parametrize("ranks", [(), (2,), (-1, 0), ("0",)])
+@pytest.mark.parametrize("ranks", [(), (2,), (-1, 0), ("0",), 1, "0"])
 def test_ranks_that_are_none(ranks):
     """They are refused where the logger is made."""
     with pytest.raises(af.ArgumentError, match=r"logger\(ranks=.*from 0 to 1"):

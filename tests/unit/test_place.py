@@ -8,7 +8,8 @@ import pytest
 
 import accelfn as af
 from accelfn.errors import WorldError
-from accelfn.place import Place, asked_size, read_place
+from accelfn.world.environment import asked_size, read_place
+from accelfn.world.place import Place
 
 MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
 OPEN_MPI = {

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import accelfn as af
 from accelfn.collectives.naming import naming
-from accelfn.connection import Connection
 from accelfn.errors import PeerFailedError
-from accelfn.roll_call import RollCall, Standing
+from accelfn.world.connection import Connection
+from accelfn.world.roll_call import RollCall, Standing
 
 LOST = "Connection closed by peer"
 GONE = "failed, left or did not arrive"

@@ -27,6 +27,11 @@ def fresh(*setup):
     )
 
 
+def never(state, batch):
+    """Be a step that is not taken."""
+    raise AssertionError(state, batch)
+
+
 def test_what_is_due_when():
     """Each period by itself, in the order given; numbers of an update are tracked at once."""
     done, tracked = [], []
@@ -127,7 +132,7 @@ def test_nothing_is_trained_in_vain(tmp_path):
     with af.CheckpointStore(tmp_path) as store:
         first = af.run(STEP, fresh(), until=3, store=store)
         assert store.steps == (3,)
-        again = af.run(None, fresh(), until=3, store=store)
+        again = af.run(never, fresh(), until=3, store=store)
         assert store.steps == (3,)
     assert again.step == 3
     assert torch.equal(first.params["weight"], again.params["weight"])
@@ -156,6 +161,12 @@ BAD = {
     "half a period": {"until": 1, "every": {0.5: print}},
     "no action": {"until": 1, "every": {1: "log"}},
     "no actions": {"until": 1, "every": {1: [print, None]}},
+    "no step": {"until": 1, "step": 5},
+    "no state": {"until": 1, "state": 5},
+    "no tracker": {"until": 1, "every": {1: print}, "track": 5},
+    "a file to track in": {"until": 1, "every": {1: print}, "track": "run.jsonl"},
+    "no store": {"until": 1, "store": 5},
+    "a directory": {"until": 1, "store": "checkpoints"},
     "a path": {"until": 1, "every": {1: lambda *_: "path"}},
 }
 
@@ -165,9 +176,42 @@ def test_what_has_no_meaning(case):
     """It is refused before anything is trained, but for what an action returns."""
     state = fresh()
     with pytest.raises(af.ArgumentError, match=r"af\.run.*expected|returned 'path'"):
-        af.run(STEP, state, **BAD[case])
+        af.run(**{"step": STEP, "state": state, **BAD[case]})
     if case != "a path":
         assert state.params["weight"] is not None
+
+
+@pytest.mark.parametrize("every", [{}, {1: []}])
+def test_a_tracker_with_nothing_to_track(every):
+    """Where no action could return numbers, a tracker is refused and not forgotten."""
+    told = []
+    with pytest.raises(af.ArgumentError, match="nothing would be tracked"):
+        af.run(
+            never, fresh(), until=1, every=every, track=lambda *each: told.append(each)
+        )
+    assert not told
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ({"track": "a.jsonl"}, r"af\.track\.jsonl\('a\.jsonl', world=state\.world\)"),
+        ({"store": "there"}, r"af\.CheckpointStore\('there'\)"),
+    ],
+)
+def test_a_path_says_what_to_make_of_it(argument, advice):
+    """A path in place of a tracker or a store is in the call to write instead."""
+    with pytest.raises(af.ArgumentError, match=advice):
+        af.run(never, fresh(), until=1, **argument)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, 5, (), ("state", af.Metrics({})), af.Metrics({})]
+)
+def test_a_step_that_is_none(returned):
+    """What a step returns is looked at before anything is done with it."""
+    with pytest.raises(af.ArgumentError, match=r"af\.run: step returned.*expected"):
+        af.run(lambda *_: returned, fresh(), until=1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "1"])

@@ -3,14 +3,18 @@
 
 import io
 import json
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accelfn.cli import main
 from accelfn.errors import LaunchError
 from accelfn.launching.config import configure
-from accelfn.launching.settings import OPTIONS, read, written
+from accelfn.launching.settings import OPTIONS, edited, read, written
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +77,8 @@ def test_show_says_what_ranks_get(capsys):
             "'lunch', of which nothing is known. Did you mean 'launch'",
         ),
         ("nproc = 2\n", "'nproc', of which nothing is known. Write it below [launch]"),
-        ("launch = 2\n", "'launch', of which nothing is known"),
+        ("launch = 2\n", "'launch', which must be a table: a line [launch]"),
+        ("[[launch]]\nnproc = 2\n", "'launch', which must be a table"),
         ('[launch]\nnproc = "2"\n', "nproc is '2'; give a whole number, 1 or more, or"),
         ("[launch]\nnproc = true\n", "nproc is True; give"),
         ("[launch]\nnproc = 2.0\n", "nproc is 2.0; give"),
@@ -106,6 +111,21 @@ def test_a_file_with_a_mistake(capsys, text, words):
         ("--rdzv-endpoint h:1", "--rdzv-id is missing"),
         ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "exclude each other"),
         ("--rdzv-endpoint h --rdzv-id a", "expected HOST:PORT"),
+        (
+            "--rdzv-endpoint h:99999 --rdzv-id a",
+            "'h:99999'; expected HOST:PORT, a port",
+        ),
+        ("--rdzv-endpoint h:0 --rdzv-id a", "a port from 1 to 65535"),
+        ("--rdzv-endpoint h:\u00b2 --rdzv-id a", "a port from 1 to 65535"),
+        (
+            "--rdzv-endpoint h:1 --rdzv-id a --rdzv-backend c01d",
+            "'c01d'; expected one of c10d, etcd, etcd-v2",
+        ),
+        (
+            "--num-machines 1 --machine-rank 0 --main-address 192.0.2.1",
+            "which is no address of this machine, and there is no other",
+        ),
+        ("--num-machines 1 --machine-rank 1", "of 1 machines: expected 0 to 0"),
         ("--rdzv-endpoint h:1 --rdzv-id a --rdzv-backend static", "--machine-rank and"),
         ("--max-restarts -1", "--max-restarts is -1; give a whole number, 0 or more"),
         ("--config none.toml", "no file 'none.toml'"),
@@ -117,10 +137,36 @@ def test_settings_that_cannot_be_together(capsys, words, advice):
     assert advice in refused(capsys, "launch", *words.split())
 
 
-def test_one_machine_of_a_script_for_many(capsys):
+@pytest.mark.parametrize(
+    ("words", "endpoint"),
+    [
+        ("--main-address localhost", "localhost:0"),
+        ("--main-address 127.0.0.1 --main-port 29544", "127.0.0.1:29544"),
+        ("--main-address [::1]", "[::1]:0"),
+        ("--main-port 29544", "127.0.0.1:29544"),
+    ],
+)
+def test_one_machine_of_a_script_for_many(capsys, words, endpoint):
     """With --num-machines 1 a machine's number and address need not be taken out."""
-    words = ("--num-machines", "1", "--machine-rank", "0", "--main-address", "nowhere")
-    assert shown(capsys, *words)["num_machines"].split() == ["1", "command", "line"]
+    words = ("--num-machines 1 --machine-rank 0 " + words).split()
+    assert main(["launch", "--show", *words]) == 0
+    assert f"meets as 0 of 1 at {endpoint}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("host", ["[::1]", "::1", "127.0.0.1"])
+def test_an_endpoint_of_ipv6(capsys, host):
+    """An address in brackets is one, as torch has it."""
+    words = ("--num-machines", "1:2", "--rdzv-endpoint", f"{host}:29700")
+    assert main(["launch", "--show", *words, "--rdzv-id", "a"]) == 0
+    assert f"meets 1 to 2 machines at {host}:29700" in capsys.readouterr().out
+
+
+def test_a_rendezvous_that_needs_a_package(capsys, monkeypatch):
+    """Where etcd's client is missing, it is said before anything waits for it."""
+    monkeypatch.setattr("accelfn.launching.machines.find_spec", lambda _: None)
+    words = ("--rdzv-endpoint", "127.0.0.1:1", "--rdzv-id", "a")
+    err = refused(capsys, "launch", *words, "--rdzv-backend", "etcd", "train.py")
+    assert "pip install python-etcd" in err
 
 
 def test_config_sets_and_takes_out(capsys):
@@ -136,6 +182,80 @@ def test_config_sets_and_takes_out(capsys):
     both = ("--set", "rdzv_endpoint=h:1", "--set", "machine_rank=0")
     assert "exclude each other" in refused(capsys, "config", *both)
     assert read(Path("accelfn.toml")) == {"nproc": 4, "max_restarts": 1}
+
+
+COMMENTED = """\
+# of the cluster
+[launch]
+nproc = 4            # one a GPU
+# how the others reach it
+main_address = "a#b"# and a comment
+
+max_restarts = 1
+"""
+
+
+def test_config_keeps_comments(capsys):
+    """What is not changed stays as it was written; a value is changed on its line."""
+    file = Path("accelfn.toml")
+    file.write_text(COMMENTED)
+    words = ("--set", "nproc=auto", "--set", "max_restarts=", "--set", "main_port=7")
+    assert main(["config", *words]) == 0
+    expected = COMMENTED.replace("nproc = 4  ", 'nproc = "auto"  ')
+    assert file.read_text() == expected.replace("max_restarts = 1", "main_port = 7")
+    assert main(["config", "--set", "main_address=c"]) == 0
+    assert 'main_address = "c"# and a comment\n' in file.read_text()
+    assert capsys.readouterr().err == ""
+    assert main(["config", "--default"]) == 0
+    assert "# one a GPU" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# mine\nlaunch.nproc = 2\n",
+        "launch = {nproc = 2} # mine\n",
+        '# mine\n[launch]\n"nproc" = 2\n',
+        "# mine\n",
+    ],
+)
+def test_config_says_that_comments_are_gone(capsys, text):
+    """Where lines cannot be changed the file is written anew, and that is said."""
+    file = Path("accelfn.toml")
+    file.write_text(text)
+    assert main(["config", "--set", "nproc=3"]) == 0
+    assert read(file) == {"nproc": 3}
+    assert "its comments are gone" in capsys.readouterr().err
+    file.write_text(text.replace("# mine\n", "\n").replace("# mine", ""))
+    assert main(["config", "--set", "nproc=3"]) == 0
+    assert read(file) == {"nproc": 3}
+    assert capsys.readouterr().err == ""
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "nproc": st.integers(1, 9) | st.just("auto"),
+        "main_address": st.text(min_size=1).filter(str.isprintable),
+        "join_timeout": st.floats(1, 10**6),
+        "max_restarts": st.integers(0, 9),
+    },
+)
+COMMENTS = st.text(st.characters(exclude_categories=["Cc", "Cs"]))
+
+
+@given(SETTINGS, SETTINGS, st.lists(COMMENTS, min_size=5, max_size=5))
+def test_what_is_edited_is_read(before, after, comments):
+    """Whatever a file of ours says and is to say, it says it then, and keeps its comments."""
+    lines = written(before).splitlines()
+    text = "".join(
+        f"{line} # {comment}\n#{comment}\n"
+        for line, comment in zip(lines, comments, strict=False)
+    )
+    new = edited(text, after)
+    assert new is not None
+    assert tomllib.loads(new) == {"launch": after}
+    assert all(f"\n#{each}\n" in new for each in comments[: len(lines)])
 
 
 def test_config_writes_the_defaults():
@@ -182,7 +302,7 @@ def test_config_without_a_terminal(monkeypatch):
 def test_text_is_written_as_it_is_read():
     """Quotes, backslashes and letters of any language survive the file."""
     file = Path("accelfn.toml")
-    settings = {"main_address": 'a"b\\c é 漢', "join_timeout": 1.5, "nproc": "auto"}
+    settings = {"main_address": 'a"b\\c é 漢 😀', "join_timeout": 1.5, "nproc": "auto"}
     file.write_text(written(settings), encoding="utf-8")
     assert read(file) == settings
 
@@ -203,6 +323,45 @@ def test_env_says_what_a_bug_report_needs(capsys, monkeypatch):
     assert "hush" not in text
     assert main(["env"]) == 0
     assert "NCCL_DEBUG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[launch]\nnproc = 0\n", "nproc is 0; give a whole number"),
+        ("[launch\n", "cannot be read"),
+        ('[launch]\nmachine_rank = 0\nrdzv_id = "a"\n', "exclude each other"),
+    ],
+)
+def test_env_says_what_is_wrong_with_the_settings(capsys, text, said):
+    """A file with a mistake is no reason to say nothing: it may be what is asked about."""
+    Path("accelfn.toml").write_text(text)
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert said in found["settings"]["error"]
+    assert found["versions"]["torch"]
+    assert main(["env"]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_env_shows_what_places_a_rank(capsys, monkeypatch):
+    """Every variable that a world reads to find its ranks is in the report."""
+    names = ("PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SLURM_JOB_NAME", "a secret of ours")
+    assert main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert {"7"} == {json.loads(text)["variables"][name] for name in names}
+    assert "a secret of ours" not in text
+
+
+def test_env_shows_the_packages_of_trackers(capsys):
+    """Those that are here are shown, with versions: a backend may be what fails."""
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["versions"]
+    for name in ("tensorboard", "wandb", "comet_ml", "matplotlib", "mlflow-skinny"):
+        assert found[name] == version(name)
 
 
 @pytest.mark.ranks(2)

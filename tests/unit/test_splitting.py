@@ -2,6 +2,7 @@
 """`af.split`: parts that are the whole."""
 
 import copy
+from collections import deque, namedtuple
 from itertools import chain
 from typing import Any
 
@@ -77,6 +78,26 @@ def test_a_dict_is_split_by_value_and_not_changed() -> None:
     assert values["text"] == ["a", "b", "c"]
     with pytest.raises(af.ArgumentError, match="differ in length: {'a': 1, 'b': 2}"):
         af.split({"a": [1], "b": [1, 2]}, af.World.single())
+
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users have them
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("whole", [b"abc", bytearray(b"abc"), "abc", (1, 2, 3)])
+def test_parts_are_of_the_kind_of_the_whole(whole: Any, pad: bool) -> None:
+    assert {type(each) for each in parts(whole, 2, pad=pad)} == {type(whole)}
+
+
+def test_padded_ranges_are_lists_on_all_ranks() -> None:
+    assert parts(range(3), 2, pad=True) == [[0, 1], [2, 2]]
+    assert parts(range(4), 2) == [range(2), range(2, 4)]
+
+
+@pytest.mark.parametrize("wrong", [deque([1, 2]), Pair([1, 2], [3, 4])])
+def test_what_has_no_parts_is_refused(wrong: Any) -> None:
+    with pytest.raises(af.ArgumentError, match="can be sliced.*got (deque|Pair)"):
+        af.split(wrong, af.World.single())
 
 
 @pytest.mark.parametrize("wrong", [3, torch.tensor(1), {1, 2}, None])

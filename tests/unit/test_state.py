@@ -235,6 +235,33 @@ def test_transform_that_raises_after_the_update():
         _ = state.params
 
 
+def test_optimizer_that_refuses_gradients_leaves_the_state():
+    """One of torch's that raises before it changed anything costs no state."""
+    sparse = partial(torch.optim.SparseAdam, lr=0.1)
+    state = af.TrainState.create(model=net, optimizer=sparse)
+    before = values(state)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="does not support dense gradients"):
+            STEP(state, X)
+        assert before == values(state)
+
+
+class Refuses(torch.optim.SGD):
+    """An optimizer that raises at once, of which only its author knows that."""
+
+    def step(self, closure=None):
+        raise ZeroDivisionError
+
+
+def test_optimizer_that_nobody_knows_may_have_changed_the_state():
+    """Who is not torch's may have written where torch does not count; the text says so."""
+    state = af.TrainState.create(model=net, optimizer=partial(Refuses, lr=0.1))
+    with pytest.raises(ZeroDivisionError):
+        STEP(state, X)
+    with pytest.raises(af.StateDonatedError, match="may be partly updated"):
+        _ = state.params
+
+
 # Creating.
 
 

@@ -131,3 +131,13 @@ def test_what_cannot_be_taken_is_refused(number):
     ):
         pass
     assert before is signal.getsignal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("signals", [signal.SIGTERM, None])
+def test_one_signal_is_no_list_of_them(signals):
+    """It is refused before anything is taken."""
+    with (
+        pytest.raises(af.ArgumentError, match="expected a list of signals"),
+        af.stopping(WORLD, signals),
+    ):
+        pass

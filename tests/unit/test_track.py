@@ -273,6 +273,12 @@ def test_a_missing_package_is_named_with_its_command(
         ({"loss": 1.0}, -1, "step=-1"),
         ({"loss": 1.0}, 1.0, "step=1.0"),
         ({"loss": 1.0}, True, "step=True"),
+        ({"loss": 1.0}, 2**63, "step=9223372036854775808"),
+        ({"loss": 10**5000}, 1, "an integer of 16610 bits; expected one real number"),
+        ({"loss": np.timedelta64(1, "s")}, 1, "one real number"),
+        ({"loss": np.array(["low"])}, 1, r"an array of shape \(1,\), <U3; expected"),
+        ({"loss": torch.zeros((), device="meta")}, 1, "float32 on meta; expected"),
+        ({"\ud800": 1.0}, 1, "no text"),
     ],
 )
 def test_what_is_no_metric_is_refused(metrics, step, said):
@@ -324,6 +330,8 @@ def test_images_and_histograms_are_checked_and_converted():
     assert list(kept.histograms) == ["v"]
     with pytest.raises(af.ArgumentError, match="not empty"):
         tracker.histograms({"w": torch.zeros(0)}, 1)
+    with pytest.raises(af.ArgumentError, match="dense tensor"):
+        tracker.histograms({"w": torch.eye(2).to_sparse()}, 1)
 
 
 def test_images_go_to_the_backends_that_have_them(tmp_path):
@@ -337,6 +345,55 @@ def test_images_go_to_the_backends_that_have_them(tmp_path):
         file({"loss": 1.0}, 1)
     with pytest.raises(af.ArgumentError, match="expected trackers"):
         af.track.together(print)
+
+
+def test_two_of_a_kind_are_told_apart():
+    """The second has a number, in any nesting of `together`; the same twice is refused."""
+    one, two, three = (af.track.in_memory(world=WORLD) for _ in range(3))
+    with af.track.together(af.track.together(one, two), three) as tracker:
+        tracker({"loss": 0.5}, 1)
+        found = tracker.backends
+    assert list(found) == ["in_memory", "in_memory 2", "in_memory 3"]
+    kept = [each.backends["in_memory"] for each in (one, two, three)]
+    assert all(a is b for a, b in zip(found.values(), kept, strict=True))
+    assert [each.metrics for each in kept] == [{"loss": {1: 0.5}}] * 3
+    with pytest.raises(af.ArgumentError, match="in_memory is given twice"):
+        af.track.together(one, None, one)
+
+
+ITSELF = {}
+ITSELF["again"] = ITSELF
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({1: "a", "1": "b"}, "two of them are named '1'"),
+        ({"deep": [{1: "a", "1": "b"}]}, "two of them are named '1'"),
+        ({"a": {"b": 1}, "a.b": 2}, r"two of them are named 'a\.b'"),
+        ({"a.b": 2, "a": {"b": {}}}, r"two of them are named 'a\.b'"),
+        (ITSELF, "have themselves in them"),
+        ([1], "mapping by name, got list"),
+    ],
+)
+def test_no_hyperparameter_is_lost(given, said):
+    """Names that a backend would make one are refused, on every rank and for any backend."""
+
+    def train(world):
+        tracker = af.track.in_memory(world=world)
+        with pytest.raises(af.ArgumentError, match=said):
+            tracker.hyperparameters(given)
+        return [each.hyperparameters for each in tracker.backends.values()]
+
+    assert simulate(2, train).results == ([{}], [])
+
+
+def test_hyperparameters_with_dots_are_kept():
+    """Nested names and names with dots stand side by side where they are different."""
+    tracker = af.track.in_memory(world=WORLD)
+    given = {"a": {"b": 1, "c": {}}, "a.d": 2, "b": [1, {"c": None}]}
+    tracker.hyperparameters(given)
+    assert tracker.backends["in_memory"].hyperparameters == given
 
 
 def test_two_trackers_of_one_file_are_refused(tmp_path):
@@ -361,6 +418,13 @@ def test_two_trackers_of_one_file_are_refused(tmp_path):
         ('{"step": 1, "metrics": {}}', "line 1 is not what"),
         ('{"step": 1, "time": 0, "metrics": {"loss": "low"}}', "line 1 is not what"),
         ('{"accelfn": 2, "began": 0}', "format 2"),
+        ('{"step": 1, "time": 0, "metrics": [1]}', "line 1 is not what"),
+        ('{"step": 1, "time": 0, "metrics": null}', "line 1 is not what"),
+        ('{"step": 1, "time": NaN, "metrics": {}}', "line 1 is not what"),
+        ('{"step": 1, "time": 1e30, "metrics": {}}', "line 1 is not what"),
+        (f'{{"step": {2**63}, "time": 0, "metrics": {{}}}}', "line 1 is not what"),
+        (f'{{"step": 1, "time": 0, "metrics": {{"a": {10**400}}}}}', r"line 1.*…\.$"),
+        ("[" * 100_000, "line 1 is no JSON"),
     ],
 )
 def test_what_no_tracker_wrote_is_refused(tmp_path, line, said):

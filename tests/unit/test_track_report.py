@@ -177,6 +177,64 @@ def test_what_cannot_be_drawn_is_said(tmp_path, capsys, files, said):
     assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
+@pytest.mark.parametrize("name", ["log.html", "log.png", "link.jsonl"])
+def test_a_report_is_never_written_over_its_run(tmp_path, capsys, name):
+    """A run that is named like its page or its picture, or is one by a link, stays."""
+    run = tmp_path / name
+    if name == "link.jsonl":
+        run.symlink_to("link.html")
+    with af.track.jsonl(run, world=WORLD) as tracker:
+        tracker({"loss": 1.0}, 1)
+    before = run.read_bytes()
+    assert main(["report", str(run)]) == 2
+    assert f"The report of {run} would be " in capsys.readouterr().err
+    assert run.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "values", [(1e308, -1e308), (1.7e308, 1.6999e308), (5e-324, 1e-323), (1e308,)]
+)
+def test_every_number_is_drawn(tmp_path, values):
+    """The largest floats, whose difference is none, and the smallest have a curve too."""
+    with af.track.jsonl(tmp_path / "run.jsonl", world=WORLD) as tracker:
+        for step, value in enumerate(values, start=1):
+            tracker({"loss": value}, step)
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "run.html").read_text()
+    assert "-curve" in page
+    assert f"<td>{values[-1]:.6g}</td>" in page
+    assert ("in units of 1e+300" in page) == (abs(values[0]) > 1)
+    with Image.open(tmp_path / "run.png") as picture:
+        picture.verify()
+
+
+def test_half_a_letter_is_a_question_mark(tmp_path):
+    """JSON can spell what no text can be; the page and the picture are drawn all the same."""
+    lines = (
+        '{"accelfn": 1, "began": 0}',
+        '{"hyperparameters": {"\\ud800": "\\ud801"}, "time": 0}',
+        '{"step": 1, "time": 0, "metrics": {"loss\\ud800": 1.0}}',
+    )
+    (tmp_path / "run.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "<figcaption>loss?</figcaption>" in (tmp_path / "run.html").read_text()
+    assert (tmp_path / "run.png").exists()
+
+
+def test_settings_too_deep_to_show_are_an_error(tmp_path, capsys):
+    """What Python cannot read, or cannot show, is named, and nothing is left."""
+    deep = '{"a": ' * 3000 + "1" + "}" * 3000
+    lines = (
+        '{"accelfn": 1, "began": 0}',
+        f'{{"hyperparameters": {deep}, "time": 0}}',
+        '{"step": 1, "time": 0, "metrics": {"loss": 1.0}}',
+    )
+    (tmp_path / "run.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.search("recursion|nested too deeply", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
+
+
 def test_without_matplotlib_the_report_says_what_to_install(
     tmp_path, capsys, monkeypatch
 ):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn import meeting
+from accelfn.world import meeting
 
 NAMES = (
     "RANK",

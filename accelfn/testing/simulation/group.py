@@ -19,8 +19,8 @@ from accelfn.testing.simulation.calls import Call
 from accelfn.testing.simulation.operations import can_carry_out
 
 if TYPE_CHECKING:
-    from accelfn.connection import Connection
     from accelfn.testing.simulation.exchange import Entry
+    from accelfn.world.connection import Connection
 
 # torch's stubs name the same parameter differently from method to method
 # pyright: reportIncompatibleMethodOverride=false

@@ -14,6 +14,8 @@ def fail(way):
             raise ValueError(message)
         case "exit":
             sys.exit(7)
+        case "exit 256" | "exit -9":
+            sys.exit(int(way.removeprefix("exit ")))
         case "_exit":
             os._exit(5)
         case "kill" | "kill alone":

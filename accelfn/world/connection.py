@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.roll_call import Standing
+from accelfn.world.roll_call import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from accelfn.roll_call import RollCall
-    from accelfn.world import World
+    from accelfn.world.roll_call import RollCall
+    from accelfn.world.world import World
 
 
 class Connection:

@@ -8,41 +8,35 @@ import os
 import platform
 import sys
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from accelfn.errors import LaunchError
 from accelfn.launching.settings import Settings, read
 
-_PACKAGES = (
-    *("accelfn", "torch", "numpy", "attrs", "safetensors", "rich", "torchdata"),
-    *("cloudpickle", "accelerate", "transformers", "datasets", "deepspeed"),
-)
-# those that change what a run does; what else the environment has is nobody's business
-_PREFIXES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    *(
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_",
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_LAUNCH",
-    ),
-    *(
-        "OMP_",
-        "MKL_",
-        "KMP_",
-        "GLOO_",
-        "NCCL_",
-        "TORCH_",
-        "PYTORCH_",
-        "CUBLAS_WORKSPACE",
-    ),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_"),
-    *("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
-)
+_PACKAGES = {
+    "torch": ("accelfn", "torch", "torchdata", "numpy", "safetensors", "cloudpickle"),
+    "shown by": ("rich", "matplotlib"),
+    "tracked by": ("tensorboard", "wandb", "comet_ml", "mlflow", "mlflow-skinny"),
+    "others": ("attrs", "accelerate", "transformers", "datasets", "deepspeed"),
+}
+# how names begin of variables that change what a run does; what else the environment has is
+# nobody's business
+_VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    "meeting": ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "GLOO_", "NCCL_"),
+    "threads": ("OMP_", "MKL_", "KMP_"),
+    "torch": ("TORCH_", "PYTORCH_", "CUBLAS_WORKSPACE"),
+    "CUDA": ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH"),
+    "SLURM's task": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+    "SLURM's job": ("SLURM_STEP_", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
+    "Open MPI": ("OMPI_COMM_WORLD_", "PMIX_NAMESPACE"),
+    "MPICH": ("PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
+}
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
@@ -50,11 +44,8 @@ def describe(file: Path | None, *, as_json: bool) -> str:
     """Return this machine, and the settings in force, as text.
 
     Args:
-        file: of the settings.
+        file: of the settings; what is wrong with it stands where they would.
         as_json: whether a program reads it.
-
-    Raises:
-        LaunchError: the file is not as it must be.
     """
     found = _found(file)
     if as_json:
@@ -67,8 +58,6 @@ def describe(file: Path | None, *, as_json: bool) -> str:
 
 
 def _found(file: Path | None) -> dict[str, dict[str, Any]]:
-    written = {} if file is None else read(file)
-    settings = Settings.of({}, written, str(file), is_whole=False)
     return {
         "versions": _versions(),
         "machine": _machine(),
@@ -78,17 +67,26 @@ def _found(file: Path | None) -> dict[str, dict[str, Any]]:
             for name in ("gloo", "nccl", "mpi", "ucc")
         },
         "variables": _variables(),
-        "settings": {
-            name: f"{each.value} ({each.source})"
-            for name, each in settings.by_name.items()
-            if each.value is not None
-        },
+        "settings": _settings(file),
+    }
+
+
+def _settings(file: Path | None) -> dict[str, str]:
+    try:
+        written = {} if file is None else read(file)
+        settings = Settings.of({}, written, str(file), is_whole=False)
+    except LaunchError as error:
+        return {"error": str(error)}
+    return {
+        name: f"{each.value} ({each.source})"
+        for name, each in settings.by_name.items()
+        if each.value is not None
     }
 
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    for name in chain.from_iterable(_PACKAGES.values()):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -113,8 +111,9 @@ def _devices() -> dict[str, str]:
 
 
 def _variables() -> dict[str, str]:
+    shown = tuple(chain.from_iterable(_VARIABLES.values()))
     return {
         name: "(hidden)" if any(each in name for each in _SECRET) else value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_PREFIXES)
+        if name.startswith(shown)
     }

@@ -15,10 +15,10 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from accelfn.connection import Connection
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.meeting import check_backend, join, refuse_open_group
-from accelfn.place import asked_size, read_place
+from accelfn.world.connection import Connection
+from accelfn.world.environment import asked_size, read_place
+from accelfn.world.meeting import check_backend, join, refuse_open_group
 
 _LONGEST = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""

@@ -10,10 +10,10 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from accelfn.connection import Connection
 from accelfn.errors import WorldError
-from accelfn.place import Place
-from accelfn.roll_call import RollCall
+from accelfn.world.connection import Connection
+from accelfn.world.place import Place
+from accelfn.world.roll_call import RollCall
 
 LEAST_TO_MEET = 60.0
 """Seconds: some ranks import torch more slowly than others, however short their timeout."""

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas: ranks that should hold the same tell one another checksums of it."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from accelfn.collectives.packed import all_gather, gather_text
+from accelfn.errors import ReplicaMismatchError
+from accelfn.world import World
+
+_CREATED = (
+    "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or"
+    " load the same weights on every rank."
+)
+
+
+def check_replicas(
+    tensors: Mapping[str, torch.Tensor],
+    world: World,
+    *,
+    label: str,
+    values: bool,
+    trained: Collection[str] | None = None,
+) -> None:
+    """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
+
+    Where `trained` names some of them, they must be the same on all ranks too.
+
+    Cost: a sum over every tensor, and two small all-gathers.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    if world.size == 1:
+        return
+    shown = [
+        f"{name}: {tuple(t.shape)} {t.dtype}"
+        f"{'' if trained is None or name in trained else ', frozen'}"
+        for name, t in tensors.items()
+    ]
+    tables = gather_text("\n".join(shown), world, label=label)
+    _refuse_difference([table.split("\n") for table in tables], "structure", _CREATED)
+    if values:
+        check_values(tensors, world, label=label, advice=_CREATED)
+
+
+def check_values(
+    tensors: Mapping[str, torch.Tensor], world: World, *, label: str, advice: str
+) -> None:
+    """Raise unless all ranks hold the same values; names, shapes and dtypes are known to be.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first tensor that differs is named.
+    """
+    if world.size == 1:
+        return
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    rows = [row.tolist() for row in all_gather(sums, world, label=label)]
+    named = [
+        [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
+        for row in rows
+    ]
+    _refuse_difference(named, "values", advice)
+
+
+def check_rows(
+    rows: Mapping[str, str], world: World, *, label: str, advice: str
+) -> None:
+    """Raise unless all ranks say the same of the same things, in the same order.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    if world.size == 1:
+        return
+    said = "\n".join(f"{name}: {row}" for name, row in rows.items())
+    tables = [text.split("\n") for text in gather_text(said, world, label=label)]
+    found = _first_difference(tables)
+    if found is not None:
+        msg = (
+            "The ranks hold states that differ; this is the first of what"
+            f" differs:\n{_listed(found[1])}\n{advice}"
+        )
+        raise ReplicaMismatchError(msg)
+
+
+def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
+    found = _first_difference(tables)
+    if found is not None:
+        place, rows = found
+        msg = (
+            f"The ranks hold models that differ in {what}; tensor {place} is the first"
+            f" that differs:\n{_listed(rows)}\n{advice}"
+        )
+        raise ReplicaMismatchError(msg)
+
+
+def _first_difference(tables: list[list[str]]) -> tuple[int, list[str]] | None:
+    for place in range(max(len(table) for table in tables)):
+        rows = [t[place] if place < len(t) else "nothing" for t in tables]
+        if len(set(rows)) > 1:
+            return place, rows
+    return None
+
+
+def _listed(rows: Sequence[str]) -> str:
+    return "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""As what an element's bits are read, by its size; 8 bytes are two words."""
+_CHUNK = 1 << 15
+"""Words at a time: what is made of them stays in a processor's cache, and with one thread."""
+_LARGE_CHUNK = 1 << 22
+"""On another device, where each call costs more."""
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number that depends on every bit of a tensor, and on where it stands.
+
+    Each word of bits is multiplied by an odd number of its place, modulo 2**64, and its upper
+    half mixed into the lower before all are added: neither what two elements exchange nor
+    what one has more and another less cancels out.
+
+    Cost: a few passes over the tensor, of which no copy is made.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    flat = plain.contiguous().reshape(-1)
+    # a lone element may keep a stride of 2, with which it is no two words
+    words = flat.as_strided(flat.shape, (1,)).view(_WORDS[flat.element_size()])
+    length = _CHUNK if words.is_cpu else _LARGE_CHUNK
+    factors = _odd(torch.arange(min(len(words), length), device=words.device))
+    chunks = words.split(length)
+    sums = [_mixed(each * factors[: len(each)]).sum() for each in chunks]
+    if len(sums) == 1:
+        return sums[0]
+    each = _odd(torch.arange(len(sums), device=words.device))
+    return _mixed(torch.stack(sums) * each).sum()
+
+
+def _odd(places: torch.Tensor) -> torch.Tensor:
+    """Return an odd number for each place; they look as if drawn."""
+    drawn = (places + 1) * 0x1E3779B97F4A7C15
+    drawn = _mixed(drawn) * 0x3F58476D1CE4E5B9
+    return _mixed(drawn) | 1
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers ^ (numbers >> 32)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands whose reader leaves, as `head -1` does, end like other programs: without a word."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn import cli
+
+
+def into_a_closed_pipe(words, folder, *, unbuffered):
+    """Run a command of which nobody reads the output."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "accelfn.cli", *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=writes,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a run and a store of checkpoints."""
+    folder, world = tmp_path_factory.mktemp("here"), af.World.single(device="cpu")
+    with af.track.jsonl(folder / "run.jsonl", world=world) as tracker:
+        tracker({"loss": 1.0}, 1)
+    state = af.TrainState.create(
+        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    with af.CheckpointStore(folder / "store") as store:
+        store.save(state)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        (("--help",), ""),
+        (("launch", "--show", "--nproc", "1"), ""),
+        (("config", "--default"), ""),
+        (("config", "--default"), "1"),
+        (("env",), ""),
+        (("checkpoint", "ls", "store"), ""),
+        (("report", "run.jsonl"), ""),
+    ],
+    ids=" ".join,
+)
+def test_a_reader_that_leaves_is_no_error(folder, words, unbuffered):
+    """There is no traceback, and the exit code is that of SIGPIPE."""
+    done = into_a_closed_pipe(words, folder, unbuffered=unbuffered)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch):
+    """One of what a command does, and not of what it prints, is not hidden."""
+
+    def fail(_):
+        raise BrokenPipeError("of a step that is run again")
+
+    monkeypatch.setattr(cli, "_replay", fail)
+    with pytest.raises(BrokenPipeError, match="of a step"):
+        cli.main(["replay", "somewhere"])

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What collectives take and refuse, beside their laws."""
+
+import collections
+import functools
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.errors import DeadlockError
+from accelfn.testing import simulate
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_lazy_views_are_gathered_and_differentiated(kind):
+    """What torch conjugates or negates when it is read is so when it arrives, gradients too."""
+
+    def fn(world):
+        mine = torch.tensor([1 + 2j * (world.rank + 1)], requires_grad=True)
+        given = mine.conj() if kind == "conjugate" else mine.conj().imag
+        found = af.gather(given, world, grad=True)
+        assert torch.equal(af.gather(given, world), found.detach())
+        (found * (world.rank + 1)).abs().square().sum().backward()
+        return found.detach().tolist(), mine.grad.tolist()
+
+    for rank, (found, grad) in enumerate(simulate(2, fn)):
+        if kind == "conjugate":
+            assert found == [1 - 2j, 1 - 4j]
+            assert grad == [10 * (1 + 2j * (rank + 1))]
+        else:
+            assert found == [-2, -4]
+            assert grad == [10 * 2j * (rank + 1)]
+
+
+def test_ranks_that_differ_in_needing_gradients_are_told():
+    """In a simulated world before the gather, as in any that is checked."""
+
+    def fn(world):
+        mine = torch.ones(2, requires_grad=world.is_main)
+        return af.gather(mine, world, grad=True)
+
+    with pytest.raises(af.CollectiveMismatchError, match="structure") as told:
+        simulate(2, fn)
+    assert "* that requires grad" in str(told.value)
+
+
+def test_a_loss_that_leaves_out_what_was_gathered():
+    """Its rank does not come to the backward pass of the others, who are told so."""
+
+    def fn(world):
+        found = af.gather(torch.ones(2, requires_grad=True), world, grad=True)
+        if world.is_main:
+            found.sum().backward()
+
+    with pytest.raises(DeadlockError, match="gather: gradient"):
+        simulate(2, fn)
+
+
+@pytest.mark.parametrize("call", [af.gather_objects, af.broadcast_object])
+def test_pickles_that_only_some_ranks_expect(call):
+    """Bytes are not read as what they are not, whatever the world compares."""
+
+    def fn(world):
+        world.connection.tells_structure = False
+        return call(1, world, pickle=world.is_main, label="settings")
+
+    with pytest.raises(af.CollectiveMismatchError, match="pickle=False|pickle=True"):
+        simulate(2, fn)
+
+
+def test_what_is_no_plain_data_may_be_pickled():
+    """The refusal names the way; scatter, which has none, names none."""
+    with pytest.raises(af.PlainDataError, match=r"range.*pickle=True on all ranks"):
+        simulate(2, lambda world: af.gather_objects(range(3), world))
+    found = simulate(2, lambda world: af.gather_objects(range(3), world, pickle=True))
+    assert found[0] == [range(3), range(3)]
+    with pytest.raises(af.PlainDataError) as told:
+        simulate(2, lambda world: af.scatter([range(3)] * 2, world))
+    assert "pickle" not in str(told.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64])
+def test_a_lone_element_with_a_gap_after_it_travels(dtype):
+    """It is contiguous to torch, and its bytes cannot be seen all the same."""
+    given = torch.ones(2).to(dtype)[::2]
+    assert given.stride() == (2,)
+    calls = [
+        lambda world: af.all_to_all([given] * 2, world)[1],
+        functools.partial(af.broadcast, given),
+        functools.partial(af.gather_ragged, given),
+    ]
+    for call in calls:
+        assert simulate(2, call)[0][0] == 1
+
+
+class Fixed(collections.UserDict):
+    """A mapping that is not made from a dict."""
+
+    def __init__(self):
+        super().__init__(x=torch.ones(1))
+
+
+def test_a_mapping_that_cannot_be_made_again():
+    """It is refused with its name."""
+    with pytest.raises(af.ArgumentError, match=r"Fixed\(a dict\) raises TypeError"):
+        simulate(2, lambda world: af.gather(Fixed(), world))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        af.barrier,
+        af.print_once,
+        functools.partial(af.gather, torch.ones(1)),
+        functools.partial(af.gather_objects, 1),
+        functools.partial(af.broadcast_object, 1),
+        functools.partial(af.broadcast, torch.ones(1)),
+        functools.partial(af.pad_across, torch.ones(1)),
+        functools.partial(af.mean, af.Metrics({"a": (1, 1)})),
+        functools.partial(af.split, [1]),
+        functools.partial(af.logger, "name"),
+        af.print_in_order,
+        af.on_main,
+        af.on_rank,
+        lambda world: af.main_first(world).__enter__(),
+        lambda world: af.stopping(world).__enter__(),
+    ],
+)
+@pytest.mark.parametrize("world", [None, 2])
+def test_what_is_no_world_is_refused(call, world):
+    """Wherever ranks talk, or are told apart."""
+    with pytest.raises(af.ArgumentError, match=r"expected an af\.World, got"):
+        call(world)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.float16, 1),
+        (torch.float32, 0.1),
+        (torch.float32, float("nan")),
+        (torch.bfloat16, float("-inf")),
+        (torch.uint8, 255),
+        (torch.int64, -1.0),
+        (torch.bool, True),
+        (torch.complex64, 1j),
+    ],
+)
+def test_what_a_dtype_holds_fills_up(dtype, value):
+    """Rounded where it is a float, and with no other value."""
+
+    def fn(world):
+        return af.pad_across(
+            torch.zeros(1 + world.rank, dtype=dtype), world, value=value
+        )
+
+    (found,) = simulate(2, fn)[0][1:]
+    assert str(torch.tensor(value).to(dtype)) == str(found)
