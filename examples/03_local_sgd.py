@@ -43,7 +43,7 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> af.Loss:
 
 
 def num_collectives(world: af.World) -> int:
-    """Return torch's count of them (DDP adds two, to agree on its buckets)."""
+    """Return torch's count of them."""
     return world.group._get_sequence_number_for_group() if world.group else 0
 
 

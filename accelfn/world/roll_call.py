@@ -8,12 +8,14 @@ tell each other through the store that they met at. It costs nothing until a ran
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
 from attrs import asdict, frozen
 
+LEFT = "left"
+"""What becomes of a rank whose world is closed, and nothing was wrong."""
 _LOOKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
 """Seconds: a store at which nobody is at home may keep its caller for ever."""
@@ -52,18 +54,13 @@ class RollCall:
         self._store = dist.PrefixStore("accelfn roll call", store)
         self._rank, self._size = rank, size
         self.rank_0_keeps_it = rank_0_keeps_it
-        self._has_told = False
-
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        return [rank for rank in range(self._size) if rank != self._rank]
+        self._told: Standing | None = None
 
     def tell(self, standing: Standing) -> None:
         """Tell the others, if the store can still be reached; the first time counts."""
-        if self._has_told:
+        if self._told is not None:
             return
-        self._has_told = True
+        self._told = standing
         with suppress(RuntimeError):  # its host has gone
             self._store.set(str(self._rank), json.dumps(asdict(standing)))
 
@@ -73,36 +70,46 @@ class RollCall:
         It returns once all have spoken, or one whose fault it is, and after half a second
         without those that are silent.
         """
+        # of two, the one that this rank waited for is the one that speaks, or not
+        return self._heard(
+            lambda heard: (
+                self._size == 2 or any(not h.is_waiting for h in heard.values())
+            )
+        )
+
+    def linger(self) -> None:
+        """Keep the store, where this rank has failed that does, until others have spoken."""
+        failed = self._told is not None and self._told.how != LEFT
+        if failed and self._rank == 0 and self.rank_0_keeps_it:
+            self._heard(lambda _: False)
+
+    def _heard(
+        self, is_enough: Callable[[dict[int, Standing]], bool]
+    ) -> dict[int, Standing] | None:
         heard: dict[int, Standing] = {}
         has_answered = threading.Event()
         until = time.monotonic() + _ANSWERS_WITHIN
-        listening = threading.Thread(
-            target=self._listen, args=(heard, has_answered, until), daemon=True
-        )
+
+        def listen() -> None:
+            with suppress(RuntimeError):  # its host has gone
+                while True:
+                    heard.update(self._spoken(heard))
+                    has_answered.set()
+                    is_whole = len(heard) == self._size - 1
+                    if is_whole or is_enough(heard) or time.monotonic() > until:
+                        return
+                    time.sleep(_LOOKS_EVERY)
+
+        listening = threading.Thread(target=listen, daemon=True)
         listening.start()
         # a store whose host was stopped, or cut off, never answers
         listening.join(2 * _ANSWERS_WITHIN)
         return dict(heard) if has_answered.is_set() else None
 
-    def _listen(
-        self, heard: dict[int, Standing], has_answered: threading.Event, until: float
-    ) -> None:
-        with suppress(RuntimeError):  # its host has gone
-            while True:
-                heard.update(
-                    self._spoken(rank for rank in self.others if rank not in heard)
-                )
-                has_answered.set()
-                is_known = any(not each.is_waiting for each in heard.values())
-                # of two, the one that this rank waited for is the one that speaks, or not
-                has_all = len(heard) == self._size - 1 or self._size == 2
-                if is_known or has_all or time.monotonic() > until:
-                    return
-                time.sleep(_LOOKS_EVERY)
-
-    def _spoken(self, ranks: Iterable[int]) -> dict[int, Standing]:
-        told = {rank: str(rank) for rank in ranks if self._store.check([str(rank)])}
+    def _spoken(self, heard: dict[int, Standing]) -> dict[int, Standing]:
+        """Return what those have told that were not heard yet."""
+        others = [r for r in range(self._size) if r != self._rank and r not in heard]
+        told = [rank for rank in others if self._store.check([str(rank)])]
         return {
-            rank: Standing(**json.loads(self._store.get(name)))
-            for rank, name in told.items()
+            rank: Standing(**json.loads(self._store.get(str(rank)))) for rank in told
         }

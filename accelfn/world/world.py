@@ -19,6 +19,7 @@ from accelfn.errors import ArgumentError, WorldError
 from accelfn.world.connection import Connection
 from accelfn.world.environment import asked_size, read_place
 from accelfn.world.meeting import check_backend, join, refuse_open_group
+from accelfn.world.roll_call import LEFT
 
 _LONGEST = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""
@@ -184,7 +185,8 @@ class World:
         if not self._owns_group or self.connection.is_closed:
             return
         atexit.unregister(self._close_at_exit)
-        self.connection.tell("left")
+        self.connection.tell(LEFT)
+        roll_call = self.connection.roll_call
         ours = dist.is_initialized() and dist.group.WORLD is self.connection.group
         self.connection.close()
         # DistributedDataParallel refers to itself. It must be gone before the group is: its
@@ -192,6 +194,8 @@ class World:
         gc.collect()
         if ours:
             dist.destroy_process_group()
+        if roll_call is not None:
+            roll_call.linger()
 
     def __enter__(self) -> Self:
         """Return the world itself."""

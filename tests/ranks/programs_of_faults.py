@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of collectives in which a rank goes, in worlds that ranks open themselves."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import attrs
+import torch
+
+import accelfn as af
+
+CALLS: dict[str, Callable[[af.World], Any]] = {
+    "reduce": lambda world: af.reduce(torch.ones(3), world),
+    "gather": lambda world: af.gather({"a": torch.ones(2)}, world),
+    "broadcast": lambda world: af.broadcast(torch.ones(2), world),
+    "gather_objects": lambda world: af.gather_objects([world.rank], world),
+    "all_to_all": lambda world: af.all_to_all([torch.ones(1)] * world.size, world),
+    "scatter": lambda world: af.scatter([0] * world.size, world),
+    "mean": lambda world: af.mean(af.Metrics({"loss": (torch.ones(()), 1.0)}), world),
+    "any_rank": lambda world: af.any_rank(flag=False, world=world),
+    "barrier": af.barrier,
+}
+
+
+@attrs.frozen
+class Fault:
+    """A rank that goes before a call, in some way."""
+
+    rank: int
+    at: int
+    how: str
+
+
+def go(how: str) -> None:
+    """Go, unless it is to leave in peace."""
+    match how:
+        case "raise":
+            msg = "boom"
+            raise ValueError(msg)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            time.sleep(600)
+
+
+def live(
+    rank: int,
+    size: int,
+    port: int,
+    calls: Sequence[str],
+    fault: Fault,
+    pipe: Connection,
+) -> None:
+    """Make the calls on one rank, and send how that ended."""
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    world = af.World.from_env(device="cpu", timeout=1.0)
+    said = "returned"
+    try:
+        with world:
+            af.barrier(world)  # all have opened it
+            for i, name in enumerate(calls):
+                if (rank, i) == (fault.rank, fault.at):
+                    go(fault.how)
+                    break
+                CALLS[name](world)
+    except (ValueError, af.Error) as error:
+        said = f"{type(error).__name__}: {error}"
+    world.close()  # as the interpreter's end would
+    pipe.send(said)

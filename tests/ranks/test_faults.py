@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""However a rank goes, all others of real ranks end, and say which it was."""
+
+import socket
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from accelfn.testing.processes.run import RankProcess
+from tests.ranks.programs_of_faults import CALLS, Fault, live
+
+SECONDS = 20.0
+GONE = "failed, left or did not arrive"
+HOW = {
+    "raise": "rank {} raised ValueError: boom",
+    "leave": "rank {} left",
+    "kill": f"rank {{}} {GONE}",
+    "stop": f"rank {{}} {GONE}",
+    "hang": f"rank {{}} {GONE}",
+}
+
+
+def outcomes(size: int, calls: list[str], fault: Fault) -> list[str]:
+    """Return how each rank but the one that goes ends, in a world of new processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        RankProcess.start(live, rank, size, port, calls, fault, name=f"rank {rank}")
+        for rank in range(size)
+    ]
+    try:
+        others = [each for i, each in enumerate(ranks) if i != fault.rank]
+        return [r.pipe.recv() if r.pipe.poll(SECONDS) else "hangs" for r in others]
+    finally:
+        for each in ranks:
+            each.end()
+
+
+@pytest.mark.ranks(4)
+@settings(max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # each costs processes, and a timeout of a second
+@given(
+    size=st.integers(2, 4),
+    calls=st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=4),
+    how=st.sampled_from(sorted(HOW)),
+    data=st.data(),
+)
+def test_a_rank_that_goes_is_named_by_all(
+    size: int, calls: list[str], how: str, data: st.DataObject
+) -> None:
+    """Any program, any rank, any call of it, any way to go: nothing hangs, nobody is misled."""
+    fault = Fault(
+        rank=data.draw(st.integers(0, size - 1), label="rank"),
+        at=data.draw(st.integers(0, len(calls) - 1), label="call"),
+        how=how,
+    )
+    # a rank that only sends needs nobody: at the end all do
+    said = outcomes(size, [*calls, "barrier"], fault)
+    names = {HOW[how].format(fault.rank)}
+    if fault.rank == 0:  # it keeps the store by which others are heard
+        names |= {f"rank 0, or one before it, {GONE}", f"rank 0 {GONE}"}
+    for text in said:
+        assert text.startswith("PeerFailedError: Rank ")
+        assert any(f", but {name}" in text for name in names), text
