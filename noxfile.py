@@ -5,6 +5,8 @@ Sessions run on the Python that runs nox, and install by pip what `constraints.t
 pins, so a session does the same thing on every machine.
 """
 
+import os
+
 import nox
 
 nox.needs_version = ">=2024.10.9"
@@ -50,9 +52,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests: units, laws, ranks, docs and examples, a file on each core."""
+    """Run all tests: units, laws, ranks, docs and examples, files side by side."""
     install(session, *WITH_TESTS)
-    side_by_side = "-n", "auto", "--dist", "loadfile"
+    # one more than there are cores, for tests of ranks wait; and the long files first
+    workers = str(len(os.sched_getaffinity(0)) + 1)
+    side_by_side = "-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"
     run(session, "pytest", "--hypothesis-profile=ci", *side_by_side, *session.posargs)
 
 

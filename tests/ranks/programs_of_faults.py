@@ -62,7 +62,7 @@ def live(
     place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    world = af.World.from_env(device="cpu", timeout=1.0)
+    world = af.World.from_env(device="cpu", timeout=2.0)
     said = "returned"
     try:
         with world:

@@ -39,7 +39,9 @@ def outcomes(size: int, calls: list[str], fault: Fault) -> list[str]:
 
 
 @pytest.mark.ranks(4)
-@settings(max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # each costs processes, and a timeout of a second
+@settings(
+    max_examples=15, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # each costs processes, and a timeout of two seconds
 @given(
     size=st.integers(2, 4),
     calls=st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=4),

@@ -73,10 +73,13 @@ ENDS = [
 def test_others_say_for_whom_they_waited(
     how: str, code: int | None, says: str, size: int, culprit: int
 ) -> None:
-    """However a rank goes in mid-step, all others name it, the collective and the update."""
+    """However a rank goes in mid-step, all others name it, the collective and the update.
+
+    Of two ranks, the other waits for a second; more of them share the same few cores.
+    """
     port = free_port()
     runs = [
-        started([TRAINS, how, culprit, 1], torchruns(rank, size, port))
+        started([TRAINS, how, culprit, size / 2], torchruns(rank, size, port))
         for rank in range(size)
     ]
     lost = runs.pop(culprit)
@@ -111,7 +114,7 @@ def test_a_stopped_rank_is_the_culprit() -> None:
 
 def test_a_rank_that_hangs_is_the_culprit() -> None:
     """Nothing failed but those that waited: the launcher shows where the other one was."""
-    ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 1)])
+    ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 2)])
     assert code == 128 + signal.SIGTERM
     report = error.rpartition("accelfn launch: ")[2].splitlines()
     assert report[0].startswith("rank 1 failed first (the others waited for it, pid ")

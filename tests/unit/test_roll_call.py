@@ -102,3 +102,28 @@ def test_standings_in_words() -> None:
     """With the update, where there was one."""
     assert str(Standing(how="left")) == "left"
     assert str(Standing(how="left", step=0)) == "left at update 0"
+
+
+@pytest.mark.parametrize("how", ["raised ValueError: boom", "left"])
+def test_who_keeps_the_store_stays_for_the_others(how: str) -> None:
+    """Where it has failed, it waits for their word; a rank that just leaves does not."""
+    first, second = worlds(2)
+    assert first.connection.roll_call is not None
+    assert second.connection.roll_call is not None
+    may_speak = threading.Event()
+
+    def speak() -> None:
+        may_speak.wait()
+        time.sleep(0.1)
+        second.connection.tell("waited in 'sum'", is_waiting=True)
+
+    speaking = threading.Thread(target=speak)
+    speaking.start()
+    first.connection.tell(how)
+    may_speak.set()
+    first.connection.roll_call.linger()
+    assert set(first.connection.roll_call.hear() or ()) == (
+        {1} if how != "left" else set()
+    )
+    speaking.join()
+    second.connection.roll_call.linger()  # it keeps no store

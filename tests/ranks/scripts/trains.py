@@ -37,18 +37,25 @@ def fail(world: af.World, step: int) -> None:
         time.sleep(600)
 
 
-with af.World.from_env(timeout=float(timeout), device="cpu") as world:
-    data = af.Data((torch.ones(64, 4),), batch_size=8)
-    state = af.TrainState.create(
+def created(world: af.World) -> af.TrainState:
+    return af.TrainState.create(
         model=lambda: torch.nn.Linear(4, 1),
         optimizer=partial(torch.optim.AdamW, lr=0.1),
-        data=data,
+        data=af.Data((torch.ones(64, 4),), batch_size=8),
         setup=af.chain(af.shard_data(), af.wrap_ddp()),
         world=world,
     )
-    step = af.make_step(loss_fn)
+
+
+step = af.make_step(loss_fn)
+# What is imported late is so before ranks wait for each other, some for a second only.
+world = af.World()
+state = created(world)
+step(state, next(iter(af.batches(state))))
+with af.World.from_env(timeout=float(timeout), device="cpu") as world:
+    state = created(world)
     for batch in af.batches(state, epochs=1):
         state, metrics = step(state, batch)
     means = af.mean(metrics, world)
-    af.evaluate(state, data, loss_fn)
+    af.evaluate(state, state.data, loss_fn)
     af.print_once(world, f"done after {state.step} updates, loss {means['loss']:.4f}")
