@@ -47,7 +47,7 @@ def _told(world: World, label: str, heard: Mapping[int, Standing]) -> str:
     elif silent:
         said = f"{_named(silent)} {_GONE}. {_LOOK}"
     else:
-        said = "no rank failed: the connection between them did."
+        said = "no rank failed: one came later than the timeout, or their connection broke."
     return f"{said} Elsewhere, {_listed(astray)}." if astray else said
 
 

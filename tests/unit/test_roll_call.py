@@ -79,7 +79,9 @@ def test_who_waited_elsewhere_is_told() -> None:
     first, second, third = worlds(3)
     third.connection.tell("waited in 'mean'", is_waiting=True)
     second.connection.tell("waited in 'sum'", is_waiting=True)
-    expected = "no rank failed: the connection between them did."
+    expected = (
+        "no rank failed: one came later than the timeout, or their connection broke."
+    )
     assert lost(first) == f"{expected} Elsewhere, rank 2 waited in 'mean'."
 
 
@@ -88,7 +90,10 @@ def test_the_first_word_counts() -> None:
     first, second = worlds(2)
     lost(second)
     second.connection.tell("raised PeerFailedError: of its own")
-    assert lost(first) == "no rank failed: the connection between them did."
+    assert (
+        lost(first)
+        == "no rank failed: one came later than the timeout, or their connection broke."
+    )
 
 
 def test_a_silent_store_holds_nobody() -> None:
