@@ -5,8 +5,6 @@ Sessions run on the Python that runs nox, and install by pip what `constraints.t
 pins, so a session does the same thing on every machine.
 """
 
-import os
-
 import nox
 
 nox.needs_version = ">=2024.10.9"
@@ -54,9 +52,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests: units, laws, ranks, docs and examples, files side by side."""
     install(session, *WITH_TESTS)
-    # one more than there are cores, for tests of ranks wait; and the long files first
-    workers = str(len(os.sched_getaffinity(0)) + 1)
-    side_by_side = "-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"
+    side_by_side = "-n", "auto", "--dist", "loadgroup"
     run(session, "pytest", "--hypothesis-profile=ci", *side_by_side, *session.posargs)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`naming`: a backend's failure says what the ranks were doing."""
 
-from accelfn.collectives.missing import missing
 from accelfn.errors import Error, PeerFailedError
 from accelfn.world import World
 
@@ -48,6 +47,8 @@ class naming:
         if not isinstance(error, RuntimeError) or isinstance(error, Error):
             return
         if any(sign in str(error) for sign in _PEER_SIGNS):
+            from accelfn.collectives.missing import missing  # noqa: PLC0415 - rarely needed
+
             first = str(error).splitlines()[0]
             msg = (
                 f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"

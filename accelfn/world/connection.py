@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.world.roll_call import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from accelfn.world.roll_call import RollCall
     from accelfn.world.world import World
+
+
+LEFT = "left"
+"""What becomes of a rank whose world is closed, and nothing was wrong."""
 
 
 class Connection:
@@ -81,5 +84,4 @@ class Connection:
     def tell(self, how: str, *, is_waiting: bool = False) -> None:
         """Let other ranks know what becomes of this one."""
         if self.roll_call is not None:
-            standing = Standing(how=how, step=self.step, is_waiting=is_waiting)
-            self.roll_call.tell(standing)
+            self.roll_call.tell(how, step=self.step, is_waiting=is_waiting)

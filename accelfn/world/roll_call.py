@@ -14,8 +14,8 @@ from contextlib import suppress
 import torch.distributed as dist
 from attrs import asdict, frozen
 
-LEFT = "left"
-"""What becomes of a rank whose world is closed, and nothing was wrong."""
+from accelfn.world.connection import LEFT
+
 _LOOKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
 """Seconds: a store at which nobody is at home may keep its caller for ever."""
@@ -56,11 +56,11 @@ class RollCall:
         self.rank_0_keeps_it = rank_0_keeps_it
         self._told: Standing | None = None
 
-    def tell(self, standing: Standing) -> None:
+    def tell(self, how: str, *, step: int | None, is_waiting: bool) -> None:
         """Tell the others, if the store can still be reached; the first time counts."""
         if self._told is not None:
             return
-        self._told = standing
+        self._told = standing = Standing(how=how, step=step, is_waiting=is_waiting)
         with suppress(RuntimeError):  # its host has gone
             self._store.set(str(self._rank), json.dumps(asdict(standing)))
 

@@ -16,10 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.world.connection import Connection
-from accelfn.world.environment import asked_size, read_place
-from accelfn.world.meeting import check_backend, join, refuse_open_group
-from accelfn.world.roll_call import LEFT
+from accelfn.world.connection import LEFT, Connection
 
 _LONGEST = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""
@@ -89,6 +86,9 @@ class World:
             WorldError: the environment asks for more than one process, or the device
                 is not there.
         """
+        # here and below, not above: importing accelfn is to cost little
+        from accelfn.world.environment import asked_size  # noqa: PLC0415
+
         name, size = asked_size(os.environ)
         if size > 1:
             msg = (
@@ -137,6 +137,13 @@ class World:
                 " seconds."
             )
             raise ArgumentError(msg)
+        from accelfn.world.environment import read_place  # noqa: PLC0415
+        from accelfn.world.meeting import (  # noqa: PLC0415
+            check_backend,
+            join,
+            refuse_open_group,
+        )
+
         check_backend(backend)
         place = read_place(os.environ)
         if place is None or place.is_alone:
