@@ -2,10 +2,8 @@
 """Two hosts on one machine: network namespaces, each with its own interfaces, and a cable."""
 
 import subprocess
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 import attrs
 import pytest
@@ -49,22 +47,15 @@ def two_hosts() -> Generator[tuple[Host, Host]]:
         pytest.skip(f"no network namespaces: {can.stderr.decode().strip()}")
     kept: list[subprocess.Popen[bytes]] = []
     try:
-        hosts: list[Host] = []
-        waits = "sleep", "infinity"
-        kept.append(subprocess.Popen([*_ALONE, *waits]))
-        hosts.append(Host(kept[0].pid, "10.71.0.1", "cable0"))
-        _wait_until_apart(kept[0].pid, "self")
-        kept.append(
-            subprocess.Popen([*_inside(kept[0].pid), "unshare", "--net", *waits])
-        )
-        _wait_until_apart(kept[1].pid, str(kept[0].pid))
-        hosts.append(Host(kept[1].pid, "10.71.0.2", "cable1"))
-        first, second = hosts
+        kept.append(_keeps(*_ALONE))
+        first = Host(kept[0].pid, "10.71.0.1", "cable0")
+        kept.append(_keeps(*first.command("unshare", "--net")))
+        second = Host(kept[1].pid, "10.71.0.2", "cable1")
         first.run(
             *("ip", "link", "add", first.cable, "type", "veth"),
             *("peer", "name", second.cable, "netns", str(second.pid)),
         )
-        for host in hosts:
+        for host in (first, second):
             host.run("ip", "address", "add", f"{host.address}/24", "dev", host.cable)
             host.run("ip", "link", "set", "lo", "up")
             host.mend()
@@ -73,6 +64,21 @@ def two_hosts() -> Generator[tuple[Host, Host]]:
         for each in kept:
             each.kill()
             each.wait()
+
+
+def _keeps(*apart: str) -> subprocess.Popen[bytes]:
+    """Start a process that keeps a namespace, and wait until it is in there.
+
+    It says so itself: seen from outside, a process on its way into a namespace is in another
+    than the one that it comes from before it is where it goes.
+    """
+    process = subprocess.Popen(
+        [*apart, "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE
+    )
+    assert process.stdout
+    with process.stdout as said:
+        assert said.readline(), "it ended before it was in its namespace"
+    return process
 
 
 def _inside(pid: int) -> list[str]:
@@ -84,15 +90,3 @@ def _inside(pid: int) -> list[str]:
         "--net",
         "--preserve-credentials",
     ]
-
-
-def _wait_until_apart(pid: int, other: str) -> None:
-    """Wait until a process has a network of its own."""
-    for _ in range(200):
-        if (
-            Path(f"/proc/{pid}/ns/net").readlink()
-            != Path(f"/proc/{other}/ns/net").readlink()
-        ):
-            return
-        time.sleep(0.02)
-    raise TimeoutError
