@@ -3,7 +3,8 @@
 
 What is compressed is near the mean gradient, not a total: the weight of all ranks' losses is
 known by then, and divided by. So 16 bits overflow no sooner for a large batch, and what an
-approximation left out of one update means the same in the next.
+approximation left out of one update means the same in the next. A loss scale, which brings
+small gradients into the range of 16 bits, is divided out where no 16 bits are.
 """
 
 from collections.abc import Mapping
@@ -49,26 +50,26 @@ class Compression(Protocol):
 
 
 class Narrow:
-    """Sums in 16 bits, of gradients that were divided by a power of 2 near their weight."""
+    """Sums in 16 bits, of gradients that are near a mean, or were scaled for 16 bits."""
 
     def __init__(self, name: str, dtype: torch.dtype, world: World) -> None:
         """Take the dtype in which they cross."""
         self.name = name
         self._dtype, self._world = dtype, world
-        self._scale: torch.Tensor | None = None
+        self._is_scaled = False
         self._unit = torch.ones(())
 
     def begin(self, slot: None, loss_scale: torch.Tensor | None) -> None:
-        """Note the scale; there is no slot."""
+        """Note whether there is a scale; there is no slot."""
         del slot
-        self._scale = loss_scale
+        self._is_scaled = loss_scale is not None
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Choose a unit; dividing by it changes no bit."""
-        weight = _scaled(weight, self._scale)
+        """Choose a unit, a power of 2 near the weight; dividing by it changes no bit."""
         exponent = torch.frexp(weight).exponent - 1
         unit = torch.ldexp(torch.ones_like(weight), exponent)
-        self._unit = torch.where(weight > 0, unit, 1.0)
+        divides = (weight > 0) & (not self._is_scaled)
+        self._unit = torch.where(divides, unit, 1.0)
 
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
         """Sum over the ranks in few bits, while the backward pass goes on."""
@@ -124,7 +125,8 @@ class LowRank:
 
     def weigh(self, weight: torch.Tensor) -> None:
         """Choose the unit of the mean gradient."""
-        weight = _scaled(weight, self._scale)
+        if self._scale is not None:
+            weight = weight * self._scale.to(weight)
         self._unit = torch.where(weight > 0, weight, 1.0) / self._world.size
 
     def end(self) -> dict[str, Any]:
@@ -197,10 +199,6 @@ class LowRank:
             flat = pack(same)
             sum_(flat, self._world, label=_LABEL)
             unpack_(flat.div_(self._world.size), same)
-
-
-def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return weight if scale is None else weight * scale.to(weight)
 
 
 def _shape(gradient: torch.Tensor) -> tuple[int, int]:

@@ -34,9 +34,10 @@ def low_rank(rank: int = 1, start: int = 0) -> Any:
 
 
 def heavy_loss(net: nn.Module, batch: Any) -> af.Loss:
-    """Return a total whose weight is an integer that 16 bits cannot hold."""
+    """Return a total that 16 bits cannot hold, as its weight, which they would round."""
     inputs, targets = batch
-    return af.Loss((net(inputs) * targets).sum(), 4096.0 + len(inputs))
+    total = (net(inputs) * targets).sum() * 4096
+    return af.Loss(total, 4096.0 + len(inputs))
 
 
 @attrs.frozen
@@ -64,11 +65,24 @@ def test_what_16_bits_can_hold_is_exact(run: Run, size: int, *, heavy: bool) -> 
 
 @transform
 class Scaled:
-    """Multiply losses by a large power of 2."""
+    """Make losses small, and scale them to where 16 bits begin to lose accuracy."""
+
+    exponent: int
+
+    def loss(self, loss_fn: Any) -> Any:
+        factor = 2.0 ** -(14 + self.exponent)
+
+        def small(net: nn.Module, batch: Any) -> Any:
+            returned = loss_fn(net, batch)
+            if isinstance(returned, af.Loss):
+                return af.Loss(returned.total * factor, returned.weight)
+            return returned * factor
+
+        return small
 
     def loss_scale(self, state: af.TrainState, slot: None) -> torch.Tensor:
         del state, slot
-        return torch.tensor(2.0**40)
+        return torch.tensor(2.0**self.exponent)
 
 
 @given(
@@ -76,15 +90,21 @@ class Scaled:
     size=SIZES,
     method=st.sampled_from(sorted(NARROW)),
     parts=st.integers(1, 3),
-    scaled=st.booleans(),
+    scaled=st.none() | st.integers(0, 60),
 )
 def test_16_bits_round_each_rank_once_and_the_sum(
-    run: Run, size: int, method: str, parts: int, *, scaled: bool
+    run: Run, size: int, method: str, parts: int, scaled: int | None
 ) -> None:
-    """Each element is within the roundings of its parts, and the same on all ranks."""
-    scaling = Scaled() if scaled else None
+    """Each element is within the roundings of its parts, and the same on all ranks.
+
+    The smallest number of 16 bits is one beside the mean gradient, or beside the gradient as
+    a scale has made it, however small the loss was.
+    """
     setup = af.chain(
-        DDP, af.compress(method), af.accumulate(num_micro_batches=parts), scaling
+        DDP,
+        af.compress(method),
+        af.accumulate(num_micro_batches=parts),
+        None if scaled is None else Scaled(scaled),
     )
 
     def grads(world: af.World) -> tuple[Found, Found, float]:
@@ -95,13 +115,14 @@ def test_16_bits_round_each_rank_once_and_the_sum(
         parts = {name: each.clone() for name, each in own.tensors.items()}
         _, all_ = compute(state, batch)
         means = {n: each * size for n, each in all_.tensors.items()}
-        return parts, means, float(all_.weight) * (2.0**40 if scaled else 1)
+        return parts, means, float(all_.weight)
 
     results = simulate(size, grads).results
     _, eps = NARROW[method]
+    unit = results[0][2] if scaled is None else 1
     for name in results[0][1]:
         each = torch.stack([parts[name] for parts, _, _ in results])
-        smallest = 2.0**-24 * size * results[0][2]  # of what fp16 can hold
+        smallest = 2.0**-24 * size * unit  # of what fp16 can hold
         bound = each.abs().sum(0) * eps * (size + 1) + smallest
         for _, found, _ in results:
             assert torch.equal(found[name], results[0][1][name])
