@@ -43,6 +43,15 @@ def add_(
         torch._foreach_add_(found, list(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
 
 
+def lerp_(
+    tensors: Iterable[torch.Tensor], ends: Iterable[torch.Tensor], share: float
+) -> None:
+    """Move each tensor towards another by a share of the way; one that is there stays."""
+    found = list(tensors)
+    if found:
+        torch._foreach_lerp_(found, list(ends), share)  # pyright: ignore[reportPrivateUsage]
+
+
 def copy_(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
     """Copy another tensor into each."""
     found = list(tensors)

@@ -35,8 +35,8 @@ class ema:
         decay: the weight of the past, 0 (no memory) to 1 (never moves).
 
     Law:
-        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`; equal on
-        all ranks where the parameters are.
+        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`; bitwise
+        the parameter where that does not move; equal on all ranks where the parameters are.
 
     Cost:
         One copy of the parameters; one pass over them an update.
@@ -61,10 +61,8 @@ class ema:
     ) -> tuple[TrainState, Params]:
         """Move the average towards the parameters, in place."""
         moving = [name for name, param in state.params.items() if _averages(param)]
-        averages = [slot[name] for name in moving]
-        foreach.mul_(averages, self.decay)
-        params = [state.params[name] for name in moving]
-        foreach.add_(averages, params, alpha=1 - self.decay)
+        params = (state.params[name] for name in moving)
+        foreach.lerp_((slot[name] for name in moving), params, 1 - self.decay)
         return state, slot
 
     def eval_params(

@@ -139,8 +139,20 @@ for _ in range(grads.num_micro_batches):
         law="L20",
         test=test_updates.test_ema_closed_form,
         place=ema.ema.after_update,
-        old="alpha=1 - self.decay",
-        new="alpha=self.decay",
+        old="1 - self.decay",
+        new="self.decay",
+    ),
+    Mutant(
+        name="EMA that drifts",
+        says="past and present are weighted apart, so what never moves is rounded away",
+        law="L20",
+        test=test_updates.test_ema_closed_form,
+        place=ema.ema.after_update,
+        old="foreach.lerp_((slot[name] for name in moving), params, 1 - self.decay)",
+        new="""\
+averages = [slot[name] for name in moving]
+    foreach.mul_(averages, self.decay)
+    foreach.add_(averages, params, alpha=1 - self.decay)""",
     ),
     Mutant(
         name="a copy that shares",
