@@ -58,7 +58,6 @@ class Profiler:
         self._torch.stop()
 
     def _write(self, found: torch_profiler.profile) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(self.path))
         self.is_written = True
 
@@ -97,6 +96,7 @@ def profile(
     Raises:
         ArgumentError: a number of steps that can have no meaning; or the block ended before
             a step was recorded, so that nothing was written.
+        OSError: the directory cannot be made.
         WorldError: a profiler runs in this process already, an outer one or that of another
             simulated rank.
 
@@ -125,6 +125,7 @@ def profile(
         )
         raise WorldError(msg)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         profiler = Profiler(path, wait=wait, warmup=warmup, active=active)
         profiler.start()
         try:

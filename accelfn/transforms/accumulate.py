@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from accelfn import tree
-from accelfn.arguments import integer
+from accelfn.arguments import integer, is_integer
 from accelfn.backward import ValueAndGrad
 from accelfn.data import Batch, Plan
 from accelfn.data.cut import Span, even_part
@@ -138,7 +138,7 @@ def micro_batches(value: Any, num: int) -> list[Any]:
         [tensor([0, 1, 2]), tensor([3, 4])]
     """
     rows = tree.num_rows(value)
-    if not isinstance(num, int) or not 1 <= num <= rows:
+    if not is_integer(num, 1) or num > rows:
         msg = (
             f"micro_batches(num={num!r}): the value has {rows} rows, so 1 to {rows} parts"
             " can be made."

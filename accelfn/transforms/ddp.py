@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import attrs
 from torch import nn
 
-from accelfn.arguments import is_number
+from accelfn.arguments import is_number, truth
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
 from accelfn.engine.in_backward import LiveUpdate
@@ -71,10 +71,10 @@ class wrap_ddp:
 
     _compresses: ClassVar[bool] = True
     bucket_cap_mb: float | None = _option(None, _is_positive)
-    gradient_as_bucket_view: bool = _option(default=True)
-    find_unused_parameters: bool = _option(default=False)
-    static_graph: bool = _option(default=False)
-    forward_sync_buffers: bool = _option(default=True)
+    gradient_as_bucket_view: bool = _option(default=True, validator=truth())
+    find_unused_parameters: bool = _option(default=False, validator=truth())
+    static_graph: bool = _option(default=False, validator=truth())
+    forward_sync_buffers: bool = _option(default=True, validator=truth())
 
     def __attrs_post_init__(self) -> None:
         """Refuse two ways of finding unused parameters, of which torch drops one."""

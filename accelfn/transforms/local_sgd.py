@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 import torch
 
-from accelfn.arguments import integer
+from accelfn.arguments import integer, truth
 from accelfn.collectives import pack, sum_, unpack_
 from accelfn.grads import Grads
 from accelfn.loss import Number
@@ -57,8 +57,8 @@ class local_sgd:
     sync_every: int = attrs.field(
         validator=integer(1, "a number of updates"), kw_only=True
     )
-    buffers: bool = attrs.field(default=False, kw_only=True)
-    opt_state: bool = attrs.field(default=False, kw_only=True)
+    buffers: bool = attrs.field(default=False, validator=truth(), kw_only=True)
+    opt_state: bool = attrs.field(default=False, validator=truth(), kw_only=True)
 
     def init(self, state: TrainState) -> Slot:
         """Start with ranks that agree."""

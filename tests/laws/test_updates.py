@@ -5,7 +5,6 @@ import functools
 import math
 from typing import Any
 
-import attrs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

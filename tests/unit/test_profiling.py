@@ -62,6 +62,13 @@ def test_nothing_written_is_said(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_said_before_the_steps(tmp_path) -> None:
+    """Nobody waits for a trace that has nowhere to go."""
+    (tmp_path / "taken").touch()
+    with pytest.raises(OSError, match="taken"), af.profile(tmp_path / "taken"):
+        pytest.fail("the block was entered")
+
+
 def test_a_profile_changes_nothing(tmp_path) -> None:
     """The parameters are bitwise those without it, and no profiler runs afterwards."""
     _, seen = profiled(tmp_path)

@@ -3,10 +3,12 @@
 
 import math
 
+import attrs
 import pytest
 import torch
 
 import accelfn as af
+from tests.catalog import CATALOG
 
 BAD = {
     "accumulate num_micro_batches 0": lambda: af.accumulate(num_micro_batches=0),
@@ -58,13 +60,31 @@ def test_bad_options(case):
     assert "expected" in str(caught.value) or "give either" in str(caught.value)
 
 
+SWITCHES = [
+    (each, field.name)
+    for each in (*(entry.transform for entry in CATALOG), af.compile())
+    for field in attrs.fields(type(each))
+    if isinstance(field.default, bool)
+]
+
+
+@pytest.mark.parametrize(("given", "option"), SWITCHES, ids=str)
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_switch_is_on_or_off(given, option, value):
+    """What is neither True nor False is no answer to a question of yes or no."""
+    known = {"fullgraph", "per_group", "buffers", "static_graph"}
+    assert known <= {name for _, name in SWITCHES}
+    with pytest.raises(af.ArgumentError, match=rf"{option}={value!r}\): expected True"):
+        attrs.evolve(given, **{option: value})
+
+
 def test_unknown_precision_lists_the_known():
     """An unknown precision is answered with those there are."""
     with pytest.raises(af.ArgumentError, match=r"'fp7'.*unknown precision.*'bf16'"):
         af.autocast("fp7")
 
 
-@pytest.mark.parametrize("num", [0, -1, 6, "2", 2.0])
+@pytest.mark.parametrize("num", [0, -1, 6, "2", 2.0, True])
 def test_micro_batches_refuses_a_number_of_parts(num):
     """A number of parts that cannot be made is refused with the number of rows."""
     with pytest.raises(af.Error, match=r"micro_batches\(num="):
