@@ -37,8 +37,8 @@ class optimizer_in_backward:
     Acts on: when the optimizer steps.
 
     Law:
-        The result is bitwise that of the plain step; over 3 ranks or another number that is
-        no power of 2, up to rounding.
+        The result is bitwise that of the plain step; over more than 2 ranks, whose numbers a
+        backend adds up in an order of its own, up to rounding.
 
     Cost:
         A call of the optimizer for each parameter, in place of one for all. Over ranks one

@@ -231,6 +231,27 @@ def test_check_resume_finds_what_is_forgotten() -> None:
         check_resume(make, 3, sizes=(1,))
 
 
+def test_check_resume_finds_sums_that_move() -> None:
+    """What is added up in another place after a load has other last bits, over some ranks."""
+
+    def make(world: af.World) -> Any:
+        taken: list[int] = []
+
+        def step(state: Any, batch: Any) -> Any:
+            taken.append(1)
+            state, _ = _plain(state, batch)
+            mine = torch.linspace(0.1, 1.7, 9) * (world.rank + 0.3)
+            mine = mine.flip(0) if len(taken) == 1 else mine
+            summed = af.reduce(mine, world)
+            return state, {"sum": summed.flip(0) if len(taken) == 1 else summed}
+
+        return state_of(world, lambda: player(3)), step
+
+    check_resume(make, 2, sizes=(1, 2))
+    with pytest.raises(LawError, match="saved and loaded after 1 updates"):
+        check_resume(make, 2)
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(af.ArgumentError, match="expected a function"):
         check_step(3, states=plain_states)

@@ -29,6 +29,7 @@ from accelfn.testing.strategies import (
     optimizers,
     programs,
     schedules,
+    sums,
     worlds,
 )
 from tests.strategies import differences, tensors
@@ -37,6 +38,7 @@ KINDS = [fault for fault in vars(faults).values() if fault in strategies.ranks.K
 SIMPLEST = {
     "worlds": (worlds(), 1),
     "schedules": (schedules(), []),
+    "sums": (sums(), "ranks"),
     "faults": (strategies.faults(2), ()),
     "chains": (chains(), af.chain()),
     "datasets": (datasets(), Samples([[0, 0, 0]], [[0, 0]])),

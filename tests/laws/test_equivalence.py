@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """N ranks = 1 rank = k micro-batches: exactly on dyadic data, and up to rounding."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -168,7 +170,7 @@ def test_accumulating_by_hand(run: Run, size: int, parts: int) -> None:
     run = attrs.evolve(run, setup=setup)
     stepped = trained(size, run, setup)
     for how, within in (("last", 0.0), ("sync_grads", 1e-12)):
-        found = simulate(size, lambda world, how=how: by_hand(world, run, how))
+        found = simulate(size, partial(by_hand, run=run, how=how), sums="ring")
         for (states, _), one in zip(stepped, found, strict=True):
             assert differences(states[0], one, within=within) == []
 

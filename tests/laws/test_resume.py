@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing import simulate
+from accelfn.testing import simulate, strategies
+from accelfn.testing.simulation.sums import Sums
 from tests.catalog import stacks
 from tests.laws.worlds import Found
 from tests.strategies import Run, differences, runs, tensors
@@ -98,12 +99,15 @@ def resumed_at(world: af.World, run: Run, at: int, directory: str) -> Found:
     return tensors(run.train(state, run.updates - at)[0])
 
 
-def cut(sizes: tuple[int, int], run: Run, at: int) -> list[tuple[Found, Found]]:
+def cut(
+    sizes: tuple[int, int], run: Run, at: int, sums: Sums = "ring"
+) -> list[tuple[Found, Found]]:
     """Return the last states of a run that was saved, and of it resumed, rank by rank."""
+    before, after = sizes
     with tempfile.TemporaryDirectory() as folder:
         to = str(Path(folder) / "saved")
-        whole = simulate(sizes[0], lambda world: saved_at(world, run, at, to))
-        resumed = simulate(sizes[1], lambda world: resumed_at(world, run, at, to))
+        whole = simulate(before, lambda w: saved_at(w, run, at, to), sums=sums)
+        resumed = simulate(after, lambda w: resumed_at(w, run, at, to), sums=sums)
     return list(zip(whole, resumed, strict=False))
 
 
@@ -122,6 +126,36 @@ def test_ranks_resume_bitwise(
     if kind == "norm":  # two samples in each of six micro-batches
         run = attrs.evolve(run, n=24, batch_size=12)
     for expected, found in cut((size, size), run, at):
+        assert differences(expected, found) == []
+
+
+@given(
+    run=runs(updates=3, n=12),
+    at=st.integers(1, 2),
+    size=st.sampled_from([3, 4]),
+    sums=strategies.sums(),
+    bucket=st.sampled_from([None, 1e-5, 1e-4]),
+    options=st.sampled_from(
+        [
+            {},
+            {"find_unused_parameters": True},
+            {"static_graph": True},
+            {"gradient_as_bucket_view": False},
+        ]
+    ),
+)
+def test_sums_are_taken_alike_after_a_cut(
+    run: Run,
+    at: int,
+    size: int,
+    sums: Sums,
+    bucket: float | None,
+    options: dict[str, bool],
+) -> None:
+    """Where a gradient lies, a backend's order depends on it: in a new process it lies there."""
+    ddp = af.wrap_ddp(bucket_cap_mb=bucket, **options)
+    run = make(run, "plain", af.chain(af.shard_data(), ddp))
+    for expected, found in cut((size, size), run, at, sums):
         assert differences(expected, found) == []
 
 

@@ -6,6 +6,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
+from accelfn.testing.simulation.sums import Sums
 from tests.ranks import programs
 from tests.strategies import Run
 
@@ -20,10 +21,15 @@ def single() -> af.World:
     return af.World.single(device="cpu")
 
 
-def trained(size: int, run: Run, *setup: object) -> tuple[History, ...]:
-    """Train with a setup on simulated ranks; return each one's states and metrics."""
+def trained(
+    size: int, run: Run, *setup: object, sums: Sums = "ring"
+) -> tuple[History, ...]:
+    """Train with a setup on simulated ranks; return each one's states and metrics.
+
+    Sums are taken as a ring takes them: what is bitwise must not depend on the order.
+    """
     split = attrs.evolve(run, setup=af.chain(*setup))
-    return simulate(size, lambda world: programs.train(world, split)).results
+    return simulate(size, lambda w: programs.train(w, split), sums=sums).results
 
 
 def alone(run: Run, *setup: object) -> History:

@@ -7,6 +7,7 @@ from accelfn.checkpoint import commit, disk, elastic, fields, files
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.data import cut, epoch, fetch, permutation, plan, read, reading
 from accelfn.data.orders import order
+from accelfn.engine import ddp
 from tests.laws import (
     test_faults,
     test_ranks_data,
@@ -187,6 +188,15 @@ MUTANTS = [
         place=fields.with_fields,
         old='opt_state=saved["opt_state"]',
         new="opt_state={}",
+    ),
+    Mutant(
+        name="buckets move after a step",
+        says="DDP lays its buckets out anew behind the first step of each process",
+        law="L42",
+        test=test_resume.test_sums_are_taken_alike_after_a_cut,
+        place=ddp.LeanDDP.lay_out,
+        old="self.reducer._push_all_rebuilt_params()",
+        new="return",
     ),
     Mutant(
         name="saving clears the slots",

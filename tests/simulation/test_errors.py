@@ -372,7 +372,7 @@ def test_the_error_of_a_rank_ends_all_and_is_raised(kind, schedule):
 
 
 def test_the_note_repeats_the_run():
-    """Schedule, faults and seed are in it; the same error object gets it once."""
+    """Schedule, faults, sums and seed are in it; the same error object gets it once."""
     planned = PlannedError("boom")
 
     def fn(world):
@@ -382,12 +382,12 @@ def test_the_note_repeats_the_run():
 
     for _ in range(2):
         with pytest.raises(PlannedError):
-            simulate(2, fn, schedule=[1, 0], seed=7)
+            simulate(2, fn, schedule=[1, 0], sums="ring", seed=7)
     name = fn.__qualname__
     (note,) = planned.__notes__
     assert note == (
         "In rank 1 of a simulated world. To repeat the run:"
-        f" accelfn.testing.simulate(2, {name}, schedule=[1, 0], seed=7)"
+        f" accelfn.testing.simulate(2, {name}, schedule=[1, 0], sums='ring', seed=7)"
     )
 
 
@@ -746,6 +746,7 @@ def test_a_rank_is_one_thread():
         ({"schedule": ["a"]}, "expected integers, 0 or more"),
         ({"faults": ["boom"]}, "expected such as Raise"),
         ({"seed": "a"}, "expected an integer"),
+        ({"sums": "star"}, "sums='star'.: expected one of 'ranks', 'ring', 'tree'"),
         ({"also": "threads"}, 'expected "processes" or None'),
     ],
 )

@@ -66,11 +66,12 @@ def check_resume(
     make: Callable[[World], tuple[TrainState, Step]],
     steps: int,
     *,
-    sizes: Sequence[int] = (1, 2),
+    sizes: Sequence[int] = (1, 2, 4),
 ) -> None:
     """See that a run, saved and loaded after any update, goes on as if it had not been.
 
     The whole rest is compared bit by bit: batches by way of what they do, metrics, states.
+    Ranks' numbers are added up as a ring does, in an order that depends on where they lie.
 
     Args:
         make: returns the state before the first update, with data, and its step.

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 _MARKER = (
-    "simulated(*sizes, seed=0, schedule=None, faults=()): run the test, which takes"
-    " `world`, on every rank of a simulated world of each size (default 1, 2 and 4)."
+    "simulated(*sizes, seed=0, schedule=None, faults=(), sums='ranks'): run the test, which"
+    " takes `world`, on every rank of a simulated world of each size (default 1, 2 and 4)."
 )
 _SIZES = (1, 2, 4)
-_OPTIONS = frozenset({"seed", "schedule", "faults"})
+_OPTIONS = frozenset({"seed", "schedule", "faults", "sums"})
 
 _PROFILES: dict[str, dict[str, Any]] = {
     "dev": {"max_examples": 25},

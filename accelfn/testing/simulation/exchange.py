@@ -28,6 +28,7 @@ from accelfn.testing.simulation.faults import (
 from accelfn.testing.simulation.meetings import Meeting, Meetings
 from accelfn.testing.simulation.operations import Tensors, results
 from accelfn.testing.simulation.standings import Standings
+from accelfn.testing.simulation.sums import Sums
 
 if TYPE_CHECKING:
     from accelfn.testing.simulation.turns import Turns
@@ -80,9 +81,12 @@ class Exchange:
     call raises, in each rank an error of its own that says the same.
     """
 
-    def __init__(self, size: int, faults: Sequence[Fault]) -> None:
+    def __init__(
+        self, size: int, faults: Sequence[Fault] = (), sums: Sums = "ranks"
+    ) -> None:
         """Begin with nothing called."""
         self.size = size
+        self._sums: Sums = sums
         self.log: list[Entry] = []
         self.faults = list(faults)
         self.clocks = [0.0] * size
@@ -296,7 +300,7 @@ class Exchange:
             self._break_by_stall(late, waited)
             return
         meeting.ends_at = late.at
-        meeting.results = results(calls)
+        meeting.results = results(calls, self._sums)
         self.log.append(_entry(calls))
 
     def _break(self, failure: Callable[[int], Exception]) -> None:

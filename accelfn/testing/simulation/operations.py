@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each collective computes: from what all ranks give to what each gets.
 
-Pure functions. Sums are taken in the order of the ranks, and are the same on all of them.
+Pure functions. What is reduced is the same on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from torch import _C
 from torch.utils._python_dispatch import _disable_current_modes
 
 from accelfn.testing.simulation.calls import Call
+from accelfn.testing.simulation.sums import Sums, reduced
 
 # torch has no public names for the modes that it dispatches through
 # pyright: reportPrivateUsage=false
@@ -21,16 +22,6 @@ Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Results: TypeAlias = list[Tensors]
 """By rank, what is written to the tensors that the rank wants filled."""
 
-_REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _COMPLEX = {torch.complex64, torch.complex128}
 _INTEGERS = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
@@ -54,18 +45,10 @@ def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
     return op is None or tensor.dtype in _DTYPES.get(op, ())
 
 
-def reduced(op: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the parts reduced from first to last."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = _REDUCTIONS[op](total, part)
-    return total / len(parts) if op == "AVG" else total
-
-
-def results(calls: Sequence[Call]) -> Results:
+def results(calls: Sequence[Call], sums: Sums) -> Results:
     """Return what each rank gets, from the calls of all ranks in their order."""
     with _no_modes():
-        return _OPERATIONS[calls[0].kind](calls)
+        return _OPERATIONS[calls[0].kind](calls, sums)
 
 
 def _no_modes() -> AbstractContextManager[object]:
@@ -80,51 +63,52 @@ def _no_modes() -> AbstractContextManager[object]:
     return stack
 
 
-def _all_reduce(calls: Sequence[Call]) -> Results:
-    total = reduced(str(calls[0].op), [call.sends[0] for call in calls])
+def _all_reduce(calls: Sequence[Call], sums: Sums) -> Results:
+    total = reduced(str(calls[0].op), [call.sends[0] for call in calls], sums)
     return [(total,)] * len(calls)
 
 
-def _reduce(calls: Sequence[Call]) -> Results:
-    total = reduced(str(calls[0].op), [call.sends[0] for call in calls])
+def _reduce(calls: Sequence[Call], sums: Sums) -> Results:
+    total = reduced(str(calls[0].op), [call.sends[0] for call in calls], sums)
     return [(total,) if call.fills else () for call in calls]
 
 
-def _broadcast(calls: Sequence[Call]) -> Results:
+def _broadcast(calls: Sequence[Call], _sums: Sums) -> Results:
     root = calls[0].root or 0
     return [calls[root].sends] * len(calls)
 
 
-def _gather(calls: Sequence[Call]) -> Results:
+def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
     """Of all ranks, for those that want it: all_gather and gather."""
     gathered = tuple(call.sends[0] for call in calls)
     return [gathered if call.fills else () for call in calls]
 
 
-def _scatter(calls: Sequence[Call]) -> Results:
+def _scatter(calls: Sequence[Call], _sums: Sums) -> Results:
     root = calls[0].root or 0
     return [(part,) for part in calls[root].sends]
 
 
-def _reduce_scatter(calls: Sequence[Call]) -> Results:
+def _reduce_scatter(calls: Sequence[Call], sums: Sums) -> Results:
     op = str(calls[0].op)
-    return [(reduced(op, [c.sends[r] for c in calls]),) for r in range(len(calls))]
+    shares = ([call.sends[rank] for call in calls] for rank in range(len(calls)))
+    return [(reduced(op, share, sums),) for share in shares]
 
 
-def _all_to_all(calls: Sequence[Call]) -> Results:
+def _all_to_all(calls: Sequence[Call], _sums: Sums) -> Results:
     return [tuple(call.sends[r] for call in calls) for r in range(len(calls))]
 
 
-def _barrier(calls: Sequence[Call]) -> Results:
+def _barrier(calls: Sequence[Call], _sums: Sums) -> Results:
     return [()] * len(calls)
 
 
-def _message(calls: Sequence[Call]) -> Results:
+def _message(calls: Sequence[Call], _sums: Sums) -> Results:
     """From a send to its recv."""
     return [calls[0].sends if call.fills else () for call in calls]
 
 
-_OPERATIONS: dict[str, Callable[[Sequence[Call]], Results]] = {
+_OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,

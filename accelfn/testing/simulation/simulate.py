@@ -24,6 +24,7 @@ from accelfn.testing.simulation.exchange import Entry, Exchange
 from accelfn.testing.simulation.faults import Fault
 from accelfn.testing.simulation.group import SimulatedGroup
 from accelfn.testing.simulation.registry import Registry
+from accelfn.testing.simulation.sums import Sums
 from accelfn.testing.simulation.turns import Turns
 from accelfn.testing.simulation.work import SimulatedWork
 from accelfn.world import World
@@ -72,6 +73,7 @@ def simulate(
     *,
     schedule: Iterable[int] | None = None,
     faults: Iterable[Fault] = (),
+    sums: Sums = "ranks",
     seed: int = 0,
     also: Literal["processes"] | None = None,
 ) -> Run[T]:
@@ -91,6 +93,9 @@ def simulate(
             first.
         faults: what goes wrong, and where: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
             `Terminate`. Those that found no place to happen are in `Run.missed`.
+        sums: in which order what is reduced is added up, on which the last bits of a float
+            depend: "ranks", from the first to the last; "ring", each piece of a buffer from
+            another rank on, as Gloo and NCCL do; "tree", by pairs. On 2 ranks all are one.
         seed: of the ranks' random generators; each rank draws its own.
         also: "processes" runs the same on real processes joined by Gloo, and compares the
             results bit by bit. `fn` must then be importable.
@@ -119,7 +124,7 @@ def simulate(
         >>> simulate(2, lambda world: world.rank).results
         (0, 1)
     """
-    plan = Plan(size, fn, schedule, faults, seed)
+    plan = Plan(size, fn, schedule, faults, sums, seed)
     if also not in (None, "processes"):
         msg = f'simulate(also={also!r}): expected "processes" or None.'
         raise ArgumentError(msg)
@@ -136,6 +141,7 @@ class Plan:
         default=(), converter=lambda choices: tuple(choices or ())
     )
     faults: tuple[Fault, ...] = attrs.field(default=(), converter=tuple)
+    sums: Sums = "ranks"
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -153,6 +159,10 @@ class Plan:
         if not _is_integer(self.seed):
             msg = f"simulate(seed={self.seed!r}): expected an integer."
             raise ArgumentError(msg)
+        if self.sums not in get_args(Sums):
+            known = ", ".join(map(repr, get_args(Sums)))
+            msg = f"simulate(sums={self.sums!r}): expected one of {known}."
+            raise ArgumentError(msg)
         for fault in self.faults:
             if not isinstance(fault, get_args(Fault)):
                 msg = f"simulate(faults=[{fault!r}]): expected such as Raise(rank=1)."
@@ -169,6 +179,8 @@ class Plan:
             parts.append(f"schedule={list(self.schedule)}")
         if self.faults:
             parts.append(f"faults={list(self.faults)}")
+        if self.sums != "ranks":
+            parts.append(f"sums={self.sums!r}")
         if self.seed:
             parts.append(f"seed={self.seed}")
         return f"accelfn.testing.simulate({', '.join(parts)})"
@@ -205,7 +217,7 @@ def _simulated(plan: Plan) -> Run[Any]:
 
 
 def _run(plan: Plan) -> Run[Any]:
-    exchange = Exchange(plan.size, plan.faults)
+    exchange = Exchange(plan.size, plan.faults, plan.sums)
     post = partial(SimulatedWork, exchange)
     groups = [
         SimulatedGroup(rank, plan.size, post, exchange.log) for rank in range(plan.size)

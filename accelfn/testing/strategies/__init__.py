@@ -4,9 +4,9 @@
 Everything is drawn before a world starts, in the test's own thread. What is drawn is a
 value that prints as the code that makes it; it shrinks to the smallest that still fails.
 
-    @given(program=programs(), size=worlds(), schedule=schedules())
-    def test_replicas_agree(program, size, schedule):
-        run = simulate(size, program, schedule=schedule)
+    @given(program=programs(), size=worlds(), schedule=schedules(), order=sums())
+    def test_replicas_agree(program, size, schedule, order):
+        run = simulate(size, program, schedule=schedule, sums=order)
         ...
 """
 
@@ -16,7 +16,7 @@ from accelfn.testing.strategies.losses import Criterion, losses
 from accelfn.testing.strategies.nets import Net, models
 from accelfn.testing.strategies.optimizers import TorchOptimizer, optimizers
 from accelfn.testing.strategies.programs import Program, programs
-from accelfn.testing.strategies.ranks import faults, schedules, worlds
+from accelfn.testing.strategies.ranks import faults, schedules, sums, worlds
 
 __all__ = [
     "Criterion",
@@ -32,5 +32,6 @@ __all__ = [
     "optimizers",
     "programs",
     "schedules",
+    "sums",
     "worlds",
 ]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated world is drawn from: its size, the order of turns, and a fault."""
+"""What a simulated world is drawn from: its size, the orders of turns and sums, and a fault."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from accelfn.testing.simulation.faults import (
     Stall,
     Terminate,
 )
+from accelfn.testing.simulation.sums import Sums
 
 
 def worlds(sizes: Sequence[int] = (1, 2, 4)) -> st.SearchStrategy[int]:
@@ -34,6 +36,14 @@ def schedules(size: int = 4, *, max_size: int = 40) -> st.SearchStrategy[list[in
     Law: the simplest is the empty list, by which ranks take turns.
     """
     return st.lists(st.integers(0, max(size - 1, 0)), max_size=max_size)
+
+
+def sums() -> st.SearchStrategy[Sums]:
+    """Draw the order in which ranks' tensors are added up, for `simulate(..., sums=)`.
+
+    What is claimed bit by bit must hold in all of them; that of the ranks is the simplest.
+    """
+    return st.sampled_from(get_args(Sums))
 
 
 KINDS: tuple[type[Fault], ...] = (Raise, Leave, Crash, Stall, Corrupt, Terminate)
