@@ -9,7 +9,7 @@ import torch
 
 from accelfn import streams, tree
 from accelfn.backward import wrap_loss
-from accelfn.collectives import all_gather_rows, broadcast_, mean
+from accelfn.collectives import broadcast_, join_rows, mean
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.cut import even_part
 from accelfn.data.reading import Reading
@@ -77,7 +77,7 @@ def predict(
         As many results as samples, each the one of its sample, for any number of ranks.
 
     Cost:
-        One gather a batch and tensor. Results are streamed: one batch is held at a time.
+        One gather a batch and dtype. Results are streamed: one batch is held at a time.
 
     Raises:
         BatchError: dim 0 of a result is not the batch's.
@@ -100,12 +100,7 @@ def predict(
         ]
         counts = [stop - start for start, stop in shares]
         _check_rows(returned, max(batch.weights[0] or 0, 1), fn)
-        gathered = tree.tree_map(
-            lambda leaf, counts=counts: all_gather_rows(
-                leaf, counts, world, label="predict"
-            ),
-            returned,
-        )
+        gathered = join_rows(returned, counts, world, label="predict")
         for i in range(batch.num_samples):
             yield tree.tree_map(lambda leaf, i=i: leaf[i], gathered)
 

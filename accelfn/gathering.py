@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accelfn import codec, tree
-from accelfn.collectives import all_gather, all_gather_rows, gather_bytes
+from accelfn.collectives import all_gather, gather_bytes, join_rows
 from accelfn.data import Batch
 from accelfn.errors import BatchError
 from accelfn.world import World
@@ -27,7 +27,7 @@ def gather_valid(values: Any, batch: Batch, world: World) -> Any:
 
     Law: on any number of ranks, what one process has.
 
-    Cost: a gather a tensor; lists travel as bytes, with no pickle. And one gather of two integers.
+    Cost: a gather a dtype; lists travel as bytes, with no pickle. And one gather of two integers.
 
     Raises:
         BatchError: there are not as many values as samples.
@@ -47,14 +47,8 @@ def gather_valid(values: Any, batch: Batch, world: World) -> Any:
         data = codec.to_bytes(valid, path="values")
         parts = [data] if alone else gather_bytes(data, world, label="gather_valid")
         return [each for part in parts for each in codec.from_bytes(part)]
-    if alone:
-        return tree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], values)
-    return tree.tree_map(
-        lambda leaf: all_gather_rows(
-            leaf[kept.to(leaf.device)], counts, world, label="gather_valid"
-        ),
-        values,
-    )
+    valid = tree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], values)
+    return valid if alone else join_rows(valid, counts, world, label="gather_valid")
 
 
 def _check_rows(values: Any, rows: int) -> None:

@@ -28,5 +28,6 @@ from accelfn.collectives.trees import any_rank as any_rank
 from accelfn.collectives.trees import broadcast as broadcast
 from accelfn.collectives.trees import gather as gather
 from accelfn.collectives.trees import gather_ragged as gather_ragged
+from accelfn.collectives.trees import join_rows as join_rows
 from accelfn.collectives.trees import pad_across as pad_across
 from accelfn.collectives.trees import reduce as reduce

@@ -48,6 +48,7 @@ def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     foreach.copy_([tensor.detach() for tensor in tensors], views)
 
 
+_CONTIGUOUS = torch.contiguous_format
 _MOVED = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -115,17 +116,44 @@ def all_gather(tensor: torch.Tensor, world: World, *, label: str) -> list[torch.
 
 
 def all_gather_rows(
-    tensor: torch.Tensor, counts: Sequence[int], world: World, *, label: str
-) -> torch.Tensor:
-    """Return the first `counts[r]` rows of every rank r, concatenated in rank order."""
+    tensors: Sequence[torch.Tensor],
+    counts: Sequence[Sequence[int]],
+    world: World,
+    *,
+    label: str,
+) -> list[torch.Tensor]:
+    """Return the rows of every rank, concatenated in rank order, in one call a dtype.
+
+    Args:
+        tensors: this rank's; all but dim 0 is the same on all ranks.
+        counts: for each tensor, how many rows each rank has.
+        world: whose ranks take part.
+        label: what the ranks are doing.
+    """
     if world.size == 1:
-        return tensor[: counts[0]]
-    longest = max(counts)
-    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-    mine = counts[world.rank]
-    padded[:mine] = tensor[:mine]
-    parts = all_gather(padded, world, label=label)
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        each = zip(tensors, counts, strict=True)
+        return [_filled(t, n)[:n].clone(memory_format=_CONTIGUOUS) for t, (n,) in each]
+    found: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        filled = [_filled(tensors[i], max(counts[i])) for i in places]
+        sizes = [tensor.numel() for tensor in filled]
+        flats = all_gather(pack(filled), world, label=label)
+        of_ranks = zip(*(flat.split(sizes) for flat in flats), strict=True)
+        for i, like, parts in zip(places, filled, of_ranks, strict=True):
+            whole = zip(parts, counts[i], strict=True)
+            found[i] = torch.cat([part.view_as(like)[:count] for part, count in whole])
+    return [found[i] for i in range(len(tensors))]
+
+
+def _filled(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a tensor with so many rows, the last ones zero."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if len(plain) == rows:
+        return plain
+    filled = plain.new_zeros((rows, *plain.shape[1:]))
+    filled[: len(plain)] = plain
+    return filled
 
 
 def broadcast_bytes(
@@ -265,6 +293,7 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     raw = _as_tensor(data, len(data)).to(world.device)
     size = torch.tensor([raw.numel()], device=world.device)
     counts = [int(count) for count in all_gather(size, world, label=label)]
-    joined = all_gather_rows(raw, counts, world, label=label).cpu().numpy().tobytes()
+    (rows,) = all_gather_rows([raw], [counts], world, label=label)
+    joined = rows.cpu().numpy().tobytes()
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [joined[end - n : end] for end, n in zip(ends, counts, strict=True)]

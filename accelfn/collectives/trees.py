@@ -52,15 +52,15 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     Raises:
         ArgumentError: a leaf is no dense tensor; see `gather_objects`.
     """
-    leaves = tensors_of(values, label)
+    rows = [_row(leaf) for leaf in tensors_of(values, label)]
     if grad:
         kind = "gather(grad=True)"
         ready = agreed(world, kind, label, values, grad=True)
-        rows = [_row(leaf) for leaf in leaves]
         found = [gather_with_grad(row, ready, world, label) for row in rows]
         return tree.with_leaves(values, found)
     ready = agreed(world, "gather", label, values)
-    return _by_dtype(values, leaves, lambda same: _gathered(same, ready, label))
+    counts = [[len(row)] * world.size for row in rows]
+    return tree.with_leaves(values, all_gather_rows(rows, counts, ready, label=label))
 
 
 def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T:
@@ -73,21 +73,27 @@ def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T
 
     Law: it is `gather` of what was padded, without the padding.
 
-    Cost: one gather of the lengths, and one a tensor, of as many rows as the longest has.
+    Cost: one gather of the lengths, and one a dtype, of as many rows as the longest has.
     """
-    leaves = [_row(leaf) for leaf in tensors_of(values, label)]
+    rows = [_row(leaf) for leaf in tensors_of(values, label)]
     world = agreed(world, "gather_ragged", label, values, free=0)
-    if not leaves:
+    if not rows:
         return values
-    mine = torch.tensor([len(leaf) for leaf in leaves], device=world.device)
+    mine = torch.tensor([len(row) for row in rows], device=world.device)
     lengths = torch.stack(all_gather(mine, world, label=label)).tolist()
-    found = [
-        all_gather_rows(
-            leaf.detach(), [row[i] for row in lengths], world, label=label
-        ).clone()
-        for i, leaf in enumerate(leaves)
-    ]
-    return tree.with_leaves(values, found)
+    counts = [[each[i] for each in lengths] for i in range(len(rows))]
+    return tree.with_leaves(values, all_gather_rows(rows, counts, world, label=label))
+
+
+def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> T:
+    """Return every rank's rows, joined; `counts` says how many each has of every tensor.
+
+    Cost: one gather a dtype, of as many rows as the longest has.
+    """
+    rows = tensors_of(values, label)
+    world = agreed(world, label, label, values, free=0)
+    each = [counts] * len(rows)
+    return tree.with_leaves(values, all_gather_rows(rows, each, world, label=label))
 
 
 def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -> T:
@@ -292,20 +298,6 @@ def _by_dtype(
     return tree.with_leaves(values, [found[i] for i in range(len(leaves))])
 
 
-def _gathered(
-    same: Sequence[torch.Tensor], world: World, label: str
-) -> list[torch.Tensor]:
-    rows = [_row(leaf).detach() for leaf in same]
-    flats = all_gather(pack(rows), world, label=label)
-    sizes = [row.numel() for row in rows]
-    by_rank = [flat.split(sizes) for flat in flats]
-    return [
-        torch.cat([parts[i].view_as(row) for parts in by_rank])
-        for i, row in enumerate(rows)
-    ]
-
-
 def _row(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with a dim 0, as its memory is: no view that conjugates or negates."""
-    plain = leaf.resolve_conj().resolve_neg()
-    return plain if leaf.ndim else plain.reshape(1)
+    """Return a tensor with a dim 0."""
+    return leaf if leaf.ndim else leaf.reshape(1)

@@ -206,6 +206,53 @@ def test_what_is_gathered_is_each_sample_once(
         assert found == expected
 
 
+@given(
+    n=st.integers(1, 9),
+    batch_size=st.integers(1, 5),
+    orders=st.lists(st.permutations(["a", "b", "c"]), min_size=1, max_size=4),
+    whole=st.booleans(),
+)
+def test_results_meet_by_name(
+    n: int, batch_size: int, orders: list[list[str]], *, whole: bool
+) -> None:
+    """Ranks fill a dict in any order; one gather a dtype and batch brings each its entries."""
+    size = len(orders)
+    data = af.Data(torch.arange(n), batch_size=batch_size)
+
+    def results(values: torch.Tensor, order: list[str]) -> dict[str, torch.Tensor]:
+        made = {"a": values, "b": values + 100, "c": values[:, None] / 2}
+        return {name: made[name] for name in order}
+
+    def gathered(world: af.World) -> list[dict[str, Any]]:
+        order = orders[world.rank]
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+            data=data,
+            setup=None if whole else af.shard_data(),
+            world=world,
+        )
+        rows = af.predict(state, data, lambda _, batch: results(batch, order))
+        found = [{name: row[name].tolist() for name in row} for row in rows]
+        for batch in af.batches(state, epochs=1):
+            (mine,) = batch.micro_batches
+            valid = af.gather_valid(results(mine, order), batch, world)
+            valid = {name: each.tolist() for name, each in valid.items()}
+            parts = zip(*valid.values(), strict=True)
+            found += [dict(zip(valid, part, strict=True)) for part in parts]
+        assert all(list(each) == order for each in found)
+        return found
+
+    run = simulate(size, gathered)
+    expected = [{"a": i, "b": i + 100, "c": [i / 2]} for i in range(n)]
+    assert run.results == (expected * 2,) * size
+    num_batches = -(-n // batch_size) if size > 1 else 0
+    log = [(each.kind, each.label) for each in run.log]
+    assert log.count(("all_gather", "predict")) == 2 * num_batches
+    counts = 1 if whole else 3  # the numbers of rows, and what they are
+    assert log.count(("all_gather", "gather_valid")) == counts * num_batches
+
+
 # what is left early
 
 

@@ -62,8 +62,8 @@ MUTANTS = [
         law="L48",
         test=laws.test_ragged_trees_are_gathered_without_padding,
         place=trees.gather_ragged,
-        old="[row[i] for row in lengths]",
-        new="[lengths[0][i] for row in lengths]",
+        old="[each[i] for each in lengths]",
+        new="[lengths[0][i] for each in lengths]",
     ),
     Mutant(
         name="filling at the wrong end",

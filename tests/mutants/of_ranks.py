@@ -243,8 +243,8 @@ MUTANTS = [
         law="L48",
         test=test_collectives.test_ragged_rows_are_put_together,
         place=collectives.all_gather_rows,
-        old="[part[:count] for",
-        new="[part for",
+        old="[part.view_as(like)[:count] for",
+        new="[part.view_as(like) for",
     ),
     Mutant(
         name="text through ASCII",

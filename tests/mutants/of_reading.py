@@ -4,6 +4,7 @@
 from typing import Any
 
 from accelfn import budget, gather_valid, split, streams
+from accelfn.collectives import trees
 from accelfn.data import (
     cut,
     dispatch,
@@ -373,6 +374,15 @@ OF_GATHERING = [
         place=gather_valid,
         old="(~batch.filler).nonzero()",
         new="(~batch.filler | True).nonzero()",
+    ),
+    Mutant(
+        name="entries meet as they come",
+        says="results of a dict are gathered in the order in which each rank filled it",
+        law="L48",
+        test=test_gathering.test_results_meet_by_name,
+        place=trees.tensors_of,
+        old="tree.leaves_by_key(values)",
+        new="tree.tree_leaves(values)",
     ),
     Mutant(
         name="a loop goes on where another was left",

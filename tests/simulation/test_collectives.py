@@ -485,7 +485,7 @@ def test_collectives_of_accelfn(size, schedule):
         collectives.all_reduce_(summed, world, label="sum")
         sent = [values(r).T, values(r, (2,), torch.int32)]
         collectives.broadcast_(sent, world, label="broadcast")
-        rows = collectives.all_gather_rows(
+        rows = collectives.join_rows(
             values(r, (r + 1, 2)),
             [i + 1 for i in range(world.size)],
             world,
