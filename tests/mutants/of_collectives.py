@@ -25,9 +25,9 @@ MUTANTS = [
         says="gathered trees are in another order than the ranks",
         law="L49",
         test=laws.test_gathered_trees_split_into_the_ranks_own,
-        place=trees._gathered,
-        old="for parts in by_rank]",
-        new="for parts in by_rank[::-1]]",
+        place=packed.all_gather_rows,
+        old="for flat in flats)",
+        new="for flat in flats[::-1])",
     ),
     Mutant(
         name="a mean is a sum",
