@@ -32,7 +32,7 @@ class Connection:
     and the logs of simulations, which compare the `structure` of trees too, where the
     connection `tells_structure`. While `is_lent`, a branch of this world is in use, and the
     world itself must not be; `make_branch` makes one where torch cannot. By `roll_call`, which a
-    world has that `from_env` opened, ranks tell each other how they ended.
+    world of `from_env` has, ranks tell each other how they ended.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

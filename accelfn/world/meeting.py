@@ -59,7 +59,7 @@ def join(
             place.rank,
             place.size,
         ):
-            return Connection(group), False
+            return _connection(place, group, group.get_group_store()), False
         msg = (
             f"A process group is open in which this is rank {dist.get_rank()} of"
             f" {dist.get_world_size()}, but the environment says RANK={place.rank}"
@@ -85,11 +85,18 @@ def join(
             f" group: {error}"
         )
         raise WorldError(msg) from error
-    connection = Connection(dist.group.WORLD)
+    return _connection(place, dist.group.WORLD, store), True
+
+
+def _connection(
+    place: Place, group: dist.ProcessGroup | None, store: dist.Store
+) -> Connection:
+    """Return what joins the ranks, which tell each other at a store how they end."""
+    connection = Connection(group)
     connection.roll_call = RollCall(
         store, place.rank, place.size, rank_0_keeps_it=not place.has_store
     )
-    return connection, True
+    return connection
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:

@@ -53,6 +53,10 @@ class RollCall:
         """Take the store at which they met."""
         self._store = dist.PrefixStore("accelfn roll call", store)
         self._rank, self._size = rank, size
+        with suppress(
+            RuntimeError
+        ):  # what it told as an earlier world of the same group
+            self._store.delete_key(str(rank))
         self.rank_0_keeps_it = rank_0_keeps_it
         self._told: Standing | None = None
 

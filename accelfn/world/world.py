@@ -219,7 +219,7 @@ class World:
         After an exception this waits for the interpreter's end: closing is what the
         other ranks notice, and this rank's traceback must be printed before theirs.
         """
-        if error is None or not self._owns_group:
+        if error is None:
             self.close()
         else:
             self.connection.tell(_raised(error))

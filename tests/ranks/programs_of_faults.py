@@ -5,11 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
 import accelfn as af
 
@@ -55,6 +57,7 @@ def live(
     port: int,
     calls: Sequence[str],
     fault: Fault,
+    opens: str,
     pipe: Connection,
 ) -> None:
     """Make the calls on one rank, and send how that ended."""
@@ -62,6 +65,8 @@ def live(
     place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if opens == "torch":
+        dist.init_process_group("gloo", timeout=timedelta(seconds=2.0))
     world = af.World.from_env(device="cpu", timeout=2.0)
     said = "returned"
     try:
@@ -74,5 +79,7 @@ def live(
                 CALLS[name](world)
     except (ValueError, af.Error) as error:
         said = f"{type(error).__name__}: {error}"
+    if opens == "torch":
+        dist.destroy_process_group()
     world.close()  # as the interpreter's end would
     pipe.send(said)
