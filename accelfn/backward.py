@@ -16,7 +16,7 @@ from accelfn.grads import Grads
 from accelfn.loss import Metrics
 from accelfn.modes import own_modes
 from accelfn.spans import span
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 from accelfn.transform import chain
 
 
@@ -77,6 +77,7 @@ def value_and_grad(
         into: Grads | None = None,
         sync: bool = True,
     ) -> tuple[Metrics, Grads]:
+        check_state("value_and_grad(loss_fn)(state, batch)", state)
         state.lease.check()
         composed = state.definition.cache.get(compute)
         if composed is None:

@@ -10,7 +10,7 @@ from accelfn.cursor import Cursor
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 from accelfn.transform import chain
 from accelfn.world import World
 
@@ -72,6 +72,7 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
         DataError: a worker failed, a stream cannot be resumed, or a dataset is not what it
             says; what was being read is named.
     """
+    check_state("af.batches(state)", state)
     if state.data is None:
         msg = (
             "af.batches(state): the state was created with data=None. Give"
@@ -115,6 +116,10 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
         BatchError: the epoch has no such sample.
         StateError: the state has no data.
     """
+    check_state("af.seek(state, samples)", state)
+    if not is_integer(samples, 0):
+        msg = f"af.seek(state, {samples!r}): expected a number of samples, 0 or more."
+        raise ArgumentError(msg)
     given = batches(state)
     cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
     if not given.data.is_stream:

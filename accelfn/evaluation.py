@@ -15,7 +15,7 @@ from accelfn.data.cut import even_part
 from accelfn.data.reading import Reading
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.loss import Loss, Metrics, Number, WeightedSum
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 from accelfn.views import eval_params
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
@@ -48,6 +48,7 @@ def evaluate(
     Raises:
         LossError: `fn` returned something else, or no scalar.
     """
+    check_state("af.evaluate(state, data, fn)", state)
     _check_callable(fn)
     total = Metrics({})
     lent = _Lent(state)
@@ -82,6 +83,7 @@ def predict(
     Raises:
         BatchError: dim 0 of a result is not the batch's.
     """
+    check_state("af.predict(state, data, fn)", state)
     _check_callable(fn)
     if isinstance(data, Data) and data.sharded:
         msg = (
@@ -136,9 +138,11 @@ def _check_callable(fn: object) -> None:
 def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
     """Yield this rank's shares of a dataset in its own order."""
     if not isinstance(data, Data):
+        loader = isinstance(data, torch.utils.data.DataLoader)
+        hint = " af.Data.from_loader(loader) makes one." if loader else ""
         msg = (
             "Expected af.Data(dataset, batch_size=...) to evaluate on, got"
-            f" {type(data).__name__}."
+            f" {type(data).__name__}.{hint}"
         )
         raise StateError(msg)
     world = state.world

@@ -338,3 +338,18 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
+
+
+def check_state(call: str, value: object) -> None:
+    """Raise unless a call, as the user wrote it, was given a state.
+
+    Raises:
+        ArgumentError: it was given something else.
+    """
+    if isinstance(value, TrainState):
+        return
+    hint = ""
+    if isinstance(value, tuple) and any(isinstance(each, TrainState) for each in value):
+        hint = " A step returns two things: state, metrics = step(state, batch)."
+    msg = f"{call}: expected a TrainState, got {type(value).__name__}.{hint}"
+    raise ArgumentError(msg)

@@ -13,7 +13,7 @@ from accelfn.engine.engine import engine_of, updates_in_backward
 from accelfn.engine.runner import LossFunction
 from accelfn.loss import Metrics
 from accelfn.modes import own_modes
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 from accelfn.update import step_in_backward, update_state
 
 
@@ -57,6 +57,7 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     def step(
         state: TrainState, batch: Any, /, *extras: Any, donate: bool = True
     ) -> tuple[TrainState, Metrics]:
+        check_state("step(state, batch)", state)
         if not donate:
             state = state.copy()
         if updates_in_backward(state.definition.setup):
@@ -74,6 +75,7 @@ def build(state: TrainState) -> TrainState:
     Raises:
         ReplicaMismatchError: the ranks hold different models.
     """
+    check_state("af.build(state)", state)
     state.lease.check()
     with own_modes(state.definition.world.device):
         engine_of(state).bind(state)
@@ -82,4 +84,5 @@ def build(state: TrainState) -> TrainState:
 
 def release(state: TrainState) -> None:
     """Drop the engine of the state and its kin early; the next step makes a new one."""
+    check_state("af.release(state)", state)
     state.definition.cache.clear()

@@ -26,7 +26,7 @@ from accelfn.modes import own_modes
 from accelfn.optimizer import Hyper
 from accelfn.skipping import counts_after, decided
 from accelfn.spans import span
-from accelfn.state import OptState, TrainState
+from accelfn.state import OptState, TrainState, check_state
 from accelfn.transform import chain
 from accelfn.world import World
 
@@ -54,6 +54,7 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
             several ranks.
         StateDonatedError: the state was given to a step before.
     """
+    check_state("af.apply_grads(state, grads)", state)
     return update_state(state, grads)[0]
 
 
@@ -312,8 +313,9 @@ def _shared_draws(
 def finalize(state: TrainState) -> TrainState:
     """Return the state with what its transforms owe at the end, as a last average.
 
-    The given state is donated.
+    The given state is donated, unless nothing is owed: then it is returned.
     """
+    check_state("af.finalize(state)", state)
     state.lease.check()
     owners = state.definition.setup.having("finalize")
     if not owners:
@@ -342,6 +344,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         GradsError: they are reduced already, or not this state's.
         PeerFailedError: another rank failed.
     """
+    check_state("af.sync_grads(state, grads)", state)
     state.lease.check()
     check_update(state, grads)
     world = state.definition.world

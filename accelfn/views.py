@@ -9,7 +9,7 @@ from torch import nn
 
 from accelfn import streams, tree
 from accelfn.errors import ArgumentError
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 
 
 def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
@@ -18,6 +18,7 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     The state's own, unless a transform such as `ema` or `local_sgd` has others; the
     latter communicates, so call it on all ranks.
     """
+    check_state("af.eval_params(state)", state)
     params = state.params
     with torch.no_grad():
         for each in state.setup.having("eval_params"):
@@ -41,6 +42,7 @@ def bind(state: TrainState, *, raw: bool = True) -> Generator[nn.Module]:
     Cost:
         4 ms for 100 layers; no tensor is copied.
     """
+    check_state("af.bind(state)", state)
     params = state.params if raw else eval_params(state)
     module = state.definition.skeleton.build(params, state.buffers)
     try:
@@ -62,6 +64,7 @@ def frozen(state: TrainState, *, raw: bool = False) -> nn.Module:
     Cost:
         A copy of the parameters and buffers.
     """
+    check_state("af.frozen(state)", state)
     params = state.params if raw else eval_params(state)
     copies, buffers = tree.clone(dict(params)), tree.clone(dict(state.buffers))
     module = state.definition.skeleton.build(copies, buffers)
@@ -85,6 +88,7 @@ def rng(state: TrainState, purpose: str, *, shared: bool = False) -> streams.str
         >>> with af.rng(state, "latents"):  # doctest: +SKIP
         ...     noise = torch.randn(16, 100)
     """
+    check_state("af.rng(state, purpose)", state)
     if not purpose:
         msg = "af.rng(state, purpose): expected a word for what the draws are for."
         raise ArgumentError(msg)

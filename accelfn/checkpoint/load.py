@@ -11,8 +11,9 @@ from accelfn.checkpoint.elastic import source_of
 from accelfn.checkpoint.fields import with_fields
 from accelfn.checkpoint.manifest import read_manifest
 from accelfn.checkpoint.partial import Loaded, Wanted, load_part, with_kept
+from accelfn.checkpoint.save import check_path
 from accelfn.errors import ArgumentError, CheckpointError
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 
 
 @overload
@@ -82,7 +83,10 @@ def load(
             saved; the differences are listed, with the nearest names.
         ArgumentError: an option is none of these words.
     """
+    check_state("af.load(state, directory)", state)
     state.lease.check()
+    check_path("af.load", directory)
+    allow = (allow,) if isinstance(allow, str) else tuple(allow)
     if only is None and (missing, extra, cast) != ("error", "error", False):
         msg = "af.load(missing=, extra=, cast=): these are for a partial load; give only=."
         raise ArgumentError(msg)

@@ -12,7 +12,7 @@ from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import gather_text
 from accelfn.errors import ArgumentError
 from accelfn.optimizer import kind_of
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 
 
 def save(
@@ -44,8 +44,10 @@ def save(
         CheckpointWriteError: on every rank, if any rank could not write; the reason is named
             and nothing is left under the directory's name.
     """
+    check_state("af.save(state, directory)", state)
     state.lease.check()
     check_frozen(frozen)
+    check_path("af.save", directory)
     job = save_of(state, Path(directory))
     contents: list[Contents] = []
 
@@ -103,6 +105,13 @@ def optimizer_name(state: TrainState) -> str:
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(param): name for name, param in metas}
     return kind_of(state.definition.optimizer, names)
+
+
+def check_path(call: str, directory: object) -> None:
+    """Refuse what is no path."""
+    if not isinstance(directory, (str, os.PathLike)):
+        msg = f"{call}(state, {directory!r}): expected the path of a directory."
+        raise ArgumentError(msg)
 
 
 def check_frozen(frozen: str) -> None:

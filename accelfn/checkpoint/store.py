@@ -28,7 +28,7 @@ from accelfn.errors import (
     CheckpointWriteError,
     DirectoryInUseError,
 )
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 
 if TYPE_CHECKING:
     from accelfn.checkpoint.commit import Contents
@@ -127,6 +127,7 @@ class CheckpointStore:
         Cost: none where `every` counts updates; a broadcast from rank 0, whose clock decides,
         where it is a time.
         """
+        check_state("store.due(state)", state)
         if self.every is None or state.step == 0:
             return False
         if isinstance(self.every, int):
@@ -148,6 +149,7 @@ class CheckpointStore:
                 some rank; the newest checkpoint that there is, is named.
             DirectoryInUseError: another job writes to this directory.
         """
+        check_state("store.save(state)", state)
         numbers = _numbers(metrics)
         self.wait()
         self._world = state.world
@@ -218,6 +220,7 @@ class CheckpointStore:
             CheckpointError: it cannot be loaded, or there is none of that step; the newest
                 that is whole is named.
         """
+        check_state("store.restore(state)", state)
         self.wait()
         found = list(self.steps) if state.world.is_main else None
         steps = broadcast_object(found, state.world, label="store: restore")
