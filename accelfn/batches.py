@@ -118,7 +118,7 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
     """
     check_state("af.seek(state, samples)", state)
     if not is_integer(samples, 0):
-        msg = f"af.seek(state, {samples!r}): expected a number of samples, 0 or more."
+        msg = f"af.seek(samples={samples!r}): expected a number of samples, 0 or more."
         raise ArgumentError(msg)
     given = batches(state)
     cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
