@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients as a value: what one backward pass, or several, found."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import attrs
 import torch
 
+from accelfn import foreach
 from accelfn.cursor import Cursor
 from accelfn.errors import GradsError
 from accelfn.lease import Lease
@@ -16,6 +17,23 @@ _GIVEN = (
     "These gradients of update {update} were given to apply_grads or into=, which worked on"
     " their tensors in place. Take new ones, or keep grads.map(torch.Tensor.clone) before."
 )
+
+
+def divide_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
+    """Divide gradients by one number, in place.
+
+    A count is more than 16 bits can hold, so those divide by it in float32.
+    """
+    if not isinstance(divisor, torch.Tensor):
+        if divisor != 1:
+            foreach.div_(tensors, divisor)
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        wide = tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
+        by_dtype.setdefault(wide, []).append(tensor)
+    for dtype, same in by_dtype.items():
+        foreach.div_(same, divisor.to(dtype))
 
 
 @attrs.frozen(eq=False)
@@ -147,8 +165,9 @@ class Grads:
     def with_skip(self, flag: torch.Tensor | int, *, agreed: bool = False) -> Self:
         """Return the record with a wish to skip the update, beside those there are.
 
-        If any rank has one, all skip: parameters, buffers, optimizer and step stay as they
-        are, the batch counts as seen, and `metrics["skipped"]` is 1.
+        Call it on all ranks, or on none, for they ask one another: `with_skip(False)` is a
+        rank that has no wish. If any rank has one, all skip: parameters, buffers, optimizer
+        and step stay as they are, the batch counts as seen, and `metrics["skipped"]` is 1.
 
         Args:
             flag: True, or a scalar that is not 0, to skip.

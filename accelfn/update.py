@@ -13,13 +13,13 @@ from typing import Any
 import attrs
 import torch
 
-from accelfn import foreach, streams
+from accelfn import streams
 from accelfn.backward import check_update
 from accelfn.collectives import all_reduce_
 from accelfn.engine.engine import Engine, engine_of
 from accelfn.errors import ArgumentError, GradsError, StateDonatedError
 from accelfn.fields import pair
-from accelfn.grads import Grads
+from accelfn.grads import Grads, divide_
 from accelfn.lease import Lease
 from accelfn.loss import Metrics, Number
 from accelfn.modes import own_modes
@@ -81,7 +81,8 @@ def _updated(
     given = grads
     try:
         engine = engine_of(state)
-        later = not setup.having("grads") and engine.divides(grads.divisor)
+        is_plain = grads.loss_scale is None and not setup.having("grads")
+        later = is_plain and engine.divides(grads.divisor)
         if grads.tensors and not grads.is_mean and not later:
             _divide_(grads)
             grads = attrs.evolve(grads, is_mean=True, loss_scale=None)
@@ -129,6 +130,7 @@ def step_in_backward(
         try:
             metrics, grads = compute()
         except BaseException:
+            engine.forget_plan()  # it may not have come to the backward pass
             if lease.is_over:
                 _undo(engine, lease)
             raise
@@ -222,11 +224,7 @@ def _divide_(grads: Grads) -> None:
     divisor = grads.denominator
     if grads.loss_scale is not None:
         divisor = grads.loss_scale.double() * divisor
-    if isinstance(divisor, torch.Tensor):
-        divisor = divisor.to(next(iter(grads.tensors.values())).dtype)
-        foreach.div_(grads.tensors.values(), divisor)
-    elif divisor != 1:
-        foreach.div_(grads.tensors.values(), divisor)
+    divide_(grads.tensors.values(), divisor)
 
 
 def _transformed(
@@ -336,12 +334,12 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
 
     For custom steps that took them with `sync=False`, or without `wrap_ddp`.
 
-    Cost: one all-reduce of all gradients, flattened, and their weight.
+    Cost: one all-reduce of all gradients, flattened, and one of their weight.
 
     Law: what `wrap_ddp` gives.
 
     Raises:
-        GradsError: they are reduced already, or not this state's.
+        GradsError: they are reduced already, sparse, or not this state's.
         PeerFailedError: another rank failed.
     """
     check_state("af.sync_grads(state, grads)", state)
@@ -354,18 +352,32 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         msg = "sync_grads: these gradients are reduced over the ranks already."
         raise GradsError(msg)
     params = state.params
-    totals = {
-        name: (
-            grads.tensors[name] * (grads.divisor if grads.is_mean else 1)
+    names = state.definition.skeleton.trainable
+    sparse = [name for name, grad in grads.tensors.items() if grad.is_sparse]
+    if sparse:
+        msg = (
+            f"sync_grads: the gradients of {', '.join(sparse[:5])} are sparse. Make those"
+            " layers with sparse=False, or let af.wrap_ddp() reduce them."
+        )
+        raise GradsError(msg)
+    factor = grads.divisor if grads.is_mean else 1
+    with own_modes(world.device):
+        totals = {
+            name: grads.tensors[name] * factor
             if name in grads.tensors
             else torch.zeros_like(params[name])
-        )
-        for name in state.definition.skeleton.trainable
-    }
-    weight = torch.as_tensor(
-        grads.divisor, dtype=torch.float64, device=world.device
-    ).reshape(1)
-    all_reduce_([*totals.values(), weight], world, label="sync_grads")
+            for name in names
+        }
+        told = [float(name in grads.tensors) for name in names]
+        counts = torch.tensor([0.0, *told], dtype=torch.float64, device=world.device)
+        counts[0] = grads.divisor
+        all_reduce_([*totals.values(), counts], world, label="sync_grads")
+        # a parameter that took part on no rank has no gradient
+        if len(grads.tensors) < len(names):
+            found = counts[1:].tolist()
+            totals = {
+                n: totals[n] for n, some in zip(names, found, strict=True) if some
+            }
     return attrs.evolve(
-        grads, tensors=totals, divisor=weight[0], is_mean=False, reduced=True
+        grads, tensors=totals, divisor=counts[0], is_mean=False, reduced=True
     )

@@ -65,8 +65,9 @@ class Narrow:
         self._is_scaled = loss_scale is not None
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Choose a unit, a power of 2 near the weight; dividing by it changes no bit."""
-        exponent = torch.frexp(weight).exponent - 1
+        """Choose a unit, the next power of 2 of the weight; dividing by it changes no bit."""
+        mantissa, exponent = torch.frexp(weight)
+        exponent = exponent - (mantissa == 0.5).to(exponent)  # it is one itself
         unit = torch.ldexp(torch.ones_like(weight), exponent)
         divides = (weight > 0) & (not self._is_scaled)
         self._unit = torch.where(divides, unit, 1.0)
@@ -127,12 +128,14 @@ class LowRank:
         """Choose the unit of the mean gradient."""
         if self._scale is not None:
             weight = weight * self._scale.to(weight)
-        self._unit = torch.where(weight > 0, weight, 1.0) / self._world.size
+        # without any weight, what was left out is applied as it is
+        self._unit = torch.where(weight > 0, weight / self._world.size, 1.0)
 
     def end(self) -> dict[str, Any]:
         """Return what is to be kept."""
         count = self._before["iter"] + 1
         slot = {"iter": count, "error": self._errors, "q": self._factors}
+        self._before, self._errors, self._factors = {}, {}, {}
         return {self.name: slot}
 
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
@@ -161,9 +164,8 @@ class LowRank:
         return (rows + columns) * rank * self._rate < rows * columns
 
     def _matrix(self, name: str, gradient: torch.Tensor) -> _Matrix:
-        rows = _wide(gradient).reshape(_shape(gradient)) / self._unit.to(
-            _wide(gradient)
-        )
+        wide = _wide(gradient).reshape(_shape(gradient)).contiguous()
+        rows = wide / self._unit.to(wide)
         if name in self._errors:
             rows = rows + self._errors[name]
         factor = self._factors.get(name)

@@ -17,7 +17,7 @@ from accelfn.engine.compression import Compression, Reduced
 from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
 from accelfn.engine.runner import LossFunction, Ones, like, run_backward
-from accelfn.errors import WorldError
+from accelfn.errors import ModelError, WorldError
 from accelfn.loss import Number
 from accelfn.world import World
 
@@ -74,6 +74,11 @@ class LeanDDP(DistributedDataParallel):
         params, are_sparse = found
         return params[::-1], are_sparse[::-1]
 
+    def sparse_params(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients are sparse."""
+        found = zip(*self._build_params_for_reducer(), strict=True)
+        return [param for param, is_sparse in found if is_sparse]
+
     def lay_out(self) -> None:
         """Put gradients into buckets in that order, for good; torch would after a step."""
         self.reducer._push_all_rebuilt_params()
@@ -92,6 +97,17 @@ class LeanDDP(DistributedDataParallel):
             if DistributedDataParallel._active_ddp_module is self:
                 DistributedDataParallel._active_ddp_module = None
         return self._post_forward(returned)
+
+
+def _laid_out(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a part of a bucket as the gradient that DDP put there: as its parameter lies.
+
+    What the bucket itself gives reads as if all parameters were contiguous.
+    """
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default
+    if param.is_contiguous() or not dense(param):
+        return gradient
+    return gradient.view(-1).as_strided(param.size(), param.stride())
 
 
 def _hook(
@@ -150,6 +166,7 @@ class DDPRunner:
             wrapped.lay_out()
         self._wrapped: DistributedDataParallel | None = wrapped
         if self._is_early:
+            self._refuse_sparse(wrapped)
             # weakly: what the reducer holds, in C++, is not collected
             wrapped.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
         world.connection.hold(self.let_go)
@@ -212,7 +229,9 @@ class DDPRunner:
 
     def _reduce(self, bucket: dist.GradBucket) -> Reduced:
         """Reduce a bucket that the backward pass has filled."""
-        params, gradients = bucket.parameters(), bucket.gradients()
+        params = bucket.parameters()
+        found = zip(params, bucket.gradients(), strict=True)
+        gradients = [_laid_out(gradient, param) for param, gradient in found]
         if self._compression is None:
             reduced = self._average(bucket.buffer())
         else:
@@ -229,6 +248,17 @@ class DDPRunner:
             self._reduced.append((reduced, own))
             self._step_reduced(wait=False)
         return reduced
+
+    def _refuse_sparse(self, wrapped: LeanDDP) -> None:
+        """Refuse gradients that lie in no bucket."""
+        sparse = [self._names[id(param)] for param in wrapped.sparse_params()]
+        if sparse:
+            msg = (
+                f"af.wrap_ddp: the gradients of {', '.join(sparse[:5])} are sparse, which"
+                " af.compress and af.optimizer_in_backward cannot take from its buckets."
+                " Make those layers with sparse=False, or leave these transforms out."
+            )
+            raise ModelError(msg)
 
     def _average(self, bucket: torch.Tensor) -> Reduced:
         """Set a bucket to its mean over the ranks, as DDP does by itself."""

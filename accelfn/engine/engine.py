@@ -135,11 +135,11 @@ class Engine:
             stepped = {} if live is None else live.done()
             tensors = self._found(stepped, reduced=averaged is not None)
             tensors = tensors if live is None else {}  # they are freed
+            written = self._buffers.end() if self._buffers else {}
+            self._live = tensors
         except BaseException:
             self._abandon(state)
             raise
-        written = self._buffers.end() if self._buffers else {}
-        self._live = tensors
         if samples.known == 0:
             of_all = {n: t for n, t in written.items() if n in self._of_all_ranks}
             written = {**kept, **of_all}
@@ -198,9 +198,13 @@ class Engine:
 
     def finish(self, grads: Grads) -> OptState:
         """End the update that a backward pass took; return the optimizer's state by name."""
+        self.forget_plan()
+        return self._ended(grads, self._optimizer.end())
+
+    def forget_plan(self) -> None:
+        """Let the next backward pass take no update."""
         if self.live_update is not None:
             self.live_update.forget()
-        return self._ended(grads, self._optimizer.end())
 
     def divides(self, divisor: Number) -> bool:
         """Whether the optimizer divides gradients itself, in its own kernel."""
@@ -337,8 +341,7 @@ class Engine:
             param.grad = None
         self._live, self._live_buffers = None, {}
         self._buffers.abandon()
-        if self.live_update is not None:
-            self.live_update.forget()
+        self.forget_plan()
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.pop("engine", None)
 

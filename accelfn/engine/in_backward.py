@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
+from accelfn.grads import divide_
 from accelfn.loss import Number
 
 
@@ -52,8 +53,6 @@ class LiveUpdate:
 
     def divide_by(self, divisor: Number | None) -> None:
         """Take what gradients are divided by, which is known before they are; None is 1."""
-        if isinstance(divisor, torch.Tensor) and not self._optimizer.divides(divisor):
-            divisor = divisor.to(next(iter(self._named.values())).dtype)
         self._divisor = divisor
 
     def take(self, param: torch.Tensor) -> None:
@@ -69,8 +68,7 @@ class LiveUpdate:
             self._optimizer.begin(self._hyper)
         divisor = self._divisor
         if divisor is not None and not self._optimizer.divides(divisor):
-            if isinstance(divisor, torch.Tensor) or divisor != 1:
-                grad.div_(divisor)
+            divide_([grad], divisor)
             divisor = None
         self._optimizer.step_alone(param, divisor)
         param.grad = None

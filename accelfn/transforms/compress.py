@@ -62,8 +62,8 @@ class compress:
     """Let `wrap_ddp` send gradients in fewer bytes, by a communication hook of torch's DDP.
 
     "fp16" and "bf16" sum them in 16 bits; parameters and the optimizer keep their dtype.
-    Gradients are divided by a power of 2 near the update's weight first, so a total over
-    many samples overflows no sooner than their mean; under a loss scale, as that of
+    Gradients are divided by the update's weight first, or the next power of 2, so a total
+    over many samples overflows no sooner than their mean; under a loss scale, as that of
     `autocast("fp16")`, they cross as it has scaled them. "powersgd" sends matrices as products
     of two thin ones; what that leaves out on a rank is added to the rank's next gradient.
     Its memory is in the slot: it is saved, and a skipped update leaves it. The weight of the

@@ -119,7 +119,7 @@ def test_16_bits_round_each_rank_once_and_the_sum(
 
     results = simulate(size, grads).results
     _, eps = NARROW[method]
-    unit = results[0][2] if scaled is None else 1
+    unit = 2 * results[0][2] if scaled is None else 1
     for name in results[0][1]:
         each = torch.stack([parts[name] for parts, _, _ in results])
         smallest = 2.0**-24 * size * unit  # of what fp16 can hold
@@ -127,6 +127,83 @@ def test_16_bits_round_each_rank_once_and_the_sum(
         for _, found, _ in results:
             assert torch.equal(found[name], results[0][1][name])
             assert bool(((found[name] - each.sum(0)).abs() <= bound).all())
+
+
+class One(nn.Module):
+    """A model whose gradient is its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch * self.weight
+
+
+def stepped(world: af.World, loss: Any, batches: Any, *setup: Any) -> af.TrainState:
+    """Return the state of such a model after a step of SGD on each of some values."""
+    state = af.TrainState.create(
+        model=One,
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+        setup=af.chain(af.wrap_ddp(), *setup),
+        world=world,
+    )
+    step = af.make_step(loss)
+    for each in batches:
+        state, _ = step(state, each)
+    return state
+
+
+@given(
+    mean=st.floats(2.0**-14, 60_000),
+    rows=st.lists(st.integers(1, 500), min_size=2, max_size=4),
+)
+def test_a_total_overflows_no_sooner_than_its_mean(
+    mean: float, rows: list[int]
+) -> None:
+    """A mean gradient that 16 bits can hold arrives, however many samples it is of."""
+
+    def train(world: af.World) -> float:
+        batch = torch.full((rows[world.rank],), mean)
+        state = stepped(
+            world, lambda net, x: net(x).mean(), [batch], af.compress("fp16")
+        )
+        return -float(state.params["weight"])
+
+    for found in simulate(len(rows), train):
+        assert abs(found - mean) <= mean * 2**-10 * len(rows)
+
+
+@given(weights=st.lists(st.sampled_from([0.0, 1.0, 4.0]), max_size=5), size=SIZES)
+def test_nothing_is_lost_where_nothing_counts(weights: list[float], size: int) -> None:
+    """Updates of weight 0 apply what was left out before, or keep it."""
+
+    class Matrix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 5, dtype=torch.float64))
+
+    given = torch.randn(len(weights), size, 4, 5, dtype=torch.float64)
+
+    def train(world: af.World) -> tuple[torch.Tensor, torch.Tensor]:
+        state = af.TrainState.create(
+            model=Matrix,
+            optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+            setup=af.chain(af.wrap_ddp(), low_rank()),
+            world=world,
+        )
+        step = af.make_step(lambda net, x: af.Loss((net.weight * x[0]).sum(), x[1]))
+        for weight, each in zip(weights, given, strict=True):
+            batch = each[world.rank] * bool(weight), weight / size
+            state, _ = step(state, batch)
+        left = state.slots["compress"]["error"].get("weight", torch.zeros(4, 5))
+        return -state.params["weight"], left
+
+    found = simulate(size, train).results
+    applied = found[0][0] + sum(left for _, left in found) / size
+    sums = (each.sum(0) / w for w, each in zip(weights, given, strict=True) if w)
+    true = sum(sums, torch.zeros(4, 5, dtype=torch.float64))
+    assert float((applied - true).abs().max()) <= 1e-9
 
 
 @given(

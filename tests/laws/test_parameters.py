@@ -106,10 +106,20 @@ def test_gradients_go_by_name(values: list[float], data: st.DataObject) -> None:
     assert [-float(after.params[str(i)]) for i in range(len(values))] == values
 
 
+OUT_OF_BUCKETS = [
+    af.chain(DDP, each)
+    for each in (
+        af.optimizer_in_backward(),
+        af.compress("fp16"),
+        af.compress("powersgd", start_powerSGD_iter=0, min_compression_rate=0),
+    )
+]
+
+
 @given(
     run=runs(kind="plain", dyadic=True, loss="mean", optimizer="sgd", updates=1),
     size=sizes,
-    setup=st.sampled_from([DDP, AVERAGING]),
+    setup=st.sampled_from([DDP, AVERAGING, *OUT_OF_BUCKETS]),
     layout=st.sampled_from(LAYOUTS),
     rows=st.sampled_from([*LAYOUTS, "expanded"]),
 )

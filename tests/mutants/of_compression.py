@@ -45,6 +45,24 @@ MUTANTS = [
         new="False",
     ),
     Mutant(
+        name="a unit below the weight",
+        says="gradients are divided by the power of 2 below their weight, and overflow sooner",
+        law="L17",
+        test=test_compression.test_a_total_overflows_no_sooner_than_its_mean,
+        place=compression.Narrow.weigh,
+        old="(mantissa == 0.5)",
+        new="(mantissa >= 0.5)",
+    ),
+    Mutant(
+        name="applied by halves",
+        says="without any weight, a part of what was left out is neither applied nor kept",
+        law="L1",
+        test=test_compression.test_nothing_is_lost_where_nothing_counts,
+        place=compression.LowRank.weigh,
+        old="torch.where(weight > 0, weight / self._world.size, 1.0)",
+        new="torch.where(weight > 0, weight, 1.0) / self._world.size",
+    ),
+    Mutant(
         name="a rank short",
         says="the factor of every matrix has fewer columns than was asked for",
         law="L1",
@@ -68,7 +86,7 @@ MUTANTS = [
         law="L3",
         test=test_compression.test_what_is_left_out_is_not_lost,
         place=compression.LowRank.weigh,
-        old="self._unit = torch.where(weight > 0, weight, 1.0) / self._world.size",
+        old="self._unit = torch.where(weight > 0, weight / self._world.size, 1.0)",
         new="self._unit = torch.ones_like(weight)",
     ),
     Mutant(
@@ -78,7 +96,7 @@ MUTANTS = [
         test=test_compression.test_a_cut_run_goes_on_with_what_was_left_out,
         place=compression.LowRank.begin,
         old='dict(slot["q"])',
-        new="self._factors",
+        new='vars(self).setdefault("kept", {})',
     ),
     Mutant(
         name="one rank's memory for all",

@@ -3,6 +3,7 @@
 
 from accelfn import (
     collectives,
+    grads,
     model,
     modes,
     slots,
@@ -18,6 +19,7 @@ from accelfn.transforms import accumulate, clip, ema, precision
 from tests.catalog import CATALOG
 from tests.laws import (
     test_composition,
+    test_dividing,
     test_equivalence,
     test_faults,
     test_parameters,
@@ -121,6 +123,33 @@ MUTANTS = [
         place=update._factor,
         old="schedule(state.step)",
         new="schedule(state.step + 1)",
+    ),
+    Mutant(
+        name="the weight in the parameters' dtype",
+        says="the weight of an update is rounded to 16 bits where parameters are",
+        law="L3",
+        test=test_dividing.test_the_weight_is_not_rounded,
+        place=grads.divide_,
+        old="tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32",
+        new="tensor.dtype",
+    ),
+    Mutant(
+        name="a scale that stays",
+        says="a fused optimizer divides by the weight, and not by the scale of the loss",
+        law="L17",
+        test=test_dividing.test_the_weight_is_not_rounded,
+        place=update._updated,
+        old="grads.loss_scale is None and not",
+        new="not",
+    ),
+    Mutant(
+        name="nothing is a zero",
+        says="sync_grads gives zeros to parameters that took part on no rank",
+        law="L2",
+        test=test_dividing.test_sync_grads_gives_what_ddp_gives,
+        place=update.sync_grads,
+        old="if some",
+        new="if some or True",
     ),
     Mutant(
         name="EMA on every micro-batch",

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients are divided once, by the weight of all that was seen, as it is."""
+
+import functools
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate, strategies
+from accelfn.testing.simulation.sums import Sums
+from accelfn.transform import transform
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+dtypes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)
+
+
+class Heads(nn.Module):
+    """A parameter for each of some dtypes, whose gradient is a number of its batch."""
+
+    def __init__(self, kinds: list[torch.dtype]) -> None:
+        super().__init__()
+        self.heads = nn.ParameterList(torch.zeros(2, dtype=kind) for kind in kinds)
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return sum((self.heads[i].double() * x).sum() for i in used)
+
+
+@transform
+class Scaled:
+    """Multiply losses by a power of 2."""
+
+    scale: float
+
+    def loss_scale(self, state: af.TrainState, slot: None) -> torch.Tensor:
+        del state, slot
+        return torch.tensor(self.scale)
+
+
+def create(world: af.World, kinds: list[torch.dtype], *setup: Any, **sgd: Any) -> Any:
+    return af.TrainState.create(
+        model=functools.partial(Heads, kinds),
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0, **sgd),
+        setup=af.chain(*setup),
+        world=world,
+    )
+
+
+@given(
+    kinds=dtypes,
+    weight=st.integers(1, 200_000),
+    size=st.sampled_from([1, 2]),
+    as_tensor=st.booleans(),
+    in_backward=st.booleans(),
+    scale=st.sampled_from([None, 0.25, 8.0]),
+    fused=st.booleans(),
+)
+def test_the_weight_is_not_rounded(
+    kinds: list[torch.dtype],
+    weight: int,
+    size: int,
+    scale: float | None,
+    *,
+    as_tensor: bool,
+    in_backward: bool,
+    fused: bool,
+) -> None:
+    """Whatever the parameters' dtypes, a loss scale and the optimizer: the mean, once rounded."""
+    if in_backward:
+        beside = af.optimizer_in_backward()
+    else:
+        beside = None if scale is None else Scaled(scale)
+    if fused:  # torch's kernel takes one dtype
+        kinds = kinds[:1]
+    total = 64.0  # a power of 2, which every dtype has
+    each = torch.tensor(weight) if as_tensor else weight
+
+    def train(world: af.World) -> list[torch.Tensor]:
+        state = create(world, kinds, af.wrap_ddp(), beside, fused=fused)
+        every = list(range(len(kinds)))
+        step = af.make_step(lambda net, x: af.Loss(net(x, every), each))
+        state, _ = step(state, torch.full((), total, dtype=torch.float64))
+        return [-param for param in state.params.values()]
+
+    for found in simulate(size, train):
+        for param, kind in zip(found, kinds, strict=True):
+            expected = torch.full((2,), total / weight, dtype=torch.float64)
+            eps = torch.finfo(kind).eps
+            smallest = torch.finfo(kind).smallest_normal * eps
+            error = (param.double() - expected).abs().max()
+            assert float(error) <= 4 * (eps * total / weight + smallest)
+
+
+@given(
+    used=st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=2, max_size=4),
+    sums=strategies.sums(),
+)
+def test_sync_grads_gives_what_ddp_gives(used: list[set[int]], sums: Sums) -> None:
+    """Parameters that took part on no rank have no gradient, so that nothing decays them."""
+    kinds = [torch.float64] * 3
+
+    def train(world: af.World, *, by_hand: bool) -> list[torch.Tensor]:
+        unused = af.wrap_ddp(find_unused_parameters=True)
+        state = create(world, kinds, None if by_hand else unused, weight_decay=0.5)
+        state = state.with_params({n: p + 1 for n, p in state.params.items()})
+        x = torch.full((1,), 1.0 + world.rank, dtype=torch.float64)
+        compute = af.value_and_grad(lambda net, x: net(x, sorted(used[world.rank])))
+        _, grads = compute(state, x, sync=not by_hand)
+        grads = af.sync_grads(state, grads) if by_hand else grads
+        return list(af.apply_grads(state, grads).params.values())
+
+    found, expected = (
+        simulate(
+            len(used), functools.partial(train, by_hand=by_hand), sums=sums
+        ).results
+        for by_hand in (True, False)
+    )
+    for one, two in zip(found, expected, strict=True):
+        for i, (a, b) in enumerate(zip(one, two, strict=True)):
+            assert torch.allclose(a, b, rtol=1e-12, atol=0)
+            assert bool((a == 1).all()) == (not any(i in each for each in used))

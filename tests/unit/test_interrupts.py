@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C comes between any two lines, and the next step is what it would have been."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.engine import engine
+
+PACKAGE = str(Path(engine.__file__).parents[1])
+X = torch.arange(12.0).reshape(4, 3)
+
+
+class Interrupting:
+    """Raises at the line of accelfn that has a number."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __enter__(self):
+        sys.settrace(self.calls)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def calls(self, frame, event, _):
+        del event
+        return self.lines if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def lines(self, _frame, event, _):
+        if event == "line":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.lines
+
+
+def create(setup):
+    torch.manual_seed(0)
+    return af.TrainState.create(
+        model=lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5),
+        setup=setup,
+        world=af.World.single(device="cpu"),
+    )
+
+
+def loss_fn(net, batch):
+    return (net(batch)[:, 0] * batch[:, 1]).mean()
+
+
+SETUPS = {
+    "plain": None,
+    "parts": af.accumulate(num_micro_batches=2),
+    "in backward": af.optimizer_in_backward(),
+    "skipping": af.skip_nonfinite(),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_step_that_was_interrupted_can_be_taken_again(setup):
+    """Or the state says that it is lost; never is it stepped by what the interrupt left."""
+    step = af.make_step(loss_fn)
+    batch = [X[:2], X[2:]] if setup == "parts" else X
+    first, _ = step(create(SETUPS[setup]), batch)
+    expected, _ = step(first.copy(), batch)
+    again, at = 0, 0
+    while True:
+        state = first.copy()
+        try:
+            with Interrupting(at):
+                step(state, batch)
+            break
+        except KeyboardInterrupt:
+            at += 1
+        try:
+            after, _ = step(state, batch)
+        except af.StateDonatedError:
+            continue
+        again += 1
+        for name, param in expected.params.items():
+            assert torch.equal(after.params[name], param), at
+        for name, buffer in expected.buffers.items():
+            assert torch.equal(after.buffers[name], buffer), at
+    assert again > 100
