@@ -83,8 +83,8 @@ class World:
             device: default the first GPU where torch sees one, else the CPU.
 
         Raises:
-            WorldError: the environment asks for more than one process, or the device
-                is not there.
+            WorldError: the environment asks for more than one process, this is a simulated
+                rank, or the device is not there.
         """
         # here and below, not above: importing accelfn is to cost little
         from accelfn.world.environment import asked_size  # noqa: PLC0415
@@ -97,6 +97,10 @@ class World:
                 " world on."
             )
             raise WorldError(msg)
+        if dist.is_initialized():
+            from accelfn.world.meeting import refuse_open_group  # noqa: PLC0415
+
+            refuse_open_group()
         return cls(device=_device(device, local_rank=0))
 
     @classmethod
