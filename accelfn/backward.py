@@ -12,6 +12,7 @@ from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, BatchError, GradsError
+from accelfn.fields import check_returned
 from accelfn.grads import Grads
 from accelfn.loss import Metrics
 from accelfn.modes import own_modes
@@ -110,6 +111,7 @@ def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     composed: ValueAndGrad = _innermost(wrap_loss(loss_fn, setup), setup)
     for each in reversed(setup.having("value_and_grad")):
         composed = each.value_and_grad(composed)
+        _check_function(each, "value_and_grad", composed)
     return composed
 
 
@@ -117,7 +119,15 @@ def wrap_loss(loss_fn: LossFunction, setup: chain) -> LossFunction:
     """Return a function of (model, batch, ...) as the setup's transforms wrap losses."""
     for each in reversed(setup.having("loss")):
         loss_fn = each.loss(loss_fn)
+        _check_function(each, "loss", loss_fn)
     return loss_fn
+
+
+def _check_function(owner: object, field: str, returned: object) -> None:
+    is_function = callable(returned)
+    check_returned(
+        owner, field, ok=is_function, returned=returned, expected="a function"
+    )
 
 
 def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
@@ -190,7 +200,12 @@ def _loss_scale(state: TrainState, owners: tuple[Any, ...]) -> torch.Tensor:
     """Return what losses are multiplied by, as a scalar on the device."""
     scale = torch.ones((), device=state.definition.world.device)
     for each in owners:
-        scale = scale * each.loss_scale(state, state.slots.get(each.name))
+        found = each.loss_scale(state, state.slots.get(each.name))
+        number = isinstance(found, (int, float, torch.Tensor))
+        check_returned(
+            each, "loss_scale", ok=number, returned=found, expected="a number"
+        )
+        scale = scale * found
     return scale
 
 

@@ -10,6 +10,7 @@ from accelfn.cursor import Cursor
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
+from accelfn.fields import check_returned
 from accelfn.state import TrainState, check_state
 from accelfn.transform import chain
 from accelfn.world import World
@@ -132,4 +133,6 @@ def plan_of(setup: chain, world: World) -> Plan:
     plan = Plan(world_rank=world.rank, world_size=world.size)
     for each in setup.having("data"):
         plan = each.data(plan)
+        is_plan = isinstance(plan, Plan)
+        check_returned(each, "data", ok=is_plan, returned=plan, expected="a Plan")
     return plan

@@ -5,6 +5,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.data import Data
 from accelfn.errors import ArgumentError
@@ -51,10 +52,11 @@ def check_schedule(schedule: object) -> None:
     Raises:
         ArgumentError: it is no function.
     """
-    if schedule is not None and not callable(schedule):
+    torch_s = isinstance(schedule, type) and issubclass(schedule, LRScheduler)
+    if schedule is not None and (torch_s or not callable(schedule)):
         msg = (
             f"TrainState.create(schedule={schedule!r}): expected a function of the"
-            " update number; see af.schedules."
+            " update number; see af.schedules, whose from_torch takes torch's."
         )
         raise ArgumentError(msg)
 

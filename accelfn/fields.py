@@ -64,17 +64,35 @@ def has_field(value: object, field: str) -> bool:
     return hasattr(type(value), field) and field not in getattr(value, "_without", ())
 
 
-def pair(owner: object, field: str, returned: Any) -> tuple[Any, Any]:
-    """Return what a method gave, if it is a value and a slot.
+def pair(owner: object, field: str, returned: Any, kind: type) -> tuple[Any, Any]:
+    """Return what a method gave, if it is a value of a kind and a slot.
 
     Raises:
         ArgumentError: it is not; the transform is named.
     """
+    shown = type(returned).__name__
     if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
-        return cast("tuple[Any, Any]", returned)
+        value, slot = cast("tuple[Any, Any]", returned)
+        if isinstance(value, kind):
+            return value, slot
+        shown = f"({type(value).__name__}, {type(slot).__name__})"
     first = _ARGUMENTS[field][0]
-    msg = f"{owner!r}.{field} returned {type(returned).__name__}; expected ({first}, slot)."
+    msg = f"{owner!r}.{field} returned {shown}; expected ({first}, slot)."
     raise ArgumentError(msg)
+
+
+def check_returned(
+    owner: object, field: str, *, ok: bool, returned: object, expected: str
+) -> None:
+    """Raise where a method gave something else than its field is for.
+
+    Raises:
+        ArgumentError: it did; the transform is named.
+    """
+    if not ok:
+        shown = type(returned).__name__
+        msg = f"{owner!r}.{field} returned {shown}; expected {expected}."
+        raise ArgumentError(msg)
 
 
 def _check_methods(cls: type) -> None:

@@ -8,13 +8,13 @@ crosses micro-batches or ranks is kept as a `WeightedSum`, and divided once, at 
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import attrs
 import torch
 
 from accelfn.arguments import is_number
-from accelfn.errors import LossError
+from accelfn.errors import ArgumentError, LossError
 
 Number: TypeAlias = float | torch.Tensor
 
@@ -67,6 +67,14 @@ class Loss:
         object.__setattr__(self, "total", total)
         object.__setattr__(self, "weight", weight)
         object.__setattr__(self, "aux", aux)
+
+
+def _pair(name: str, entry: object) -> "WeightedSum":
+    """Return the sum that a total with its weight is."""
+    if isinstance(entry, tuple) and len(cast("tuple[Any, ...]", entry)) == 2:
+        return WeightedSum(*cast("tuple[Number, Number]", entry))
+    msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight)."
+    raise ArgumentError(msg)
 
 
 def _check_number(name: str, value: object) -> None:
@@ -142,7 +150,7 @@ class Metrics(Mapping[str, torch.Tensor]):
     ) -> None:
         """Take `(total, weight)` by name."""
         self._sums: dict[str, WeightedSum] = {
-            name: entry if isinstance(entry, WeightedSum) else WeightedSum(*entry)
+            name: entry if isinstance(entry, WeightedSum) else _pair(name, entry)
             for name, entry in sums.items()
         }
 
@@ -178,7 +186,18 @@ class Metrics(Mapping[str, torch.Tensor]):
         return self if nothing == 0 else NotImplemented
 
     def with_values(self, values: Mapping[str, Number]) -> "Metrics":
-        """Return the metrics with plain values beside them, each with weight 1."""
+        """Return the metrics with plain values beside them, each with weight 1.
+
+        Raises:
+            LossError: one has the name of a metric that is there.
+        """
+        twice = self._sums.keys() & values.keys()
+        if twice:
+            msg = (
+                f"The loss reports {min(twice)!r}, and so does a transform of the setup."
+                " Let the loss give it another name."
+            )
+            raise LossError(msg)
         added = {name: WeightedSum(value, 1) for name, value in values.items()}
         return Metrics({**self._sums, **added})
 

@@ -6,6 +6,7 @@ copies that structure around tensors of a state, without copying the tensors.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Self, TypeAlias
 
@@ -64,6 +65,25 @@ class Skeleton:
         return copy.deepcopy(self.module, memo)
 
 
+def _check_takes_nothing(factory: Any) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # written in C, and not said
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        msg = (
+            f"model={factory!r}: expected a module, or a factory that takes no argument;"
+            f" this one: {error}. functools.partial({_named(factory)}, ...) makes one of it."
+        )
+        raise ModelError(msg) from error
+
+
+def _named(factory: Any) -> str:
+    return getattr(factory, "__name__", "factory")
+
+
 def materialize(
     source: ModelSource, *, seed: int, name: str, device: torch.device
 ) -> nn.Module:
@@ -80,6 +100,7 @@ def materialize(
         if not callable(source):
             msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
             raise ModelError(msg)
+        _check_takes_nothing(source)
         with streams.stream(streams.key(seed, name, "init"), torch.device("cpu")):
             module = source()
     if not isinstance(module, nn.Module):

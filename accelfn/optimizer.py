@@ -48,7 +48,12 @@ def prototype_of(
             " functools.partial(torch.optim.AdamW, lr=3e-4)."
         )
         raise OptimizerError(msg)
-    optimizer = source if isinstance(source, Optimizer) else source(trainable)
+    if isinstance(source, Optimizer):
+        _refuse_scheduler(source)
+        optimizer = source
+    else:
+        _check_takes("optimizer", source, "a list of (name, parameter)", trainable)
+        optimizer = source(trainable)
     if not isinstance(optimizer, Optimizer):
         msg = (
             f"optimizer={source!r} gave {type(optimizer).__name__}; expected a torch"
@@ -167,6 +172,33 @@ def _share(part: Optimizer, names: Mapping[int, str]) -> str:
     ]
     listed = zlib.crc32("\n".join(sorted(owned)).encode())
     return f" of {len(owned)} parameters ({listed:08x})"
+
+
+def _check_takes(argument: str, factory: Any, what: str, *given: object) -> None:
+    """Refuse a factory that does not take what it is called with."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # written in C, and not said
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        msg = (
+            f"{argument}={factory!r}: expected a factory that takes {what}, such as"
+            f" functools.partial(torch.optim.AdamW, lr=3e-4); this one: {error}."
+        )
+        raise OptimizerError(msg) from error
+
+
+def _refuse_scheduler(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose rate torch's scheduler sets, which a copy would not see."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        msg = (
+            f"The {type(optimizer).__name__} has a torch scheduler, which would set the"
+            " rate of an optimizer that trains no more. Give TrainState.create"
+            " schedule=af.schedules.from_torch(...), and an optimizer without one."
+        )
+        raise OptimizerError(msg)
 
 
 def _refuse_inner(optimizer: Optimizer) -> None:

@@ -84,7 +84,7 @@ class TrainState:
                 which is given away.
             optimizer: a factory that takes a list of `(name, parameter)`, such as
                 `partial(torch.optim.AdamW, lr=3e-4)`, or a ready torch optimizer over the
-                parameters of a model instance.
+                parameters of a model instance, which is given away like that.
             schedule: update number -> factor of the learning rate; see `af.schedules`.
             data: `af.Data`, a torch DataLoader (see `Data.from_loader`), or None.
             setup: transforms; the same as `setup(TrainState.create(...))`.
@@ -289,9 +289,10 @@ class TrainState:
         checks = (getattr(each, "_check_state", None) for each in composed)
         for check in filter(None, checks):
             check(state)
-        for each in composed.having("init"):
-            if each.name not in slots:
-                slots[each.name] = each.init(state)
+        with own_modes(self.world.device):
+            for each in composed.having("init"):
+                if each.name not in slots:
+                    slots[each.name] = each.init(state)
         return state
 
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:

@@ -76,6 +76,11 @@ def transform(cls: type[T]) -> type[T]:
         >>> CentralizeGrads()
         CentralizeGrads()
     """
+    if not isinstance(cls, type):
+        msg = (
+            f"@af.transform: expected a class, got {cls!r}; see its docstring for one."
+        )
+        raise ArgumentError(msg)
     check_fields(cls)
     annotations = dict(inspect.get_annotations(cls))
     cls.__annotations__ = {**annotations, "name": str}
@@ -116,6 +121,9 @@ def _keyword_only(
 
 def _apply(self: Transform, state: "TrainState") -> "TrainState":
     """Return the state with this transform added to its setup; `state` is unchanged."""
+    if not hasattr(state, "with_setup"):
+        msg = f"{self!r}({state!r}): a transform is applied to a TrainState."
+        raise ArgumentError(msg)
     return state.with_setup(chain(state.setup, self))
 
 
@@ -192,9 +200,7 @@ class chain:
 
     def __call__(self, state: "TrainState") -> "TrainState":
         """Return the state with these transforms added to its setup, in order."""
-        if not self.transforms:
-            return state
-        return state.with_setup(chain(state.setup, self))
+        return _apply(self, state) if self.transforms else state
 
     def __iter__(self) -> Iterator[Transform]:
         """Iterate over the transforms, leftmost first."""
@@ -238,7 +244,11 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
         elif is_transform(each) and not isinstance(each, type):
             yield cast("Transform", each)
         else:
-            hint = " Call it: transforms are values." if isinstance(each, type) else ""
+            hint = ""
+            if isinstance(each, type):
+                hint = " Call it: transforms are values."
+            elif isinstance(each, (list, tuple)):
+                hint = " Compose those in it: af.chain(*transforms)."
             msg = f"chain: argument {position} is {each!r}, not a transform.{hint}"
             raise CompositionError(msg)
 

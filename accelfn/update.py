@@ -18,7 +18,7 @@ from accelfn.backward import check_update
 from accelfn.collectives import all_reduce_
 from accelfn.engine.engine import Engine, engine_of
 from accelfn.errors import ArgumentError, GradsError, StateDonatedError
-from accelfn.fields import pair
+from accelfn.fields import check_returned, pair
 from accelfn.grads import Grads, divide_
 from accelfn.lease import Lease
 from accelfn.loss import Metrics, Number
@@ -168,6 +168,7 @@ def _after(
         lease=Lease(),
     )
     after = _after_update(after, definition.setup)
+    definition.world.connection.is_between = True
     state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
     return after
 
@@ -190,7 +191,11 @@ def _factor(state: TrainState) -> float | None:
 def _hyper(state: TrainState, setup: chain, slots: Mapping[str, Any]) -> Hyper:
     hyper: dict[Any, Any] = {}
     for each in setup.having("hyper"):
-        hyper.update(each.hyper(state, slots.get(each.name)))
+        found = each.hyper(state, slots.get(each.name))
+        is_mapping = isinstance(found, Mapping)
+        expected = 'hyperparameters by name, {"lr": ...}'
+        check_returned(each, "hyper", ok=is_mapping, returned=found, expected=expected)
+        hyper.update(found)
     return hyper
 
 
@@ -236,7 +241,7 @@ def _transformed(
     with _shared_draws(state, "grads", owners), torch.no_grad():
         for each in owners:
             returned = each.grads(grads, slots.get(each.name), state)
-            grads, slot = pair(each, "grads", returned)
+            grads, slot = pair(each, "grads", returned, Grads)
             slots = _with(slots, each.name, slot)
     return grads, slots
 
@@ -260,6 +265,7 @@ def _skipped(
         slots=kept,
         lease=Lease(),
     )
+    state.definition.world.connection.is_between = True
     state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
     return after, grads.with_metrics(skipped=1.0).metrics
 
@@ -272,7 +278,7 @@ def _after_update(state: TrainState, setup: chain) -> TrainState:
         for each in owners:
             slot = state.slots.get(each.name)
             returned = each.after_update(state, slot)
-            state, new_slot = pair(each, "after_update", returned)
+            state, new_slot = pair(each, "after_update", returned, TrainState)
             if new_slot is not slot:
                 state = with_own_slot(state, each.name, new_slot)
     return state
@@ -323,7 +329,7 @@ def finalize(state: TrainState) -> TrainState:
     with torch.no_grad():
         for each in owners:
             returned = each.finalize(after, after.slots.get(each.name))
-            after, slot = pair(each, "finalize", returned)
+            after, slot = pair(each, "finalize", returned, TrainState)
             after = with_own_slot(after, each.name, slot)
     state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
     return after

@@ -9,6 +9,8 @@ from torch import nn
 
 from accelfn import streams, tree
 from accelfn.errors import ArgumentError
+from accelfn.fields import check_returned
+from accelfn.modes import own_modes
 from accelfn.state import TrainState, check_state
 
 
@@ -24,6 +26,10 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
         for each in state.setup.having("eval_params"):
             view = state.viewing(params)
             params = each.eval_params(view, view.slots.get(each.name))
+            ok, expected = isinstance(params, Mapping), "parameters by name"
+            check_returned(
+                each, "eval_params", ok=ok, returned=params, expected=expected
+            )
     return params
 
 
@@ -65,9 +71,12 @@ def frozen(state: TrainState, *, raw: bool = False) -> nn.Module:
         A copy of the parameters and buffers.
     """
     check_state("af.frozen(state)", state)
-    params = state.params if raw else eval_params(state)
-    copies, buffers = tree.clone(dict(params)), tree.clone(dict(state.buffers))
-    module = state.definition.skeleton.build(copies, buffers)
+    with own_modes(
+        state.world.device
+    ):  # what is made in inference mode can teach nobody
+        params = state.params if raw else eval_params(state)
+        copies, buffers = tree.clone(dict(params)), tree.clone(dict(state.buffers))
+        module = state.definition.skeleton.build(copies, buffers)
     return module.eval().requires_grad_(requires_grad=False)
 
 

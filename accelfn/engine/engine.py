@@ -26,6 +26,7 @@ from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.engine.synced_norm import buffers_of_all_ranks
 from accelfn.errors import GradsError, LossError, UnusedParametersError
+from accelfn.fields import check_returned
 from accelfn.grads import Grads
 from accelfn.loss import Metrics, Number
 from accelfn.optimizer import Hyper
@@ -79,6 +80,8 @@ class Engine:
 
         for each in reversed(definition.setup.having("runner")):
             make_runner = each.runner(make_runner, state)
+            ok, what = callable(make_runner), "a function that makes a runner"
+            check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
         self._runner = make_runner(module)
         if live is not None and not live.by_buckets:
             live.hook()
@@ -116,7 +119,8 @@ class Engine:
     ) -> tuple[Metrics, Grads]:
         """Run the loss forward and backward, adding to `into`; the state stays as it was."""
         self.bind(state)
-        self._connection.step = state.num_tried
+        connection = self._connection
+        connection.step, connection.is_between = state.num_tried, False
         self._take_in(into, loss_scale)
         seed = self._seed(state, 0 if into is None else into.num_micro_batches)
         kept = {} if into is None else into.buffers
@@ -130,6 +134,8 @@ class Engine:
         try:
             with streams.stream(seed, self._device):
                 read = self._runner.forward(loss_fn, samples, sync=sync)
+                if into is None:
+                    self._check_untaken()
                 averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
             stepped = {} if live is None else live.done()
@@ -272,6 +278,16 @@ class Engine:
             self.live_update.divide_by(None if mean else told)
         return self._runner.backward(read.scalar, scale, weight)
 
+    def _check_untaken(self) -> None:
+        """Raise where a loss function has run a backward pass of its own."""
+        pairs = self._pairs
+        if pairs[0][1].grad is not None or pairs[-1][1].grad is not None:
+            msg = (
+                "The loss function has left gradients behind. It returns a loss, and the"
+                " step runs the backward pass: leave loss.backward() out of it."
+            )
+            raise LossError(msg)
+
     def _found(
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
@@ -384,7 +400,12 @@ def engine_of(state: TrainState) -> Engine:
                 trained=set(state.definition.skeleton.trainable),
             )
         if chosen and world.size > 1:
-            cache["engine"] = chosen[0].engine(state)
+            made = chosen[0].engine(state)
+            ok = isinstance(made, Engine)
+            check_returned(
+                chosen[0], "engine", ok=ok, returned=made, expected="an Engine"
+            )
+            cache["engine"] = made
         else:
             cache["engine"] = local_engine(state)
     return cache["engine"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A torch optimizer at work on the tensors of a state."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -13,6 +14,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
+from accelfn.arguments import is_number
 from accelfn.engine.fused_adam import FusedAdam
 from accelfn.engine.watch import Watch
 from accelfn.errors import OptimizerError
@@ -106,6 +108,13 @@ class LiveOptimizer:
         planned: Assignments = {}
         if factor is not None:
             for i, base in enumerate(self._base):
+                if "lr" not in base:
+                    msg = (
+                        f"schedule: the optimizer's parameter group {i} has no 'lr', only"
+                        f" {sorted(base)}. Leave the schedule out, or set what it has by a"
+                        " transform's hyper."
+                    )
+                    raise OptimizerError(msg)
                 planned[i, "lr"] = base["lr"] * factor
         for where, value in hyper.items():
             for i in self._groups(where):
@@ -114,6 +123,7 @@ class LiveOptimizer:
                     known = sorted(self._base[i])
                     msg = f"hyper {key!r}: parameter group {i} has {known}."
                     raise OptimizerError(msg)
+                _check_number(key, value, self._base[i][key])
                 planned[i, key] = value
         for i in self._modal:
             if not planned.get((i, _MODE)):
@@ -307,6 +317,15 @@ class LiveOptimizer:
             )
             raise OptimizerError(msg)
         return found
+
+
+def _check_number(key: str, value: object, base: object) -> None:
+    """Refuse what would be in place of a number, and none that an update can use."""
+    if not is_number(base) or isinstance(value, torch.Tensor):
+        return
+    if not is_number(value) or not math.isfinite(value):
+        msg = f"hyper {key!r}: a transform gave {value!r}; expected a finite number."
+        raise OptimizerError(msg)
 
 
 def _value(entry: Any) -> Any:

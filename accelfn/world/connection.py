@@ -28,11 +28,12 @@ class Connection:
     torch aborts a process in which a Gloo group is still referred to at its end, so a world
     must be able to let go of it, and tell those who hold it too.
 
-    `label` and `step` say what this rank is doing, and `trail` what it did before, for errors
-    and the logs of simulations, which compare the `structure` of trees too, where the
-    connection `tells_structure`. While `is_lent`, a branch of this world is in use, and the
-    world itself must not be; `make_branch` makes one where torch cannot. By `roll_call`, which a
-    world of `from_env` has, ranks tell each other how they ended.
+    `label` and `step` say what this rank is doing, `is_between` whether that update is over,
+    and `trail` what it did before, for errors and the logs of simulations, which compare the
+    `structure` of trees too, where the connection `tells_structure`. While `is_lent`, a branch
+    of this world is in use, and the world itself must not be; `make_branch` makes one where
+    torch cannot. By `roll_call`, which a world of `from_env` has, ranks tell each other how
+    they ended.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -50,6 +51,7 @@ class Connection:
         self.tells_structure = False
         self.structure: str | None = None
         self.step: int | None = None
+        self.is_between = False
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
         self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -84,4 +86,6 @@ class Connection:
     def tell(self, how: str, *, is_waiting: bool = False) -> None:
         """Let other ranks know what becomes of this one."""
         if self.roll_call is not None:
-            self.roll_call.tell(how, step=self.step, is_waiting=is_waiting)
+            self.roll_call.tell(
+                how, self.step, is_between=self.is_between, is_waiting=is_waiting
+            )

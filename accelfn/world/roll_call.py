@@ -28,16 +28,20 @@ class Standing:
     Attributes:
         how: `raised ValueError: boom`, `left`, `waited in 'mean'`.
         step: the update that it was at, if any was.
+        when: "at" that update, or "after" it.
         is_waiting: whether it waited for others, and is not what they waited for.
     """
 
     how: str
     step: int | None = None
+    when: str = "at"
     is_waiting: bool = False
 
     def __str__(self) -> str:
         """Say it in words."""
-        return self.how if self.step is None else f"{self.how} at update {self.step}"
+        if self.step is None:
+            return self.how
+        return f"{self.how} {self.when} update {self.step}"
 
 
 class RollCall:
@@ -60,11 +64,16 @@ class RollCall:
         self.rank_0_keeps_it = rank_0_keeps_it
         self._told: Standing | None = None
 
-    def tell(self, how: str, *, step: int | None, is_waiting: bool) -> None:
+    def tell(
+        self, how: str, step: int | None, *, is_between: bool, is_waiting: bool
+    ) -> None:
         """Tell the others, if the store can still be reached; the first time counts."""
         if self._told is not None:
             return
-        self._told = standing = Standing(how=how, step=step, is_waiting=is_waiting)
+        when = "after" if is_between and not is_waiting else "at"
+        self._told = standing = Standing(
+            how=how, step=step, when=when, is_waiting=is_waiting
+        )
         with suppress(RuntimeError):  # its host has gone
             self._store.set(str(self._rank), json.dumps(asdict(standing)))
 

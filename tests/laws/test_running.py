@@ -20,7 +20,8 @@ from tests.strategies import LOSSES, Run, differences, runs, tensors
 
 PERIODS = st.integers(1, 4) | st.integers(1, 2).map(af.epochs)
 ENDS = st.integers(1, 9) | st.integers(1, 3).map(af.epochs)
-tame = runs().filter(lambda run: run.loss != "squared")  # which may go to infinity
+# others may go to infinity
+tame = runs().filter(lambda run: run.loss != "squared" and run.kind != "tied")
 
 
 def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:

@@ -14,7 +14,7 @@ MUTANTS = [
         law="L3",
         test=test_in_backward.test_it_is_the_plain_update,
         place=in_backward.LiveUpdate._take,
-        old="grad.div_(divisor)",
+        old="divide_([grad], divisor)",
         new="pass",
     ),
     Mutant(

@@ -6,7 +6,7 @@ from accelfn.backward import _innermost
 from accelfn.engine import ddp, engine, live_optimizer, read_loss
 from accelfn.grads import Grads
 from accelfn.testing.simulation import standings
-from accelfn.transforms import accumulate, local_sgd
+from accelfn.transforms import accumulate, ema, local_sgd
 from accelfn.transforms import ddp as wrap_ddp
 from tests.laws import (
     test_collectives,
@@ -97,7 +97,7 @@ MUTANTS = [
         law="L5",
         test=test_equivalence.test_accumulating_by_hand,
         place=update.sync_grads,
-        old="divisor=weight[0]",
+        old="divisor=counts[0]",
         new="divisor=grads.divisor",
     ),
     Mutant(
@@ -353,6 +353,33 @@ MUTANTS = [
         place=local_sgd.local_sgd.eval_params,
         old="p.clone() for",
         new="p for",
+    ),
+    Mutant(
+        name="what ema keeps is taken for agreed",
+        says="local_sgd averages nothing that is evaluated just after an average",
+        law="L10",
+        test=test_local_sgd.test_what_ema_keeps_is_evaluated_alike,
+        place=local_sgd.local_sgd.eval_params,
+        old=" and len(owners) == 1",
+        new="",
+    ),
+    Mutant(
+        name="each rank's own ema",
+        says="behind local_sgd each rank evaluates the average that it keeps itself",
+        law="L10",
+        test=test_local_sgd.test_what_ema_keeps_is_evaluated_alike,
+        place=ema.ema.eval_params,
+        old="params = each.eval_params(view, view.slots.get(each.name))",
+        new="continue",
+    ),
+    Mutant(
+        name="optimizer entries of one rank",
+        says="what another rank does not hold is averaged, too",
+        law="L10",
+        test=test_local_sgd.test_momentum_is_averaged_by_name,
+        place=local_sgd._held_by_all,
+        old="if same",
+        new="if entry",
     ),
     Mutant(
         name="ranks share a counter",

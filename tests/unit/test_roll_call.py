@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import accelfn as af
@@ -40,6 +41,16 @@ def worlds(size: int, store: dist.Store | None = None) -> list[af.World]:
     return made
 
 
+def small(world: af.World) -> tuple[af.TrainState, af.Step]:
+    """Return a small training."""
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(3, 1),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        world=world,
+    )
+    return state, af.make_step(lambda net, x: net(x).square().mean())
+
+
 def lost(world: af.World, label: str = "sum") -> str:
     """Return what a rank says whose backend has lost a connection."""
     with pytest.raises(PeerFailedError) as caught, naming(label, world):
@@ -56,6 +67,18 @@ def test_what_a_rank_raised_is_known_to_all() -> None:
     third.connection.tell("raised ValueError: boom")
     assert lost(first) == "rank 2 raised ValueError: boom at update 7."
     assert lost(second) == "rank 2 raised ValueError: boom at update 7."
+
+
+def test_an_update_that_is_over_is_said_so() -> None:
+    """A rank that goes between two steps was not at the update before."""
+    state, step = small(af.World.single(device="cpu"))
+    assert not state.world.connection.is_between
+    state, _ = step(state, torch.ones(2, 3))
+    assert state.world.connection.is_between
+    first, second = worlds(2)
+    second.connection.step, second.connection.is_between = 0, True
+    second.connection.tell("raised ValueError: boom")
+    assert lost(first) == "rank 1 raised ValueError: boom after update 0."
 
 
 def test_who_is_silent_is_missing() -> None:
@@ -107,6 +130,7 @@ def test_standings_in_words() -> None:
     """With the update, where there was one."""
     assert str(Standing(how="left")) == "left"
     assert str(Standing(how="left", step=0)) == "left at update 0"
+    assert str(Standing(how="left", step=0, when="after")) == "left after update 0"
 
 
 @pytest.mark.parametrize("how", ["raised ValueError: boom", "left"])

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a newcomer gives in a wrong place is named, with what was expected there."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+
+X = torch.ones(8, 3)
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def loss_fn(net, batch):
+    return net(batch).square().mean()
+
+
+def create(setup=None, **changes):
+    given = {
+        "model": lambda: nn.Linear(3, 1),
+        "optimizer": sgd,
+        "data": af.Data(X, batch_size=4),
+        "setup": setup,
+        **changes,
+    }
+    if "world" not in given:
+        given["world"] = af.World.single(device="cpu")
+    return af.TrainState.create(**given)
+
+
+step = af.make_step(loss_fn)
+grads_of = af.value_and_grad(loss_fn)
+TAKE_A_STATE = {
+    "step": lambda value: step(value, X),
+    "donate=False": lambda value: step(value, X, donate=False),
+    "value_and_grad": lambda value: grads_of(value, X),
+    "apply_grads": lambda value: af.apply_grads(value, None),
+    "sync_grads": lambda value: af.sync_grads(value, None),
+    "finalize": af.finalize,
+    "build": af.build,
+    "release": af.release,
+    "batches": af.batches,
+    "seek": lambda value: af.seek(value, 1),
+    "eval_params": af.eval_params,
+    "bind": lambda value: af.bind(value).__enter__(),
+    "frozen": af.frozen,
+    "rng": lambda value: af.rng(value, "noise"),
+    "save": lambda value: af.save(value, "nowhere"),
+    "load": lambda value: af.load(value, "nowhere"),
+    "evaluate": lambda value: af.evaluate(value, af.Data(X, batch_size=4), loss_fn),
+    "predict": lambda value: next(
+        iter(af.predict(value, af.Data(X, batch_size=4), loss_fn))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_A_STATE)
+def test_what_takes_a_state_takes_nothing_else(name):
+    """What a step returned, a batch, a function or a path is not taken for a state."""
+    for value in (X, "state", step, None):
+        shown = type(value).__name__
+        with pytest.raises(
+            af.ArgumentError, match=f"expected a TrainState, got {shown}"
+        ):
+            TAKE_A_STATE[name](value)
+    with pytest.raises(
+        af.ArgumentError, match=r"state, metrics = step\(state, batch\)"
+    ):
+        TAKE_A_STATE[name](step(create(), X))
+
+
+CREATE = {
+    "a class": (
+        {"model": nn.Linear},
+        r"model=.*takes no argument.*partial\(Linear, \.\.\.",
+    ),
+    "no list": (
+        {"optimizer": lambda: None},
+        r"optimizer=.*a list of \(name, parameter\)",
+    ),
+    "a scheduler's class": (
+        {"schedule": torch.optim.lr_scheduler.StepLR},
+        "expected a function of the update number.*from_torch",
+    ),
+    "a list": ({"setup": [af.ema(0.5)]}, r"af\.chain\(\*transforms\)"),
+}
+
+
+@pytest.mark.parametrize("case", CREATE)
+def test_create_names_what_it_was_given(case):
+    """Not what Python says of the call inside."""
+    changes, said = CREATE[case]
+    with pytest.raises(af.Error, match=said):
+        create(**changes)
+
+
+def test_a_torch_scheduler_would_have_no_effect():
+    """It would set the rate of an optimizer that trains no more."""
+    net = nn.Linear(3, 1)
+    optimizer = sgd(net.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(af.OptimizerError, match="from_torch"):
+        create(model=net, optimizer=optimizer)
+
+
+def test_a_schedule_needs_a_rate():
+    class Rateless(torch.optim.Optimizer):
+        def __init__(self, named):
+            super().__init__(named, {"speed": 0.1})
+
+        def step(self, closure=None):
+            del closure
+
+    state = create(optimizer=Rateless, schedule=af.schedules.constant())
+    with pytest.raises(af.OptimizerError, match=r"no 'lr', only \['speed'\]"):
+        step(state, X)
+
+
+def transform_of(**methods):
+    """Return a transform with methods that return something."""
+
+    def returning(value):
+        def method(self, *given):
+            del self, given
+            return value
+
+        return method
+
+    body = {name: returning(value) for name, value in methods.items()}
+    return af.transform(type("Wrong", (), body))()
+
+
+def a_round(state):
+    """Use all of a setup."""
+    for batch in af.batches(state, epochs=1):
+        state, _ = step(state, batch)
+        break
+    af.eval_params(state)
+    af.finalize(state)
+
+
+@pytest.mark.parametrize("value", [None, "x", 3.5j, ("x", None)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("data", "loss", "value_and_grad", "loss_scale", "hyper", "eval_params"),
+        *("runner", "grads", "after_update", "finalize"),
+    ],
+)
+def test_what_a_transform_returns_is_looked_at(name, value):
+    """A method that forgot its return is named, with what it is to return."""
+    state = create(transform_of(**{name: value}))
+    with pytest.raises(
+        af.ArgumentError, match=rf"Wrong\(\)\.{name} returned .*expected"
+    ):
+        a_round(state)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), "x", None])
+def test_a_rate_is_a_finite_number(rate):
+    """One that is none would make the parameters what no later step can mend."""
+    state = create(transform_of(hyper={"lr": rate}))
+    before = state.params["weight"].clone()
+    with pytest.raises(af.OptimizerError, match="'lr': a transform gave"):
+        step(state, X)
+    assert torch.equal(state.params["weight"], before)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_backward_pass_is_the_step_s(retain):
+    """A loss function that runs one of its own would have its gradients counted twice."""
+
+    def eager(net, batch):
+        loss = loss_fn(net, batch)
+        loss.backward(retain_graph=retain)
+        return loss
+
+    state = create()
+    with pytest.raises(af.LossError, match=r"leave loss\.backward\(\) out"):
+        af.make_step(eager)(state, X)
+    after, _ = step(state, X)
+    expected, _ = step(create(), X)
+    assert torch.equal(after.params["weight"], expected.params["weight"])
+
+
+def test_a_number_has_one_name():
+    """What the loss reports is not overwritten by what a transform does."""
+    state = create(af.clip_grad_norm(1.0))
+    with pytest.raises(af.LossError, match="'grad_norm', and so does a transform"):
+        af.make_step(lambda net, x: af.Loss(net(x).sum(), 8, grad_norm=3.0))(state, X)
+
+
+def test_other_things_that_are_not_what_they_are_taken_for():
+    with pytest.raises(af.ArgumentError, match="applied to a TrainState"):
+        af.ema(0.9)(af.World.single(device="cpu"))
+    with pytest.raises(af.ArgumentError, match="expected a class"):
+        af.transform(loss_fn)
+    with pytest.raises(af.ArgumentError, match=r"Metrics.*expected \(total, weight\)"):
+        af.Metrics({"a": "x"})
+    with pytest.raises(af.ArgumentError, match="the path of a directory"):
+        af.save(create(), None)
+
+
+def test_a_simulated_rank_has_its_world():
+    """A test that forgets to pass it on would test nothing, and pass."""
+    with pytest.raises(af.errors.WorldError, match="Pass on the World"):
+        simulate(2, lambda _: create(world=None))
+    with pytest.raises(af.errors.WorldError, match="Pass on the World"):
+        simulate(2, lambda _: af.World.single())
+
+
+def test_what_is_made_in_inference_mode_can_be_trained():
+    """Slots and teachers are ordinary tensors, whatever the caller's mode."""
+    with torch.inference_mode():
+        state = create(af.ema(0.5))
+        teacher = af.frozen(state)
+    state, _ = step(state, X)
+    af.make_step(lambda net, x: (net(x) * teacher(x)).mean())(state, X)
+
+
+def test_sparse_gradients_are_refused_by_name():
+    """They lie in no bucket, and in no flat vector."""
+    ids = torch.tensor([0, 1])
+
+    def train(world, *setup, by_hand=False):
+        state = create(
+            af.chain(*setup),
+            model=lambda: nn.Embedding(4, 2, sparse=True),
+            data=None,
+            world=world,
+        )
+        compute = af.value_and_grad(lambda net, x: net(x).sum(1).mean())
+        _, grads = compute(state, ids)
+        if by_hand:
+            af.sync_grads(state, grads)
+
+    with pytest.raises(af.GradsError, match="weight are sparse"):
+        simulate(2, partial(train, by_hand=True))
+    setup = af.wrap_ddp(), af.compress("fp16")
+    with pytest.raises(af.ModelError, match="weight are sparse"):
+        simulate(2, lambda world: train(world, *setup))
+
+
+def test_a_refused_step_leaves_no_plan():
+    """Under optimizer_in_backward a step that was refused does not train later."""
+    state = create(af.optimizer_in_backward())
+    batch = next(iter(af.batches(state)))
+    state, _ = step(state, batch)
+    with pytest.raises(af.BatchError):
+        step(state, batch)
+    before = state.params["weight"].clone()
+    with pytest.raises(af.GradsError):
+        grads_of(state, X)
+    assert torch.equal(state.params["weight"], before)
