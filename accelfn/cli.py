@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import select
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launching import settings
-from accelfn.launching.script import launch_script, planned
+from accelfn.launching.script import launch_script, planned, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,8 +81,30 @@ def _run(argv: Sequence[str] | None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses unknown options itself; argparse leaves them to the outermost."""
+
+    # its overloads are many
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse, and say in one line which option is unknown, and which one was meant."""
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if not word.startswith("-"):
+                self.error(f"unexpected word {word!r}")
+            name = word.partition("=")[0].replace("_", "-")
+            known = [flag for act in self._actions for flag in act.option_strings]
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {close[0]}" if close else f"see {self.prog} --help"
+            end = "?" if close else "."
+            option = word.partition("=")[0]
+            self.exit(2, f"{self.prog}: unknown option {option}; {advice}{end}\n")
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="accelfn", description="Train PyTorch models.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=_version())
@@ -279,6 +302,7 @@ def _launch(words: argparse.Namespace) -> int:
     if words.script is None:
         msg = "there is no script; name a Python file, or a module after -m."
         raise LaunchError(msg)
+    _say_whose(words.args, words.script)
     return launch_script(
         words.script,
         words.args,
@@ -287,6 +311,17 @@ def _launch(words: argparse.Namespace) -> int:
         machines=machines,
         max_restarts=chosen["max_restarts"],
     )
+
+
+def _say_whose(args: Sequence[str], script: str) -> None:
+    """Say that options of accelfn which stand behind the script are the script's."""
+    flags = [settings.flag(name) for name in settings.OPTIONS]
+    own = [word for word in args if word.partition("=")[0] in flags]
+    if own:
+        say(
+            f"{script} gets {' and '.join(own)}, which stands behind it; options of"
+            " accelfn stand before the script."
+        )
 
 
 def _settings(named: str | None, given: Mapping[str, Any]) -> settings.Settings:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who does what, and who goes first: plain code that runs on some ranks of a world."""
 
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -97,6 +98,10 @@ def _on(
     return decorate
 
 
+_went = threading.local()
+"""Whether each thread is in a block of `main_first`: simulated ranks are threads."""
+
+
 @contextmanager
 def main_first(world: World, *, local: bool = False) -> Generator[None]:
     """Let rank 0 go through a `with` block before the others enter it.
@@ -113,14 +118,25 @@ def main_first(world: World, *, local: bool = False) -> Generator[None]:
     all machines have.
 
     Cost: one barrier.
+
+    Raises:
+        ArgumentError: it is within another such block, for whose end the others wait.
     """
     check_world("af.main_first", world)
+    if getattr(_went, "in_first", False):
+        msg = (
+            "af.main_first is within another such block, for whose end other ranks wait: the"
+            " inner one would let them in. Make one block of them, or one after the other."
+        )
+        raise ArgumentError(msg)
     first = world.local_rank == 0 if local else world.is_main
     if not first:
         barrier(world)
+    _went.in_first = True
     try:
         yield
     finally:
+        _went.in_first = False
         if first:
             barrier(world)
 

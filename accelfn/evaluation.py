@@ -15,6 +15,7 @@ from accelfn.data.cut import even_part
 from accelfn.data.reading import Reading
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.loss import Loss, Metrics, Number, WeightedSum
+from accelfn.modes import own_modes
 from accelfn.state import TrainState, check_state
 from accelfn.views import eval_params
 
@@ -114,18 +115,25 @@ class _Lent:
         self._state = state
         key = streams.key(state.seed, state.name, "evaluate", state.world.rank)
         self._key, self._calls = key, 0
-        buffers = tree.clone(dict(state.buffers))
-        if buffers:  # statistics differ by rank; rank 0's count
-            broadcast_(list(buffers.values()), state.world, label="buffers of rank 0")
-        self.model = state.definition.skeleton.build(eval_params(state), buffers).eval()
+        with own_modes(state.world.device):  # the buffers may be written to
+            buffers = tree.clone(dict(state.buffers))
+            if buffers:  # statistics differ by rank; rank 0's count
+                found = list(buffers.values())
+                broadcast_(found, state.world, label="buffers of rank 0")
+            params = eval_params(state)
+            self.model = state.definition.skeleton.build(params, buffers).eval()
 
     @contextmanager
     def quietly(self) -> Generator[None]:
-        """Let nothing be differentiated, and draws be a function of the state, inside."""
+        """Let nothing be differentiated, and draws be a function of the state, inside.
+
+        The caller's modes stay outside: his autocast, and inference mode.
+        """
         self._state.lease.check()
         seed = streams.fold(self._key, self._calls)
         self._calls += 1
-        with torch.no_grad(), streams.stream(seed, self._state.world.device):
+        device = self._state.world.device
+        with own_modes(device), torch.no_grad(), streams.stream(seed, device):
             yield
 
 
@@ -148,20 +156,30 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
     world = state.world
     plan = Plan(world_rank=world.rank, world_size=world.size).sharded()
     reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
-    return data.in_order().read(reading)
+    batches = data.in_order().read(reading)
+    while True:
+        with own_modes(world.device):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
-    """Return what `fn` returned as weighted sums; of an empty share, with weight 0."""
+    """Return what `fn` returned as weighted sums; of an empty share, nothing over 0.
+
+    There it saw a stand-in, of which even an infinity must not count.
+    """
+    measured = _sums(returned, weight, fn)
+    return measured if weight else Metrics(dict.fromkeys(measured, (0.0, 0.0)))
+
+
+def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     if isinstance(returned, Loss):
-        factor = 1 if weight else 0
         sums: dict[str, tuple[Number, Number]] = {}
-        sums["loss"] = (returned.total * factor, returned.weight * factor)
+        sums["loss"] = (returned.total, returned.weight)
         for name, entry in returned.aux.items():
-            amount, over = (
-                entry if isinstance(entry, tuple) else (entry, returned.weight)
-            )
-            sums[name] = (amount * factor, over * factor)
+            sums[name] = entry if isinstance(entry, tuple) else (entry, returned.weight)
         return Metrics(sums)
     means = cast(
         "Mapping[str, Any]",

@@ -66,10 +66,11 @@ def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     found = [_dense(tensor) for tensor in tensors]
     device = found[0].device if found else None
-    flag = torch.zeros((), device=device)
+    # the kernel takes float32 alone, whatever the default dtype is
+    flag = torch.zeros((), dtype=torch.float32, device=device)
     if found:
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
-            found, flag, torch.ones((), device=device)
+            found, flag, torch.ones_like(flag)
         )
     return flag
 

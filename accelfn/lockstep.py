@@ -9,7 +9,7 @@ import torch
 
 from accelfn.collectives import all_gather
 from accelfn.data import Batch
-from accelfn.errors import ArgumentError, DataError
+from accelfn.errors import ArgumentError, BatchError, DataError
 from accelfn.world import World
 
 _ENDS = ("last", "first", "together")
@@ -41,6 +41,7 @@ def lockstep(
     Raises:
         DataError: ranks ended apart, and `ends="together"`; or one has no batch at all to
             stand in, and `ends="last"`.
+        BatchError: a list of micro-batches has none.
         ArgumentError: `ends` is another word, or there is nothing to iterate over.
     """
     if ends not in _ENDS:
@@ -80,6 +81,12 @@ def _together(items: Iterator[Any], world: World, ends: str) -> Iterator[Batch]:
                 ' to stand in with weight 0. Give it one, or ends="first".'
             )
             raise DataError(msg)
+        if isinstance(last, list) and not last:
+            msg = (
+                f"af.lockstep: batch {number} of rank {world.rank} is an empty list; a list is"
+                " a rank's micro-batches, at least one. Leave the batch out."
+            )
+            raise BatchError(msg)
         yield _batch(last, counts=bool(mine))
         number += 1
 

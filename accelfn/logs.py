@@ -5,6 +5,7 @@ import logging
 from collections.abc import Collection, MutableMapping
 from typing import Any
 
+from accelfn.arguments import is_integer
 from accelfn.collectives import gather_text
 from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError
@@ -40,7 +41,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
         Cost: a gather of the texts, whether the level is enabled or not.
         """
-        text = str(msg) % args if args else str(msg)
+        # what makes the texts of all loggers makes these: of a mapping, too
+        text = logging.LogRecord("", level, "", 0, msg, args, None).getMessage()
         texts = gather_text(text, self._world, label="log in order")
         if self._world.is_main:
             for rank, each in enumerate(texts):
@@ -76,7 +78,7 @@ def logger(name: str, world: World, *, ranks: Collection[int] = (0,)) -> RankLog
     """
     check_world("af.logger", world)
     several = isinstance(ranks, Collection) and not isinstance(ranks, str) and ranks
-    if not several or any(rank not in range(world.size) for rank in ranks):
+    if not several or not all(is_integer(r, 0) and r < world.size for r in ranks):
         msg = f"af.logger(ranks={ranks!r}): expected ranks from 0 to {world.size - 1}."
         raise ArgumentError(msg)
     return RankLogger(name, world, ranks)

@@ -14,6 +14,7 @@ from accelfn.loss import Metrics
 from accelfn.state import TrainState
 from accelfn.step import Step
 from accelfn.stopping import stopping
+from accelfn.world import World
 
 if TYPE_CHECKING:
     from accelfn.checkpoint import CheckpointStore
@@ -62,7 +63,7 @@ def run(
             is called on all ranks, as `action(state, metrics)`, with the sum of the metrics
             since it was last called, of this rank. It may return numbers by name, the same
             on all ranks: `lambda state, metrics: af.mean(metrics, state.world)` logs, one that
-            calls `af.evaluate` evaluates.
+            calls `af.evaluate` evaluates. Each number of an update has a name of its own.
         track: gets them: `track(numbers, update)`, on all ranks; any of `af.track`.
         store: saved to when it is `due`, at the end, and when the system asks to end.
             The numbers of that very update are kept with the checkpoint.
@@ -76,8 +77,9 @@ def run(
     agree on ending. Sums of metrics stay on the device.
 
     Raises:
-        ArgumentError: an argument is something else, the step returns something else, or
-            `track` has nothing to get: `every` has no action.
+        ArgumentError: an argument is something else, the step or an action returns something
+            else, two actions give numbers of one name at an update, or `track` has nothing
+            to get: `every` has no action.
         SystemExit: SIGTERM or Ctrl-C came; all ranks leave after the same update, with code
             128 plus the signal's number, when the state is saved.
 
@@ -115,7 +117,7 @@ def run(
                 track(told, state.step)
             if stop.requested() or is_last(state):
                 break
-            if store is not None and updated and store.due(state):
+            if store is not None and updated and _is_due(store, state):
                 store.save(state, metrics=told)
                 saved = state.step
         if store is not None:
@@ -123,6 +125,11 @@ def run(
                 store.save(state, metrics=told)
             store.wait()
     return state
+
+
+def _is_due(store: "CheckpointStore", state: TrainState) -> bool:
+    """Return whether to save on the way; a store without `every` is saved to at the end."""
+    return getattr(store, "every", True) is not None and store.due(state)
 
 
 class _Actions:
@@ -140,7 +147,7 @@ class _Actions:
         self, state: TrainState, batch: "Batch", metrics: Metrics, *, updated: bool
     ) -> dict[str, float]:
         """Do what is due after a batch; return the numbers that it gave."""
-        told: dict[str, float] = {}
+        told, by = dict[str, float](), dict[str, str]()
         for period, actions in self._actions.items():
             self._since[period] += metrics
             if isinstance(period, epochs):
@@ -150,7 +157,9 @@ class _Actions:
             if due:
                 seen, self._since[period] = self._since[period], Metrics({})
                 for action in actions:
-                    told.update(_numbers(action, action(state, seen)))
+                    numbers = _numbers(action, action(state, seen), state.world)
+                    _note(numbers, f"{_name(action)} (every {period})", by, state.step)
+                    told.update(numbers)
         return told
 
 
@@ -233,11 +242,33 @@ def _actions(every: object) -> dict[Period, tuple[Action, ...]]:
     return found
 
 
-def _numbers(action: Action, returned: object) -> Numbers:
+def _numbers(action: Action, returned: object, world: World) -> Numbers:
+    """Return what an action returned, if these are the numbers of all ranks."""
     if returned is None:
         return {}
+    if isinstance(returned, Metrics) and world.size > 1:
+        msg = (
+            f"af.run: {_name(action)} returned Metrics, which are what this rank alone saw:"
+            " return af.mean(metrics, state.world)."
+        )
+        raise ArgumentError(msg)
     if isinstance(returned, Mapping):
         return cast("Numbers", returned)
-    label = getattr(action, "__qualname__", repr(action))
-    msg = f"af.run: {label} returned {returned!r}; expected numbers by name, or None."
+    msg = f"af.run: {_name(action)} returned {returned!r}; expected numbers by name, or None."
     raise ArgumentError(msg)
+
+
+def _note(numbers: Numbers, action: str, by: dict[str, str], step: int) -> None:
+    """Note which action gave which numbers; refuse one of a name that is given already."""
+    for name in numbers:
+        if name in by:
+            msg = (
+                f"af.run: {by[name]} and {action} both gave {name!r} at update {step}, and"
+                " one would be lost. Let one of them give it another name."
+            )
+            raise ArgumentError(msg)
+        by[name] = action
+
+
+def _name(action: Action) -> str:
+    return getattr(action, "__qualname__", None) or repr(action)

@@ -73,7 +73,9 @@ def stopping(
     all ranks; when it is true, save and leave the block, which ends the process with exit
     code 128 plus the signal's number: 143 after SIGTERM. A scheduler that sees it knows that
     the run was not finished. Left without such a request, the block ends nothing; a signal
-    that came after it was last asked for comes again, as if there were no block.
+    that came after it was last asked for comes again, as if there were no block. Where an
+    error ends it, the signal comes again to its handler, if it has one, unless the error is
+    what it has led to; its default action would hide the error, which goes on instead.
 
     A rank that waits in a collective notes nothing before that ends. Where another rank may
     hang, give `World.from_env(timeout=...)` less than the time that the scheduler leaves
@@ -99,21 +101,33 @@ def stopping(
         msg = f"af.stopping(signals={signals!r}): expected a list of signals."
         raise ArgumentError(msg)
     stop, before = Stop(world), getattr(_asked, "stop", None)
-    handlers: dict[signal.Signals, Any] = {}
+    handlers: dict[int, Any] = {}
+    again = True
     try:
         _asked.stop = stop
         if threading.current_thread() is threading.main_thread():
             for each in dict.fromkeys(signals):
                 handlers[each] = _take(each)
         yield stop
+    except BaseException as error:
+        is_handled = callable(handlers.get(stop.received))
+        again = is_handled and not _has_become(stop.received, error)
+        raise
     finally:
         for each, handler in handlers.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
         _asked.stop = before  # last: what comes meanwhile is noted
+        if again and stop.signal is None and stop.received in handlers:
+            signal.raise_signal(stop.received)
     if stop.signal is not None:
         sys.exit(128 + stop.signal)
-    if stop.received in handlers:
-        signal.raise_signal(stop.received)
+
+
+def _has_become(number: int, error: BaseException) -> bool:
+    """Return whether an exception is how a signal ends a process."""
+    if isinstance(error, SystemExit):
+        return error.code == 128 + number
+    return isinstance(error, KeyboardInterrupt) and number == signal.SIGINT
 
 
 def _take(number: signal.Signals) -> Any:

@@ -4,6 +4,7 @@
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from accelfn.checkpoint import disk, files
@@ -53,6 +54,31 @@ def best_of(directory: Path, metric: str, mode: str) -> list[int]:
         if value is not None and not math.isnan(value):
             found.append((-value if mode == "max" else value, step))
     return [step for _, step in sorted(found)]
+
+
+def metrics_in(directory: Path) -> set[str]:
+    """Return the names of all metrics that a directory's checkpoints have."""
+    names = set[str]()
+    for step in steps_in(directory):
+        with suppress(CheckpointError):  # as above
+            names |= read_manifest(directory / name_of(step)).metrics.keys()
+    return names
+
+
+def check_no_store(directory: Path) -> None:
+    """Refuse a directory of checkpoints where one of them is asked for.
+
+    Raises:
+        CheckpointError: it names the newest.
+    """
+    steps = () if (directory / NAME).exists() else steps_in(directory)
+    if steps:
+        msg = (
+            f"{directory} is a store of {len(steps)} checkpoints, and not one of them."
+            f" Load the newest, {directory / name_of(steps[-1])}, or call"
+            f" af.CheckpointStore({str(directory)!r}).restore(state)."
+        )
+        raise CheckpointError(msg)
 
 
 def remove_others(directory: Path, kept: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from typing import overload
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.elastic import source_of
 from accelfn.checkpoint.fields import with_fields
+from accelfn.checkpoint.keep import check_no_store
 from accelfn.checkpoint.manifest import read_manifest
 from accelfn.checkpoint.partial import Loaded, Wanted, load_part, with_kept
 from accelfn.checkpoint.save import check_path
@@ -91,6 +92,7 @@ def load(
         msg = "af.load(missing=, extra=, cast=): these are for a partial load; give only=."
         raise ArgumentError(msg)
     folder = Path(directory)
+    check_no_store(folder)
     manifest = read_manifest(folder)
     source = source_of(state, manifest, folder, verify=verify)
     if only is not None:

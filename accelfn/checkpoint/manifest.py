@@ -89,10 +89,10 @@ class Manifest:
             CheckpointError: it is of another format.
         """
         try:
-            plain = json.loads(data, object_pairs_hook=_each_once)
+            plain = _table(json.loads(data, object_pairs_hook=_each_once))
             version = plain.pop("format")
             plain.pop("sha256", None)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        except (ValueError, RecursionError) as e:
             msg = f"it is no manifest of a checkpoint: {e}"
             raise CheckpointCorruptError(msg) from e
         if type(version) is int and version != FORMAT:
@@ -246,6 +246,15 @@ def _lines(value: Any, depth: int = 0) -> str:
     space = " " * depth
     lines = (f"{space} {json.dumps(k)}: {_lines(v, depth + 1)}" for k, v in items)
     return "{\n" + ",\n".join(lines) + f"\n{space}}}"
+
+
+def _table(plain: Any) -> dict[str, Any]:
+    """Return JSON that is an object with a format, as a manifest is."""
+    if not isinstance(plain, dict) or "format" not in plain:
+        lacks = "an object without one" if isinstance(plain, dict) else repr(plain)[:80]
+        msg = f'expected a JSON object with "format", and found {lacks}'
+        raise ValueError(msg)
+    return cast("dict[str, Any]", plain)
 
 
 def _digest(said: bytes) -> str:

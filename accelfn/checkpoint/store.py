@@ -46,10 +46,12 @@ class CheckpointStore:
     Args:
         directory: of this run alone, on a disk that all ranks see; it is made.
         keep: how many of the newest to keep, beside the one being written; None: all.
-        keep_best: keep that one too which was best by this metric, of those still there.
+        keep_best: keep that one too which was best by this metric, of those still there. A
+            line on stderr says where no checkpoint has it, and some are removed.
         best_is: whether the "min" or the "max" of that metric is best.
         frozen: as of `af.save`: "hash" does not write parameters that are not trained.
-        every: when a checkpoint is `due`: after so many updates, or a `timedelta`.
+        every: when a checkpoint is `due`: after so many updates, or a `timedelta`. None:
+            what is saved is what you `save` unasked, and `due` is an error.
         async_: write behind the training's back: `save` returns when the tensors are copied
             to host memory, and what goes wrong later is raised by the next `save`, `wait` or
             `close`. One save at a time is under way.
@@ -95,6 +97,7 @@ class CheckpointStore:
         self._lock: Lock | None = None
         self._unlock: Callable[[], object] | None = None
         self._last_saved = time.monotonic()
+        self._said_no_best = False
         _check_writable(self.directory)
 
     @property
@@ -126,9 +129,15 @@ class CheckpointStore:
 
         Cost: none where `every` counts updates; a broadcast from rank 0, whose clock decides,
         where it is a time.
+
+        Raises:
+            ArgumentError: the store was made without `every`.
         """
         check_state("store.due(state)", state)
-        if self.every is None or state.step == 0:
+        if self.every is None:
+            msg = "CheckpointStore.due: say how often, with every=; or save without asking."
+            raise ArgumentError(msg)
+        if state.step == 0:
             return False
         if isinstance(self.every, int):
             return state.step % self.every == 0
@@ -308,10 +317,24 @@ class CheckpointStore:
         if self.keep_best is not None:
             best = keeping.best_of(self.directory, self.keep_best, self.best_is)
             kept += best[:1]
+            self._say_no_best(set(self.steps) - set(kept))
         try:
             keeping.remove_others(self.directory, kept)
         except OSError as error:  # the next save tries it again
             sys.stderr.write(f"accelfn: older checkpoints are still there: {error}\n")
+
+    def _say_no_best(self, removed: set[int]) -> None:
+        """Say, once, that some are removed though none has the metric of `keep_best`."""
+        if self._said_no_best or not removed:
+            return
+        names = keeping.metrics_in(self.directory)
+        if self.keep_best not in names:
+            self._said_no_best = True
+            sys.stderr.write(
+                f"accelfn: keep_best={self.keep_best!r} keeps none: no checkpoint in"
+                f" {self.directory} has that metric. Metrics that were given to save:"
+                f" {', '.join(sorted(names)) or 'none'}.\n"
+            )
 
     def _with_newest(self, error: CheckpointWriteError) -> CheckpointWriteError:
         newest = self.latest

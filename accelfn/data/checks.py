@@ -2,7 +2,7 @@
 """What `Data` refuses, as it is made."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
@@ -69,6 +69,7 @@ def check_options(data: "Data") -> None:
     if data.collate is not None and not callable(data.collate):
         msg = f"af.Data(collate={data.collate!r}): expected a function."
         raise ArgumentError(msg)
+    _check_loader(data.dataset)
     _check_order(data)
     _check_batching(data)
 
@@ -97,6 +98,18 @@ def check_indexed(data: "Data") -> None:
         raise DataError(msg)
 
 
+def _check_loader(dataset: Any) -> None:
+    """Refuse a DataLoader whose batches would be taken for samples."""
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
+        kind = type(cast("Any", dataset)).__name__
+        msg = (
+            f"af.Data: a {kind} gives batches, and samples are expected. Give"
+            " af.Data.from_loader(loader), or TrainState.create(data=loader); as a stream"
+            f" of samples, make the {kind} with batch_size=None."
+        )
+        raise ArgumentError(msg)
+
+
 def _check_order(data: "Data") -> None:
     order: Any = data.order
     is_uncalled = isinstance(order, type) and is_order(order)  # orders.weighted
@@ -112,8 +125,13 @@ def _check_order(data: "Data") -> None:
 
 def _check_batching(data: "Data") -> None:
     if (data.batch_size is None) == (data.batch_sampler is None):
-        given = "neither" if data.batch_size is None else "both"
-        msg = f"af.Data: got {given}; give batch_size=, or batch_sampler= instead."
+        neither = data.batch_size is None
+        given = (
+            "neither batch_size= nor batch_sampler="
+            if neither
+            else "both batch_size= and batch_sampler="
+        )
+        msg = f"af.Data: got {given}; give one of the two."
         raise ArgumentError(msg)
     if data.order is not None and data.shuffle:
         msg = (

@@ -25,6 +25,13 @@ _LOST_PEER = (
     "failed to recv, got 0 bytes",
     "ncclRemoteError",
 )
+_ABORTED = (
+    "its stack is in the output above, after 'Fatal Python error'. Gloo aborts a process"
+    " that receives more than it expects: where its name is above, ranks were in different"
+    " collectives. Call every collective on all ranks, not behind `if world.is_main`."
+    " accelfn.testing.simulate(2, train) names both calls; World.from_env(checked=True)"
+    " does where neither is DistributedDataParallel's."
+)
 
 
 @frozen(kw_only=True)
@@ -169,6 +176,8 @@ def _why_no_traceback(failure: Failure) -> str:
         why = "the system kills so when memory runs out; see its log (dmesg)."
     elif failure.status == -signal.SIGTERM:
         why = "someone, or a scheduler, ended this one process."
+    elif failure.status == -signal.SIGABRT:
+        why = _ABORTED
     elif failure.status < 0:
         why = "its stack is in the output above, after 'Fatal Python error'."
     else:

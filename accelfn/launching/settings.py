@@ -222,7 +222,8 @@ class Settings:
         missing = [name for name in names if name not in given]
         if missing:
             why = _shown(given) if given else f"--num-machines {self['num_machines']}"
-            msg = f"{why}: {_shown(missing)} is missing."
+            verb = "is" if len(missing) == 1 else "are"
+            msg = f"{why}: {_shown(missing)} {verb} missing."
             raise LaunchError(msg)
 
     def machines(self) -> Machines:

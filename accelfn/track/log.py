@@ -89,6 +89,7 @@ class _Story:
         self.resumed: list[int] = []
         self.superseded = 0
         self._began = False
+        self._unheard = 0  # how many of the last openings no record has followed
 
     def hear(self, record: dict[str, Any]) -> None:
         if "hyperparameters" in record:
@@ -97,7 +98,8 @@ class _Story:
             if "step" in record:
                 self._back_to(_step(record))
             if self._began:
-                self.resumed.append(self.kept[-1][0] if self.kept else 0)
+                self.resumed.append(self._last())
+                self._unheard += 1
             self._began = True
         else:
             step, time, given = _step(record), _time(record), record["metrics"]
@@ -108,12 +110,20 @@ class _Story:
             if self.kept and step < self.kept[-1][0]:
                 self._back_to(step - 1)
             self.kept.append((step, time, numbers))
+            self._unheard = 0
 
     def _back_to(self, step: int) -> None:
         while self.kept and self.kept[-1][0] > step:
             self.kept.pop()
             self.superseded += 1
-        self.resumed = [each for each in self.resumed if each <= step]
+        heard = len(self.resumed) - self._unheard
+        before = [each for each in self.resumed[:heard] if each <= step]
+        # who opened the file and then goes back resumes from there
+        opened = [min(each, self._last()) for each in self.resumed[heard:]]
+        self.resumed = before + opened
+
+    def _last(self) -> int:
+        return self.kept[-1][0] if self.kept else 0
 
 
 def _step(record: dict[str, Any]) -> int:

@@ -44,7 +44,7 @@ def _shown(work: Iterable[T], label: str) -> Iterator[T]:
         return
     try:
         total = len(work) if isinstance(work, Sized) else None
-    except ArgumentError:  # batches without an end
+    except (ArgumentError, TypeError):  # batches without an end, a loader of a stream
         total = None
     columns = (
         bars.TextColumn("{task.description}"),
@@ -53,7 +53,8 @@ def _shown(work: Iterable[T], label: str) -> Iterator[T]:
         *_TIMES,
     )
     with bars.Progress(*columns, console=console) as shown:
-        yield from shown.track(work, total=total, description=label)
+        # its iterator, for rich asks anything else for a length
+        yield from shown.track(iter(work), total=total, description=label)
 
 
 @contextmanager

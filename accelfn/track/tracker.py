@@ -8,15 +8,18 @@ disk is full or the network gone, is named in a warning, and the training goes o
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from itertools import chain, count
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
 from accelfn.track import values
 from accelfn.world import World
+
+T = TypeVar("T")
 
 IMAGES = "images"
 HISTOGRAMS = "histograms"
@@ -26,7 +29,8 @@ class Sink(Protocol):
     """What a backend does with plain values; `af.track.custom` makes a tracker of one.
 
     `backend` is the backend's own object, for what is its alone. `images` and `histograms`
-    are called where the tracker was made with `accepts=` them.
+    are called where the tracker was made with `accepts=` them. What a method is given is its
+    own, to keep and to change.
     """
 
     @property
@@ -130,14 +134,14 @@ class Tracker:
         values.check_metrics(metrics, tuple(each.world for each in self.outlets))
         if self._goes_on():
             read = values.floats(metrics)
-            self._tell(
-                f"the metrics of step {step}", lambda sink: sink.metrics(read, step)
-            )
+            what = f"the metrics of step {step}"
+            self._tell(what, read, lambda sink, own: sink.metrics(own, step))
 
     def hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Track what the run is made with: numbers, texts, and mappings and lists of them.
 
-        Anything else is its repr: of a setup that is the code that makes it.
+        numpy's scalars and tensors without a dimension are numbers, too. Anything else is its
+        repr: of a setup that is the code that makes it.
 
         Raises:
             ArgumentError: it is no mapping by name, or two names in it would be one: `1` and
@@ -145,10 +149,13 @@ class Tracker:
         """
         told = values.settings(hyperparameters)
         if self._goes_on():
-            self._tell("the hyperparameters", lambda sink: sink.hyperparameters(told))
+            what = "the hyperparameters"
+            self._tell(what, told, lambda sink, own: sink.hyperparameters(own))
 
     def images(self, images: Mapping[str, torch.Tensor], step: int) -> None:
         """Track images by name: (channels, height, width), uint8 or floating from 0 to 1.
+
+        A floating-point image that is not from 0 to 1 is not tracked, and a warning says so.
 
         Raises:
             ArgumentError: one is no such tensor; or no backend has images.
@@ -158,9 +165,9 @@ class Tracker:
         for name, image in images.items():
             values.check_image(name, image)
         if self._goes_on(IMAGES):
-            read = {name: values.pixels(name, image) for name, image in images.items()}
+            read, said = _read(values.pixels, images, step)
             what = f"the images of step {step}"
-            self._tell(what, lambda sink: sink.images(read, step), IMAGES)
+            self._tell(what, read, lambda sink, x: sink.images(x, step), IMAGES, said)
 
     def histograms(self, histograms: Mapping[str, torch.Tensor], step: int) -> None:
         """Track the distributions of tensors, by name.
@@ -177,14 +184,11 @@ class Tracker:
         for name, each in histograms.items():
             values.check_samples(name, each)
         if self._goes_on(HISTOGRAMS):
-            read, said = dict[str, values.Samples](), list[str]()
-            for name, each in histograms.items():
-                try:
-                    read[name] = values.samples(name, each)
-                except ArgumentError as error:  # in the middle of a training
-                    said.append(f"It is not tracked at step {step}: {error}")
+            read, said = _read(values.samples, histograms, step)
             what = f"the histograms of step {step}"
-            self._tell(what, lambda sink: sink.histograms(read, step), HISTOGRAMS, said)
+            self._tell(
+                what, read, lambda sink, x: sink.histograms(x, step), HISTOGRAMS, said
+            )
 
     @property
     def backends(self) -> dict[str, Any]:
@@ -237,16 +241,38 @@ class Tracker:
     def _tell(
         self,
         what: str,
-        act: Callable[[Sink], None],
+        read: T,
+        act: Callable[[Sink, T], None],
         kind: str | None = None,
         said: list[str] | None = None,
     ) -> None:
-        """Tell all that take it, and then warn: no backend waits for another's failure."""
+        """Tell all that take it, and then warn: no backend waits for another's failure.
+
+        Each has a copy of its own, which shares no memory with the caller's tensors either.
+        """
         told = [*(said or ())]
         for each in self.outlets:
             if kind is None or kind in each.accepts:
-                told += each.attempt(what, act)
+                told += each.attempt(what, lambda sink: act(sink, deepcopy(read)))
         _warn(told)
+
+
+def _read(
+    convert: Callable[[str, torch.Tensor], T],
+    tensors: Mapping[str, torch.Tensor],
+    step: int,
+) -> tuple[dict[str, T], list[str]]:
+    """Return what tensors hold, and what is to be said of those that hold something else.
+
+    It is read on rank 0 alone, in the middle of a training: that goes on.
+    """
+    read, said = dict[str, T](), list[str]()
+    for name, each in tensors.items():
+        try:
+            read[name] = convert(name, each)
+        except ArgumentError as error:
+            said.append(f"It is not tracked at step {step}: {error}")
+    return read, said
 
 
 def _warn(told: list[str]) -> None:

@@ -244,6 +244,7 @@ def _twice(name: str) -> ArgumentError:
 
 def plain(value: object) -> Plain:
     """Return a setting as plain data: what is no number, text or container as its repr."""
+    value = _in_python(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -251,6 +252,15 @@ def plain(value: object) -> Plain:
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in cast("list[Any]", value)]
     return repr(value)
+
+
+def _in_python(value: Any) -> Any:
+    """Return a number of numpy's, or of a tensor without a dimension, as Python's own."""
+    kinds = (np.generic, np.ndarray, torch.Tensor)
+    if not isinstance(value, kinds) or value.ndim or not _is_one_number(value):
+        return value
+    number = value.item()
+    return float(number) if isinstance(number, np.floating) else number
 
 
 def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:

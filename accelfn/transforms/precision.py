@@ -199,12 +199,14 @@ class autocast:
                 " Keep parameters in float32: model.float()."
             )
             raise ModelError(msg)
-        rows = 1 if state.data is None else state.data.batch_size
-        device = state.world.device
+
+        def number(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(value, dtype=dtype, device=state.world.device)
+
         return {
-            "scale": torch.tensor(float(self._option("init_scale")), device=device),
-            "good": torch.tensor(0, dtype=torch.int32, device=device),
-            "unit": _power_of_2(torch.tensor(float(rows), device=device)),
+            "scale": number(self._option("init_scale"), torch.float32),
+            "good": number(0, torch.int32),
+            "unit": _power_of_2(number(_rows(state), torch.float32)),
         }
 
     def loss_scale(self, state: TrainState, slot: Slot) -> torch.Tensor:
@@ -230,7 +232,7 @@ class autocast:
         if not isinstance(
             weight, torch.Tensor
         ):  # filled, for a copy would be waited for
-            weight = torch.full((), weight, device=found.device)
+            weight = torch.full((), weight, dtype=torch.float32, device=found.device)
         unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
         if not state.num_tried % _LOOK_EVERY:
             self._check_scale(state, slot)
@@ -256,9 +258,20 @@ class autocast:
             raise NonFiniteGradsError(msg)
 
 
+def _rows(state: TrainState) -> float:
+    """Return how many samples an update has, about, before one has said its weight."""
+    data = state.data
+    if data is None:
+        return 1.0
+    if isinstance(data.batch_size, int):
+        return data.batch_size
+    return max(1.0, len(data) / (data.num_updates_of(0, seed=state.seed) or 1))
+
+
 def _power_of_2(number: torch.Tensor) -> torch.Tensor:
     """Return the largest power of 2 that is at most a number above 0."""
-    return torch.ldexp(torch.ones_like(number), torch.frexp(number).exponent - 1)
+    exponent = torch.frexp(number).exponent.to(number.dtype)  # else it is the default's
+    return torch.ldexp(torch.ones_like(number), exponent - 1)
 
 
 @contextlib.contextmanager

@@ -259,3 +259,42 @@ def test_wrong_arguments_are_refused() -> None:
         check_step(_plain, states=plain_states, updates=1)
     with pytest.raises(af.ArgumentError, match="1 or more"):
         check_resume(lambda world: (plain_states(world), _plain), 0)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (None, "returned NoneType; expected a TrainState, or a tuple"),
+        ((), r"returned \(\); expected a TrainState"),
+        ((3, "a"), r"returned \(int, str\); expected a TrainState"),
+    ],
+)
+def test_states_that_are_none_are_refused(made: Any, words: str) -> None:
+    """What `states` returns is named by its types, before the step sees it."""
+    with pytest.raises(af.ArgumentError, match=words):
+        check_step(_plain, states=lambda _: made)
+
+
+def test_a_state_in_place_of_a_function_is_refused() -> None:
+    """Each run begins anew, so a function that makes the states is asked for."""
+    with pytest.raises(af.ArgumentError, match="expected a function.*got TrainState"):
+        check_step(_plain, states=plain_states(af.World.single()))
+    with pytest.raises(af.ArgumentError, match="expected a function.*got tuple"):
+        check_resume((plain_states(af.World.single()), _plain), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("swap", "words"),
+    [
+        (lambda state, step: (step, state), r"\(function, TrainState\)"),
+        (lambda state, _: state, "TrainState"),
+        (lambda state, step: (state, step, 3), r"\(TrainState, function, int\)"),
+        (lambda state, _: (state, 3), r"\(TrainState, int\)"),
+    ],
+)
+def test_what_check_resume_makes_is_refused(swap: Any, words: str) -> None:
+    """Anything but a state and its step is named by its types."""
+    with pytest.raises(
+        af.ArgumentError, match=rf"make returned {words}; expected \(state, step\)"
+    ):
+        check_resume(lambda world: swap(plain_states(world), _plain), 3)

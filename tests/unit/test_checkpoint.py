@@ -6,6 +6,7 @@ import json
 import math
 from functools import partial
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -286,6 +287,50 @@ def test_missing_directory(tmp_path):
         af.load(fresh(), tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("options", [{}, {"only": ["params"]}])
+def test_directory_of_a_store(tmp_path, options):
+    """Where a store's directory is given, its newest checkpoint is named, and the way to it."""
+    state = fresh()
+    with af.CheckpointStore(tmp_path) as store:
+        store.save(state)
+    with pytest.raises(
+        af.CheckpointError, match=r"a store of 1 .*step-00000000, or"
+    ) as e:
+        af.load(state, tmp_path, **options)
+    assert f"af.CheckpointStore({str(tmp_path)!r}).restore(state)" in str(e.value)
+
+
+def stored(directory, *metrics, **options):
+    """Save as often as there are metrics, to a store that keeps one checkpoint, or a best."""
+    with af.CheckpointStore(directory, keep=1, async_=False, **options) as store:
+        for step, numbers in enumerate(metrics):
+            store.save(attrs.evolve(fresh(), step=step), metrics=numbers)
+        return store.steps
+
+
+def test_metric_of_keep_best_that_is_nowhere(tmp_path, capsys):
+    """As a checkpoint is removed, one line names what was asked for, and what there is."""
+    given = [{"accuracy": 1.0, "loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
+    assert stored(tmp_path, *given, keep_best="acc") == (2,)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "keep_best='acc' keeps none" in line
+    assert line.endswith("given to save: accuracy, loss.")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"acc": 1.0}, None, None],  # it is measured more rarely than saved
+        [{"acc": math.nan}, None],
+        [None],  # and nothing is removed
+    ],
+)
+def test_metric_of_keep_best_that_is_somewhere(tmp_path, capsys, given):
+    """Where a checkpoint has it, or none is removed, there is nothing to say."""
+    stored(tmp_path, *given, keep_best="acc")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
 def test_missing_file(saved, name):
     """A file that is missing is named."""
@@ -339,6 +384,7 @@ def test_any_changed_byte_of_the_manifest(saved, flip):
 
 MANIFESTS = {
     "no object": "[]",
+    "list": '["format", 1]',
     "empty": "{}",
     "text": "no json",
     "only a format": '{"format": 1}',
@@ -351,6 +397,17 @@ def test_manifest_of_something_else(saved, case):
     """Another file in place of the manifest is refused by its name."""
     (saved / "manifest.json").write_text(MANIFESTS[case])
     with pytest.raises(af.CheckpointError, match=r"manifest\.json"):
+        af.load(fresh(), saved)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [('["a"]', r"\['a'\]"), ("{}", "an object without one")]
+)
+def test_manifest_says_what_was_expected(saved, text, found):
+    """What is JSON, and no manifest, is shown beside what a manifest is."""
+    (saved / "manifest.json").write_text(text)
+    expected = rf'expected a JSON object with "format", and found {found}'
+    with pytest.raises(af.CheckpointCorruptError, match=expected):
         af.load(fresh(), saved)
 
 

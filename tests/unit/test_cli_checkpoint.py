@@ -473,7 +473,7 @@ def test_where_there_is_no_checkpoint(act, kind, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["drop"], ["ls"], ["diff", "a"], ["show", "a", "--slot", "b"]]
+    "words", [[], ["drop"], ["ls"], ["diff", "a"], ["show", "a", "b"]]
 )
 def test_mistakes_in_the_command_line(words, capsys):
     """Other words are refused with exit code 2 and the usage."""

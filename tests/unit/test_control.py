@@ -134,6 +134,32 @@ def test_the_first_of_each_machine_goes_first(schedule, fails):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(False, False), (True, False), (False, True)]
+)
+def test_main_goes_first_once(schedule, outer, inner):
+    """A block within a block is refused on all ranks, and no rank is let in by the inner one."""
+    done = []
+
+    def fn(world):
+        world = machines(world, 2)
+        with af.main_first(world, local=outer):
+            with (
+                pytest.raises(af.ArgumentError, match="main_first"),
+                af.main_first(world, local=inner),
+            ):
+                done.append("inside")
+            done.append(world.rank)
+        with af.main_first(world):
+            done.append("after")
+
+    simulate(4, fn, schedule=schedule)
+    first = {0, 2} if outer else {0}
+    assert set(done[: len(first)]) == first
+    assert sorted(map(str, done)) == ["0", "1", "2", "3", *["after"] * 4]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_main_that_fails_lets_others_in(schedule):
     """Its error is the one that is shown, and nobody waits for it in vain."""
     entered = []

@@ -20,6 +20,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -176,6 +177,20 @@ def test_batches_are_tensors_of_their_own():
 
 # What it may not be.
 
+
+class OfLength:
+    """A dataset that says any length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
 REFUSED = {
     "empty list": ([], "empty"),
     "empty tensor": (torch.empty(0, 2), "empty"),
@@ -184,6 +199,8 @@ REFUSED = {
     "empty Subset": (Subset(TensorDataset(X), []), "empty"),
     "generator": ((i for i in range(3)), "generator can be read once only"),
     "no length": (Endless(), "Endless.*no length.*__len__"),
+    "negative": (OfLength(-1), "OfLength has a __len__ that gives no length: .* >= 0"),
+    "huge": (OfLength(2**70), "OfLength has a __len__ that gives no length"),
     "no index": (OnlyLength(), "OnlyLength.*index"),
     "number": (3, "int.*index"),
     "none": (None, "NoneType.*index"),
@@ -493,6 +510,20 @@ def test_loader_that_is_kept(case):
     assert len(drawn) == 2 * data.updates_per_epoch == 2 * len(loader)
     if case.startswith("own"):
         assert list(itertools.chain(*drawn)) == [*range(9, -1, -1)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_batches_of_a_loader_are_no_samples(kind, options):
+    """A loader in place of a dataset is refused with the ways to give it."""
+    for loader in (kind(Items(), batch_size=5), kind(Items(), batch_sampler=[[1]])):
+        with pytest.raises(
+            af.ArgumentError, match=rf"a {kind.__name__} gives batches"
+        ) as e:
+            af.Data(loader, **options)
+        assert "af.Data.from_loader(loader), or TrainState.create(data=loader)" in str(
+            e.value
+        )
 
 
 def test_loader_without_batches():

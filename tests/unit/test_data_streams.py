@@ -285,9 +285,7 @@ STREAMS = {
         {},
     ),
     "StatefulDataLoader, shuffled": (
-        lambda: StatefulDataLoader(
-            torch.arange(10.0), shuffle=True, collate_fn=lambda samples: samples[0]
-        ),
+        lambda: StatefulDataLoader(torch.arange(10.0), batch_size=None, shuffle=True),
         {},
     ),
     "StatefulDataLoader, workers": (

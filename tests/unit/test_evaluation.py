@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`evaluate` and `predict`: each sample once, exactly, and nothing is changed."""
 
+import math
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.testing import simulate
 
 torch.set_num_threads(1)
 
@@ -266,6 +268,59 @@ def test_runs_under_the_setups_precision():
     state = make(setup=af.autocast("bf16"))
     found = list(af.predict(state, data(), outputs))
     assert found[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", ["autocast", "inference", "no grad"])
+@pytest.mark.parametrize("model", [net, Counts])
+def test_the_callers_modes_are_his_own(mode, model):
+    """What is evaluated and predicted is bitwise the same in any mode, which stays as it was."""
+    modes = {
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "inference": torch.inference_mode,
+        "no grad": torch.no_grad,
+    }
+
+    def changed(model, batch):  # the batch, too, may be changed in place
+        return model(batch[0].mul_(2))
+
+    def found():
+        measured = af.evaluate(state, data(), lambda *both: changed(*both).mean())
+        return measured, torch.stack(list(af.predict(state, data(), changed)))
+
+    state = make(model)
+    expected = found()
+    with modes[mode]():
+        measured, predicted = found()
+    assert measured == expected[0]
+    assert plain(expected[1]) == plain(predicted)
+
+
+FORMS = {
+    "mean": lambda bad: bad,
+    "by name": lambda bad: {"loss": bad},
+    "sums": lambda bad: af.Loss(bad, 1),
+    "named sums": lambda bad: af.Loss(bad * 0 + 1, 1, a=bad, b=(bad, bad * 0 + 1)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_stand_ins_count_for_nothing(form, bad, size):
+    """What is infinite or no number on an empty share's stand-in spoils no mean."""
+    samples = af.Data(torch.ones(1, 3), batch_size=4)
+
+    def train(world):
+        def measure(*_):
+            return FORMS[form](torch.tensor(bad if world.rank else 1.0))
+
+        state = af.TrainState.create(
+            model=Counts, optimizer=partial(torch.optim.SGD, lr=0.1), world=world
+        )
+        return af.evaluate(state, samples, measure)
+
+    for each in simulate(size, train).results:
+        assert set(each.values()) == {1.0}
 
 
 @pytest.mark.parametrize("given", [(X, Y), [1], None])

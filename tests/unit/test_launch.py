@@ -107,6 +107,26 @@ def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
     assert re.match("rank 0 (followed: .*|was ended by SIGTERM)", lines[2])
 
 
+def test_ranks_in_different_collectives(capfd):
+    """Where Gloo aborts a rank, the report says what may be the cause, and how to see it."""
+    assert launch(2, SCRIPTS / "fails.py", "part") == 128 + signal.SIGABRT
+    lines = report(capfd)
+    assert "failed first (killed by SIGABRT, pid " in lines[0]
+    assert "ranks were in different collectives" in lines[1]
+    assert "accelfn.testing.simulate(2, train) names both calls" in lines[1]
+    assert "World.from_env(checked=True)" in lines[1]
+
+
+def test_options_behind_the_script_are_the_scripts(capfd):
+    """Where they are named as accelfn's are, one line says whose they are; others are not."""
+    words = [SCRIPTS / "tells.py", "--nproc", "2", "--join-timeout=3", "--config", "a"]
+    assert launch(1, *words) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["argv"][1:] == list(map(str, words[1:]))
+    (line,) = err.splitlines()
+    assert "tells.py gets --nproc and --join-timeout=3, which" in line
+
+
 @pytest.mark.parametrize(
     ("way", "code", "ending", "detail"),
     [

@@ -81,6 +81,12 @@ def test_a_list_is_micro_batches():
     assert second == [(None, None), (None, None)]
 
 
+def test_a_list_of_no_micro_batches():
+    """It is refused as it comes, before a setup that accumulates takes it."""
+    with pytest.raises(af.BatchError, match=r"batch 1 .* empty list"):
+        list(af.lockstep([[1], []], af.World.single()))
+
+
 def test_nothing_at_all_ends_at_once():
     """Where no rank has a batch, there is none."""
     assert run([0, 0]) == ([], [])

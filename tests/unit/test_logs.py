@@ -79,6 +79,27 @@ def test_ranks_are_heard_in_order(records, schedule):
     assert {each.filename for each in records.records} == {"test_logs.py"}
 
 
+@pytest.mark.parametrize(
+    "said_by",
+    [
+        ("%(a)s of %(b)d", {"a": 1, "b": 2}),
+        ("%s", {"a": 1}),
+        ("%s", {}),
+        ("%s and %s", {"a": 1}, 2),
+        ("50%%",),
+        ("50%% of %s", "all"),
+        ({"no": "text"},),
+    ],
+)
+def test_texts_are_the_standard_loggers(records, said_by):
+    """In order too, a message and its arguments make the text that `logging` makes of them."""
+    log = af.logger("train", af.World.single())
+    log.info(*said_by)
+    log.in_order(logging.INFO, *said_by)
+    (_, _, plain), (_, _, ordered) = said(records)
+    assert ordered == f"rank 0: {plain}"
+
+
 def test_the_place_is_the_callers(records):
     """A record says which line of the program logged it."""
     af.logger("train", af.World.single()).info("here")
@@ -89,7 +110,7 @@ def test_the_place_is_the_callers(records):
     )
 
 
-@pytest.mark.parametrize("ranks", [(), (2,), (-1, 0), ("0",), 1, "0"])
+@pytest.mark.parametrize("ranks", [(), (2,), (-1, 0), ("0",), 1, "0", [True], [0.0]])
 def test_ranks_that_are_none(ranks):
     """They are refused where the logger is made."""
     with pytest.raises(af.ArgumentError, match=r"logger\(ranks=.*from 0 to 1"):

@@ -184,8 +184,11 @@ def test_own_orders_may_be_lazy_or_tensors(order):
 
 
 EXCLUDED = {
-    "got neither": {},
-    "got both": {"batch_size": 1, "batch_sampler": [[1]]},
+    "got neither batch_size= nor batch_sampler=; give": {},
+    "got both batch_size= and batch_sampler=; give": {
+        "batch_size": 1,
+        "batch_sampler": [[1]],
+    },
     "leave out order=": {"batch_sampler": [[1]], "shuffle": True},
     "leave out order=, shuffle= and": {"batch_sampler": [[1]], "remainder": "pad"},
     "leave out order=, shuffle=": {"batch_sampler": [[1]], "order": lambda *_: X},

@@ -4,6 +4,7 @@
 import functools
 import importlib.util
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -167,6 +168,54 @@ def test_a_scale_that_fell_to_nothing_raises() -> None:
     assert (state.step, state.num_skipped) == (0, 4)
     state, _ = af.make_step(loss_fn)(state, batch())
     assert state.step == 1
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16])
+def other_default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Another default dtype, the program's own, for the time of a test."""
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("setup", [af.skip_nonfinite(), af.autocast("fp16")])
+def test_the_default_dtype_is_nothing_to_a_step(
+    setup: object, other_default: torch.dtype
+) -> None:
+    """Whatever torch makes tensors of, parameters and slots move bitwise as ever."""
+    assert torch.get_default_dtype() is other_default
+
+    def trained() -> af.TrainState:
+        state = create(setup, model=lambda: net().float(), seed=0)
+        state = state.with_params({n: p * 0 + 0.1 for n, p in state.params.items()})
+        for factor in (1, math.inf, 1):  # the second is skipped
+            step = af.make_step(lambda m, b, f=factor: af.Loss(loss_fn(m, b) * f, 3))
+            state, _ = step(state, inputs)
+        return state
+
+    inputs = tuple(x.float() if x.is_floating_point() else x for x in batch())
+    found = trained()
+    torch.set_default_dtype(torch.float32)
+    expected = trained()
+    assert (found.step, found.num_skipped) == (2, 1)
+    torch.testing.assert_close(found.params, expected.params, rtol=0, atol=0)
+    torch.testing.assert_close(dict(found.slots), dict(expected.slots), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"batch_size": af.budget([1] * 24, limit=8)},
+        {"batch_sampler": [list(range(8)), list(range(8, 24))]},
+        {"batch_size": 8},
+    ],
+)
+def test_a_scale_for_batches_of_any_cut(cut: dict) -> None:
+    """By samples, by a budget, by a sampler: nothing overflows in the first update."""
+    state = create(af.autocast("fp16"), data=af.Data(batch(), **cut))
+    for each in af.batches(state, epochs=1):
+        state, metrics = af.make_step(loss_fn)(state, each)
+        assert not metrics["skipped"]
 
 
 def test_adding_to_gradients_of_another_scaling_is_refused() -> None:

@@ -3,6 +3,7 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def worlds(size: int, store: dist.Store | None = None) -> list[af.World]:
     return made
 
 
-def small(world: af.World) -> tuple[af.TrainState, af.Step]:
+def small(world: af.World) -> tuple[af.TrainState, Any]:
     """Return a small training."""
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(3, 1),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.testing import simulate
 
 
 def loss_fn(model, batch):
@@ -17,13 +18,14 @@ def loss_fn(model, batch):
 STEP = af.make_step(loss_fn)
 
 
-def fresh(*setup):
+def fresh(*setup, world=None):
     """Return a state with 12 samples, of which an update takes 4."""
     return af.TrainState.create(
         model=partial(nn.Linear, 2, 1),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         data=af.Data(torch.linspace(-1, 1, 24).reshape(12, 2), batch_size=4),
         setup=af.chain(*setup),
+        world=world,
     )
 
 
@@ -228,3 +230,64 @@ def test_without_data():
     )
     with pytest.raises(af.StateError, match="data=None"):
         af.run(STEP, state, until=1)
+
+
+COLLIDING = {
+    "one period": lambda one, two: {2: [one, two]},
+    "two periods": lambda one, two: {2: one, af.epochs(1): two},
+    "one action": lambda one, _: {2: one, af.epochs(1): one},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", COLLIDING)
+def test_two_numbers_of_one_name(case, size):
+    """Neither is lost in silence: both actions are named when first both are due."""
+
+    def one(*_):
+        return {"loss": 1.0, "mine": 2.0}
+
+    def two(*_):
+        return {"loss": 3.0}
+
+    def train(world):
+        tracked = []
+        with pytest.raises(af.ArgumentError, match="(?s)one.*'loss'.*update") as told:
+            af.run(
+                STEP,
+                fresh(af.wrap_ddp(), world=world),
+                until=af.epochs(2),
+                every=COLLIDING[case](one, two),
+                track=lambda _, update: tracked.append(update),
+            )
+        return tracked, str(told.value)
+
+    (tracked, said), *others = simulate(size, train).results
+    assert tracked == {"one period": []}.get(case, [2, 3, 4])
+    assert "two" in said or case == "one action"
+    assert all((tracked, said) == each for each in others)
+
+
+def test_metrics_of_one_rank_are_no_numbers():
+    """In a world of several an action's own sums are refused; alone they are means."""
+
+    def train(world):
+        af.run(
+            STEP,
+            fresh(af.wrap_ddp(), world=world),
+            until=2,
+            every={1: lambda _, metrics: metrics},
+        )
+
+    simulate(1, train)
+    with pytest.raises(af.ArgumentError, match=r"lambda.*af\.mean\(metrics, state"):
+        simulate(2, train)
+
+
+def test_a_store_may_be_saved_to_at_the_end_alone(tmp_path):
+    """One without `every=` is not asked on the way; a loop that asks it is told."""
+    with af.CheckpointStore(tmp_path / "run") as store:
+        state = af.run(STEP, fresh(), until=3, store=store)
+        assert store.steps == (3,)
+        with pytest.raises(af.ArgumentError, match="say how often, with every="):
+            store.due(state)

@@ -40,6 +40,40 @@ def refused(capsys, *words):
     return err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "launch --nprocs 2 x.py",
+            "launch: unknown option --nprocs; did you mean --nproc?",
+        ),
+        ("launch --num_machines=2", "--num_machines; did you mean --num-machines?"),
+        ("env --jsn", "env: unknown option --jsn; did you mean --json?"),
+        ("config --foo", "config: unknown option --foo; see accelfn config --help."),
+        ("checkpoint show a --jso", "show: unknown option --jso; did you mean --json?"),
+        ("--foo env", "accelfn: unknown option --foo; see accelfn --help."),
+    ],
+)
+def test_an_unknown_option_is_one_line(capsys, words, said):
+    """It is refused by its own subcommand, with the nearest option that there is."""
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert err.endswith(f"{said}\n")
+    assert err.startswith("accelfn")
+    assert err.count("\n") == 1
+
+
+def test_an_unexpected_word_shows_the_usage_of_its_subcommand(capsys):
+    """What is no option is refused with the usage of the words before it."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["env", "more"])
+    err = capsys.readouterr().err
+    assert err.startswith("usage: accelfn env ")
+    assert err.endswith("accelfn env: error: unexpected word 'more'\n")
+
+
 def test_the_command_line_comes_before_the_file_before_the_default(capsys):
     """--show prints each value and who gave it, and starts nothing."""
     Path("accelfn.toml").write_text("[launch]\nnproc = 3\nmax_restarts = 2\n")
@@ -103,7 +137,7 @@ def test_a_file_with_a_mistake(capsys, text, words):
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("--num-machines 2", "--machine-rank and --main-address is missing"),
+        ("--num-machines 2", "--machine-rank and --main-address are missing"),
         ("--num-machines 2 --machine-rank 0", "--main-address is missing"),
         ("--machine-rank 0", "without --num-machines has no effect"),
         ("--num-machines 2 --machine-rank 2 --main-address h", "expected 0 to 1"),

@@ -85,6 +85,71 @@ def test_a_signal_that_nobody_asked_for_comes_again():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("error", [KeyError, SystemExit, KeyboardInterrupt])
+def test_a_signal_comes_again_after_an_error(error):
+    """However the block ends, nobody loses a signal; the error is still the block's own."""
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with pytest.raises(error), af.stopping(WORLD):
+            signal.raise_signal(signal.SIGTERM)
+            raise error
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interrupt_comes_again_in_the_context_of_an_error():
+    """What Ctrl-C raises as the block is left says which error it came upon."""
+    with pytest.raises(KeyboardInterrupt) as ended, af.stopping(WORLD):
+        signal.raise_signal(signal.SIGINT)
+        raise KeyError
+    assert isinstance(ended.value.__context__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGINT, KeyboardInterrupt()),
+        (signal.SIGTERM, SystemExit(143)),
+    ],
+)
+def test_what_a_signal_has_become_is_no_error_beside_it(number, error):
+    """An exception that a signal has led to is not followed by the signal."""
+    came = []
+    before = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        with pytest.raises(type(error)), af.stopping(WORLD):
+            signal.raise_signal(number)
+            raise error
+        assert came == []
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_error_is_not_hidden_by_a_signal():
+    """A signal that nobody handles would end the process before the error could be told."""
+    with pytest.raises(KeyError), af.stopping(WORLD, [signal.SIGUSR1]):
+        signal.raise_signal(signal.SIGUSR1)
+        raise KeyError
+    assert signal.SIG_DFL is signal.getsignal(signal.SIGUSR1)
+
+
+def test_a_signal_that_was_asked_for_does_not_come_again():
+    """An error of the save that it led to is raised as it is."""
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        with pytest.raises(OSError, match="full"), af.stopping(WORLD) as stop:
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested()
+            msg = "full"
+            raise OSError(msg)
+        assert came == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_signal_in_an_asynchronous_save_is_not_lost():
     """It is there at the next step's end, and the save under way is finished."""
     data = af.Data(torch.ones(4, 1), batch_size=2)

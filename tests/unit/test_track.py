@@ -124,6 +124,28 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
     assert (log.superseded, log.resumed) == (3, (4,))
 
 
+@pytest.mark.parametrize(
+    ("openings", "resumed"),
+    [
+        ([[1, 2, 3, 4], [3]], (2,)),
+        ([[1, 2, 3, 4], [1]], (0,)),
+        ([[1, 2, 3, 4], [5]], (4,)),
+        ([[1, 2, 3, 4], [], [3]], (2, 2)),
+        ([[2, 4, 6], [8, 5]], ()),
+        ([[1, 2], [3, 4], [4]], (2, 4)),
+        ([[1, 2], [3, 4], [2]], (1,)),
+    ],
+)
+def test_a_run_is_resumed_where_its_next_step_says(tmp_path, openings, resumed):
+    """Where no `step=` did; what was opened before steps that count no more is gone."""
+    path = tmp_path / "run.jsonl"
+    for steps in openings:
+        with af.track.jsonl(path, world=WORLD) as tracker:
+            for step in steps:
+                tracker({"loss": 0.5}, step)
+    assert af.track.read(path).resumed == resumed
+
+
 def test_a_killed_process_loses_no_record(tmp_path):
     """What was tracked before SIGKILL is in the file."""
     code = (
@@ -321,8 +343,10 @@ def test_images_and_histograms_are_checked_and_converted():
     tracker.images({"seen": torch.tensor([[[0.0, 0.5, 1.0]]])}, 1)
     kept = tracker.backends["in_memory"]
     assert kept.images["seen"][1].tolist() == [[[0], [128], [255]]]
-    with pytest.raises(af.ArgumentError, match="from 0 to 2"):
-        tracker.images({"seen": torch.tensor([[[0.0, 2.0]]])}, 1)
+    images = {"seen": torch.tensor([[[0.0, 2.0]]]), "too": torch.zeros(1, 1, 1)}
+    with pytest.warns(af.TrackingWarning, match="step 2: .*'seen' is from 0 to 2"):
+        tracker.images(images, 2)
+    assert (list(kept.images["seen"]), list(kept.images["too"])) == ([1], [2])
     with pytest.raises(af.ArgumentError, match="channels, height, width"):
         tracker.images({"seen": torch.zeros(2, 2)}, 1)
     with pytest.warns(af.TrackingWarning, match="1 of 2 values are not finite"):
@@ -453,6 +477,29 @@ def test_a_bar_is_shown_on_a_terminal_alone(monkeypatch, stream):
     assert list(endless) == ["a", "b"]
     text = shown.getvalue()
     assert ("training" in text and "3/3" in text) if stream is Terminal else not text
+
+
+class Endless:
+    """What has a length as far as its type says, and none when it is asked."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        raise self.error
+
+    def __iter__(self):
+        yield from range(3)
+
+
+@pytest.mark.parametrize("error", [af.ArgumentError("no end"), TypeError("no len")])
+def test_a_bar_of_work_without_a_length(monkeypatch, error):
+    """On a terminal too: `af.batches` without epochs, a loader of a stream."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(af.track.progress(Endless(error), world=WORLD)) == [0, 1, 2]
+    assert "3/?" in shown.getvalue()
 
 
 def test_a_bar_is_shown_by_rank_0_alone(monkeypatch):

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from accelfn.arguments import check_integer
 from accelfn.batches import batches as batches_of
@@ -52,10 +52,18 @@ def check_step(
 
     Raises:
         LawError: it breaks a law.
-        ArgumentError: there are too few batches, or nothing to take them from.
+        ArgumentError: there are too few batches, or nothing to take them from; `states` is no
+            function, or makes no states.
     """
     if not callable(step):
         msg = f"check_step({step!r}): expected a function (states, batch) -> (states, metrics)."
+        raise ArgumentError(msg)
+    if not callable(states):
+        msg = (
+            f"check_step(states=...): expected a function of a World that makes the states,"
+            f" got {type(states).__name__}. Each run begins with states of its own:"
+            " states=lambda world: af.TrainState.create(..., world=world)."
+        )
         raise ArgumentError(msg)
     check_integer("check_step", "updates", updates, 2, "a number of updates")
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
@@ -80,6 +88,7 @@ def check_resume(
 
     Raises:
         LawError: it differs; the text says after which cut, at which update, in what.
+        ArgumentError: `make` is no function, or returns something else.
 
     Example:
         >>> import accelfn as af, torch
@@ -95,11 +104,17 @@ def check_resume(
         ...     return state, af.make_step(lambda model, x: model(x).square().mean())
         >>> check_resume(make, 4)
     """
+    if not callable(make):
+        msg = (
+            "check_resume(make): expected a function of a World that returns (state, step),"
+            f" got {type(make).__name__}."
+        )
+        raise ArgumentError(msg)
     check_integer("check_resume", "steps", steps, 1, "a number of updates")
 
     def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
         del done
-        _, step = make(state.world)
+        _, step = _state_and_step(make, state.world)
         for batch in islice(batches_of(state), number):
             state, metrics = step(state, batch)
             yield state, metrics
@@ -109,12 +124,35 @@ def check_resume(
             name=f"{size} ranks",
             size=size,
             updates=steps,
-            start=lambda world: make(world)[0],
+            start=lambda world: _state_and_step(make, world)[0],
             advance=advance,
         )
         for size in sizes
     ]
     _hold("the run", {"resumes": COMMON["resumes"]}, subjects)
+
+
+def _state_and_step(
+    make: Callable[[World], tuple[TrainState, Step]], world: World
+) -> tuple[TrainState, Step]:
+    """Return what a user's function makes, if it is a state and its step."""
+    match cast("Any", make(world)):
+        case (TrainState() as state, step) if callable(step):
+            return state, cast("Step", step)
+        case made:
+            msg = (
+                f"check_resume: make returned {_kinds(made)}; expected (state, step): the"
+                " TrainState before the first update, and its step."
+            )
+            raise ArgumentError(msg)
+
+
+def _kinds(made: Any) -> str:
+    """Return what something is, by types."""
+    if not isinstance(made, (tuple, list)):
+        return type(made).__name__
+    parts = cast("Sequence[Any]", made)
+    return f"({', '.join(type(each).__name__ for each in parts)})"
 
 
 def _subject(
@@ -137,11 +175,22 @@ def _subject(
             msg = f"check_step: there were {taken} batches, and {number} were to come."
             raise ArgumentError(msg)
 
+    def start(world: World) -> States:
+        made = states(world)
+        kinds = {type(state) for _, state in leaves(made)}
+        if not kinds or not all(issubclass(kind, TrainState) for kind in kinds):
+            msg = (
+                f"check_step: states(world) returned {_kinds(made)}; expected a TrainState,"
+                " or a tuple, dict or list of them."
+            )
+            raise ArgumentError(msg)
+        return made
+
     return Subject(
         name=f"{size} rank{'s' if size > 1 else ''}",
         size=size,
         updates=updates,
-        start=states,
+        start=start,
         advance=advance,
     )
 

@@ -30,11 +30,13 @@ def wait_in_a_collective():
     distributed.all_reduce(torch.ones(1))
     if os.environ["RANK"] == "1":
         fail(sys.argv[1])
+    elif sys.argv[1] == "part":  # another collective than rank 1's
+        distributed.all_reduce(torch.ones(100))
     distributed.all_reduce(torch.ones(1))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in ("raise", "kill"):
+    if sys.argv[1] in ("raise", "kill", "part"):
         wait_in_a_collective()
     if os.environ["RANK"] == "1":
         fail(sys.argv[1])

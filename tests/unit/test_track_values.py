@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tracker makes of values: numbers, and copies that are each backend's own."""
+
+import numpy as np
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.testing import simulate
+
+WORLD = af.World.single()
+
+
+def test_what_an_image_says_ends_no_rank():
+    """Whether its numbers are from 0 to 1 is read on rank 0 alone, so no rank refuses them."""
+
+    def train(world):
+        tracker = af.track.in_memory(world=world)
+        tracker.images({"seen": torch.full((1, 2, 2), 3.0)}, 1)
+        return [each.images for each in tracker.backends.values()]
+
+    with pytest.warns(af.TrackingWarning, match="from 3 to 3"):
+        assert simulate(2, train).results == ([{}], [])
+
+
+class Greedy:
+    """A backend that changes all that it is given."""
+
+    backend = None
+
+    def metrics(self, metrics, step):
+        metrics.clear()
+
+    def hyperparameters(self, hyperparameters):
+        hyperparameters["deep"].clear()
+
+    def images(self, images, step):
+        images.pop("seen")[:] = 7
+
+    def histograms(self, histograms, step):
+        histograms.pop("w")[:] = 7
+
+    def close(self, *, failed):
+        """Hold nothing."""
+
+
+def test_no_backend_changes_what_another_gets():
+    """Each has a copy of its own, and tensors stay the caller's."""
+    accepts = ("images", "histograms")
+    greedy = af.track.custom(Greedy, name="mine", world=WORLD, accepts=accepts)
+    memory = af.track.in_memory(world=WORLD)
+    image = torch.zeros(1, 1, 2, dtype=torch.uint8)
+    values = torch.zeros(2, dtype=torch.float64)
+    with af.track.together(greedy, memory) as tracker:
+        tracker({"loss": 0.5}, 1)
+        tracker.hyperparameters({"deep": {"lr": 0.1}})
+        tracker.images({"seen": image}, 1)
+        tracker.histograms({"w": values}, 1)
+    kept = memory.backends["in_memory"]
+    assert kept.metrics == {"loss": {1: 0.5}}
+    assert kept.hyperparameters == {"deep": {"lr": 0.1}}
+    assert not kept.images["seen"][1].any()
+    assert not kept.histograms["w"][1].any()
+    assert not image.any()
+    assert not values.any()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (np.int64(5), 5),
+        (np.float32(0.5), 0.5),
+        (np.float64(0.1), 0.1),
+        (np.longdouble(0.5), 0.5),
+        (np.bool_(1), True),
+        (np.array(3), 3),
+        (torch.tensor(3), 3),
+        (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), 0.5),
+        (torch.tensor(1).bool(), True),
+        ([np.int64(5)], [5]),
+        (torch.ones(1), "tensor([1.])"),
+        (torch.tensor(1j), "tensor(0.+1.j)"),
+        (np.complex64(1j), "np.complex64(1j)"),
+        (np.timedelta64(1, "s"), "np.timedelta64(1,'s')"),
+        (torch.ones((), device="meta"), "tensor(..., device='meta', size=())"),
+    ],
+)
+def test_settings_of_one_number_are_numbers(given, kept):
+    """Python's own, of numpy's scalars and of tensors without a dimension; others are texts."""
+    tracker = af.track.in_memory(world=WORLD)
+    tracker.hyperparameters({"a": given})
+    found = tracker.backends["in_memory"].hyperparameters["a"]
+    assert (type(found), found) == (type(kept), kept)
