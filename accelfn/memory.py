@@ -12,8 +12,13 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -132,7 +137,9 @@ def memory_estimate(
         setup: transforms, whose slots are counted.
         optimizer: a factory of named parameters, as `TrainState.create` takes it.
 
-    Law: the bytes are those of the tensors in a real state after an update, exactly.
+    Law: the bytes are those of the tensors in a real state after an update, exactly. Left out
+    is the memory of `compress("powersgd")`, which begins with the update from which it
+    compresses: about that of the gradients of what it does.
 
     Cost: a few milliseconds a parameter tensor, and no memory.
 
@@ -191,7 +198,7 @@ def _bare(source: ModelSource) -> Skeleton:
 def _estimate(
     bare: Skeleton, setup: chain, optimizer: OptimizerFactory, dtype: torch.dtype
 ) -> StateBytes:
-    with FakeTensorMode(), _Valueless():
+    with FakeTensorMode(allow_non_fake_inputs=True), _Valueless(), _Copied():
         state = _stepped(_faked(bare, dtype), optimizer)
         slots = state.with_setup(setup).slots
     grads = sum(
@@ -216,8 +223,7 @@ def _faked(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
     """Return a copy whose tensors are fake, and those of floating point of a dtype."""
 
     def fake(meta: torch.Tensor) -> torch.Tensor:
-        kind = dtype if meta.is_floating_point() else meta.dtype
-        return torch.empty_strided(meta.shape, meta.stride(), dtype=kind)
+        return _like(meta, dtype if meta.is_floating_point() else meta.dtype)
 
     return bare.build(
         {name: fake(param) for name, param in bare.module.named_parameters()},
@@ -260,7 +266,10 @@ def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
 
 
 class _Valueless(TorchDispatchMode):
-    """Reads 0.5 or 1 from tensors without values, for optimizers that look at norms."""
+    """Reads 0.5 or 1 from tensors without values, for optimizers that look at norms.
+
+    Those among an optimizer's options have values, which it checks.
+    """
 
     def __torch_dispatch__(
         self,
@@ -271,10 +280,41 @@ class _Valueless(TorchDispatchMode):
     ) -> Any:
         """Carry out an operation."""
         del types
-        if func in _READING:
+        if func in _READING and getattr(args[0], "constant", None) is not None:
+            args = (args[0].constant,)
+        found = list(tree.tensor_leaves(args))
+        if found and not any(isinstance(t, FakeTensor) for t in found):
+            if func is not _ATEN.lift_fresh.default:  # which makes one fake
+                with unset_fake_temporarily():
+                    return func(*args, **(kwargs or {}))
+        elif func in _READING:
             given = args[0].dtype
             return 0.5 if given.is_floating_point else given is torch.bool or 1
         return func(*args, **(kwargs or {}))
+
+
+class _Copied(TorchFunctionMode):
+    """Copies a tensor among an optimizer's options without its values, which torch cannot."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Carry out a call."""
+        del types
+        if func is torch.Tensor.__deepcopy__:
+            given, memo = args
+            memo[id(given)] = _like(given, given.dtype)
+            return memo[id(given)]
+        return func(*args, **(kwargs or {}))
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a fake tensor of another's shape; that one may be of any kind."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
 
 
 def _bytes_of(value: Any) -> int:

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers that a forward pass writes (BatchNorm's statistics), kept pure.
 
-The forward pass writes into scratch tensors; the state's own are written only when the
-update is applied. Large buffers that the first pass does not write (masks, tables) are
-bound to the state's own tensors from then on, so that they are not copied at each step;
-should a later pass write one after all, its version tells, and a spare copy puts it back.
+A forward pass has copies; the state's own are written only when the update is applied. Large
+ones (masks, tables) are copied too, twice an update: whether a pass wrote one shows in its
+values alone, for neither BatchNorm nor a write to `.data` counts as a version, and comparing
+two tensors takes as long as copying one (64 MiB on a CPU: 10 ms by bits, 40 by numbers).
 """
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import attrs
 import torch
 from torch import nn
 
 from accelfn import foreach
+from accelfn.errors import ModelError
+
+Table: TypeAlias = dict[str, torch.Tensor | None]
 
 
 @attrs.frozen(eq=False)
@@ -21,12 +25,9 @@ class _Buffer:
     """Where a buffer stands in the module, and the tensor object that stays there."""
 
     name: str
-    table: dict[str, torch.Tensor | None]
+    table: Table
     key: str
     tensor: torch.Tensor
-
-
-_LARGE = 65_536  # elements; below that a copy costs less than the wish to save it
 
 
 class Buffers:
@@ -34,63 +35,59 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         """Find them; a shared buffer counts once."""
+        self._tables: list[tuple[str, Table, Table]] = []
         found: dict[int, _Buffer] = {}
+        self._fixed: list[tuple[str, Table, str, torch.Tensor | None]] = []
         for path, owner in module.named_modules():
             table = owner._buffers  # pyright: ignore[reportPrivateUsage]
+            self._tables.append((path, table, dict(table)))
             for key, tensor in table.items():
-                if tensor is not None:
-                    name = f"{path}.{key}" if path else key
-                    found.setdefault(id(tensor), _Buffer(name, table, key, tensor))
+                name = _named(path, key)
+                if tensor is None or id(tensor) in found:
+                    self._fixed.append((name, table, key, tensor))
+                else:
+                    found[id(tensor)] = _Buffer(name, table, key, tensor)
         self._found = list(found.values())
+        self._num_keys = [len(before) for _, _, before in self._tables]
+        self._assigned: dict[str, _Buffer] = {}
         self._home: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] = {}
-        self._idle: list[_Buffer] | None = None
-        self._versions: list[int] = []
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._found)
 
     def bind(self, home: Mapping[str, torch.Tensor]) -> None:
         """Take over a state's buffers."""
         self._home = dict(home)
-        self._scratch = {each.name: home[each.name].clone() for each in self._found}
         for each in self._found:
-            idle = self._idle is not None and each in self._idle
-            each.tensor.data = (home if idle else self._scratch)[each.name]
+            self._place(each, home[each.name].clone())
 
     def begin(self, written: Mapping[str, torch.Tensor]) -> None:
         """Put values in place for a forward pass: the state's, or what was `written` since."""
-        idle = {each.name for each in self._idle or []}
-        sources = {n: written.get(n, t) for n, t in self._home.items() if n not in idle}
+        sources = {name: written.get(name, own) for name, own in self._home.items()}
+        for name, each in self._assigned.items():
+            if self._scratch[name].shape != sources[name].shape:
+                self._place(each, sources[name].clone())
         stale = [n for n, source in sources.items() if source is not self._scratch[n]]
         foreach.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
-        self._versions = [each.tensor._version for each in self._idle or []]
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Return the buffers after forward passes, by name; the next pass reuses them."""
+        """Return the buffers after forward passes, by name; the next pass reuses them.
+
+        Raises:
+            ModelError: a pass made or removed one, or gave one another dtype or device.
+        """
+        self._check_places()
         for each in self._found:
-            current = each.table[each.key]
-            if (
-                current is not None and current is not each.tensor
-            ):  # assigned, not written
-                each.table[each.key] = each.tensor
-                self._scratch[each.name] = current.detach().clone()
-                each.tensor.data = self._scratch[each.name]
-        if self._idle is None:
-            self._idle = [each for each in self._found if self._seems_constant(each)]
-            for each in self._idle:
-                each.tensor.data = self._home[each.name]
-        else:
-            self._guard_written()
-        idle = {each.name for each in self._idle}
-        return {name: t for name, t in self._scratch.items() if name not in idle}
+            current, own = each.table.get(each.key), each.tensor
+            if current is not own or not own.is_set_to(self._scratch[each.name]):
+                self._take(each, current)
+        return dict(self._scratch)
 
     def abandon(self) -> None:
         """Forget a forward pass that raised."""
+        for _, table, before in self._tables:
+            table.clear()
+            table.update(before)
         for each in self._found:
-            each.table[each.key] = each.tensor
-        self._guard_written()
+            self._place(each, self._scratch[each.name])
 
     def commit(self, written: Mapping[str, torch.Tensor]) -> None:
         """Write the values into the state's own buffers."""
@@ -100,17 +97,46 @@ class Buffers:
         names = list(written)
         foreach.copy_([self._home[n] for n in names], [written[n] for n in names])
 
-    def _seems_constant(self, each: _Buffer) -> bool:
-        home = self._home[each.name]
-        return home.numel() > _LARGE and torch.equal(each.tensor, home)
+    def _place(self, each: _Buffer, values: torch.Tensor) -> None:
+        """Let the module's buffer have these values, as its memory."""
+        self._scratch[each.name] = values
+        each.tensor.data = values
 
-    def _guard_written(self) -> None:
-        """Take what a pass wrote into an idle buffer for scratch, and put the state's back."""
-        for each, version in zip(list(self._idle or []), self._versions, strict=True):
-            if each.tensor._version != version and self._idle is not None:
-                home, spare = self._home[each.name], self._scratch[each.name]
-                self._scratch[each.name] = home.clone()
-                home.copy_(spare)
-                each.tensor.data = self._scratch[each.name]
-                self._idle.remove(each)
-        self._versions = []
+    def _take(self, each: _Buffer, current: torch.Tensor | None) -> None:
+        """Take the values of a buffer that was assigned, not written."""
+        if current is None:
+            raise ModelError(_refused(each.name, "was set to None"))
+        home = self._home[each.name]
+        for what in ("dtype", "device"):
+            old, new = getattr(home, what), getattr(current, what)
+            if old != new:
+                changed = f"had the {what} {old}, and was given {new}"
+                raise ModelError(_refused(each.name, changed))
+        each.table[each.key] = each.tensor
+        self._assigned[each.name] = each
+        self._place(each, current.detach().clone())
+
+    def _check_places(self) -> None:
+        """Refuse buffers that the state would not have."""
+        if [len(table) for _, table, _ in self._tables] != self._num_keys:
+            for path, table, before in self._tables:
+                for key in table.keys() ^ before.keys():
+                    what = "removed" if key in before else "registered"
+                    raise ModelError(_refused(_named(path, key), f"was {what}"))
+        for name, table, key, tensor in self._fixed:
+            if table.get(key) is not tensor:
+                shared = "is shared, and was assigned under one of its names"
+                what = "was None, and was set" if tensor is None else shared
+                raise ModelError(_refused(name, what))
+
+
+def _named(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _refused(name: str, what: str) -> str:
+    return (
+        f"The buffer {name!r} {what} in the forward pass. A state has the buffers that its"
+        " model was made with, in their dtypes and on their devices: register it with a"
+        " tensor of the dtype that it is to have, and write into that one."
+    )

@@ -2,7 +2,7 @@
 """Compute activations again in the backward pass, instead of keeping them."""
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -90,26 +90,37 @@ def _checkpointed(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call a module's forward under torch's checkpointing."""
-    if torch.compiler.is_compiling() or not any(True for _ in module.buffers()):
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        buffers = _Buffers(module)
-        return buffers.watched(), buffers.as_before()
-
-    return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
-    )
+    if any(True for _ in module.buffers()):
+        forward = partial(_guarded, module, forward, [])
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-_LARGE = 65_536  # elements; what is larger is a mask or a table, and no statistic
+def _guarded(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    runs: "list[_Buffers]",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a forward for the first time, or again; a compiler's graph writes buffers once."""
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    is_first = not runs
+    if is_first:
+        runs.append(_Buffers(module))
+    with runs[0].watched() if is_first else runs[0].as_before():
+        return forward(*args, **kwargs)
+
+
+_LARGE = 65_536  # elements; below that a copy costs less than a look at the values
 
 
 class _Buffers:
     """The buffers of a module, which a second run finds, and leaves, as the first did.
 
-    Large ones that the first run does not write are not kept. Of small ones that is not
-    asked: batch normalisation writes its own without counting it as a version.
+    Large ones that the first run does not write are not kept, as a look at their values
+    says: batch normalisation writes its own without counting it as a version. Of small ones
+    that is not asked.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -120,7 +131,7 @@ class _Buffers:
     def watched(self) -> Generator[None]:
         """Run the first time."""
         found = [
-            (table, key, buffer, buffer._version, buffer.clone())
+            (table, key, buffer.clone())
             for table in self._tables
             for key, buffer in table.items()
             if buffer is not None
@@ -128,10 +139,8 @@ class _Buffers:
         yield
         self._before = [
             (table, key, copy)
-            for table, key, buffer, version, copy in found
-            if copy.numel() <= _LARGE
-            or table[key] is not buffer
-            or buffer._version != version
+            for table, key, copy in found
+            if copy.numel() <= _LARGE or _differ(copy, table[key])
         ]
 
     @contextmanager
@@ -145,3 +154,7 @@ class _Buffers:
         finally:
             for table, key, buffer in after:
                 table[key] = buffer
+
+
+def _differ(one: torch.Tensor, two: torch.Tensor | None) -> bool:
+    return two is None or one.dtype != two.dtype or not torch.equal(one, two)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accelfn import foreach
 from accelfn.arguments import is_number, truth
-from accelfn.errors import ArgumentError, GradsError
+from accelfn.errors import ArgumentError, GradsError, OptimizerError
 from accelfn.grads import Grads
 from accelfn.state import TrainState
 from accelfn.transform import transform
@@ -51,6 +51,9 @@ class clip_grad_norm:
         One pass over the gradients, and one more to scale them; nothing waits for the device.
         For shards one number crosses the ranks.
 
+    Raises:
+        OptimizerError: by group, where one's name is what another, without one, is called.
+
     References:
         Pascanu et al. 2013, "On the difficulty of training recurrent neural networks".
 
@@ -80,6 +83,19 @@ class clip_grad_norm:
         total = _total_norm(list(norms.values()), self.norm_type)
         return grads.with_metrics(grad_norm=total, **norms), None
 
+    def _check_state(self, state: TrainState) -> None:
+        """Refuse a group that is named as another, which has no name, is called."""
+        groups = state.definition.optimizer.param_groups
+        names = {str(each["name"]) for each in groups if "name" in each}
+        for i, group in enumerate(groups):
+            if self.per_group and "name" not in group and str(i) in names:
+                msg = (
+                    f"{self!r}: the optimizer's parameter group {i} has no name, and another"
+                    f' is named {str(i)!r}: both would be metrics["grad_norm.{i}"]. Give it'
+                    " a name, or the other another."
+                )
+                raise OptimizerError(msg)
+
     def _clip_(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Scale tensors down to the bound, and return the norm that they had."""
         norm = _total_norm(tensors, self.norm_type)
@@ -98,6 +114,17 @@ def _refuse_sparse(grads: Grads, owner: object) -> None:
             f"{owner!r}: the gradients of {', '.join(sparse[:5])} are sparse, which torch"
             " clips no more than it takes their norm. Make those layers with sparse=False,"
             " or leave this transform out."
+        )
+        raise GradsError(msg)
+
+
+def _refuse_complex(grads: Grads, owner: object) -> None:
+    found = [name for name, grad in grads.tensors.items() if grad.is_complex()]
+    if found:
+        msg = (
+            f"{owner!r}: the gradients of {', '.join(found[:5])} are complex, which have no"
+            " order, so torch clamps them no more. Use af.clip_grad_norm, which bounds their"
+            " norm."
         )
         raise GradsError(msg)
 
@@ -169,6 +196,9 @@ class clip_grad_value:
     Cost:
         One pass over the gradients.
 
+    Raises:
+        GradsError: gradients are sparse, or complex, of which torch clamps none.
+
     Example:
         >>> clip_grad_value(0.5)
         af.clip_grad_value(0.5)
@@ -181,5 +211,6 @@ class clip_grad_value:
         """Clamp, in place."""
         del slot, state
         _refuse_sparse(grads, self)
+        _refuse_complex(grads, self)
         foreach.clamp_(grads.tensors.values(), -self.max_value, self.max_value)
         return grads, None

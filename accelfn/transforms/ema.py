@@ -29,6 +29,9 @@ class ema:
     After update t: `average = decay * average + (1 - decay) * params`, from the
     parameters at the start. Training itself is unchanged.
 
+    Where ranks train apart, as under `local_sgd`, each has an average of its own, and their
+    average is evaluated, as `local_sgd` takes it; whichever stands first.
+
     Acts on: init, after_update, eval_params.
 
     Args:
@@ -39,7 +42,8 @@ class ema:
         the parameter where that does not move; equal on all ranks where the parameters are.
 
     Cost:
-        One copy of the parameters; one pass over them an update.
+        One copy of the parameters; one pass over them an update. Behind `local_sgd` an
+        evaluation averages once more.
 
     References:
         Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
@@ -68,9 +72,18 @@ class ema:
     def eval_params(
         self, state: TrainState, slot: Params
     ) -> Mapping[str, torch.Tensor]:
-        """Return the average."""
-        del state
-        return slot
+        """Return the average; where ranks train apart, that of all ranks.
+
+        Those behind this one in the chain see to it themselves.
+        """
+        params: Mapping[str, torch.Tensor] = slot
+        for each in state.setup.having("eval_params"):
+            if each == self:
+                break
+            if "replicas_agree" in getattr(type(each), "gives_up", ()):
+                view = state.viewing(params)
+                params = each.eval_params(view, view.slots.get(each.name))
+        return params
 
 
 def _averages(param: torch.Tensor) -> bool:

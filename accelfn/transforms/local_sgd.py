@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train ranks apart, and average their parameters every few updates."""
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
 import torch
 
 from accelfn.arguments import integer, truth
-from accelfn.collectives import pack, sum_, unpack_
+from accelfn.collectives import all_gather, pack, sum_, unpack_
 from accelfn.grads import Grads
 from accelfn.loss import Number
 from accelfn.state import TrainState
@@ -16,6 +17,9 @@ from accelfn.transform import transform
 from accelfn.world import World
 
 Slot: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+_LABEL = "local_sgd"
 
 
 @transform
@@ -25,14 +29,18 @@ class local_sgd:
     No gradient is communicated. Batch size, learning rate and schedule stay as they are.
     Ranks are averaged by the weight of the samples they have seen since the last
     average, so short and empty shares count for what they are. `af.finalize` averages
-    once more at the end; evaluation and export see the average at any time.
+    once more at the end; evaluation and export see the average at any time. What another
+    transform evaluates instead, as `ema` does, is averaged so, too; just after an average,
+    when no rank has seen a sample since, ranks count alike.
 
     Acts on: init, reduce, grads, after_update, eval_params, finalize, merge.
 
     Args:
         sync_every: updates between averages, at least 1.
         buffers: average floating-point buffers (running statistics) too.
-        opt_state: average the optimizer's tensors too.
+        opt_state: average the tensors too that the optimizer keeps of parameters, but for
+            counts of steps. Those of a parameter that has had no gradient on some rank yet,
+            which has none of them, stay each rank's own until it has.
 
     Law:
         With `sync_every=1` and plain SGD it is `wrap_ddp`; in a world of 1 it changes nothing,
@@ -40,7 +48,8 @@ class local_sgd:
 
     Cost:
         One flattened all-reduce every `sync_every` updates, of the parameters that are
-        trained, or were before `with_trainable` froze them.
+        trained, or were before `with_trainable` froze them. One more if no rank has seen a
+        sample since the last; with `opt_state`, a gather of 8 bytes a parameter.
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little".
@@ -88,7 +97,9 @@ class local_sgd:
 
     def eval_params(self, state: TrainState, slot: Slot) -> Mapping[str, torch.Tensor]:
         """Return the average over ranks; a collective unless they were just averaged."""
-        if state.world.size == 1 or state.step == slot["since"]:
+        owners = state.setup.having("eval_params")
+        agree = state.step == slot["since"] and len(owners) == 1
+        if state.world.size == 1 or agree:
             return state.params
         trained = state.definition.skeleton.once_trained
         copies = {n: p.clone() for n, p in state.params.items() if n in trained}
@@ -101,21 +112,44 @@ class local_sgd:
         tensors = [param for name, param in state.params.items() if name in trained]
         if self.buffers:
             tensors += state.buffers.values()
-        if self.opt_state:
-            entries = state.opt_state.values()
-            tensors += [
-                value
-                for entry in entries
-                for name, value in entry.items()
-                if isinstance(value, torch.Tensor) and name != "step"
-            ]
+        if self.opt_state and state.world.size > 1:
+            entries = {n: _moving(state.opt_state.get(n, {})) for n in sorted(trained)}
+            tensors += _held_by_all(entries.values(), state.world)
         return tensors
+
+
+def _moving(entry: Mapping[str, Any]) -> Tensors:
+    """Return what is averaged of an optimizer's entry, in an order that ranks share."""
+    return {
+        name: value
+        for name, value in sorted(entry.items())
+        if isinstance(value, torch.Tensor) and name != "step"
+    }
+
+
+def _held_by_all(entries: Iterable[Tensors], world: World) -> list[torch.Tensor]:
+    """Return the tensors of those entries that are alike on all ranks; a collective."""
+    found = list(entries)
+    told = [
+        [(name, tuple(t.shape), str(t.dtype)) for name, t in entry.items()]
+        for entry in found
+    ]
+    sums = [zlib.crc32(str(each).encode()) for each in told]
+    mine = torch.tensor(sums, dtype=torch.int64, device=world.device)
+    alike = (torch.stack(all_gather(mine, world, label=_LABEL)) == mine).all(0).tolist()
+    return [
+        tensor
+        for entry, same in zip(found, alike, strict=True)
+        if same
+        for tensor in entry.values()
+    ]
 
 
 def average_(tensors: list[torch.Tensor], weight: Number, world: World) -> None:
     """Set floating-point tensors to their mean over ranks by weight, in place.
 
-    The weight travels at the end of the same buffer. Integer tensors are left alone.
+    The weight travels at the end of the same buffer; if it is 0 on all ranks, they are
+    asked again for the plain mean. Integer tensors are left alone.
     """
     moving = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     if world.size == 1 or not moving:
@@ -124,11 +158,18 @@ def average_(tensors: list[torch.Tensor], weight: Number, world: World) -> None:
         same = [tensor for tensor in moving if tensor.dtype == dtype]
         # below float32 a weight could not be counted: average in float32
         wide = dtype if dtype.itemsize >= 4 else torch.float32
-        # a weight of 0 on all ranks gives the plain mean; beside a count this is nothing
-        seen = torch.full((1,), 1e-30, dtype=wide, device=world.device) + weight
+        seen = torch.zeros(1, dtype=wide, device=world.device) + weight
         flat = pack([*same, seen.to(dtype)]).to(wide)
         flat[-1:] = 1
         flat.mul_(seen)
-        sum_(flat, world, label="local_sgd")
+        sum_(flat, world, label=_LABEL)
+        if _may_be_zero(weight) and not flat[-1]:
+            average_(same, 1, world)
+            continue
         flat.div_(flat[-1].clone())
         unpack_(flat[:-1], same)
+
+
+def _may_be_zero(weight: Number) -> bool:
+    """Whether the sum of all ranks' weights must be looked at; a device is waited for."""
+    return isinstance(weight, torch.Tensor) or weight == 0

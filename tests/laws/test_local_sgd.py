@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """local_sgd is DDP at one end and plain training at the other, and averages by weight."""
 
+from functools import partial
+
 import attrs
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -52,7 +56,7 @@ def test_it_communicates_when_it_says(
     opt_state: bool,
     optimizer: str,
 ) -> None:
-    """One flattened all-reduce every sync_every updates, none between; replicas agree after."""
+    """One all-reduce every sync_every updates, and a gather for opt_state; replicas agree after."""
     setup = af.chain(
         af.shard_data(),
         af.local_sgd(sync_every=every, buffers=buffers, opt_state=opt_state),
@@ -61,8 +65,10 @@ def test_it_communicates_when_it_says(
     run = attrs.evolve(run, dyadic=False, loss="squared", setup=setup)
     log = simulate(size, lambda world: run.train(run.state(world))).log
     said = [(e.kind, e.label) for e in log if not e.label.startswith("compare ")]
-    assert said == [("all_reduce", "local_sgd")] * (updates // every)
-    averaging = [each.step for each in log if each.label == "local_sgd"]
+    calls = ["all_gather", "all_reduce"] if opt_state else ["all_reduce"]
+    assert said == [(kind, "local_sgd") for kind in calls] * (updates // every)
+    calls = [each for each in log if each.label == "local_sgd"]
+    averaging = [each.step for each in calls if each.kind == "all_reduce"]
     assert averaging == list(range(every - 1, updates, every))
     (first, _), *others = trained(size, run, setup)
     for i in range(updates):
@@ -114,3 +120,89 @@ def test_a_last_average_is_owed(run: Run, size: int, weighted: bool) -> None:
         assert differences(before, still) == []
         assert differences(mean, view, within=1e-12) == []
         assert differences(mean, after, within=1e-12) == []
+
+
+class Three(nn.Module):
+    """Three numbers, each of which may take part in a loss or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abc":
+            self.register_parameter(name, nn.Parameter(torch.zeros(())))
+
+
+USED = st.lists(st.sets(st.sampled_from("abc"), min_size=1), min_size=2, max_size=2)
+
+
+@given(used=st.lists(USED, min_size=2, max_size=3))
+def test_momentum_is_averaged_by_name(used: list[list[set[str]]]) -> None:
+    """In whatever order gradients come, a has a's momentum; if some rank has none, its own."""
+    sgd = partial(torch.optim.SGD, lr=0.0, momentum=0.5)
+
+    def go(world: af.World) -> dict[str, float]:
+        setup = af.local_sgd(sync_every=2, opt_state=True)
+        state = af.TrainState.create(
+            model=Three, optimizer=sgd, setup=setup, world=world
+        )
+        size = {"a": 1.0, "b": 32.0, "c": 1024.0}
+        step = af.make_step(
+            lambda model, names: sum(
+                getattr(model, name) * size[name] * (1 + world.rank) for name in names
+            )
+        )
+        for names in used[world.rank]:
+            state, _ = step(state, sorted(names))
+        return {n: float(e["momentum_buffer"]) for n, e in state.opt_state.items()}
+
+    def alone(rank: int, name: str) -> float | None:
+        momentum, size = None, {"a": 1.0, "b": 32.0, "c": 1024.0}[name] * (1 + rank)
+        for names in used[rank]:
+            if name in names:
+                momentum = 0.5 * (momentum or 0.0) + size
+        return momentum
+
+    for rank, found in enumerate(simulate(len(used), go)):
+        for name in "abc":
+            held = [alone(each, name) for each in range(len(used))]
+            known = [each for each in held if each is not None]
+            mean = sum(known) / len(used) if len(known) == len(used) else held[rank]
+            assert (found.get(name) is None) == (mean is None)
+            assert mean is None or abs(found[name] - mean) < 1e-3
+
+
+@given(
+    run=runs(updates=3, remainder="short"),
+    size=st.sampled_from([2, 3]),
+    every=st.integers(1, 3),
+    first=st.booleans(),
+)
+def test_what_ema_keeps_is_evaluated_alike(
+    run: Run, size: int, every: int, first: bool
+) -> None:
+    """Beside ema, in either order, all ranks evaluate the mean of their averages, always."""
+    local, ema = af.local_sgd(sync_every=every), af.ema(0.5)
+    both = (ema, local) if first else (local, ema)
+    run = attrs.evolve(run, setup=af.chain(af.shard_data(), *both), dyadic=False)
+
+    def look(state: af.TrainState) -> Found:
+        return {n: p.clone() for n, p in af.eval_params(state).items()}
+
+    def train(world: af.World) -> list[tuple[Found, Found, float]]:
+        state, seen = run.state(world), []
+        for _ in range(run.updates):
+            state, _ = run.train(state, 1)
+            kept = {n: p.clone() for n, p in state.slots["ema"].items()}
+            weight = float(state.slots["local_sgd"]["weight"])
+            seen.append((look(state), kept, weight))
+        state = af.finalize(state)
+        return [*seen, (look(state), dict(state.slots["ema"]), 0.0)]
+
+    for moment in zip(*simulate(size, train), strict=True):
+        weights = [weight for _, _, weight in moment]
+        weights = weights if any(weights) else [1.0] * size
+        for name in moment[0][0]:
+            kept = [average[name] for _, average, _ in moment]
+            mean = sum(w * k for w, k in zip(weights, kept, strict=True)) / sum(weights)
+            for found, _, _ in moment:
+                assert torch.equal(found[name], moment[0][0][name])
+                assert torch.allclose(found[name], mean, rtol=1e-6, atol=1e-9)

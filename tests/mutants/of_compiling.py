@@ -30,8 +30,8 @@ MUTANTS = [
         says="what is run again writes its running statistics again",
         law="L4",
         test=test_compiling.test_recomputing_is_exact,
-        place=activations._checkpointed,
-        old="return buffers.watched(), buffers.as_before()",
-        new="return buffers.watched(), buffers.watched()",
+        place=activations._guarded,
+        old="else runs[0].as_before()",
+        new="else runs[0].watched()",
     ),
 ]

@@ -133,3 +133,68 @@ def test_two_of_them():
     own = af.checkpoint_activations
     with pytest.raises(af.CompositionError, match="same modules"):
         af.chain(own(nn.Linear), own(nn.Tanh, name="other"))
+
+
+class Codes(nn.Module):
+    """Writes a large buffer in a way that counts as no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(70_000)
+        self.register_buffer("codes", torch.ones(70_000))
+        self.register_buffer("mask", torch.ones(70_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.codes.data.mul_(0.5)
+        return self.norm(x) * self.codes * self.mask
+
+
+def test_large_buffers_move_once():
+    """Wide statistics, and codes written by `.data`, are those of one pass."""
+
+    def moved(*setup: object) -> dict[str, torch.Tensor]:
+        make = functools.partial(nn.Sequential, Codes())
+        state = af.TrainState.create(
+            model=make, optimizer=SGD, setup=af.chain(*setup), seed=3
+        )
+        x = torch.randn(3, 70_000, generator=torch.Generator().manual_seed(0))
+        state, _ = af.make_step(loss_fn)(state, x)
+        return tensors(state)
+
+    assert differences(moved(), moved(af.checkpoint_activations())) == []
+
+
+class Broken(nn.Module):
+    """A layer that cannot be one graph, or can."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.layer, self.norm, self.breaks = nn.Linear(6, 6), nn.BatchNorm1d(6), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.layer(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x.relu()
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("regions", [None, Broken])
+def test_between_graphs(breaks, regions):
+    """Statistics move once where compiled code has to go on outside of a graph."""
+    compiled = af.compile(backend="aot_eager", fullgraph=False, regions=regions)
+
+    def moved(*setup: object) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=lambda: nn.Sequential(Broken(breaks=breaks), nn.Linear(6, 1)),
+            optimizer=SGD,
+            setup=af.chain(*setup, compiled),
+        )
+        for i in range(2):
+            generator = torch.Generator().manual_seed(i)
+            x = torch.randn(8, 6, generator=generator)
+            state, _ = af.make_step(loss_fn)(state, x)
+        return tensors(state)
+
+    found = moved(af.checkpoint_activations(Broken))
+    assert differences(moved(), found, within=1e-6) == []

@@ -86,3 +86,24 @@ def test_a_model_that_is_none_is_refused() -> None:
         af.ArgumentError, match=r"gave int; expected a torch\.nn\.Module"
     ):
         af.memory_estimate(lambda: 3, optimizer=adamw)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_learning_rate_that_is_a_tensor(kind, inside) -> None:
+    """It is read, and counted, whether the factory makes it or has it."""
+    ready = torch.tensor(0.1)
+
+    def optimizer(named):
+        return kind(named, lr=torch.tensor(0.1) if inside else ready)
+
+    def plain(named):
+        return kind(named, lr=0.1)
+
+    found, expected = (
+        af.memory_estimate(lambda: nn.Linear(2, 2), optimizer=each).by_dtype
+        for each in (optimizer, plain)
+    )
+    for dtype, bytes_ in found.items():
+        assert bytes_.opt_state == expected[dtype].opt_state + 4
+    assert ready == torch.tensor(0.1)

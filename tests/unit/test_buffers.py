@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that a forward pass writes in ways that leave no trace, or may not write."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+Pass = Callable[[nn.Module], object]
+
+
+class Table(nn.Module):
+    """A layer and buffers, one of which may be large, and what its forward does to them."""
+
+    def __init__(self, forward_of: Pass, size: int = 3) -> None:
+        super().__init__()
+        self.layer, self.forward_of = nn.Linear(2, 1), forward_of
+        self.register_buffer("table", torch.ones(size))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("none", None)
+        self.register_buffer("twin", self.table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forward_of(self)
+        return self.layer(x)
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def still(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Take a loss in which buffers are left alone."""
+    model.eval()
+    try:
+        return loss_fn(model, x)
+    finally:
+        model.train()
+
+
+def begun(forward_of: Pass, *setup: object, size: int = 3) -> af.TrainState:
+    model = functools.partial(Table, forward_of, size)
+    return af.TrainState.create(
+        model=lambda: nn.Sequential(model()), optimizer=SGD, setup=af.chain(*setup)
+    )
+
+
+def by_data(model: nn.Module) -> None:
+    model.table.data.mul_(0.5)
+
+
+def by_a_new_tensor(model: nn.Module) -> None:
+    model.table.data = model.table.data * 0.5
+
+
+@pytest.mark.parametrize("write", [by_data, by_a_new_tensor])
+@pytest.mark.parametrize("size", [3, 70_000])
+@pytest.mark.parametrize("first", [loss_fn, still])
+def test_a_write_without_a_version(write: Pass, size: int, first: Callable) -> None:
+    """It is in the next state, and value_and_grad leaves the given one as it is."""
+    state, x = begun(write, size=size), torch.ones(3, 2)
+    state, _ = af.make_step(first)(state, x)
+    before = 0.5 if first is loss_fn else 1.0
+    assert state.buffers["0.table"].unique().tolist() == [before]
+    _, grads = af.value_and_grad(loss_fn)(state, x)
+    assert state.buffers["0.table"].unique().tolist() == [before]
+    state = af.apply_grads(state, grads)
+    assert state.buffers["0.table"].unique().tolist() == [before / 2]
+
+
+def test_many_channels() -> None:
+    """The statistics of a wide batch normalisation are torch's."""
+    wide, x = functools.partial(nn.BatchNorm1d, 70_000), torch.randn(3, 70_000)
+    expected = wide()
+    expected(x)
+    state = af.TrainState.create(model=wide, optimizer=SGD)
+    state, _ = af.make_step(still)(state, x)
+    state, _ = af.make_step(loss_fn)(state, x)
+    assert torch.equal(state.buffers["running_var"], expected.running_var)
+
+
+def test_a_buffer_that_grows() -> None:
+    """Its shape may change; passes that are not applied leave the state's as it is."""
+
+    def grow(model: nn.Module) -> None:
+        model.history = torch.cat([model.history, torch.ones(1)])
+
+    def made() -> nn.Module:
+        model = Table(grow)
+        model.register_buffer("history", torch.zeros(0))
+        return model
+
+    state, x = af.TrainState.create(model=made, optimizer=SGD), torch.ones(3, 2)
+    for _ in range(2):
+        af.value_and_grad(loss_fn)(state, x)
+        assert state.buffers["history"].shape == (0,)
+    for i in range(2):
+        state, _ = af.make_step(loss_fn)(state, x)
+        assert state.buffers["history"].shape == (i + 1,)
+
+
+REFUSED: dict[str, tuple[Pass, str]] = {
+    "set": (lambda m: setattr(m, "none", torch.ones(())), "'0.none' was None, and was"),
+    "unset": (lambda m: setattr(m, "count", None), "'0.count' was set to None"),
+    "dtype": (
+        lambda m: setattr(m, "count", m.count + 0.5),
+        "'0.count' had the dtype torch.int64, and was given torch.float32",
+    ),
+    "data": (
+        lambda m: setattr(m.table, "data", m.table.double()),
+        "'0.table' had the dtype torch.float32, and was given torch.float64",
+    ),
+    "registered": (
+        lambda m: m.register_buffer("later", torch.ones(())),
+        "'0.later' was registered",
+    ),
+    "removed": (lambda m: delattr(m, "count"), "'0.count' was removed"),
+    "shared": (
+        lambda m: setattr(m, "twin", m.twin + 1),
+        "'0.twin' is shared, and was assigned under one of its names",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_state_would_not_have(case: str) -> None:
+    """A buffer that a pass makes, removes or makes another is named; the state is whole."""
+    change, said = REFUSED[case]
+    state, x = begun(change), torch.ones(3, 2)
+    params = {name: param.clone() for name, param in state.params.items()}
+    for _ in range(2):
+        with pytest.raises(af.ModelError, match=said):
+            af.make_step(loss_fn)(state, x)
+    assert all(torch.equal(params[name], state.params[name]) for name in params)
+    assert state.buffers["0.table"].tolist() == [1, 1, 1]
+    twin = begun(lambda _: None)
+    twin, _ = af.make_step(still)(twin.with_params(params), x)
+    state, _ = af.make_step(still)(state, x)
+    for name, param in state.params.items():
+        assert torch.equal(param, twin.params[name])
+
+
+def test_no_buffer_at_all() -> None:
+    """A model without any is refused one, too."""
+
+    class Bare(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.register_buffer("later", torch.ones(()))
+            return super().forward(x)
+
+    state = af.TrainState.create(model=lambda: Bare(2, 1), optimizer=SGD)
+    with pytest.raises(af.ModelError, match="'later' was registered"):
+        af.make_step(loss_fn)(state, torch.ones(3, 2))

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the clipping transforms refuse, by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+
+
+def test_a_name_that_is_another_groups_number() -> None:
+    """A group named "1" and group 1 without a name would be one metric; named, they are two."""
+
+    def create(setup: object, **more: str) -> af.TrainState:
+        def optimizer(named: list) -> torch.optim.Optimizer:
+            (_, weight), (_, bias) = named
+            one, two = {"params": [weight], "name": "1"}, {"params": [bias], **more}
+            return torch.optim.SGD([one, two], lr=0.1)
+
+        make = lambda: nn.Linear(2, 1)  # noqa: E731
+        return af.TrainState.create(model=make, optimizer=optimizer, setup=setup)
+
+    clip = af.clip_grad_norm(0.1, per_group=True)
+    with pytest.raises(af.OptimizerError, match=r"group 1 has no name.*named '1'"):
+        create(clip)
+    create(af.clip_grad_norm(0.1))
+    step = af.make_step(lambda model, x: model(x).square().mean())
+    _, metrics = step(create(clip, name="bias"), torch.ones(3, 2))
+    assert {"grad_norm.1", "grad_norm.bias"} < set(metrics)
+
+
+def test_complex_gradients() -> None:
+    """Their elements have no order, so a bound on values names them; a norm they have."""
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([3 + 4j]))
+
+    def stepped(setup: object) -> af.TrainState:
+        sgd = torch.optim.SGD
+        state = af.TrainState.create(model=Complex, optimizer=sgd, setup=setup)
+        step = af.make_step(lambda model, _: model.weight.abs().square().sum() / 2)
+        return step(state, None)[0]
+
+    with pytest.raises(af.GradsError, match=r"gradients of weight are complex"):
+        stepped(af.clip_grad_value(0.5))
+    stepped(af.clip_grad_norm(0.5))

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `local_sgd` averages where no rank has seen a sample, and what it leaves alone."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+
+
+class One(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), value))
+
+
+@pytest.mark.parametrize("value", [1e-13, 1e-38, 1.0, 1e38])
+def test_a_mean_without_weights(value: float) -> None:
+    """Where no rank's losses weigh anything, the mean of equal numbers is bitwise the number."""
+
+    def go(world: af.World) -> torch.Tensor:
+        state = af.TrainState.create(
+            model=functools.partial(One, value),
+            optimizer=torch.optim.SGD,
+            setup=af.local_sgd(sync_every=1),
+            world=world,
+        )
+        step = af.make_step(lambda model, _: af.Loss(model.weight.sum() * 0, 0))
+        state, _ = step(state, None)
+        return state.params["weight"].clone()
+
+    for found in simulate(2, go):
+        assert found.item() == torch.full((1,), value).item()
+
+
+def test_hyperparameters_stay() -> None:
+    """A learning rate that is a tensor is no state of a parameter: no rounding moves it."""
+
+    def go(world: af.World) -> float:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 1),
+            optimizer=lambda named: torch.optim.Adam(named, lr=torch.tensor(0.1)),
+            setup=af.local_sgd(sync_every=1, opt_state=True),
+            world=world,
+        )
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        for _ in range(20):
+            state, _ = step(state, torch.ones(3 if world.rank else 7, 2))
+        return state.opt_state["<group 0>"]["lr"].item()
+
+    assert set(simulate(3, go)) == {torch.tensor(0.1).item()}
