@@ -67,6 +67,7 @@ def test_names_and_order_are_only_names_and_order(
     run: Run, size: int, setup: object, names: list[str], order: list[int]
 ) -> None:
     """Renaming and reordering parameters renames and reorders what training makes of them."""
+    data = run.state().data
 
     def train(names: dict[int, str]) -> list[Found]:
         new = {name: f"p{i}" for i, name in names.items()}
@@ -75,7 +76,7 @@ def test_names_and_order_are_only_names_and_order(
             state = af.TrainState.create(
                 model=lambda: Named(names),
                 optimizer=OPTIMIZERS[run.optimizer],
-                data=run.state().data,
+                data=data,
                 setup=setup,
                 world=world,
             )
