@@ -69,10 +69,8 @@ def test_the_weight_is_not_rounded(
     fused: bool,
 ) -> None:
     """Whatever the parameters' dtypes, a loss scale and the optimizer: the mean, once rounded."""
-    if in_backward:
-        beside = af.optimizer_in_backward()
-    else:
-        beside = None if scale is None else Scaled(scale)
+    scaled = None if scale is None else Scaled(scale)
+    beside = af.optimizer_in_backward() if in_backward else scaled
     if fused:  # torch's kernel takes one dtype
         kinds = kinds[:1]
     total = 64.0  # a power of 2, which every dtype has
