@@ -53,7 +53,8 @@ def tests(session: nox.Session) -> None:
     """Run all tests: units, laws, ranks, docs and examples, files side by side."""
     install(session, *WITH_TESTS)
     side_by_side = "-n", "auto", "--dist", "loadgroup"
-    run(session, "pytest", "--hypothesis-profile=ci", *side_by_side, *session.posargs)
+    said = "-rs", *side_by_side  # what was skipped is said, with its reason
+    run(session, "pytest", "--hypothesis-profile=ci", *said, *session.posargs)
 
 
 @nox.session

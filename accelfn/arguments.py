@@ -4,6 +4,7 @@
 To Python True is an integer, 1; as an argument it is a slip, and refused.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeGuard
 
@@ -75,3 +76,16 @@ def truth(*, within: str = "af.") -> Validator:
             raise ArgumentError(msg)
 
     return check
+
+
+def why_not(function: Callable[..., object], *given: object) -> TypeError | None:
+    """Return why a function cannot be called with these, as far as its signature says."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, and not said
+        return None
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        return error
+    return None

@@ -6,7 +6,6 @@ copies that structure around tensors of a state, without copying the tensors.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Self, TypeAlias
 
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn import streams
+from accelfn.arguments import why_not
 from accelfn.errors import ModelError, StateError
 
 _GIVEN = WeakIdKeyDictionary()  # parameters that a state took
@@ -66,13 +66,8 @@ class Skeleton:
 
 
 def _check_takes_nothing(factory: Any) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # written in C, and not said
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
+    error = why_not(factory)
+    if error is not None:
         msg = (
             f"model={factory!r}: expected a module, or a factory that takes no argument;"
             f" this one: {error}. functools.partial({_named(factory)}, ...) makes one of it."

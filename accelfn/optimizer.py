@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.arguments import why_not
 from accelfn.errors import ArgumentError, ModelError, OptimizerError
 from accelfn.model import Skeleton
 from accelfn.partition import (
@@ -52,7 +53,7 @@ def prototype_of(
         _refuse_scheduler(source)
         optimizer = source
     else:
-        _check_takes("optimizer", source, "a list of (name, parameter)", trainable)
+        _check_takes(source, trainable)
         optimizer = source(trainable)
     if not isinstance(optimizer, Optimizer):
         msg = (
@@ -174,18 +175,14 @@ def _share(part: Optimizer, names: Mapping[int, str]) -> str:
     return f" of {len(owned)} parameters ({listed:08x})"
 
 
-def _check_takes(argument: str, factory: Any, what: str, *given: object) -> None:
+def _check_takes(factory: Any, trainable: object) -> None:
     """Refuse a factory that does not take what it is called with."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # written in C, and not said
-        return
-    try:
-        signature.bind(*given)
-    except TypeError as error:
+    error = why_not(factory, trainable)
+    if error is not None:
         msg = (
-            f"{argument}={factory!r}: expected a factory that takes {what}, such as"
-            f" functools.partial(torch.optim.AdamW, lr=3e-4); this one: {error}."
+            f"optimizer={factory!r}: expected a factory that takes a list of (name,"
+            " parameter), such as functools.partial(torch.optim.AdamW, lr=3e-4); this one:"
+            f" {error}."
         )
         raise OptimizerError(msg) from error
 
