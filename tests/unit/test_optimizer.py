@@ -272,17 +272,6 @@ def test_ready_optimizer_hands_over_its_state():
     assert plain(dict(twin.named_parameters())) == plain(state.params)
 
 
-def test_ready_optimizer_with_a_scheduler_on_it():
-    """A torch scheduler attached to a ready optimizer neither breaks nor steps it."""
-    model = seeded()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    optim.lr_scheduler.StepLR(optimizer, 1)
-    state = af.TrainState.create(model=model, optimizer=optimizer)
-    for part in PARTS:
-        state, _ = STEP(state, part)
-    assert by_hand(OPTIMIZERS["SGD"], PARTS)[-1] == plain(state.params)
-
-
 def test_step_hooks_run():
     """Hooks that a ready optimizer has are run at each update."""
     model, seen = seeded(), []
