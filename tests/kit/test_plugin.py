@@ -195,7 +195,7 @@ def test_parted(world):
         [
             (
                 "simulated(0)",
-                "*takes numbers of ranks, and faults, schedule, seed; not 0.",
+                "*takes numbers of ranks, and faults, schedule, seed, sums; not 0.",
             ),
             ("simulated('2')", "*not '2'."),
             ("simulated(True)", "*not True."),
