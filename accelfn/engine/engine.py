@@ -25,7 +25,8 @@ from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.engine.synced_norm import buffers_of_all_ranks
-from accelfn.errors import GradsError, LossError, UnusedParametersError
+from accelfn.engine.untaken import check_untaken, refuse_unused
+from accelfn.errors import GradsError, LossError
 from accelfn.fields import check_returned
 from accelfn.grads import Grads
 from accelfn.loss import Metrics, Number
@@ -135,7 +136,7 @@ class Engine:
             with streams.stream(seed, self._device):
                 read = self._runner.forward(loss_fn, samples, sync=sync)
                 if into is None:
-                    self._check_untaken()
+                    check_untaken(self._pairs)
                 averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
             stepped = {} if live is None else live.done()
@@ -278,16 +279,6 @@ class Engine:
             self.live_update.divide_by(None if mean else told)
         return self._runner.backward(read.scalar, scale, weight)
 
-    def _check_untaken(self) -> None:
-        """Raise where a loss function has run a backward pass of its own."""
-        pairs = self._pairs
-        if pairs[0][1].grad is not None or pairs[-1][1].grad is not None:
-            msg = (
-                "The loss function has left gradients behind. It returns a loss, and the"
-                " step runs the backward pass: leave loss.backward() out of it."
-            )
-            raise LossError(msg)
-
     def _found(
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
@@ -299,7 +290,7 @@ class Engine:
         }
         num_trained = len(self._pairs)
         if reduced and len(found) < num_trained and not self._runner.expects_unused:
-            self._refuse_unused(found)
+            refuse_unused(name for name in self._trained if name not in found)
         if not found:
             msg = (
                 "The loss depends on no trainable parameter of the model, only on other"
@@ -360,16 +351,6 @@ class Engine:
         self.forget_plan()
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.pop("engine", None)
-
-    def _refuse_unused(self, found: Mapping[str, torch.Tensor]) -> None:
-        unused = [name for name in self._trained if name not in found]
-        msg = (
-            f"{len(unused)} parameters took no part in the loss:"
-            f" {', '.join(unused[:5])}. DistributedDataParallel waits for all: use"
-            " af.wrap_ddp(find_unused_parameters=True), or freeze them with"
-            " requires_grad_(False)."
-        )
-        raise UnusedParametersError(msg)
 
 
 def updates_in_backward(setup: chain) -> bool:
