@@ -70,6 +70,7 @@ from accelfn.errors import StateError as StateError
 from accelfn.errors import TrackingError as TrackingError
 from accelfn.errors import TrackingWarning as TrackingWarning
 from accelfn.errors import UnusedParametersError as UnusedParametersError
+from accelfn.errors import Warning as Warning  # noqa: A004 - af.Warning
 from accelfn.errors import WorldError as WorldError
 from accelfn.fused import fused as fused
 from accelfn.grads import Grads as Grads

@@ -62,7 +62,11 @@ class CompileError(Error, RuntimeError):
     """A loss cannot be compiled, or there is nothing to compile it with."""
 
 
-class RecompilationWarning(Error, RuntimeWarning):  # noqa: N818 - a warning
+class Warning(Error, UserWarning):  # noqa: A001, N818 - af.Warning, and it is one
+    """Something runs, but is likely not what was meant; the text has the line to write."""
+
+
+class RecompilationWarning(Warning, RuntimeWarning):
     """Something was compiled again, which takes as long as thousands of steps."""
 
 
@@ -146,5 +150,5 @@ class TrackingError(Error, RuntimeError):
     """A tracker cannot begin, or what one wrote cannot be read."""
 
 
-class TrackingWarning(Error, RuntimeWarning):  # noqa: N818 - it is one
+class TrackingWarning(Warning, RuntimeWarning):
     """A tracker's backend failed; the training goes on without what it did not take."""
