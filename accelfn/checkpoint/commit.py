@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
-import safetensors
 import torch
 
 from accelfn.checkpoint import disk, files
@@ -33,14 +32,13 @@ from accelfn.errors import (
     CheckpointError,
     CheckpointWriteError,
     DirectoryInUseError,
-    PlainDataError,
+    Error,
 )
 
 Exchange: TypeAlias = Callable[[str, str], list[str]]
 """What is done, and a rank's text: the texts of all ranks, in rank order."""
 
 _SPEECHLESS = "failed OSError it had no room to say why"
-_FAILURES = (OSError, CheckpointError, PlainDataError, safetensors.SafetensorError)
 
 
 @attrs.frozen(kw_only=True)
@@ -101,8 +99,8 @@ class Save:
         failure: Exception | None = None
         try:
             outcome = f"ok {act() or ''}"
-        except _FAILURES as error:
-            failure, outcome = error, f"failed {type(error).__name__} {error}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
+            failure, outcome = error, f"failed {type(error).__name__} {_told(error)}"
         outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
         if commits:
             done = not outcomes[0] and self.final.exists()
@@ -122,6 +120,13 @@ class Save:
                 error_type = DirectoryInUseError if in_use else CheckpointWriteError
                 raise error_type(msg) from failure
         return [text[3:] for text in outcomes]
+
+
+def _told(error: Exception) -> str:
+    """Return an error's text, which begins with its kind where it is none that is known."""
+    if isinstance(error, Error) or (isinstance(error, OSError) and error.errno):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def partial_of(final: Path) -> Path:

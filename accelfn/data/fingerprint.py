@@ -11,6 +11,7 @@ import torch
 from accelfn import streams, tree
 from accelfn.data.sources import Source
 from accelfn.data.zipped import Zipped
+from accelfn.errors import DataError
 
 if TYPE_CHECKING:
     from accelfn.data.dataset import Data
@@ -33,26 +34,41 @@ def form_of(data: "Data") -> dict[str, Any]:
     return form | {"samples": len(data), "order": order}
 
 
-def fingerprint_of(source: Source) -> str:
+def fingerprint_of(source: Source, part: str | None = None) -> str:
     """Return a hash of a few samples, read twice; those that differ are left out.
 
-    So are those that cannot be read: a state is saved all the same.
-
     Cost: eight samples are read twice, once for each `Data` that is saved.
+
+    Raises:
+        DataError: one cannot be read; without it, these would be other data.
     """
     digest = hashlib.sha256()
     if isinstance(source, Zipped):
-        for part in source.parts.values():
-            digest.update(fingerprint_of(part).encode())
+        for name, inside in source.parts.items():
+            digest.update(fingerprint_of(inside, name).encode())
         return digest.hexdigest()[:16]
     n = len(source)
     places = np.unique(np.linspace(0, n - 1, min(_PROBES, n)).astype(np.int64))
     for place in places.tolist():
-        with suppress(Exception):
+        try:
             first, again = (_hash_of(_sample(source, place)) for _ in range(2))
-            if first == again:
-                digest.update(first)
+        except Exception as error:
+            raise _unread(place, part, error) from error
+        if first == again:
+            digest.update(first)
     return digest.hexdigest()[:16]
+
+
+def _unread(place: int, part: str | None, error: Exception) -> DataError:
+    """Return an error that says which sample cannot be read, and what to do."""
+    of = "" if part is None else f" of {part!r}"
+    name = ' Or give af.Data(fingerprint="a name of the data"), and none is read.'
+    return DataError(
+        f"sample {place}{of} of the dataset cannot be read, and a run that is resumed knows"
+        f" its data by a hash of some samples, of which this is one:"
+        f" {type(error).__name__}: {error}. Try again if it can be read now."
+        f"{name if part is None else ''}"
+    )
 
 
 def _sample(source: Source, place: int) -> Any:
@@ -71,9 +87,10 @@ def _hash_of(sample: Any) -> bytes:
 def _bytes_of(leaf: Any) -> bytes:
     """Return what tells a leaf from others; of an unknown object, its class."""
     if isinstance(leaf, torch.Tensor):
-        array = leaf.detach().cpu().contiguous()
-        head = f"{array.dtype}{tuple(array.shape)}".encode()
-        return head + array.reshape(-1).view(torch.uint8).numpy().tobytes()
+        with suppress(RuntimeError):  # a sparse one, say, which has no such bytes
+            array = leaf.detach().cpu().contiguous()
+            head = f"{array.dtype}{tuple(array.shape)}".encode()
+            return head + array.reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, np.ndarray):
         return f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
     if isinstance(leaf, (str, int, float, bool, bytes, type(None), np.generic)):

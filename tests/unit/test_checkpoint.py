@@ -10,6 +10,8 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
@@ -512,6 +514,52 @@ def test_data_that_is_augmented_has_one_fingerprint(kind):
     assert one == other
     named = af.Data(kind(range(8)), batch_size=3, fingerprint="noisy 1")
     assert named.facts["fingerprint"] == "noisy 1"
+
+
+class Unreadable(list):
+    """Rows of which one cannot be read, so many times."""
+
+    def __init__(self, at, times):
+        super().__init__(range(8))
+        self.at, self.times = at, times
+
+    def __getitem__(self, index):
+        if index == self.at and self.times:
+            self.times -= 1
+            raise OSError("no such shard")
+        return X[index]
+
+
+@given(at=st.integers(0, 7), times=st.integers(1, 2))
+def test_a_sample_that_cannot_be_read_is_told(tmp_path_factory, at, times):
+    """A11: the save fails and names the sample; the next one knows all the data."""
+    folder = tmp_path_factory.mktemp("unread") / "saved"
+    state = fresh(data=af.Data(Unreadable(at, times), batch_size=3))
+    words = rf"(?s)sample {at} .*OSError: no such shard.*fingerprint="
+    for _ in range(times):
+        with pytest.raises(af.CheckpointWriteError, match=words):
+            af.save(state, folder)
+    af.save(state, folder)
+    whole = fresh(data=af.Data(Unreadable(at, 0), batch_size=3))
+    assert af.load(whole, folder).step == 0
+
+
+def test_a_fingerprint_is_of_samples_that_can_be_read():
+    """A11: of data that are zipped the dataset is named, too; data with a name need none."""
+    data = af.Data.zip(batch_size=2, left=[1, 2], right=Unreadable(7, 9))
+    with pytest.raises(af.DataError, match="sample 7 of 'right' of the dataset"):
+        _ = data.facts
+    named = af.Data(Unreadable(7, 9), batch_size=2, fingerprint="crawl")
+    assert named.facts["fingerprint"] == "crawl"
+
+
+@pytest.mark.parametrize(
+    "leaf", [torch.eye(2).to_sparse(), torch.ones(1, device="meta")]
+)
+def test_a_sample_without_bytes_has_a_fingerprint(leaf):
+    """What has no bytes to hash tells nothing, and is no failure."""
+    one, other = (af.Data([leaf, leaf, X[0]], batch_size=1).facts for _ in range(2))
+    assert one == other
 
 
 def test_loading_across_buffers(tmp_path):
