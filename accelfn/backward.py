@@ -7,6 +7,7 @@ import torch
 
 from accelfn.counts import Count, Counts, counted, of_shares
 from accelfn.data import Batch
+from accelfn.draws import shared_draws
 from accelfn.engine.engine import engine_of
 from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
@@ -199,13 +200,14 @@ def _check_planned(
 def _loss_scale(state: TrainState, owners: tuple[Any, ...]) -> torch.Tensor:
     """Return what losses are multiplied by, as a scalar on the device."""
     scale = torch.ones((), device=state.definition.world.device)
-    for each in owners:
-        found = each.loss_scale(state, state.slots.get(each.name))
-        number = isinstance(found, (int, float, torch.Tensor))
-        check_returned(
-            each, "loss_scale", ok=number, returned=found, expected="a number"
-        )
-        scale = scale * found
+    with shared_draws(state, "loss_scale", owners):
+        for each in owners:
+            found = each.loss_scale(state, state.slots.get(each.name))
+            ok = isinstance(found, (int, float, torch.Tensor))
+            check_returned(
+                each, "loss_scale", ok=ok, returned=found, expected="a number"
+            )
+            scale = scale * found
     return scale
 
 

@@ -18,6 +18,7 @@ from accelfn.arguments import is_integer
 from accelfn.cursor import Cursor
 from accelfn.data import Data
 from accelfn.definition import Definition, as_data, check_schedule, checked_world
+from accelfn.draws import shared_draws
 from accelfn.errors import ArgumentError
 from accelfn.lease import Lease
 from accelfn.model import (
@@ -292,7 +293,8 @@ class TrainState:
         with own_modes(self.world.device):
             for each in composed.having("init"):
                 if each.name not in slots:
-                    slots[each.name] = each.init(state)
+                    with shared_draws(state, f"init {each.name}", [each]):
+                        slots[each.name] = each.init(state)
         return state
 
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:

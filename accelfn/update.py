@@ -7,15 +7,14 @@ as it was; from then on its lease is ended, unless it is known that nothing was 
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
 import torch
 
-from accelfn import streams
 from accelfn.backward import check_update
 from accelfn.collectives import all_reduce_
+from accelfn.draws import shared_draws
 from accelfn.engine.engine import Engine, engine_of
 from accelfn.errors import ArgumentError, GradsError, StateDonatedError
 from accelfn.fields import check_returned, pair
@@ -30,7 +29,6 @@ from accelfn.state import OptState, TrainState, check_state
 from accelfn.transform import chain
 from accelfn.world import World
 
-_NO_DRAWS = nullcontext()
 _INTERRUPTED = (
     "Update {update} was interrupted before it was whole, so the tensors of this state may"
     " be partly updated. Load a checkpoint, or go on from a copy."
@@ -190,12 +188,16 @@ def _factor(state: TrainState) -> float | None:
 
 def _hyper(state: TrainState, setup: chain, slots: Mapping[str, Any]) -> Hyper:
     hyper: dict[Any, Any] = {}
-    for each in setup.having("hyper"):
-        found = each.hyper(state, slots.get(each.name))
-        is_mapping = isinstance(found, Mapping)
-        expected = 'hyperparameters by name, {"lr": ...}'
-        check_returned(each, "hyper", ok=is_mapping, returned=found, expected=expected)
-        hyper.update(found)
+    owners = setup.having("hyper")
+    if not owners:
+        return hyper
+    with shared_draws(state, "hyper", owners):
+        for each in owners:
+            found = each.hyper(state, slots.get(each.name))
+            ok = isinstance(found, Mapping)
+            expected = 'hyperparameters by name, {"lr": ...}'
+            check_returned(each, "hyper", ok=ok, returned=found, expected=expected)
+            hyper.update(found)
     return hyper
 
 
@@ -238,7 +240,7 @@ def _transformed(
     owners = setup.having("grads")
     if not owners:
         return grads, slots
-    with _shared_draws(state, "grads", owners), torch.no_grad():
+    with shared_draws(state, "grads", owners), torch.no_grad():
         for each in owners:
             returned = each.grads(grads, slots.get(each.name), state)
             grads, slot = pair(each, "grads", returned, Grads)
@@ -251,8 +253,9 @@ def _skipped(
 ) -> tuple[TrainState, Mapping[str, Number]]:
     """Return the state as it is, after the batch; transforms may note that in their slots."""
     kept = dict(state.slots)
-    with torch.no_grad():
-        for each in state.definition.setup.having("after_skip"):
+    owners = state.definition.setup.having("after_skip")
+    with shared_draws(state, "after_skip", owners), torch.no_grad():
+        for each in owners:
             slot = each.after_skip(grads, slots.get(each.name), state)
             kept = _with(kept, each.name, slot)
     given.give_away()
@@ -274,11 +277,16 @@ def _after_update(state: TrainState, setup: chain) -> TrainState:
     owners = setup.having("after_update")
     if not owners:
         return state
-    with _shared_draws(state, "after_update", owners), torch.no_grad():
+    return _called(state, "after_update", owners)
+
+
+def _called(state: TrainState, field: str, owners: Iterable[Any]) -> TrainState:
+    """Return the state after those who have a say in it, in order."""
+    with shared_draws(state, field, owners), torch.no_grad():
         for each in owners:
             slot = state.slots.get(each.name)
-            returned = each.after_update(state, slot)
-            state, new_slot = pair(each, "after_update", returned, TrainState)
+            returned = getattr(each, field)(state, slot)
+            state, new_slot = pair(each, field, returned, TrainState)
             if new_slot is not slot:
                 state = with_own_slot(state, each.name, new_slot)
     return state
@@ -295,25 +303,6 @@ def _with(slots: dict[str, Any], name: str, slot: Any) -> dict[str, Any]:
     return {**slots, name: slot}
 
 
-def _shared_draws(
-    state: TrainState, purpose: str, owners: Iterable[Any]
-) -> AbstractContextManager[None]:
-    """Return a context in which draws are the same on all ranks.
-
-    accelfn's own transforms say `_draws = False`: a stream for nobody would cost 5 µs.
-    """
-    if not any(getattr(each, "_draws", True) for each in owners):
-        return _NO_DRAWS
-    definition = state.definition
-    cache, name = definition.cache, definition.name
-    known = cache.get(purpose)
-    if known is None or known[0] != state.seed:
-        known = cache[purpose] = (state.seed, streams.key(state.seed, name, purpose))
-    return streams.stream(
-        streams.fold(known[1], state.num_tried), definition.world.device
-    )
-
-
 def finalize(state: TrainState) -> TrainState:
     """Return the state with what its transforms owe at the end, as a last average.
 
@@ -326,11 +315,8 @@ def finalize(state: TrainState) -> TrainState:
         return state
     after = attrs.evolve(state, lease=Lease())
     state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
-    with torch.no_grad():
-        for each in owners:
-            returned = each.finalize(after, after.slots.get(each.name))
-            after, slot = pair(each, "finalize", returned, TrainState)
-            after = with_own_slot(after, each.name, slot)
+    with own_modes(state.definition.world.device):
+        after = _called(after, "finalize", owners)
     state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
     return after
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accelfn import streams, tree
+from accelfn.draws import shared_draws
 from accelfn.errors import ArgumentError
 from accelfn.fields import check_returned
 from accelfn.modes import own_modes
@@ -22,8 +23,12 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     """
     check_state("af.eval_params(state)", state)
     params = state.params
-    with torch.no_grad():
-        for each in state.setup.having("eval_params"):
+    owners = state.setup.having("eval_params")
+    if not owners:
+        return params
+    draws = shared_draws(state, "eval_params", owners)
+    with own_modes(state.world.device), draws, torch.no_grad():
+        for each in owners:
             view = state.viewing(params)
             params = each.eval_params(view, view.slots.get(each.name))
             ok, expected = isinstance(params, Mapping), "parameters by name"

@@ -19,6 +19,7 @@ from tests.mutants import (
     of_running,
     of_skipping,
     of_slices,
+    of_states,
     of_steps,
     of_stores,
 )
@@ -32,6 +33,7 @@ MUTANTS = [
     *of_interrupted.MUTANTS,
     *of_collectives.MUTANTS,
     *of_steps.MUTANTS,
+    *of_states.MUTANTS,
     *of_skipping.MUTANTS,
     *of_running.MUTANTS,
     *of_data.MUTANTS,

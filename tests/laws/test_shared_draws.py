@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transforms draw is the same on all ranks, and kept as what a state can train with."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.worlds import single
+
+Drawn = dict[str, list[float]]
+
+
+class _Noting:
+    """Each field draws a number and notes it by the field's name; a slot keeps the last."""
+
+    seen: Drawn = attrs.field(factory=dict, kw_only=True, eq=False)
+
+    def init(self, state):
+        del state
+        return self._drawn("init")
+
+    def loss_scale(self, state, slot):
+        del state, slot
+        self._drawn("loss_scale")
+        return 1.0
+
+    def grads(self, grads, slot, state):
+        del slot
+        return grads.with_skip(state.num_tried == 1, agreed=True), self._drawn("grads")
+
+    def hyper(self, state, slot):
+        del state, slot
+        self._drawn("hyper")
+        return {}
+
+    def after_update(self, state, slot):
+        del slot
+        return state, self._drawn("after_update")
+
+    def after_skip(self, grads, slot, state):
+        del grads, slot, state
+        return self._drawn("after_skip")
+
+    def eval_params(self, state, slot):
+        del slot
+        self._drawn("eval_params")
+        return state.params
+
+    def finalize(self, state, slot):
+        del slot
+        return state, self._drawn("finalize")
+
+    def _drawn(self, field):
+        value = torch.rand((), dtype=torch.float64)
+        self.seen.setdefault(field, []).append(value.item())
+        return value
+
+
+FIELDS = {name for name in vars(_Noting) if not name.startswith("_")} - {"seen"}
+Noting = af.transform(_Noting)
+
+
+@contextmanager
+def in_modes(grad: bool, inference: bool) -> Iterator[None]:
+    """Be a caller who has gradients on or off, or inference mode."""
+    with torch.set_grad_enabled(grad), torch.inference_mode(inference):
+        yield
+
+
+def seen_by(world: af.World, modes: tuple[bool, bool], seed: int, name: str) -> Drawn:
+    """Take three updates, the second of which is skipped; return what each field drew.
+
+    Every tensor that the state keeps can be trained with, whatever mode the caller is in.
+    """
+    seen: Drawn = {}
+    step = af.make_step(lambda net, batch: net(batch).square().mean())
+    noting = Noting(seen=seen)
+    with in_modes(*modes):
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(2, 1).double(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+            data=af.Data(torch.ones(24, 2).double(), batch_size=8),
+            setup=af.chain(
+                af.shard_data(), af.wrap_ddp() if world.size > 1 else None, noting
+            ),
+            world=world,
+            seed=seed,
+            name=name,
+        )
+    kept = [state.slots[noting.name]]
+    for batch in af.batches(state, epochs=1):
+        with in_modes(*modes):
+            state, _ = step(state, batch)
+        kept.append(state.slots[noting.name])
+    with in_modes(*modes):
+        af.eval_params(state)
+        state = af.finalize(state)
+    kept.append(state.slots[noting.name])
+    assert [each.is_inference() for each in kept] == [False] * len(kept)
+    assert not any(each.requires_grad for each in kept)
+    return seen
+
+
+@given(
+    size=st.integers(1, 3),
+    grad=st.booleans(),
+    inference=st.booleans(),
+    seed=st.integers(0, 3),
+    ambient=st.integers(0, 9),
+)
+def test_what_transforms_draw_is_of_the_state(
+    size: int, grad: bool, inference: bool, seed: int, ambient: int
+) -> None:
+    """A6: in every field that has a state, draws are alike on all ranks and all their own.
+
+    They are a function of the seed, the state's name and the update; no two fields, seeds or
+    names share one. The caller's generator is as before, and his modes touch no slot.
+    """
+    torch.manual_seed(ambient)  # nothing may depend on it
+    runs = simulate(
+        size, lambda world: seen_by(world, (grad, inference), seed, "state")
+    ).results
+    assert set(runs[0]) == FIELDS
+    assert all(each == runs[0] for each in runs)
+    before = torch.get_rng_state()
+    alone = seen_by(single(), (True, False), seed, "state")
+    others = [
+        seen_by(single(), (True, False), seed + 1, "state"),
+        seen_by(single(), (True, False), seed, "other"),
+    ]
+    assert torch.equal(before, torch.get_rng_state())
+    assert alone == runs[0]
+    numbers = [x for each in (alone, *others) for drawn in each.values() for x in drawn]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_draws_of_two_beginnings_differ(size: int) -> None:
+    """A6: two transforms that draw in `init` draw apart, whichever comes first."""
+
+    def slots(world: af.World, names: tuple[str, ...]) -> dict[str, float]:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(2, 1),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+            setup=af.chain(*(Noting(name=name) for name in names)),
+            world=world,
+        )
+        return {name: state.slots[name].item() for name in names}
+
+    one, two = (
+        simulate(size, lambda world, n=names: slots(world, n)).results
+        for names in (("a", "b"), ("b", "a"))
+    )
+    assert one == two == (one[0],) * size
+    assert len(set(one[0].values())) == 2
