@@ -14,11 +14,13 @@ launcher asks where it is.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -64,9 +66,9 @@ def main() -> int:
         record(error, -signal.SIGINT)
         raise
     except BaseException as error:  # noqa: BLE001  it is shown as Python shows it
-        record(error, 1)
+        recorded = record(error, 1)
         sys.last_value = error  # as Python does: functions at its exit may ask
-        sys.excepthook(type(error), error, error.__traceback__)
+        tell(error, recorded)
         faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)
         return 1
     return 0
@@ -129,8 +131,22 @@ def exit_status(error: SystemExit) -> int:
     return 1
 
 
-def record(error: BaseException, status: int) -> None:
-    """Write down an error for the launcher: what, where and when.
+def tell(error: BaseException, recorded: str) -> None:
+    """Let the program's own hook show an error, but for what the launcher's report shows.
+
+    torch's hook, too, shows what Python's does, with the rank before each line.
+    """
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        sys.excepthook(type(error), error, error.__traceback__)
+    text = shown.getvalue()
+    if re.sub(r"(?m)^\[rank\d+\]: ?", "", text).split() != recorded.split():
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def record(error: BaseException, status: int) -> str:
+    """Write down an error for the launcher: what, where and when; return the traceback written.
 
     And the status with which Python will end for it: Gloo's threads, for one, may abort
     a process that is ending already, which would then seem killed.
@@ -138,10 +154,11 @@ def record(error: BaseException, status: int) -> None:
     error.__traceback__ = without_leads(error.__traceback__)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
-        return
+        return ""
     now = time.time()
+    trace = "".join(traceback.format_exception(error))
     details = {
-        "py_callstack": "".join(traceback.format_exception(error)),
+        "py_callstack": trace,
         "timestamp": str(int(now)),  # torch reads this one,
         "time": now,  # accelfn.launching these two
         "status": status,
@@ -152,6 +169,7 @@ def record(error: BaseException, status: int) -> None:
     with open(f"{file}.part", "w", encoding="utf-8") as part:  # noqa: PTH123
         json.dump({"message": message}, part)
     os.replace(part.name, file)  # noqa: PTH105
+    return trace
 
 
 def answer_where() -> None:

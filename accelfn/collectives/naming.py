@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`naming`: a backend's failure says what the ranks were doing."""
 
+import re
+
 from accelfn.errors import Error, PeerFailedError
 from accelfn.world import World
 
@@ -13,6 +15,7 @@ _PEER_SIGNS = (
     "remote process",
     "NCCL",
 )
+_WHERE_IN_SOURCE = re.compile(r"^\[[^\]]*\.(cc|cpp)[^\]]*\]\s*")
 
 
 class naming:
@@ -49,13 +52,20 @@ class naming:
         if any(sign in str(error) for sign in _PEER_SIGNS):
             from accelfn.collectives.missing import missing  # noqa: PLC0415 - rarely needed
 
-            first = str(error).splitlines()[0]
             msg = (
                 f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"
-                f"{self._when()}, but {missing(self._world, self._label)} ({first})"
+                f"{self._when()}, but {missing(self._world, self._label)}"
+                f" ({_in_short(str(error))})"
             )
-            raise PeerFailedError(msg) from error
+            # the backend's own traceback says nothing more; it stays as the context
+            raise PeerFailedError(msg) from None
 
     def _when(self) -> str:
         step = self._world.connection.step
         return "" if step is None else f" at update {step}"
+
+
+def _in_short(words: str) -> str:
+    """Return what a backend says, without where in its source it says so and what it guesses."""
+    first = _WHERE_IN_SOURCE.sub("", words.splitlines()[0])
+    return first.partition(". ")[0]

@@ -77,6 +77,12 @@ class Failure:
         return any(sign in self.traceback for sign in _LOST_PEER)
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """The lines of code that its traceback names."""
+        lines = self.traceback.splitlines()
+        return tuple(line for line in lines if line.startswith("  File "))
+
+    @property
     def was_told_to_end(self) -> bool:
         """Whether it ended as ranks do that the launcher ends."""
         return not self.error and self.status == -signal.SIGTERM
@@ -152,7 +158,14 @@ def report(
         ),
         first.traceback.rstrip() or _why_no_traceback(first),
     ]
-    lines += [_one_line(failure) for failure in sorted(others, key=lambda f: f.rank)]
+    told = {first.places, ()}
+    for failure in sorted(others, key=lambda f: f.rank):
+        lines.append(_one_line(failure))
+        # where all lost one another, each waited somewhere, and that is the question
+        is_cause = first.lost_peer or not failure.lost_peer
+        if is_cause and failure.places not in told:
+            lines.append(failure.traceback.rstrip())
+            told.add(failure.places)
     finished = set(ranks) - {failure.rank for failure in failures}
     lines += [f"rank {rank} had finished without an error" for rank in sorted(finished)]
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accelfn.launching.machines import NUMBERED
+from accelfn.world.listening import open_store
 
 if TYPE_CHECKING:
     from accelfn.launching.machines import Machines
@@ -92,13 +93,7 @@ class NumberedRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines, and return what ranks meet at."""
         if self._agents is None:
-            self._agents = TCPStore(
-                self._host,
-                self._port,
-                self._machines.most,
-                self._rank == 0,
-                self._timeout,
-            )
+            self._agents = self._meet()
         attempt, port = f"attempt {self._attempt}", self._agents.port
         if self._attempt:
             port = self._port_of(attempt, self._agents)
@@ -110,16 +105,22 @@ class NumberedRendezvous(RendezvousHandler):
             RendezvousStoreInfo(self._host, port),
         )
 
+    def _meet(self) -> TCPStore:
+        """Return the store of the launchers, once all are there."""
+        if self._machines.most == 1:
+            return open_store(self._host, self._port, self._timeout)
+        return TCPStore(
+            self._host,
+            self._port,
+            self._machines.most,
+            self._rank == 0,
+            self._timeout,
+        )
+
     def _port_of(self, attempt: str, agents: TCPStore) -> int:
         """Return where ranks of a later attempt meet, which machine 0 says."""
         if self._rank == 0:
-            self._ranks = TCPStore(
-                self._host,
-                0,  # a free port
-                is_master=True,
-                timeout=self._timeout,
-                wait_for_workers=False,
-            )
+            self._ranks = open_store(self._host, 0, self._timeout)
             agents.set(attempt, str(self._ranks.port))
         return int(agents.get(attempt))
 

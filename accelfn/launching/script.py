@@ -16,11 +16,12 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from io import TextIOWrapper
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelfn.errors import LaunchError
-from accelfn.launching.machines import Machines
+from accelfn.launching.machines import Machines, interface_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from accelfn.launching.agent import Ended
 
 _WORKER = str(Path(__file__).parents[1] / "worker.py")
+_ALONE = "the ranks of one machine talk on its loopback"
 
 
 def launch_script(
@@ -107,7 +109,7 @@ def run_here(
     machines = Machines() if machines is None else machines
     variables = _variables(nproc, machines)
     for name, (value, why) in variables.items():
-        if (name, value) != ("OMP_NUM_THREADS", "1"):
+        if why != _ALONE and (name, value) != ("OMP_NUM_THREADS", "1"):
             say(f"{name}={value} ({why}).")
     lent = {name: value for name, (value, _) in variables.items()}
     with (
@@ -170,12 +172,18 @@ def _gloo_interface(machines: Machines) -> dict[str, tuple[str, str]]:
     """Have Gloo use the way to the other machines, where the user has not named one.
 
     Left alone, it takes the interface that the machine's own name resolves to, which is
-    often the one that leads nowhere.
+    often the one that leads nowhere. The ranks of one machine need none that others reach.
     """
-    if machines.interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+    name, interface = "GLOO_SOCKET_IFNAME", machines.interface
+    if name in os.environ:
+        return {}
+    if machines.most == 1 and ip_address(machines.address).is_loopback:
+        loopback = interface_of("127.0.0.1")
+        return {} if loopback is None else {name: (loopback, _ALONE)}
+    if interface is None:
         return {}
     why = f"which has {machines.address}, towards {machines.endpoint}"
-    return {"GLOO_SOCKET_IFNAME": (machines.interface, why)}
+    return {name: (interface, why)}
 
 
 def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:

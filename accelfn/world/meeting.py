@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accelfn.errors import WorldError
 from accelfn.world.connection import Connection
+from accelfn.world.listening import open_store
 from accelfn.world.place import Place
 from accelfn.world.roll_call import RollCall
 
@@ -140,15 +141,12 @@ def _store(place: Place, timeout: float) -> dist.Store:
     assert address is not None  # noqa: S101 - a place without one is alone
     assert port is not None  # noqa: S101
     keeps_it = place.rank == 0 and not place.has_store
-    if not keeps_it:
-        _await(address, port, timeout)
+    if keeps_it:
+        # a launcher in this process may have one there
+        return open_store(address, port, timedelta(seconds=timeout), is_shared=True)
+    _await(address, port, timeout)
     return dist.TCPStore(
-        address,
-        port,
-        is_master=keeps_it,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,  # a launcher in this process may have one there
+        address, port, timeout=timedelta(seconds=timeout), wait_for_workers=False
     )
 
 

@@ -74,3 +74,21 @@ def test_another_broken_pipe_is_an_error(monkeypatch):
     monkeypatch.setattr(cli, "_replay", fail)
     with pytest.raises(BrokenPipeError, match="of a step"):
         cli.main(["replay", "somewhere"])
+
+
+def test_python_runs_the_package(tmp_path):
+    """D: `python -m accelfn` is the command, with its words and its exit codes."""
+    command = [sys.executable, "-m", "accelfn"]
+    version = subprocess.run(
+        [*command, "--version"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert version.stdout == f"accelfn {af.__version__}\n"
+    wrong = subprocess.run(
+        [*command, "lunch"], check=False, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("usage: accelfn ")

@@ -107,6 +107,51 @@ def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
     assert re.match("rank 0 (followed: .*|was ended by SIGTERM)", lines[2])
 
 
+def test_a_traceback_is_shown_once(capfd):
+    """D: neither by the rank too, nor for one that merely lost its peer."""
+    assert launch(2, SCRIPTS / "fails.py", "raise") == 1
+    captured = capfd.readouterr()
+    everything = captured.out + captured.err
+    assert everything.count("Traceback (most recent call last)") == 1
+    assert everything.count("ValueError: rank 1 is out of luck") == 1
+
+
+def test_a_hook_of_the_programs_own_is_called(capfd, tmp_path):
+    """And what it shows is shown, beside the launcher's report."""
+    script = tmp_path / "hooks.py"
+    script.write_text(
+        "import sys\n"
+        "sys.excepthook = lambda *_: print('seen by a hook', file=sys.stderr)\n"
+        "raise ValueError('out of luck')\n"
+    )
+    assert launch(1, script) == 1
+    errors = capfd.readouterr().err
+    assert errors.count("seen by a hook") == 1
+    assert errors.count("ValueError: out of luck") == 1
+
+
+def test_causes_of_their_own_are_all_shown(capfd, tmp_path):
+    """Each rank's traceback once, and one that several share once."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / f'came-{rank}').touch()\n"
+        "while len(list(here.glob('came-*'))) < 3:\n"
+        "    time.sleep(0.01)\n"
+        "if rank:\n"
+        "    raise KeyError(rank)\n"
+        "raise ValueError(rank)\n"
+    )
+    assert launch(3, script) == 1
+    errors = capfd.readouterr().err
+    assert errors.count("Traceback (most recent call last)") == 2
+    assert "raise ValueError(rank)" in errors
+    assert errors.count("raise KeyError(rank)") == 1
+    assert errors.count("KeyError: ") >= 2
+
+
 def test_ranks_in_different_collectives(capfd):
     """Where Gloo aborts a rank, the report says what may be the cause, and how to see it."""
     assert launch(2, SCRIPTS / "fails.py", "part") == 128 + signal.SIGABRT
