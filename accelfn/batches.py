@@ -7,13 +7,10 @@ import attrs
 
 from accelfn.arguments import is_integer
 from accelfn.cursor import Cursor
-from accelfn.data import Batch, Data, Plan
+from accelfn.data import Batch, Data
 from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
-from accelfn.fields import check_returned
 from accelfn.state import TrainState, check_state
-from accelfn.transform import chain
-from accelfn.world import World
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -87,7 +84,7 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
         )
         raise ArgumentError(msg)
     reading = Reading(
-        plan=plan_of(state.setup, state.world),
+        plan=state.definition.plan,
         start=state.cursor,
         epochs=epochs,
         seed=state.seed,
@@ -126,13 +123,3 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
     if not given.data.is_stream:
         given.data.check_start(cursor, seed=state.seed)
     return attrs.evolve(state, cursor=cursor)
-
-
-def plan_of(setup: chain, world: World) -> Plan:
-    """Return who takes which samples, as the setup's transforms say, left to right."""
-    plan = Plan(world_rank=world.rank, world_size=world.size)
-    for each in setup.having("data"):
-        plan = each.data(plan)
-        is_plan = isinstance(plan, Plan)
-        check_returned(each, "data", ok=is_plan, returned=plan, expected="a Plan")
-    return plan

@@ -7,8 +7,9 @@ import attrs
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.data import Data
+from accelfn.data import Data, Plan
 from accelfn.errors import ArgumentError
+from accelfn.fields import check_returned
 from accelfn.model import Skeleton
 from accelfn.schedules import Schedule
 from accelfn.transform import chain
@@ -31,6 +32,16 @@ class Definition:
     world: World
     name: str
     cache: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
+
+    @property
+    def plan(self) -> Plan:
+        """Who takes which samples, as the setup's transforms say, left to right."""
+        plan = Plan(world_rank=self.world.rank, world_size=self.world.size)
+        for each in self.setup.having("data"):
+            plan = each.data(plan)
+            is_plan = isinstance(plan, Plan)
+            check_returned(each, "data", ok=is_plan, returned=plan, expected="a Plan")
+        return plan
 
 
 def checked_world(world: Any) -> World:

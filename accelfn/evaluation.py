@@ -11,6 +11,7 @@ from accelfn import streams, tree
 from accelfn.backward import wrap_loss
 from accelfn.collectives import broadcast_, join_rows, mean
 from accelfn.data import Batch, Data, Plan
+from accelfn.data.alike import check_alike
 from accelfn.data.cut import even_part
 from accelfn.data.reading import Reading
 from accelfn.errors import BatchError, LossError, StateError
@@ -44,9 +45,11 @@ def evaluate(
         batch size. The state is bitwise as before, and so is every generator.
 
     Cost:
-        One pass; one all-reduce, and a broadcast of rank 0's buffers.
+        One pass; one all-reduce, a broadcast of rank 0's buffers, and an all-gather of 8
+        bytes by which ranks find out whether their data differ.
 
     Raises:
+        ReplicaMismatchError: the ranks hold other samples, or the same in another order.
         LossError: `fn` returned something else, or no scalar.
     """
     check_state("af.evaluate(state, data, fn)", state)
@@ -79,9 +82,11 @@ def predict(
         As many results as samples, each the one of its sample, for any number of ranks.
 
     Cost:
-        One gather a batch and dtype. Results are streamed: one batch is held at a time.
+        One gather a batch and dtype, and one of 8 bytes for the data. Results are streamed:
+        one batch is held at a time.
 
     Raises:
+        ReplicaMismatchError: the ranks hold other samples, or the same in another order.
         BatchError: dim 0 of a result is not the batch's.
     """
     check_state("af.predict(state, data, fn)", state)
@@ -156,7 +161,9 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
     world = state.world
     plan = Plan(world_rank=world.rank, world_size=world.size).sharded()
     reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
-    batches = data.in_order().read(reading)
+    held = data.in_order()
+    check_alike(held, data.looks, world)
+    batches = held.read(reading)
     while True:
         with own_modes(world.device):
             batch = next(batches, None)

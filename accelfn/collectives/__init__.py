@@ -22,6 +22,7 @@ from accelfn.collectives.replicas import check_replicas as check_replicas
 from accelfn.collectives.replicas import check_rows as check_rows
 from accelfn.collectives.replicas import check_values as check_values
 from accelfn.collectives.replicas import checksum as checksum
+from accelfn.collectives.replicas import first_difference as first_difference
 from accelfn.collectives.swapped import all_to_all as all_to_all
 from accelfn.collectives.trees import all_ranks as all_ranks
 from accelfn.collectives.trees import any_rank as any_rank

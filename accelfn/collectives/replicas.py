@@ -76,13 +76,19 @@ def check_rows(
         return
     said = "\n".join(f"{name}: {row}" for name, row in rows.items())
     tables = [text.split("\n") for text in gather_text(said, world, label=label)]
-    found = _first_difference(tables)
-    if found is not None:
+    differing = first_difference(tables)
+    if differing is not None:
         msg = (
             "The ranks hold states that differ; this is the first of what"
-            f" differs:\n{_listed(found[1])}\n{advice}"
+            f" differs:\n{differing}\n{advice}"
         )
         raise ReplicaMismatchError(msg)
+
+
+def first_difference(tables: Sequence[Sequence[str]]) -> str | None:
+    """Return the first row that is not the same in all ranks' tables, a line a rank."""
+    found = _first_difference(tables)
+    return None if found is None else _listed(found[1])
 
 
 def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
@@ -96,7 +102,9 @@ def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
         raise ReplicaMismatchError(msg)
 
 
-def _first_difference(tables: list[list[str]]) -> tuple[int, list[str]] | None:
+def _first_difference(
+    tables: Sequence[Sequence[str]],
+) -> tuple[int, list[str]] | None:
     for place in range(max(len(table) for table in tables)):
         rows = [t[place] if place < len(t) else "nothing" for t in tables]
         if len(set(rows)) > 1:

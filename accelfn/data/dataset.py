@@ -11,6 +11,7 @@ import numpy as np
 from accelfn import streams
 from accelfn.arguments import check_integer, integer, truth
 from accelfn.cursor import Cursor
+from accelfn.data.alike import Looks
 from accelfn.data.batch import Batch
 from accelfn.data.budget import budget
 from accelfn.data.checks import (
@@ -328,6 +329,11 @@ class Data:
         return form_of(self) | {
             "fingerprint": self.fingerprint or fingerprint_of(self.source)
         }
+
+    @cached_property
+    def looks(self) -> Looks | None:
+        """What is seen of a few samples, for ranks that compare them; None of a stream."""
+        return None if self.is_stream else Looks(self.source)
 
     def in_order(self) -> "Data":
         """Return the data with each sample once, in the dataset's order, to evaluate on."""

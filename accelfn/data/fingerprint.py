@@ -47,11 +47,9 @@ def fingerprint_of(source: Source, part: str | None = None) -> str:
         for name, inside in source.parts.items():
             digest.update(fingerprint_of(inside, name).encode())
         return digest.hexdigest()[:16]
-    n = len(source)
-    places = np.unique(np.linspace(0, n - 1, min(_PROBES, n)).astype(np.int64))
-    for place in places.tolist():
+    for place in places_of(source):
         try:
-            first, again = (_hash_of(_sample(source, place)) for _ in range(2))
+            first, again = (_hash_of(sample_at(source, place)) for _ in range(2))
         except Exception as error:
             raise _unread(place, part, error) from error
         if first == again:
@@ -71,7 +69,14 @@ def _unread(place: int, part: str | None, error: Exception) -> DataError:
     )
 
 
-def _sample(source: Source, place: int) -> Any:
+def places_of(source: Source) -> list[int]:
+    """Return the indices of the few samples that are read."""
+    n = len(source)
+    return np.unique(np.linspace(0, n - 1, min(_PROBES, n)).astype(np.int64)).tolist()
+
+
+def sample_at(source: Source, place: int) -> Any:
+    """Return a sample; what it draws from default generators is the same each time."""
     with streams.drawing() as draws:
         draws.begin(0)
         return source.samples(np.array([place]), lambda _: draws.begin(0))[0]
@@ -80,11 +85,11 @@ def _sample(source: Source, place: int) -> Any:
 def _hash_of(sample: Any) -> bytes:
     digest = hashlib.sha256()
     for leaf in tree.tree_leaves(sample):
-        digest.update(_bytes_of(leaf))
+        digest.update(bytes_of(leaf))
     return digest.digest()
 
 
-def _bytes_of(leaf: Any) -> bytes:
+def bytes_of(leaf: Any) -> bytes:
     """Return what tells a leaf from others; of an unknown object, its class."""
     if isinstance(leaf, torch.Tensor):
         with suppress(RuntimeError):  # a sparse one, say, which has no such bytes

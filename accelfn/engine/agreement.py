@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from accelfn.collectives import check_rows
+from accelfn.data.alike import check_alike, order_told
 from accelfn.data.fingerprint import form_of
 from accelfn.errors import Error
 from accelfn.optimizer import kind_of
@@ -23,7 +24,7 @@ def check_definitions(state: TrainState) -> None:
 
     Data is compared where ranks share it, by `shard_data`: elsewhere each may have its own.
 
-    Cost: two small all-gathers, once a state.
+    Cost: two small all-gathers, once a state, and one of 8 bytes for data (see `check_alike`).
 
     Raises:
         ReplicaMismatchError: they do not; the first difference is named, a row a rank.
@@ -37,6 +38,9 @@ def check_definitions(state: TrainState) -> None:
             " optimizer, schedule, seed and data on all of them."
         ),
     )
+    data = state.data
+    if data is not None and state.definition.plan.num_shares > 1:
+        check_alike(data, data.looks, state.world)
 
 
 def _rows(state: TrainState) -> dict[str, str]:
@@ -52,8 +56,9 @@ def _rows(state: TrainState) -> dict[str, str]:
                 rows[f"{name} of parameter group {i}"] = str(_plain(value))
     if definition.schedule is not None:
         rows["schedule"] = _factors(definition.schedule)
-    if definition.data is not None and definition.setup.having("data"):
+    if definition.data is not None and definition.plan.num_shares > 1:
         rows |= {f"data, {k}": str(v) for k, v in form_of(definition.data).items()}
+        rows |= order_told(definition.data, state.seed)
     return rows
 
 

@@ -17,6 +17,7 @@ from tests.mutants import (
     of_ranks,
     of_reading,
     of_running,
+    of_same_data,
     of_skipping,
     of_slices,
     of_states,
@@ -27,6 +28,7 @@ from tests.mutants import (
 MUTANTS = [
     *of_ranks.MUTANTS,
     *of_definitions.MUTANTS,
+    *of_same_data.MUTANTS,
     *of_batchnorm.MUTANTS,
     *of_compression.MUTANTS,
     *of_in_backward.MUTANTS,

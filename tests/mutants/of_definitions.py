@@ -41,7 +41,7 @@ MUTANTS = [
         law="L2",
         test=REFUSED,
         place=agreement._rows,
-        old='definition.setup.having("data")',
+        old="definition.plan.num_shares > 1",
         new="False",
     ),
     Mutant(
@@ -59,7 +59,7 @@ MUTANTS = [
         law="L2",
         test=test_definitions.test_data_of_each_rank_may_be_its_own,
         place=agreement._rows,
-        old='and definition.setup.having("data")',
+        old="and definition.plan.num_shares > 1",
         new="",
     ),
     Mutant(

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that share data hold the same samples at the same indices, or are told before."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, SubsetRandomSampler, random_split
+
+import accelfn as af
+from accelfn.errors import ReplicaMismatchError
+from accelfn.testing import simulate
+
+SETUPS = {
+    "ddp": af.chain(af.shard_data(), af.wrap_ddp()),
+    "local_sgd": af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
+}
+
+
+class Files(Dataset[Any]):
+    """Samples that are read one by one, as files in the order of a folder are."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(self.numbers[index])])
+
+
+class Drawing(Files):
+    """What is read has noise of torch's generator, and noise of the dataset's own."""
+
+    def __init__(self, numbers: Sequence[int], seed: int, coins: float) -> None:
+        super().__init__(numbers)
+        self.own, self.coins = np.random.default_rng(seed), coins
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(1) + (self.own.random() < self.coins)
+        return {"noise": noise, "number": super().__getitem__(index)}
+
+
+KINDS: dict[str, Callable[[list[int]], Any]] = {
+    "tensor": lambda order: torch.tensor(order).float()[:, None],
+    "files": Files,
+    "subset of a tensor": lambda order: Subset(
+        torch.arange(len(order)).float()[:, None], order
+    ),
+    "subset of files": lambda order: Subset(Files(range(len(order))), order),
+    "subset of a subset": lambda order: Subset(
+        Subset(Files(range(len(order))), order), range(len(order))
+    ),
+}
+
+
+def told(
+    size: int, dataset_of: Callable[[int], Any], by: str, **options: Any
+) -> set[str]:
+    """Return what ranks are told, each of whom has a dataset of its own."""
+
+    def rank(world: af.World) -> str:
+        data = af.Data(dataset_of(world.rank), batch_size=5, **options)
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 1, 1),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=data if by in SETUPS else None,
+            setup=SETUPS.get(by, SETUPS["ddp"]),
+            world=world,
+        )
+        try:
+            if by in SETUPS:
+                af.build(state)
+            elif by == "evaluate":
+                af.evaluate(state, data, lambda _, batch: _first(batch).mean())
+            else:
+                list(af.predict(state, data, lambda _, batch: _first(batch)))
+        except ReplicaMismatchError as error:
+            return str(error)
+        return ""
+
+    return set(simulate(size, rank).results)
+
+
+def _first(batch: Any) -> torch.Tensor:
+    return batch["number"] if isinstance(batch, dict) else batch
+
+
+@st.composite
+def swapped(draw: st.DrawFn, order: list[int]) -> list[int]:
+    """Draw the same numbers, two of which changed places."""
+    places = st.integers(0, len(order) - 1)
+    one, other = draw(st.lists(places, min_size=2, max_size=2, unique=True))
+    found = list(order)
+    found[one], found[other] = order[other], order[one]
+    return found
+
+
+WAYS = st.sampled_from([*SETUPS, "evaluate", "predict"])
+
+
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    n=st.integers(2, 8) | st.integers(9, 40),
+    size=st.integers(2, 3),
+    by=WAYS,
+    options=st.sampled_from([{}, {"shuffle": True}, {"remainder": "pad"}]),
+    data=st.data(),
+)
+def test_ranks_with_another_order_are_told(
+    kind: str, n: int, size: int, by: str, options: dict[str, Any], data: st.DataObject
+) -> None:
+    """A3: with the same samples in another order on one rank, all ranks say so; else none."""
+    order = data.draw(st.permutations(range(n)))
+    other = data.draw(swapped(order) if n <= 8 else st.permutations(order))
+    assume(n <= 8 or sum(a != b for a, b in zip(order, other, strict=True)) > n - 8)
+    odd = data.draw(st.integers(0, size - 1))
+    make = KINDS[kind]
+    assert told(size, lambda _: make(order), by, **options) == {""}
+    (said,) = told(
+        size, lambda rank: make(other if rank == odd else order), by, **options
+    )
+    assert said.startswith("The ranks hold data that differ")
+    assert all(f"\n  rank {rank}: " in said for rank in range(size))
+
+
+@given(
+    other=swapped(list(range(5000))),
+    kind=st.sampled_from(["tensor", "subset of a tensor", "subset of files"]),
+    by=WAYS,
+)
+def test_two_samples_that_changed_places_are_seen(
+    other: list[int], kind: str, by: str
+) -> None:
+    """A3: where reading is cheap, all places are compared, not a few."""
+    order = list(range(5000))
+    (said,) = told(2, lambda rank: KINDS[kind](other if rank else order), by)
+    assert said
+
+
+@given(
+    n=st.integers(1, 30),
+    seeds=st.lists(st.integers(0, 99), min_size=2, max_size=3),
+    coins=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+    by=WAYS,
+    differ=st.booleans(),
+)
+def test_draws_of_a_dataset_are_no_difference(
+    n: int, seeds: list[int], coins: float, by: str, *, differ: bool
+) -> None:
+    """A3: noise, be it of a generator that each rank has for itself, is not taken for other data.
+
+    What stands beside it in a sample is compared all the same.
+    """
+    n = max(n, 8)  # a coin that falls alike each time would be a difference
+    orders = [list(range(n)) for _ in seeds]
+    if differ:
+        orders[-1].reverse()
+    (said,) = told(
+        len(seeds), lambda rank: Drawing(orders[rank], seeds[rank], coins), by
+    )
+    assert bool(said) == differ
+
+
+@given(by=WAYS, seeds=st.lists(st.integers(0, 99), min_size=2, max_size=2, unique=True))
+def test_splits_and_samplers_of_each_rank_are_seen(by: str, seeds: list[int]) -> None:
+    """A3: random_split and SubsetRandomSampler by each rank's own draws are told."""
+
+    def split(rank: int) -> Any:
+        own = torch.Generator().manual_seed(seeds[rank])
+        return random_split(Files(range(60)), [40, 20], generator=own)[0]
+
+    (said,) = told(2, split, by)
+    assert "indices of the Subset" in said or "sample" in said
+
+
+@given(seeds=st.lists(st.integers(0, 99), min_size=2, max_size=2))
+def test_orders_of_each_rank_are_seen(seeds: list[int]) -> None:
+    """A3: ranks whose sampler takes other samples of the same dataset are told at build."""
+    picked = [
+        torch.randperm(30, generator=torch.Generator().manual_seed(s))[:20]
+        for s in seeds
+    ]
+    files = Files(range(30))
+
+    def rank(world: af.World) -> str:
+        loader = torch.utils.data.DataLoader(
+            files,
+            batch_size=4,
+            sampler=SubsetRandomSampler(picked[world.rank].tolist()),
+        )
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 1, 1),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=af.Data.from_loader(loader),
+            setup=SETUPS["ddp"],
+            world=world,
+        )
+        try:
+            af.build(state)
+        except ReplicaMismatchError as error:
+            return str(error)
+        return ""
+
+    said = set(simulate(2, rank).results)
+    if seeds[0] == seeds[1]:
+        assert said == {""}
+    else:
+        assert "order of the first epoch" in said.pop()
+
+
+def test_data_that_name_themselves_are_compared_by_name() -> None:
+    """A3: samples that differ on purpose pass under one name, and not under two."""
+    paths = [Files([0, 1]), Files([2, 3])]
+    for by in (*SETUPS, "evaluate", "predict"):
+        assert told(2, lambda rank: paths[rank], by, fingerprint="one") == {""}
+
+    def named(world: af.World) -> None:
+        data = af.Data(paths[0], batch_size=2, fingerprint=f"{world.rank}")
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 1, 1), optimizer=torch.optim.SGD, world=world
+        )
+        af.evaluate(state, data, lambda _, batch: batch.mean())
+
+    run = simulate(2, lambda world: _raised(named, world))
+    assert all("data, fingerprint: 0" in said for said in run.results)
+
+
+def _raised(fn: Callable[[af.World], None], world: af.World) -> str:
+    try:
+        fn(world)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+class Unreadable(Files):
+    """One sample cannot be read, each time or on the first try of one rank."""
+
+    def __init__(self, numbers: Sequence[int], failures: float) -> None:
+        super().__init__(numbers)
+        self.failures = failures
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0 and self.failures > 0:
+            self.failures -= 1
+            msg = "no such file"
+            raise OSError(msg)
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_no_difference_by_itself() -> None:
+    """A3: a failure that passes is none; a sample that one rank never reads is named on all."""
+    numbers = list(range(6))
+    assert told(2, lambda rank: Unreadable(numbers, 1 - rank), "ddp") == {""}
+    (said,) = told(2, lambda rank: Unreadable(numbers, rank * 99), "ddp")
+    assert "rank 1: sample 0: cannot be read: OSError" in said
+    others = [numbers, [0, 5, 4, 3, 2, 1]]
+    (said,) = told(2, lambda rank: Unreadable(others[rank], 1 - rank), "ddp")
+    assert "rank 1: sample 1: " in said
