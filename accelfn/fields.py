@@ -7,7 +7,7 @@
 | `data` | `Plan -> Plan` | who takes which samples |
 | `loss` | `loss_fn -> loss_fn` | wraps `(model, batch, *extras) -> loss` |
 | `value_and_grad` | `fn -> fn` | wraps `(state, batch, *extras) -> (metrics, grads)` |
-| `reduce` | `(grads, slot, world) -> (grads, slot)`, or None | how gradients cross ranks |
+| `reduce` | `(grads, slot, world) -> (grads, slot)`, or None | how totals cross ranks |
 | `loss_scale` | `(state, slot) -> scale` | what losses are multiplied by before the backward pass |
 | `grads` | `(grads, slot, state) -> (grads, slot)` | the true, reduced gradients |
 | `hyper` | `(state, slot) -> {"lr": ...}` | hyperparameters of the next update |

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients as a value: what one backward pass, or several, found."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
@@ -8,6 +9,7 @@ import attrs
 import torch
 
 from accelfn import foreach
+from accelfn.arguments import is_number
 from accelfn.cursor import Cursor
 from accelfn.errors import GradsError
 from accelfn.lease import Lease
@@ -155,8 +157,44 @@ class Grads:
         return attrs.evolve(self, tensors=tensors, lease=Lease())
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the record with other gradients in it."""
+        """Return the record with other gradients in it, of the same weight.
+
+        In `reduce`, where the weight is this rank's own, return `with_sums`.
+        """
         return attrs.evolve(self, tensors=tensors)
+
+    def with_sums(self, tensors: Mapping[str, torch.Tensor], weight: Number) -> Self:
+        """Return the record with the sums of all ranks in it, and the weight of all.
+
+        It is what `reduce` of a transform returns. There `tensors` are the gradients of this
+        rank's loss totals, and `weight` is their weight: add both up over the ranks. Each
+        rank divides by the same weight then, and replicas agree to the last bit. Means go
+        with a weight of 1.
+
+        Args:
+            tensors: by name, at least those that there are, in the parameters' dtypes.
+            weight: a number, or a scalar of at least 32 bits; the same on all ranks.
+
+        Raises:
+            GradsError: a gradient of this rank is left out, or the weight is no such number.
+        """
+        missing = sorted(self.tensors.keys() - tensors.keys())
+        if missing:
+            msg = (
+                f"with_sums leaves out {', '.join(missing[:5])}, of which this rank has a"
+                " gradient: these parameters would not be trained. Give zeros, if that is"
+                " what is meant."
+            )
+            raise GradsError(msg)
+        return attrs.evolve(
+            self,
+            tensors=tensors,
+            divisor=_whole_weight(weight),
+            num_averaged=1,
+            has_weight=not isinstance(weight, torch.Tensor) and weight != 0,
+            is_mean=False,
+            reduced=True,
+        )
 
     def with_metrics(self, **values: Number) -> Self:
         """Return the record with values to report among the step's metrics."""
@@ -184,3 +222,25 @@ class Grads:
             f"<Grads of {len(self.tensors)} parameters, {kind}, "
             f"{self.num_micro_batches} micro-batches, at update {self.update}>"
         )
+
+
+def _whole_weight(weight: Any) -> Number:
+    """Return a weight by which gradients can be divided, exactly enough."""
+    if is_number(weight) and math.isfinite(weight):
+        return weight
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        if weight.is_floating_point() and weight.dtype.itemsize >= 4:
+            return weight.detach().reshape(())
+        if not weight.is_floating_point() and not weight.is_complex():
+            return weight.detach().reshape(()).double()
+    shown = (
+        f"a tensor of shape {tuple(weight.shape)} and {weight.dtype}"
+        if isinstance(weight, torch.Tensor)
+        else repr(weight)
+    )
+    msg = (
+        f"with_sums(weight={shown}): expected a number, or a scalar of at least 32 bits, for"
+        " a count is more than 16 bits can hold:"
+        " torch.as_tensor(grads.weight, dtype=torch.float64), summed over the ranks."
+    )
+    raise GradsError(msg)

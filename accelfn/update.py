@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from accelfn.backward import check_update
-from accelfn.collectives import all_reduce_
+from accelfn.collectives import all_reduce_, check_sums
 from accelfn.draws import shared_draws
 from accelfn.engine.engine import Engine, engine_of
 from accelfn.errors import ArgumentError, GradsError, StateDonatedError
@@ -214,8 +214,37 @@ def _reduced(
     owner = owners[0]
     if owner.reduce is None:
         return grads, slots
-    reduced, slot = owner.reduce(grads, slots.get(owner.name), world)
-    return attrs.evolve(reduced, reduced=True), _with(slots, owner.name, slot)
+    with shared_draws(state, "reduce", owners), torch.no_grad():
+        returned = owner.reduce(grads, slots.get(owner.name), world)
+    reduced, slot = pair(owner, "reduce", returned, Grads)
+    if "replicas_agree" not in getattr(type(owner), "gives_up", ()):
+        _check_sums(owner, reduced, state)
+    return reduced, _with(slots, owner.name, slot)
+
+
+def _check_sums(owner: Any, reduced: Grads, state: TrainState) -> None:
+    """Raise unless `reduce` gave what is the same on all ranks, as far as can be seen.
+
+    That takes a collective in the first update, and where the world is checked; simulated
+    ranks compare without one.
+    """
+    if not reduced.reduced:
+        msg = (
+            f"{owner!r}.reduce returned gradients of this rank's weight, by which each rank"
+            " would divide its own, so that replicas drift apart. Return"
+            " grads.with_sums(sums, weight): what af.reduce makes of grads.tensors and of"
+            " grads.weight. If ranks are to differ, say so:"
+            ' gives_up = {"replicas_agree": "..."}.'
+        )
+        raise GradsError(msg)
+    check_sums(
+        reduced.tensors,
+        reduced.divisor,
+        state.definition.world,
+        label=f"what {owner!r}.reduce returned in update {state.num_tried}",
+        is_first="sums" not in state.definition.cache,
+    )
+    state.definition.cache["sums"] = True
 
 
 def _unreduced(world: World) -> str:

@@ -20,6 +20,7 @@ from accelfn.collectives.packed import sum_ as sum_
 from accelfn.collectives.packed import unpack_ as unpack_
 from accelfn.collectives.replicas import check_replicas as check_replicas
 from accelfn.collectives.replicas import check_rows as check_rows
+from accelfn.collectives.replicas import check_sums as check_sums
 from accelfn.collectives.replicas import check_values as check_values
 from accelfn.collectives.replicas import checksum as checksum
 from accelfn.collectives.replicas import first_difference as first_difference

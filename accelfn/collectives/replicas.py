@@ -5,8 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from accelfn.collectives.calls import shown
 from accelfn.collectives.packed import all_gather, gather_text
 from accelfn.errors import ReplicaMismatchError
+from accelfn.loss import Number
 from accelfn.world import World
 
 _CREATED = (
@@ -89,6 +91,49 @@ def first_difference(tables: Sequence[Sequence[str]]) -> str | None:
     """Return the first row that is not the same in all ranks' tables, a line a rank."""
     found = _first_difference(tables)
     return None if found is None else _listed(found[1])
+
+
+def check_sums(
+    sums: Mapping[str, torch.Tensor],
+    weight: Number,
+    world: World,
+    *,
+    label: str,
+    is_first: bool,
+) -> None:
+    """Raise unless all ranks hold the same sums, of the same weight, bit by bit.
+
+    Cost: a sum over every tensor and a gather of a line for each, where it is the first time
+    or the world is checked; else none. Simulated ranks always compare, without a collective.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    say = world.connection.say
+    if say is None and not (is_first or world.checked):
+        return
+    rows = {"the weight": f"{float(weight)!r}"}
+    dense = {n: t for n, t in sums.items() if t.layout is torch.strided}
+    rows |= {n: f"{shown(t)}, checksum {int(checksum(t))}" for n, t in dense.items()}
+    if say is None:
+        check_rows(rows, world, label=label, advice=_SUMS)
+        return
+    said = [f"{name}: {row}" for name, row in rows.items()]
+    other = say(label, said)
+    if other is not None:
+        rank, others = other
+        found = _first_difference([others, said])
+        assert found is not None  # noqa: S101 - they are not equal
+        lines = zip((rank, world.rank), found[1], strict=True)
+        listed = "\n".join(f"  rank {rank}: {row}" for rank, row in lines)
+        msg = f"Ranks {rank} and {world.rank} differ in {label}:\n{listed}\n{_SUMS}"
+        raise ReplicaMismatchError(msg)
+
+
+_SUMS = (
+    "Return grads.with_sums(sums, weight) of what is the same on all ranks, bit by bit, as"
+    " what af.reduce and af.gather give is."
+)
 
 
 def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:

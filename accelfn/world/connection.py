@@ -30,7 +30,8 @@ class Connection:
 
     `label` and `step` say what this rank is doing, `is_between` whether that update is over,
     and `trail` what it did before, for errors and the logs of simulations, which compare the
-    `structure` of trees too, where the connection `tells_structure`. While `is_lent`, a branch
+    `structure` of trees too, where the connection `tells_structure`; what a rank says there
+    is compared with what others `say` of the same, without a collective. While `is_lent`, a branch
     of this world is in use, and the world itself must not be; `make_branch` makes one where
     torch cannot. By `roll_call`, which a world of `from_env` has, ranks tell each other how
     they ended.
@@ -50,6 +51,7 @@ class Connection:
         self.label: str | None = None
         self.tells_structure = False
         self.structure: str | None = None
+        self.say: Callable[[str, list[str]], tuple[int, list[str]] | None] | None = None
         self.step: int | None = None
         self.is_between = False
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)

@@ -27,7 +27,7 @@ def watched(transform: Any, seen: Seen) -> Any:
     update the tensors of the state; never the state before it, other slots, or a batch.
     """
     kind = type(transform)
-    methods: dict[str, Any] = {"__slots__": ()}
+    methods: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__}
     for field, watch in _WATCHES.items():
         method = getattr(kind, field, None)
         if callable(method):

@@ -24,6 +24,7 @@ from accelfn.testing.simulation.exchange import Entry, Exchange
 from accelfn.testing.simulation.faults import Fault
 from accelfn.testing.simulation.group import SimulatedGroup
 from accelfn.testing.simulation.registry import Registry
+from accelfn.testing.simulation.sayings import Sayings
 from accelfn.testing.simulation.sums import Sums
 from accelfn.testing.simulation.turns import Turns
 from accelfn.testing.simulation.work import SimulatedWork
@@ -222,6 +223,7 @@ def _run(plan: Plan) -> Run[Any]:
     groups = [
         SimulatedGroup(rank, plan.size, post, exchange.log) for rank in range(plan.size)
     ]
+    sayings = Sayings(plan.size)
     registries = [Registry.of(group) for group in groups]
     ambient = Ambient(plan.seed, registries)
     exchange.turns = Turns(
@@ -239,6 +241,7 @@ def _run(plan: Plan) -> Run[Any]:
         _inside.rank = True
         error: BaseException | None = None
         world = _world(rank, groups)
+        world.connection.say = partial(sayings.say, rank)
         world.connection.make_branch = partial(
             _branch, exchange, groups[rank], registries[rank]
         )
@@ -285,6 +288,7 @@ def _branch(
     inner = attrs.evolve(world, group=made, owns_group=False)
     made.connection = inner.connection
     inner.connection.tells_structure = True
+    inner.connection.say = world.connection.say
 
     def give_up() -> None:
         exchange.give_up(world.rank, made.branch)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own `reduce` on real ranks: it trains as on simulated ones, and is looked at."""
+
+import attrs
+import pytest
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.reducing import GatherAll, SumAll
+from tests.processes import run_ranks
+from tests.ranks import programs
+from tests.strategies import Run, differences
+
+pytestmark = pytest.mark.ranks(2)
+
+
+@af.transform
+class FromUpdate:
+    """Sum as one must, and from some update on with this rank's own weight."""
+
+    update: int
+
+    def reduce(self, grads, slot, world):
+        summed, slot = SumAll().reduce(grads, slot, world)
+        if grads.update < self.update:
+            return summed, slot
+        return grads.with_sums(summed.tensors, grads.weight), slot
+
+
+@pytest.mark.parametrize("reduce", [SumAll(), GatherAll()], ids=repr)
+def test_real_ranks_sum_as_simulated_ones(reduce: object) -> None:
+    """A7: on two ranks there is one order of sums, and so one result, bitwise."""
+    setup = af.chain(af.shard_data(), reduce)
+    run = Run(n=7, batch_size=3, updates=4, dyadic=False, setup=setup)
+    expected = simulate(2, lambda world: programs.train(world, run))
+    for (states, _), (others, _) in zip(
+        expected, run_ranks(2, programs.train, run), strict=True
+    ):
+        assert differences(states[-1], others[-1]) == []
+
+
+def told(world: af.World, run: Run, checked: bool) -> str:
+    """Return what a rank is told."""
+    world = attrs.evolve(world, group=world.connection, checked=checked)
+    try:
+        programs.train(world, run)
+    except af.ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("update", "checked"), [(0, False), (2, True)])
+def test_a_weight_of_one_rank_is_told_to_all(update: int, checked: bool) -> None:
+    """A7: real ranks compare in the first update, and in any where the world is checked."""
+    setup = af.chain(af.shard_data(), FromUpdate(update))
+    run = Run(n=9, batch_size=3, updates=3, setup=setup)
+    for text in run_ranks(2, told, run, checked):
+        assert "\n  rank 0: the weight: 2.0\n  rank 1: the weight: 1.0\n" in text
