@@ -136,8 +136,13 @@ class DrawsFromNumpy:
 class DrawsOutsideAStream:
     """Draws from torch's where no stream of the state's is at work."""
 
-    def hyper(self, state, slot):
-        return {"lr": float(torch.rand(()))}
+    def value_and_grad(self, inner):
+        def noisy(state, batch, *extras, **how):
+            metrics, grads = inner(state, batch, *extras, **how)
+            factor = 1 + float(torch.rand(()))
+            return metrics, grads.map(lambda g: g * factor)
+
+        return noisy
 
 
 @af.transform
