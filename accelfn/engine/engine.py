@@ -102,8 +102,7 @@ class Engine:
         self._move_out()
         for name, param in self._all.items():
             param.data = params[name]
-        if self._buffers:
-            self._buffers.bind(buffers)
+        self._buffers.bind(buffers)
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
 
@@ -127,8 +126,7 @@ class Engine:
         kept = {} if into is None else into.buffers
         if samples.known == 0:  # an empty share's stand-in is not counted in buffers
             kept = tree.clone(dict(kept))
-        if self._buffers:
-            self._buffers.begin(kept)
+        self._buffers.begin(kept)
         compression = self._compression if sync else None
         if compression is not None:
             compression.begin(state.slots.get(compression.name), loss_scale)
@@ -142,7 +140,7 @@ class Engine:
             stepped = {} if live is None else live.done()
             tensors = self._found(stepped, reduced=averaged is not None)
             tensors = tensors if live is None else {}  # they are freed
-            written = self._buffers.end() if self._buffers else {}
+            written = self._buffers.end()
             self._live = tensors
         except BaseException:
             self._abandon(state)
