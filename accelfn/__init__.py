@@ -42,6 +42,7 @@ from accelfn.data import budget as budget
 from accelfn.data import orders as orders
 from accelfn.errors import ArgumentError as ArgumentError
 from accelfn.errors import BatchError as BatchError
+from accelfn.errors import CallError as CallError
 from accelfn.errors import CheckpointCorruptError as CheckpointCorruptError
 from accelfn.errors import CheckpointError as CheckpointError
 from accelfn.errors import CheckpointWriteError as CheckpointWriteError
@@ -64,11 +65,13 @@ from accelfn.errors import PeerFailedError as PeerFailedError
 from accelfn.errors import PlainDataError as PlainDataError
 from accelfn.errors import RankFailedError as RankFailedError
 from accelfn.errors import RecompilationWarning as RecompilationWarning
+from accelfn.errors import RecordError as RecordError
 from accelfn.errors import ReplicaMismatchError as ReplicaMismatchError
 from accelfn.errors import StateDonatedError as StateDonatedError
 from accelfn.errors import StateError as StateError
 from accelfn.errors import TrackingError as TrackingError
 from accelfn.errors import TrackingWarning as TrackingWarning
+from accelfn.errors import UnknownMetricError as UnknownMetricError
 from accelfn.errors import UnusedParametersError as UnusedParametersError
 from accelfn.errors import Warning as Warning  # noqa: A004 - af.Warning
 from accelfn.errors import WorldError as WorldError
@@ -94,6 +97,7 @@ from accelfn.views import bind as bind
 from accelfn.views import eval_params as eval_params
 from accelfn.views import frozen as frozen
 from accelfn.views import rng as rng
+from accelfn.words import NAMES as _NAMES
 from accelfn.world import World as World
 
 if _TYPE_CHECKING:
@@ -205,8 +209,9 @@ _MODULE_OF = {name: module for module, names in _LATER.items() for name in names
 def __getattr__(name: str) -> object:
     """Import a name that costs time."""
     if name not in _MODULE_OF:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
+        advice = f": {_NAMES[name]}" if name in _NAMES else ""
+        msg = f"module {__name__!r} has no attribute {name!r}{advice}."
+        raise RecordError(msg)
     module = _MODULE_OF[name]
     if module == __name__:
         return _import_module(f"{module}.{name}")

@@ -5,8 +5,10 @@ To Python True is an integer, 1; as an argument it is a slip, and refused.
 """
 
 import inspect
+import os
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeGuard
+from pathlib import Path
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from accelfn.errors import ArgumentError
 
@@ -24,6 +26,31 @@ def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether it is an integer, or one of floating point."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_word(value: object) -> TypeGuard[str]:
+    """Return whether it is text, of some length, that can be written to a file."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+
+
+def check_word(call: str, name: str, value: object, what: str) -> None:
+    """Raise unless an argument is text that names something.
+
+    Args:
+        call: what it is an argument of.
+        name: its own.
+        value: what was given.
+        what: what it names.
+
+    Raises:
+        ArgumentError: it is something else, empty, or has half of a surrogate pair.
+    """
+    if not is_word(value):
+        msg = f"{call}({name}={value!r}): expected text, {what}."
+        raise ArgumentError(msg)
 
 
 def check_integer(
@@ -78,14 +105,40 @@ def truth(*, within: str = "af.") -> Validator:
     return check
 
 
-def why_not(function: Callable[..., object], *given: object) -> TypeError | None:
+def as_path(call: str, value: object, what: str) -> Path:
+    """Return the path that an argument is.
+
+    Args:
+        call: what it is an argument of.
+        value: what was given.
+        what: what it is to be the path of, such as "a directory".
+
+    Raises:
+        ArgumentError: it is none, or no system could have it.
+    """
+    try:
+        path = Path(cast("str", value))
+        os.fsencode(path)
+        fits = "\0" not in str(path)
+    except (TypeError, UnicodeEncodeError):  # half of a surrogate pair
+        path, fits = Path(), False
+    if not fits:
+        shown = repr(value) if isinstance(value, (str, bytes)) else type(value).__name__
+        msg = f"{call}: expected the path of {what}, got {shown}."
+        raise ArgumentError(msg)
+    return path
+
+
+def why_not(
+    function: Callable[..., object], /, *given: object, **named: object
+) -> TypeError | None:
     """Return why a function cannot be called with these, as far as its signature says."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C, and not said
         return None
     try:
-        signature.bind(*given)
+        signature.bind(*given, **named)
     except TypeError as error:
         return error
     return None

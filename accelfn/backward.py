@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from accelfn.calling import called
 from accelfn.counts import Count, Counts, counted, of_shares
 from accelfn.data import Batch
 from accelfn.draws import shared_draws
@@ -38,6 +39,7 @@ class ValueAndGrad(Protocol):
         ...
 
 
+@called
 def value_and_grad(
     loss_fn: LossFunction, *, count: Count | None = None
 ) -> ValueAndGrad:

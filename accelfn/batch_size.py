@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.arguments import check_integer
+from accelfn.calling import called
 from accelfn.collectives import all_gather, naming
 from accelfn.errors import (
     ArgumentError,
@@ -32,6 +33,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_
 """What torch's allocators, CUDA, cuBLAS and cuDNN say; the second and third are the CPU's."""
 
 
+@called
 def find_batch_size(
     fn: Callable[[int, World], R], start: int, *, world: World | None = None
 ) -> R:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import attrs
 
 from accelfn.arguments import is_integer
+from accelfn.calling import called
 from accelfn.cursor import Cursor
 from accelfn.data import Batch, Data
 from accelfn.data.reading import Reading
@@ -46,6 +47,7 @@ class Batches:
         yield from self.data.read(self.reading)
 
 
+@called
 def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     """Return this rank's batches, going on from `state.cursor`.
 
@@ -94,6 +96,7 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     return Batches(data=state.data, reading=reading)
 
 
+@called
 def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
     """Return the state as if `samples` samples of an epoch had been seen.
 

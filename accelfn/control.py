@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from accelfn.arguments import is_integer
+from accelfn.calling import called
 from accelfn.codec import has_state
 from accelfn.collectives import barrier, check_rows, checksum, gather_text
 from accelfn.collectives.agreed import check_world
@@ -23,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@called
 def on_rank(
     world: World, rank: int = 0, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
@@ -48,6 +50,7 @@ def on_rank(
     return _on("af.on_rank", world, rank, local=local)
 
 
+@called
 def on_main(
     world: World, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
@@ -102,6 +105,7 @@ _went = threading.local()
 """Whether each thread is in a block of `main_first`: simulated ranks are threads."""
 
 
+@called
 @contextmanager
 def main_first(world: World, *, local: bool = False) -> Generator[None]:
     """Let rank 0 go through a `with` block before the others enter it.
@@ -141,6 +145,7 @@ def main_first(world: World, *, local: bool = False) -> Generator[None]:
             barrier(world)
 
 
+@called
 def print_in_order(world: World, *values: object) -> None:
     """Print a line for each rank on rank 0, in rank order: "rank 1: ...".
 
@@ -154,6 +159,7 @@ def print_in_order(world: World, *values: object) -> None:
             print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - it is what it is for
 
 
+@called
 def assert_replicas_agree(state: TrainState) -> None:
     """Raise, on all ranks, unless they hold the same state.
 

@@ -14,6 +14,20 @@ class ArgumentError(Error, ValueError):
     """An argument has a value that can have no meaning, such as a count of 0."""
 
 
+class CallError(Error, TypeError):
+    """A call without an argument, or with one too many; or a use that a record has not."""
+
+
+class RecordError(Error, AttributeError):
+    """A record has no such attribute, or none that can be set: it is a value."""
+
+
+class UnknownMetricError(Error, KeyError):
+    """Metrics have no entry of this name."""
+
+    __str__ = Exception.__str__  # KeyError's shows a text as code
+
+
 class CompositionError(Error, ValueError):
     """Transforms that cannot stand in one chain: a name twice, two engines."""
 

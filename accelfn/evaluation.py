@@ -9,6 +9,7 @@ import torch
 
 from accelfn import streams, tree
 from accelfn.backward import wrap_loss
+from accelfn.calling import called
 from accelfn.collectives import broadcast_, join_rows, mean
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.alike import check_alike
@@ -23,6 +24,7 @@ from accelfn.views import eval_params
 EvaluateFunction: TypeAlias = Callable[..., Any]
 
 
+@called
 def evaluate(
     state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
 ) -> dict[str, float]:
@@ -64,6 +66,7 @@ def evaluate(
     return mean(total, state.world)
 
 
+@called
 def predict(
     state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
 ) -> Iterator[Any]:

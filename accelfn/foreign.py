@@ -15,12 +15,15 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from accelfn.arguments import as_path
+from accelfn.calling import called
 from accelfn.checkpoint.placing import Incoming, fill, placement
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@called
 def import_torch_weights(
     model: M,
     file: str | os.PathLike[str],
@@ -49,8 +52,9 @@ def import_torch_weights(
         CheckpointCorruptError: it is cut off, or something else.
         ModelError, ArgumentError: as `import_model`.
     """
+    path = as_path("af.import_torch_weights(model, file)", file, "a file or folder")
     place = placement("af.import_torch_weights", model, device_map, dtype)
-    held = _state_dict(Path(file))
+    held = _state_dict(path)
     incoming = Incoming(str(file), held, lambda name: _dense(held[name]))
     fill(model, incoming, place, strict=strict)
     return model

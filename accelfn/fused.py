@@ -11,9 +11,11 @@ from torch.utils._foreach_utils import (
     _get_fused_kernels_supported_devices,  # pyright: ignore[reportPrivateUsage]
 )
 
+from accelfn.calling import called
 from accelfn.errors import OptimizerError
 
 
+@called
 @attrs.frozen(repr=False)
 class fused:
     """Let torch update all parameters in one kernel, where the optimizer has such a one.

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 
 from accelfn import codec, tree
+from accelfn.calling import called
 from accelfn.collectives import all_gather, gather_bytes, join_rows
 from accelfn.data import Batch
 from accelfn.errors import BatchError
 from accelfn.world import World
 
 
+@called
 def gather_valid(values: Any, batch: Batch, world: World) -> Any:
     """Return the values of all ranks' samples, without filler, in the order of the batch.
 

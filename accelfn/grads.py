@@ -8,12 +8,13 @@ from typing import Any, Self
 import attrs
 import torch
 
-from accelfn import foreach
+from accelfn import foreach, words
 from accelfn.arguments import is_number
 from accelfn.cursor import Cursor
 from accelfn.errors import GradsError
 from accelfn.lease import Lease
 from accelfn.loss import Number
+from accelfn.words import foreign
 
 _GIVEN = (
     "These gradients of update {update} were given to apply_grads or into=, which worked on"
@@ -56,6 +57,11 @@ class Skip:
         return Skip(flag, self.agreed and other.agreed)
 
 
+@foreign(
+    words.GRADS,
+    changes="grads.map(fn) and grads.with_tensors(...) return another",
+    getitem=words.GRADS_ARE_NO_DICT,
+)
 @attrs.frozen(kw_only=True, eq=False)
 class Grads:
     """Gradients of loss totals by parameter name, and the weight to divide them by.

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from accelfn.calling import called
 from accelfn.collectives import all_gather
+from accelfn.collectives.agreed import check_world
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, BatchError, DataError
 from accelfn.world import World
@@ -15,6 +17,7 @@ from accelfn.world import World
 _ENDS = ("last", "first", "together")
 
 
+@called
 def lockstep(
     iterable: Iterable[Any], world: World, *, ends: str = "last"
 ) -> Iterator[Batch]:
@@ -48,6 +51,7 @@ def lockstep(
         expected = ", ".join(map(repr, _ENDS))
         msg = f"af.lockstep(ends={ends!r}): expected one of {expected}."
         raise ArgumentError(msg)
+    check_world("af.lockstep", world)
     if not isinstance(iterable, Iterable):
         msg = (
             f"af.lockstep({type(iterable).__name__}): expected this rank's batches, as an"

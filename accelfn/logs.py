@@ -6,6 +6,7 @@ from collections.abc import Collection, MutableMapping
 from typing import Any
 
 from accelfn.arguments import is_integer
+from accelfn.calling import called
 from accelfn.collectives import gather_text
 from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError
@@ -52,6 +53,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
                 )
 
 
+@called
 def logger(name: str, world: World, *, ranks: Collection[int] = (0,)) -> RankLogger:
     """Return a logger of the standard library that rank 0 alone writes to, or some ranks.
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.calling import called
 from accelfn.errors import OptimizerError
 from accelfn.partition import NamedParameters
 
@@ -103,6 +104,7 @@ def _made(kind: type, options: dict[str, Any]) -> tuple[Any, _Model]:
     return made, model
 
 
+@called
 def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:
     """Return a factory of an optimizer of the package lomo-optim, for `TrainState.create`.
 

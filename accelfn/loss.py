@@ -8,13 +8,20 @@ crosses micro-batches or ranks is kept as a `WeightedSum`, and divided once, at 
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, cast
 
 import attrs
 import torch
 
+from accelfn import words
 from accelfn.arguments import is_number
-from accelfn.errors import ArgumentError, LossError
+from accelfn.errors import (
+    ArgumentError,
+    CallError,
+    LossError,
+    RecordError,
+    UnknownMetricError,
+)
 
 Number: TypeAlias = float | torch.Tensor
 
@@ -71,15 +78,19 @@ class Loss:
 
 def _pair(name: str, entry: object) -> "WeightedSum":
     """Return the sum that a total with its weight is."""
-    if isinstance(entry, tuple) and len(cast("tuple[Any, ...]", entry)) == 2:
+    pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
+    if len(pair) == 2 and all(map(_is_scalar, pair)):
         return WeightedSum(*cast("tuple[Number, Number]", entry))
     msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight)."
     raise ArgumentError(msg)
 
 
+def _is_scalar(value: object) -> bool:
+    return is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 def _check_number(name: str, value: object) -> None:
-    scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    if scalar or is_number(value):
+    if _is_scalar(value):
         return
     tensor = isinstance(value, torch.Tensor)
     shown = f"<tensor of shape {tuple(value.shape)}>" if tensor else repr(value)
@@ -149,9 +160,14 @@ class Metrics(Mapping[str, torch.Tensor]):
         sums: Mapping[str, tuple[Number, Number] | WeightedSum] = MappingProxyType({}),
     ) -> None:
         """Take `(total, weight)` by name."""
+        try:
+            items = sums.items()
+        except AttributeError:
+            msg = f"af.Metrics({sums!r}): expected a dict, {{name: (total, weight)}}."
+            raise ArgumentError(msg) from None
         self._sums: dict[str, WeightedSum] = {
             name: entry if isinstance(entry, WeightedSum) else _pair(name, entry)
-            for name, entry in sums.items()
+            for name, entry in items
         }
 
     @property
@@ -163,7 +179,7 @@ class Metrics(Mapping[str, torch.Tensor]):
         """Return the mean of what this rank saw."""
         if name not in self._sums:
             msg = f"No metric {name!r}; there are {sorted(self._sums)}."
-            raise KeyError(msg)
+            raise UnknownMetricError(msg)
         return self._sums[name].mean
 
     def __iter__(self) -> Iterator[str]:
@@ -174,8 +190,28 @@ class Metrics(Mapping[str, torch.Tensor]):
         """Return how many names there are."""
         return len(self._sums)
 
+    if not TYPE_CHECKING:  # where it would allow every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say how a metric is read."""
+            if name.startswith("_"):  # copy and pickle ask for some
+                raise AttributeError(name)
+            advice = words.METRICS.get(name, f"there are {sorted(self._sums)}")
+            if name in self._sums:
+                advice = f'write metrics["{name}"]'
+            msg = f"Metrics have no attribute {name}: {advice}."
+            raise RecordError(msg, obj=type(self))
+
+    def __float__(self) -> NoReturn:
+        """Refuse to be one number."""
+        first = next(iter(self._sums), "loss")
+        msg = f'Metrics are several numbers; write float(metrics["{first}"]).'
+        raise CallError(msg)
+
     def __add__(self, other: "Metrics") -> "Metrics":
         """Add the sums and weights of equal names; other names are kept."""
+        if not isinstance(other, Metrics):
+            return NotImplemented
         sums = dict(self._sums)
         for name, entry in other.sums.items():
             sums[name] = sums[name] + entry if name in sums else entry

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
 )
 
 from accelfn import tree
+from accelfn.calling import called
 from accelfn.cursor import Cursor
 from accelfn.definition import Definition
 from accelfn.engine.live_optimizer import LiveOptimizer
@@ -122,6 +123,7 @@ class MemoryEstimate:
         )
 
 
+@called
 def memory_estimate(
     model: ModelSource, setup: Any = None, *, optimizer: OptimizerFactory
 ) -> MemoryEstimate:

@@ -162,6 +162,12 @@ def check_params(
     Raises:
         StateError: names, shapes, dtypes or devices differ.
     """
+    if not isinstance(given, Mapping):
+        msg = (
+            f"with_params: got {type(given).__name__}; expected tensors by name, such as"
+            " state.params, or dict(model.named_parameters())."
+        )
+        raise StateError(msg)
     missing, extra = expected.keys() - given.keys(), given.keys() - expected.keys()
     if missing or extra:
         msg = f"with_params: missing {sorted(missing)}, unknown {sorted(extra)}."

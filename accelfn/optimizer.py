@@ -107,6 +107,10 @@ def trained_names(
             " says whether it is trained."
         )
         raise ArgumentError(msg)
+    error = why_not(predicate, "", None)
+    if error is not None:
+        msg = f"with_trainable({predicate!r}): it is called as predicate(name, parameter): {error}."
+        raise ArgumentError(msg)
     wanted = {name for name, param in params.items() if predicate(name, param)}
     if not wanted:
         msg = (

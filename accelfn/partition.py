@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.calling import called
 from accelfn.errors import ArgumentError, OptimizerError
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
@@ -155,6 +156,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     return partial(bare, optimizer)
 
 
+@called
 @attrs.frozen(init=False, repr=False)
 class partition:
     """Give parameters to several optimizers, each its own: Muon to matrices, AdamW the rest.

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import profiler as torch_profiler
 
-from accelfn.arguments import check_integer
+from accelfn.arguments import as_path, check_integer
+from accelfn.calling import called
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.spans import is_profiled
 from accelfn.world import World
@@ -62,6 +63,7 @@ class Profiler:
         self.is_written = True
 
 
+@called
 @contextmanager
 def profile(
     directory: str | os.PathLike[str],
@@ -116,7 +118,8 @@ def profile(
     ):
         check_integer("af.profile", name, value, least, "a number of steps")
     world = World.single() if world is None else world
-    path = Path(directory) / f"rank-{world.rank}.json"
+    folder = as_path("af.profile(directory)", directory, "a directory")
+    path = folder / f"rank-{world.rank}.json"
     if is_profiled() or not _ONE_A_PROCESS.acquire(blocking=False):
         msg = (
             f"af.profile({str(directory)!r}) on rank {world.rank}: torch has one profiler a"

@@ -9,6 +9,7 @@ import attrs
 
 from accelfn.arguments import integer, is_integer
 from accelfn.batches import batches
+from accelfn.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.loss import Metrics
 from accelfn.state import TrainState
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from accelfn.data import Batch
 
 
+@called
 @attrs.frozen
 class epochs:
     """A number of epochs, where a plain number would be one of updates.
@@ -40,6 +42,7 @@ Tracker: TypeAlias = Callable[[Numbers, int], object]
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
+@called
 def run(
     step: Step,
     state: TrainState,

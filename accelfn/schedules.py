@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.arguments import integer, is_number
+from accelfn.calling import called
 from accelfn.errors import ArgumentError
 
 
@@ -46,6 +47,7 @@ def _factor(default: float | None = None) -> Any:
     return attrs.field(default=default, validator=_is_factor)
 
 
+@called
 @attrs.frozen
 class constant:
     """Keep the learning rate at `factor` times the optimizer's own."""
@@ -57,6 +59,7 @@ class constant:
         return self.factor
 
 
+@called
 @attrs.frozen
 class linear:
     """Go from `start` to `end` over `num_updates`, then stay at `end`.
@@ -74,6 +77,7 @@ class linear:
         return self.start + (self.end - self.start) * done
 
 
+@called
 @attrs.frozen
 class warmup_cosine:
     """Rise linearly over `num_warmup` updates, then fall as a half cosine to `end`.
@@ -107,6 +111,7 @@ class warmup_cosine:
         return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+@called
 @attrs.frozen
 class one_cycle:
     """Rise from `start` to 1 over a fraction of the updates, then fall to `end`, by cosines.
@@ -144,6 +149,7 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+@called
 @attrs.frozen(init=False)
 class join:
     """Run schedules one after the other; each starts again from update 0.
@@ -191,6 +197,7 @@ def _is_part(part: Any) -> bool:
     return isinstance(count, int) and count >= 1 and callable(schedule)
 
 
+@called
 class from_torch:
     """Use a torch LRScheduler as a pure function of the update number.
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from accelfn.calling import called
 from accelfn.data.cut import even_part
 from accelfn.errors import ArgumentError
 from accelfn.world import World
@@ -15,6 +16,7 @@ from accelfn.world import World
 T = TypeVar("T")
 
 
+@called
 def split(values: T, world: World, *, pad: bool = False) -> T:
     """Return this rank's part of values that all ranks hold: prompts, files, rows.
 

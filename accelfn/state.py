@@ -6,20 +6,22 @@ JAX's donated buffers are: after it, the old records raise, and the new one owns
 The lease belongs to the tensors, so all records that share them go together.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import attrs
 import torch
 
-from accelfn import tree
-from accelfn.arguments import is_integer
+from accelfn import tree, words
+from accelfn.arguments import check_word, is_integer
+from accelfn.calling import called
 from accelfn.cursor import Cursor
 from accelfn.data import Data
 from accelfn.definition import Definition, as_data, check_schedule, checked_world
 from accelfn.draws import shared_draws
-from accelfn.errors import ArgumentError
+from accelfn.errors import ArgumentError, CallError
 from accelfn.lease import Lease
 from accelfn.model import (
     ModelSource,
@@ -34,11 +36,18 @@ from accelfn.schedules import Schedule
 from accelfn.skips import Skips
 from accelfn.slots import carried_over, check_own_name, own_objects
 from accelfn.transform import chain
+from accelfn.words import foreign
 from accelfn.world import World
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
 
 
+@called
+@foreign(
+    words.STATE,
+    changes="state.with_params(...), with_setup, with_slot and with_trainable return another",
+    getitem=words.STATE_IS_NO_PAIR,
+)
 @attrs.frozen(kw_only=True, eq=False)
 class TrainState:
     """A frozen record of all that training is at one moment.
@@ -66,6 +75,7 @@ class TrainState:
     lease: Lease = attrs.field(factory=Lease)
 
     @classmethod
+    @called
     def create(
         cls,
         *,
@@ -101,6 +111,7 @@ class TrainState:
         if not is_integer(seed):
             msg = f"TrainState.create(seed={seed!r}): expected an integer."
             raise ArgumentError(msg)
+        check_word("af.TrainState.create", "name", name, "which tells draws apart")
         check_schedule(schedule)
         world = checked_world(world)
         with own_modes(world.device):
@@ -235,6 +246,22 @@ class TrainState:
                 lease=Lease(),
             )
 
+    def __copy__(self) -> Self:
+        """Return the state itself, as a value is its copy; `copy` copies tensors."""
+        return self
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
+        """Return a copy with tensors of its own."""
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse pickle, and so torch.save: a definition holds functions."""
+        msg = (
+            "A TrainState is not pickled: write af.save(state, directory), which af.load"
+            " reads, or torch.save(af.full_params(state), file) for parameters alone."
+        )
+        raise CallError(msg)
+
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
         """Return the state with copies of other parameters in place of its own.
 
@@ -341,6 +368,10 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
+
+
+fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
+"""Set a new state's fields; for the step, which can do without a look at the call."""
 
 
 def check_state(call: str, value: object) -> None:

@@ -8,6 +8,7 @@ so SAM, a GAN or distillation are a few lines of a user's own code.
 from typing import Any, Protocol
 
 from accelfn.backward import value_and_grad
+from accelfn.calling import called
 from accelfn.counts import Count
 from accelfn.engine.engine import engine_of, updates_in_backward
 from accelfn.engine.runner import LossFunction
@@ -27,6 +28,7 @@ class Step(Protocol):
         ...
 
 
+@called
 def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     """Return a function that takes one optimizer update: `(state, batch) -> (state, metrics)`.
 
@@ -69,6 +71,7 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     return step
 
 
+@called
 def build(state: TrainState) -> TrainState:
     """Build the engine now, so that what it refuses is said before the first step.
 
@@ -82,6 +85,7 @@ def build(state: TrainState) -> TrainState:
     return state
 
 
+@called
 def release(state: TrainState) -> None:
     """Drop the engine of the state and its kin early; the next step makes a new one."""
     check_state("af.release(state)", state)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from accelfn.calling import called
 from accelfn.collectives import reduce
 from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError
@@ -62,6 +63,7 @@ def deliver(number: int, _frame: FrameType | None = None) -> bool:
     return True
 
 
+@called
 @contextmanager
 def stopping(
     world: World,

@@ -21,9 +21,12 @@ from typing import (
 
 import attrs
 
+from accelfn import words
+from accelfn.calling import called
 from accelfn.errors import ArgumentError, CompositionError
 from accelfn.fields import FIELDS, check_fields, has_field
 from accelfn.slots import is_slot_name
+from accelfn.words import foreign
 
 if TYPE_CHECKING:
     from accelfn.state import TrainState
@@ -53,6 +56,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
+@called
 @dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
 def transform(cls: type[T]) -> type[T]:
     """Make a transform of a class whose annotations are its options.
@@ -82,8 +86,15 @@ def transform(cls: type[T]) -> type[T]:
         )
         raise ArgumentError(msg)
     check_fields(cls)
-    annotations = dict(inspect.get_annotations(cls))
-    cls.__annotations__ = {**annotations, "name": str}
+    annotations = {**inspect.get_annotations(cls), "name": str}
+    try:
+        cls.__annotations__ = annotations
+    except TypeError as error:  # a class of Python's own
+        msg = (
+            f"@af.transform: expected a class of your own, got {cls.__name__}, which cannot"
+            " be changed; see its docstring for one."
+        )
+        raise ArgumentError(msg) from error
     default = snake_case(cls.__name__)
     named = cast("Any", cls)
     named.name = attrs.field(default=default, kw_only=True, validator=_is_name)
@@ -91,7 +102,7 @@ def transform(cls: type[T]) -> type[T]:
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
-    return attrs.frozen(cls, repr=False, field_transformer=_keyword_only)
+    return called(attrs.frozen(cls, repr=False, field_transformer=_keyword_only))
 
 
 def is_transform(value: object) -> bool:
@@ -154,6 +165,8 @@ def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 
     printer.text(repr(self))
 
 
+@called
+@foreign(words.CHAIN, changes="make another", getitem=words.CHAIN_IS_NO_LIST)
 @attrs.frozen(init=False, repr=False)
 class chain:
     """Compose transforms; a chain is a transform.

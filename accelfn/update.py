@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from accelfn.backward import check_update
+from accelfn.calling import called
 from accelfn.collectives import all_reduce_, check_sums
 from accelfn.draws import shared_draws
 from accelfn.engine.engine import Engine, engine_of
@@ -25,7 +26,7 @@ from accelfn.modes import own_modes
 from accelfn.optimizer import Hyper
 from accelfn.skipping import counts_after, decided
 from accelfn.spans import span
-from accelfn.state import OptState, TrainState, check_state
+from accelfn.state import OptState, TrainState, check_state, fill
 from accelfn.transform import chain
 from accelfn.world import World
 
@@ -40,6 +41,7 @@ _DONATED = (
 )
 
 
+@called
 def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     """Take one optimizer update: `(state, grads) -> state`.
 
@@ -153,7 +155,9 @@ def _after(
     """Return the state after an update that the optimizer has taken."""
     definition = state.definition
     step, num_skipped = counts_after(state, flag)
-    after = TrainState(
+    after = object.__new__(TrainState)
+    fill(
+        after,
         params=state._params,  # pyright: ignore[reportPrivateUsage]
         buffers=state._buffers,  # pyright: ignore[reportPrivateUsage]
         opt_state=opt_state,
@@ -332,6 +336,7 @@ def _with(slots: dict[str, Any], name: str, slot: Any) -> dict[str, Any]:
     return {**slots, name: slot}
 
 
+@called
 def finalize(state: TrainState) -> TrainState:
     """Return the state with what its transforms owe at the end, as a last average.
 
@@ -350,6 +355,7 @@ def finalize(state: TrainState) -> TrainState:
     return after
 
 
+@called
 def sync_grads(state: TrainState, grads: Grads) -> Grads:
     """Reduce gradients over the ranks of the state's world, exactly by weight.
 

@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from accelfn import streams, tree
+from accelfn.arguments import check_word
+from accelfn.calling import called
 from accelfn.draws import shared_draws
-from accelfn.errors import ArgumentError
 from accelfn.fields import check_returned
 from accelfn.modes import own_modes
 from accelfn.state import TrainState, check_state
 
 
+@called
 def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     """Return the parameters to evaluate and export, as the setup's transforms say.
 
@@ -38,6 +40,7 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     return params
 
 
+@called
 @contextmanager
 def bind(state: TrainState, *, raw: bool = True) -> Generator[nn.Module]:
     """Lend a module that holds the state's parameters and buffers, for a `with` block.
@@ -63,6 +66,7 @@ def bind(state: TrainState, *, raw: bool = True) -> Generator[nn.Module]:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
+@called
 def frozen(state: TrainState, *, raw: bool = False) -> nn.Module:
     """Return a detached module in evaluation mode, for teachers, critics and rollouts.
 
@@ -85,6 +89,7 @@ def frozen(state: TrainState, *, raw: bool = False) -> nn.Module:
     return module.eval().requires_grad_(requires_grad=False)
 
 
+@called
 def rng(state: TrainState, purpose: str, *, shared: bool = False) -> streams.stream:
     """Return a context in which draws are a function of the state and a purpose.
 
@@ -103,9 +108,7 @@ def rng(state: TrainState, purpose: str, *, shared: bool = False) -> streams.str
         ...     noise = torch.randn(16, 100)
     """
     check_state("af.rng(state, purpose)", state)
-    if not purpose:
-        msg = "af.rng(state, purpose): expected a word for what the draws are for."
-        raise ArgumentError(msg)
+    check_word("af.rng", "purpose", purpose, "a word for what the draws are for")
     world = state.world
     rank = -1 if shared else world.rank
     key = streams.key(state.seed, state.name, "user", purpose, rank)

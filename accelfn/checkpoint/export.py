@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import torch
 
+from accelfn.arguments import as_path, is_word
+from accelfn.calling import called
 from accelfn.checkpoint import commit, disk, files
 from accelfn.checkpoint.commit import Save
 from accelfn.checkpoint.save import save_of
@@ -15,12 +17,18 @@ from accelfn.checkpoint.shards import INDEX, bytes_in, divided, index_of
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.codec import Table
 from accelfn.collectives import gather_text
-from accelfn.errors import ArgumentError, CheckpointError, ModelError
+from accelfn.errors import (
+    ArgumentError,
+    CheckpointError,
+    ModelError,
+    PlainDataError,
+)
 from accelfn.modes import own_modes
-from accelfn.state import TrainState
+from accelfn.state import TrainState, check_state
 from accelfn.views import eval_params
 
 
+@called
 def export_model(
     state: TrainState,
     directory: str | os.PathLike[str],
@@ -53,9 +61,11 @@ def export_model(
             the directory's name.
         ArgumentError: the size is none.
     """
-    limit = bytes_in(max_shard_size)
+    call = "af.export_model(state, directory)"
+    check_state(call, state)
+    path, limit = as_path(call, directory, "a directory"), bytes_in(max_shard_size)
     params = _params(state, raw=raw)
-    job = save_of(state, Path(directory))
+    job = save_of(state, path)
     tensors: dict[str, torch.Tensor] = {}
 
     def begin() -> None:
@@ -79,6 +89,7 @@ def export_model(
     job.agreed(exchange, "name the directory", name_it)
 
 
+@called
 def full_params(state: TrainState, *, raw: bool = False) -> dict[str, torch.Tensor]:
     """Return copies of the whole parameters on the host, by name; call it on all ranks.
 
@@ -89,10 +100,12 @@ def full_params(state: TrainState, *, raw: bool = False) -> dict[str, torch.Tens
 
     Cost: a copy of the parameters on each rank; where they are sharded, a gather of each.
     """
+    check_state("af.full_params(state)", state)
     with own_modes(state.world.device), torch.no_grad():
         return {n: _host(t).clone() for n, t in _params(state, raw=raw).items()}
 
 
+@called
 def save_pretrained(
     state: TrainState,
     directory: str | os.PathLike[str],
@@ -121,6 +134,9 @@ def save_pretrained(
         ModelError: the model has no such method.
         ArgumentError: it was to upload what it writes, too.
     """
+    call = "af.save_pretrained(state, directory)"
+    check_state(call, state)
+    path = as_path(call, directory, "a directory")
     if not callable(getattr(state.definition.skeleton.module, "save_pretrained", None)):
         kind = type(state.definition.skeleton.module).__name__
         msg = f"{kind} has no save_pretrained; use af.export_model(state, ...)."
@@ -132,7 +148,7 @@ def save_pretrained(
         )
         raise ArgumentError(msg)
     params = _params(state, raw=raw)
-    job, exchange = save_of(state, Path(directory)), _exchange(state, "save_pretrained")
+    job, exchange = save_of(state, path), _exchange(state, "save_pretrained")
     job.agreed(exchange, "begin", lambda: commit.begin(job))
     tensors = _held({**params, **state.buffers}, job)
 
@@ -180,6 +196,9 @@ def _named(
                 " torch.save(model.state_dict(), ...) on the module of af.bind(state)."
             )
             raise CheckpointError(msg)
+        if not is_word(name):
+            msg = f"{name!r} is no text that files can hold; give the tensor another name."
+            raise PlainDataError(msg)
         tensor = values[id(meta)]
         if id(meta) not in seen:
             seen.add(id(meta))

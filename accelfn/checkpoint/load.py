@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
+from accelfn.calling import called
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.elastic import source_of
 from accelfn.checkpoint.fields import with_fields
@@ -41,6 +42,7 @@ def load(
 ) -> Loaded: ...
 
 
+@called
 def load(
     state: TrainState,
     directory: str | os.PathLike[str],

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Giving a model's tensors their values, one at a time, wherever and however they lie."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from accelfn.advice import advise
 from accelfn.checkpoint import compare, files
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
@@ -204,7 +204,7 @@ def _paired(
     if found.shapes or found.dtypes or (found and strict):
         raise CheckpointError(told)
     if found:
-        warnings.warn(told, stacklevel=4)
+        advise(told)
     return pairs
 
 
@@ -223,7 +223,7 @@ def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> N
             )
             if strict:
                 raise CheckpointError(msg)
-            warnings.warn(msg, stacklevel=4)
+            advise(msg)
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

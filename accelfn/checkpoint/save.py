@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from accelfn.calling import called
 from accelfn.checkpoint import commit
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.checkpoint.fields import encoded, fields_of
@@ -15,6 +16,7 @@ from accelfn.optimizer import kind_of
 from accelfn.state import TrainState, check_state
 
 
+@called
 def save(
     state: TrainState, directory: str | os.PathLike[str], *, frozen: str = "write"
 ) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 import attrs
 
 from accelfn.arguments import is_integer
+from accelfn.calling import called
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import keep as keeping
 from accelfn.checkpoint.background import Buffers, Writing, talk_directory
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 Period: TypeAlias = int | timedelta
 
 
+@called
 class CheckpointStore:
     """The checkpoints of a run: `step-00000100`, `step-00000200`, ... in a directory.
 

@@ -3,18 +3,20 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from accelfn.arguments import as_path
+from accelfn.calling import called
 from accelfn.checkpoint.placing import Incoming, fill, placement
 from accelfn.checkpoint.shards import shards_at
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@called
 def import_model(
     model: M,
     source: str | os.PathLike[str],
@@ -52,8 +54,9 @@ def import_model(
         ModelError: a buffer on the meta device is in no file, for it is not persistent.
         ArgumentError: a device, module or dtype is none.
     """
+    path = as_path("af.import_model(model, source)", source, "a file or folder")
     place = placement("af.import_model", model, device_map, dtype)
-    shards = shards_at(Path(source))
+    shards = shards_at(path)
     incoming = Incoming(str(source), shards.tensors(), shards.read)
     fill(model, incoming, place, strict=strict)
     return model

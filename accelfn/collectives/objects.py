@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelfn import codec
+from accelfn.calling import called
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.packed import broadcast_bytes, gather_bytes, scatter_bytes
 from accelfn.collectives.trees import check_root
@@ -17,6 +18,7 @@ from accelfn.errors import ArgumentError, CollectiveMismatchError, PlainDataErro
 from accelfn.world import World
 
 
+@called
 def gather_objects(
     value: Any, world: World, *, pickle: bool = False, label: str = "gather_objects"
 ) -> list[Any]:
@@ -42,6 +44,7 @@ def gather_objects(
     return [_read(each, world, pickle=pickle) for each in parts]
 
 
+@called
 def broadcast_object(
     value: Any,
     world: World,
@@ -65,6 +68,7 @@ def broadcast_object(
     )
 
 
+@called
 def scatter(
     values: Sequence[Any] | None, world: World, *, root: int = 0, label: str = "scatter"
 ) -> Any:

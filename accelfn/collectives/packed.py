@@ -18,6 +18,7 @@ from torch._utils import (
 )
 
 from accelfn import foreach
+from accelfn.calling import called
 from accelfn.collectives.agreed import agreed, alike, check_world
 from accelfn.collectives.naming import naming
 from accelfn.errors import ArgumentError, CollectiveMismatchError
@@ -198,12 +199,14 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
+@called
 def barrier(world: World) -> None:
     """Wait until every rank is here."""
     check_world("barrier", world)
     all_reduce_([torch.zeros(1, device=world.device)], world, label="barrier")
 
 
+@called
 def print_once(world: World, *values: object, local: bool = False) -> None:
     """Print on rank 0 only; with `local`, once on every machine."""
     check_world("print_once", world)
@@ -211,6 +214,7 @@ def print_once(world: World, *values: object, local: bool = False) -> None:
         print(*values, flush=True)  # noqa: T201 - printing is what it is for
 
 
+@called
 def mean(metrics: Metrics, world: World) -> dict[str, float]:
     """Return the exact mean of each metric over all ranks: the visible collective.
 

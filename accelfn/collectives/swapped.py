@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn import tree
+from accelfn.calling import called
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.naming import naming
 from accelfn.collectives.packed import pack
@@ -21,6 +22,7 @@ T = TypeVar("T")
 Shapes: TypeAlias = list[list[int]]
 
 
+@called
 def all_to_all(
     values: Sequence[T], world: World, *, label: str = "all_to_all"
 ) -> list[T]:

@@ -14,6 +14,7 @@ import torch
 
 from accelfn import tree
 from accelfn.arguments import is_integer
+from accelfn.calling import called
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.differentiated import gather_with_grad
 from accelfn.collectives.packed import (
@@ -30,6 +31,7 @@ from accelfn.world import World
 T = TypeVar("T")
 
 
+@called
 def gather(values: T, world: World, *, grad: bool = False, label: str = "gather") -> T:
     """Return every rank's tensors, joined along dim 0 in rank order, on all ranks.
 
@@ -63,6 +65,7 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     return tree.with_leaves(values, all_gather_rows(rows, counts, ready, label=label))
 
 
+@called
 def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T:
     """Return every rank's rows, joined along dim 0; ranks may have any numbers of them.
 
@@ -96,6 +99,7 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
     return tree.with_leaves(values, all_gather_rows(rows, each, world, label=label))
 
 
+@called
 def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -> T:
     """Return tensors combined over all ranks, element by element, on all ranks.
 
@@ -122,6 +126,7 @@ def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -
     return _by_dtype(values, leaves, lambda same: reduced(same, ready, op, label))
 
 
+@called
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
     """Return the tensors that rank `root` has, on all ranks.
 
@@ -147,6 +152,7 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     return _by_dtype(values, leaves, given)
 
 
+@called
 def pad_across(
     values: T,
     world: World,
@@ -208,6 +214,7 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
         raise ArgumentError(msg)
 
 
+@called
 def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     """Return whether the flag is true on any rank, the same on all.
 
@@ -219,6 +226,7 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     return bool(reduce(value, world, "max", label=label))
 
 
+@called
 def all_ranks(flag: object, world: World, *, label: str = "all_ranks") -> bool:
     """Return whether the flag is true on every rank, the same on all.
 

@@ -8,14 +8,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from accelfn import words
 from accelfn.cursor import Cursor
 from accelfn.data.permutation import Indices
 from accelfn.errors import BatchError
+from accelfn.words import foreign
 
 Filler: TypeAlias = bool | npt.NDArray[np.bool_]
 """Whether samples are filler: all of a micro-batch, none, or one by one."""
 
 
+@foreign(
+    words.BATCH,
+    changes="it is what was read; another value goes to step(state, value) as it is",
+    getitem=words.BATCH_IS_NO_VALUE,
+)
 @attrs.frozen(kw_only=True, eq=False, slots=False)  # a dict is filled sooner than slots
 class Batch:
     """This rank's share of one update's samples.

@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 
 from accelfn.arguments import integer, truth
+from accelfn.calling import called
 from accelfn.data.cut import UnevenCut
 from accelfn.data.orders.numbers import as_counts
 from accelfn.data.permutation import Indices
@@ -17,6 +18,7 @@ def _as_costs(values: Any) -> Indices:
     return as_counts(values, "af.budget(costs)")
 
 
+@called
 @attrs.frozen(eq=False, repr=False)
 class budget:
     """Let an update take as many samples, in their order, as fit a limit.

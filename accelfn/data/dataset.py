@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import attrs
 import numpy as np
 
-from accelfn import streams
+from accelfn import streams, words
 from accelfn.arguments import check_integer, integer, truth
+from accelfn.calling import called
 from accelfn.cursor import Cursor
 from accelfn.data.alike import Looks
 from accelfn.data.batch import Batch
@@ -47,6 +48,7 @@ from accelfn.data.sources import Source, source_of
 from accelfn.data.stream import first_state, is_stream
 from accelfn.data.zipped import Side, Zipped, zipped
 from accelfn.errors import ArgumentError, DataError, LengthError
+from accelfn.words import foreign
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -56,6 +58,13 @@ def _flag() -> Any:
     return attrs.field(default=False, kw_only=True, validator=truth())
 
 
+@called
+@foreign(
+    words.DATA,
+    changes="make another af.Data(...)",
+    iter=words.DATA_IS_NO_LOADER,
+    getitem=words.DATA_IS_NO_LOADER,
+)
 @attrs.frozen(eq=False, repr=False)
 class Data:
     """A dataset, and the order and size in which an update takes its samples.
@@ -131,6 +140,7 @@ class Data:
             check_indexed(self)
 
     @classmethod
+    @called
     def mix(
         cls,
         datasets: Sequence[Any],
@@ -165,6 +175,7 @@ class Data:
         return cls(source, order=order, **options)
 
     @classmethod
+    @called
     def zip(
         cls,
         *,
@@ -205,6 +216,7 @@ class Data:
         )
 
     @classmethod
+    @called
     def from_loader(cls, loader: "DataLoader[Any]", *, num_ranks: int = 1) -> Self:
         """Return what a torch DataLoader says, with its batch size as samples per update.
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a torch DataLoader says, in the words of `Data`."""
 
-import warnings
 from typing import Any, cast
 
 import attrs
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
+from accelfn.advice import advise
 from accelfn.arguments import check_integer
 from accelfn.data.orders.order import Sequential, Shuffled
 from accelfn.data.orders.samplers import (
@@ -93,8 +93,4 @@ class _Lone:
 def _say_what_is_lost(loader: "DataLoader[Any]") -> None:
     for name, instead in _DEFAULTS.items():
         if getattr(loader, name, None) is not None:
-            warnings.warn(
-                f"from_loader: {name} is not kept: {instead}.",
-                UserWarning,
-                stacklevel=4,
-            )
+            advise(f"from_loader: {name} is not kept: {instead}.")

@@ -25,6 +25,7 @@ import torch
 
 from accelfn import codec
 from accelfn.arguments import is_integer, is_number
+from accelfn.calling import called
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError
 from accelfn.launching.script import run_here
 from accelfn.world.environment import asked_size
@@ -40,6 +41,7 @@ _LONGEST = 10.0**9
 """Seconds, as of `World.from_env`."""
 
 
+@called
 def launch(
     fn: Callable[Concatenate[World, ...], Any],
     *args: Any,

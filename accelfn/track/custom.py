@@ -3,10 +3,12 @@
 
 from collections.abc import Callable
 
+from accelfn.calling import called
 from accelfn.track.tracker import Sink, Tracker, open_tracker
 from accelfn.world import World
 
 
+@called
 def custom(
     open_sink: Callable[[], Sink],
     *,

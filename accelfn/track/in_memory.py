@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from accelfn.calling import called
 from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples
 from accelfn.world import World
@@ -46,6 +47,7 @@ def _keep(kept: dict[str, dict[int, Any]], given: Mapping[str, Any], step: int) 
         kept.setdefault(name, {})[step] = value
 
 
+@called
 def in_memory(*, world: World) -> Tracker:
     """Return a tracker that keeps what it is told: name, step, value.
 

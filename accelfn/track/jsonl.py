@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from accelfn.calling import called
 from accelfn.errors import ArgumentError, TrackingError
 from accelfn.track.tracker import Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples, check_step, spelt
@@ -100,6 +101,7 @@ def _whole(handle: int) -> int:
     return 0
 
 
+@called
 def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker:
     """Return a tracker that appends to a text file, a line of JSON a record.
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import attrs
 
+from accelfn.calling import called
 from accelfn.errors import TrackingError
 from accelfn.track.jsonl import FORMAT
 from accelfn.track.values import MOST_STEPS
@@ -41,6 +42,7 @@ class Log:
     unfinished: bool
 
 
+@called
 def read(path: str | Path) -> Log:
     """Read what `af.track.jsonl` wrote, while it is being written too.
 

@@ -6,9 +6,11 @@ import sys
 
 import torch
 
+from accelfn.calling import called
 from accelfn.world import World
 
 
+@called
 def peak_memory_bytes(world: World) -> int:
     """Return the most memory this rank has used: of its GPU's, or the process's own.
 

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Mapping
 
+from accelfn.calling import called
 from accelfn.track.packages import package
 from accelfn.track.tracker import IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples, flat
@@ -51,6 +52,7 @@ class _MLflow:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
+@called
 def mlflow(
     experiment: str,
     *,

@@ -8,6 +8,7 @@ from typing import TypeVar
 from rich import progress as bars
 from rich.console import Console
 
+from accelfn.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 
@@ -15,6 +16,7 @@ T = TypeVar("T")
 _TIMES = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
 
 
+@called
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
     """Yield what `work` yields, with a bar on rank 0's terminal.
 

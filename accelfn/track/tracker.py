@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from accelfn.calling import called
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
 from accelfn.track import values
 from accelfn.world import World
@@ -280,6 +281,7 @@ def _warn(told: list[str]) -> None:
         warnings.warn("\n".join(told), TrackingWarning, stacklevel=4)
 
 
+@called
 def together(*trackers: Tracker | None) -> Tracker:
     """Return one tracker that tells all of these; closing it closes them.
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelfn.calling import called
 from accelfn.track.packages import package, picture
 from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples
@@ -42,6 +43,7 @@ class _Wandb:
         self.backend.finish(exit_code=int(failed))
 
 
+@called
 def wandb(
     project: str,
     *,

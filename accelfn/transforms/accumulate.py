@@ -10,6 +10,7 @@ import torch
 from accelfn import tree
 from accelfn.arguments import integer, is_integer
 from accelfn.backward import ValueAndGrad
+from accelfn.calling import called
 from accelfn.data import Batch, Plan
 from accelfn.data.cut import Span, even_part
 from accelfn.errors import ArgumentError, BatchError
@@ -118,6 +119,7 @@ class accumulate:
         raise BatchError(msg)
 
 
+@called
 def micro_batches(value: Any, num: int) -> list[Any]:
     """Split the rows of every tensor in a value into `num` micro-batches.
 

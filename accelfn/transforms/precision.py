@@ -10,6 +10,7 @@ import torch
 
 from accelfn import foreach, tree
 from accelfn.arguments import is_integer, is_number
+from accelfn.calling import called
 from accelfn.collectives import all_reduce_
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.float8 import Chosen, check_installed, to_float8
@@ -274,6 +275,7 @@ def _power_of_2(number: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(number), exponent - 1)
 
 
+@called
 @contextlib.contextmanager
 def full_precision(*values: Any) -> Generator[Any]:
     """Leave a region of a loss in its own precision, under `autocast`.

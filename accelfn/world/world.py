@@ -9,13 +9,17 @@ import gc
 import os
 import sys
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import attrs
 import torch
 import torch.distributed as dist
 
+from accelfn import words
+from accelfn.arguments import is_integer
+from accelfn.calling import called
 from accelfn.errors import ArgumentError, WorldError
+from accelfn.words import foreign
 from accelfn.world.connection import LEFT, Connection
 
 _LONGEST = 10.0**9
@@ -27,6 +31,16 @@ def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
     return group if isinstance(group, Connection) else Connection(group)
 
 
+def _known(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        msg = f"Device {device!r} is none that torch knows: {error}"
+        raise WorldError(msg) from error
+
+
+@called
+@foreign(words.WORLD, changes="af.World.from_env(...) makes one")
 @attrs.frozen(kw_only=True, eq=False)
 class World:
     """One rank's place among all ranks of a job.
@@ -50,7 +64,7 @@ class World:
     local_size: int = 1
     node_rank: int = 0
     device: torch.device = attrs.field(
-        factory=lambda: torch.device("cpu"), converter=torch.device
+        factory=lambda: torch.device("cpu"), converter=_known
     )
     checked: bool = False
     connection: Connection = attrs.field(
@@ -60,6 +74,10 @@ class World:
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rank outside its world and a world of many without a group."""
+        for name in ("rank", "size", "local_rank", "local_size", "node_rank"):
+            if not is_integer(getattr(self, name)):
+                msg = f"World({name}={getattr(self, name)!r}): expected an integer."
+                raise WorldError(msg)
         if self.size < 1:
             msg = f"World(size={self.size}): expected at least 1."
             raise WorldError(msg)
@@ -76,6 +94,7 @@ class World:
             raise WorldError(msg)
 
     @classmethod
+    @called
     def single(cls, *, device: str | torch.device | None = None) -> Self:
         """Return the world of one process, without a process group.
 
@@ -104,6 +123,7 @@ class World:
         return cls(device=_device(device, local_rank=0))
 
     @classmethod
+    @called
     def from_env(
         cls,
         *,
@@ -251,11 +271,7 @@ def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.devic
         if count == 0:
             return torch.device("cpu")
         asked = torch.device("cuda", local_rank)
-    try:
-        chosen = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
-        msg = f"Device {asked!r} is none that torch knows: {error}"
-        raise WorldError(msg) from error
+    chosen = _known(asked)
     if chosen.type not in ("cpu", "cuda"):
         msg = f"Device {asked!r} cannot be trained on here; expected cpu or cuda."
         raise WorldError(msg)

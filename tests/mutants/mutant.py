@@ -46,7 +46,8 @@ class Mutant:
     @property
     def function(self) -> FunctionType:
         """The function that has the bug."""
-        return self.place.fget if isinstance(self.place, property) else self.place
+        place = self.place.fget if isinstance(self.place, property) else self.place
+        return inspect.unwrap(place)
 
     @property
     def where(self) -> str:

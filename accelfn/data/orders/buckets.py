@@ -8,6 +8,7 @@ import numpy as np
 
 from accelfn import streams
 from accelfn.arguments import check_integer
+from accelfn.calling import called
 from accelfn.data.orders.numbers import as_counts, check_one_each
 from accelfn.data.orders.order import AtPositions
 from accelfn.data.permutation import Indices, shuffled
@@ -17,6 +18,7 @@ def _as_lengths(values: Any) -> Indices:
     return as_counts(values, "af.orders.bucketed(lengths)")
 
 
+@called
 @attrs.frozen(eq=False, repr=False)
 class bucketed:
     """Samples of like length together, so that little of a padded batch is padding.

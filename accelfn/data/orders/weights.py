@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from accelfn import streams
 from accelfn.arguments import check_integer, truth
+from accelfn.calling import called
 from accelfn.data.orders.numbers import (
     as_array,
     check_one_each,
@@ -34,6 +35,7 @@ def _as_weights(values: Any) -> Floats:
     return weights.astype(np.float64)
 
 
+@called
 @attrs.frozen(eq=False, repr=False)
 class weighted:
     """Samples in proportion to weights.

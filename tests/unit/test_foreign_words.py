@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other libraries call things is answered with what is written here."""
+
+import copy
+import inspect
+import io
+import pickle
+import re
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn import words
+
+X, Y = torch.ones(8, 3), torch.ones(8, 1)
+WORLD = af.World.single(device="cpu")
+
+
+def loss_fn(net, batch):
+    inputs, targets = batch
+    return (net(inputs) - targets).square().mean()
+
+
+def create(**changes):
+    given = {
+        "model": lambda: nn.Linear(3, 1),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "data": af.Data((X, Y), batch_size=4),
+        "world": WORLD,
+        **changes,
+    }
+    return af.TrainState.create(**given)
+
+
+STATE = create()
+BATCH = next(iter(af.batches(STATE)))
+METRICS, GRADS = af.value_and_grad(loss_fn)(STATE, BATCH)
+DATA = STATE.data
+CHAIN = af.chain(af.ema(0.5))
+RECORDS = {
+    "STATE": (STATE, words.STATE),
+    "BATCH": (BATCH, words.BATCH),
+    "DATA": (DATA, words.DATA),
+    "GRADS": (GRADS, words.GRADS),
+    "WORLD": (WORLD, words.WORLD),
+    "CHAIN": (CHAIN, words.CHAIN),
+    "METRICS": (METRICS, words.METRICS),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_foreign_word_is_answered(name):
+    """Section D: what others call it raises an AttributeError that says what to write."""
+    record, table = RECORDS[name]
+    for word, advice in table.items():
+        assert not hasattr(record, word)
+        assert getattr(record, word, None) is None
+        assert word not in dir(record)
+        with pytest.raises(af.RecordError, match=re.escape(advice)) as caught:
+            getattr(record, word)
+        assert isinstance(caught.value, AttributeError)
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_no_foreign_word_hides_a_name_of_the_record(name):
+    """A word of the table is none that the record has."""
+    record, table = RECORDS[name]
+    kind = type(record)
+    fields = {each.name for each in getattr(kind, "__attrs_attrs__", ())}
+    own = {
+        word
+        for base in kind.__mro__
+        for word, value in vars(base).items()
+        if not isinstance(value, words.Word)
+    }
+    assert (fields | own) & table.keys() == set()
+
+
+def test_a_metric_is_an_item():
+    """Section D: `metrics.loss` names `metrics["loss"]`; a name there is not says which are."""
+    with pytest.raises(af.RecordError, match=r'write metrics\["loss"\]'):
+        _ = METRICS.loss
+    with pytest.raises(af.RecordError, match=r"there are \['loss'\]"):
+        _ = METRICS.accuracy
+    with pytest.raises(KeyError, match="No metric 'los'; there are") as caught:
+        METRICS["los"]
+    assert isinstance(caught.value, af.UnknownMetricError)
+    assert str(caught.value).startswith("No metric")
+    with pytest.raises(af.CallError, match=r'float\(metrics\["loss"\]\)'):
+        float(METRICS)
+    with pytest.raises(TypeError):
+        METRICS + 3
+
+
+@pytest.mark.parametrize("value", [3, None, [1, 2], {"a": ("x", "y")}, {"a": 3.0}])
+def test_metrics_are_made_of_sums(value):
+    """Section C: junk in place of weighted sums is refused by name."""
+    with pytest.raises(af.ArgumentError, match=r"af\.Metrics"):
+        af.Metrics(value)
+
+
+UNPACKED = {
+    "batch[0]": (lambda: BATCH[0], "batch.value"),
+    'batch["x"]': (lambda: BATCH["x"], "batch.value"),
+    "x, y = batch": (lambda: [0 for _, _ in [BATCH]], "inputs, targets = batch.value"),
+    "for b in data": (lambda: list(DATA), r"af\.batches\(state"),
+    "data[0]": (lambda: DATA[0], r"data\.dataset\[i\]"),
+    "state, metrics = state": (
+        lambda: [0 for _, _ in [STATE]],
+        "state, metrics = step",
+    ),
+    "grads[name]": (lambda: GRADS["weight"], r"grads\.tensors"),
+    "setup[0]": (lambda: CHAIN[0], r"setup\.transforms"),
+}
+
+
+@pytest.mark.parametrize("case", UNPACKED)
+def test_a_record_is_no_container(case):
+    """Section D: indexing, unpacking and iterating say where the values are."""
+    call, said = UNPACKED[case]
+    with pytest.raises(af.CallError, match=said) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_data_of_data():
+    """What cannot be iterated over is no dataset either."""
+    with pytest.raises(af.Error):
+        list(af.batches(create(data=af.Data(DATA, batch_size=2)), epochs=1))
+
+
+@pytest.mark.parametrize("record", [STATE, BATCH, DATA, GRADS, WORLD])
+def test_a_record_is_not_changed(record):
+    """Setting or deleting an attribute says how to have another record."""
+    for change in (
+        lambda: setattr(record, "params", 1),
+        lambda: delattr(record, "params"),
+    ):
+        with pytest.raises(af.RecordError, match="is a value, whose params is not set"):
+            change()
+
+
+def test_a_state_is_saved_by_accelfn():
+    """Section D: pickle and torch.save of a state name af.save, before and after a step."""
+    step = af.make_step(loss_fn)
+    after, _ = step(create(), (X, Y))
+    for state in (create(), after):
+        for save in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+            with pytest.raises(af.CallError, match=r"af\.save\(state, directory\)"):
+                save(state)
+
+
+def test_a_copied_state_has_tensors_of_its_own():
+    """copy.deepcopy of a state is its `copy`; copy.copy is the value itself."""
+    step = af.make_step(loss_fn)
+    state, _ = step(create(), (X, Y))
+    assert copy.copy(state) is state
+    other = copy.deepcopy({"state": state})["state"]
+    assert other.definition is state.definition
+    state, _ = step(state, (X, Y))
+    other, _ = step(other, (X, Y))
+    assert torch.equal(state.params["weight"], other.params["weight"])
+
+
+@pytest.mark.parametrize("record", [METRICS, BATCH, DATA])
+def test_other_records_are_copied_and_pickled(record):
+    """What is plain data can be sent, words or no words."""
+    for made in (
+        pickle.loads(pickle.dumps(record)),  # noqa: S301 - its own
+        copy.deepcopy(record),
+    ):
+        assert type(made) is type(record)
+
+
+CALLS = {
+    "af.Data(X, 32)": (
+        lambda: af.Data(X, 32),
+        r"only dataset .* Write af\.Data\(dataset, batch_size=32\)",
+    ),
+    "af.Data(X, 4, True)": (
+        lambda: af.Data(X, 4, True),  # noqa: FBT003 - as a DataLoader takes it
+        "batch_size=4, shuffle=True",
+    ),
+    "collate_fn": (
+        lambda: af.Data(X, batch_size=4, collate_fn=list),
+        "there is no collate_fn=; did you mean collate=?",
+    ),
+    "drop_last": (
+        lambda: af.Data(X, batch_size=4, drop_last=True),
+        'write remainder="drop"',
+    ),
+    "a slip": (
+        lambda: af.Data(X, batch_sise=4),
+        "there is no batch_sise=; did you mean batch_size=?",
+    ),
+    "no likeness": (
+        lambda: af.batches(STATE, qq=3),
+        r"no qq=; its arguments are state=, epochs=",
+    ),
+    "num_epochs": (lambda: af.batches(STATE, num_epochs=3), "did you mean epochs=?"),
+    "batches by position": (
+        lambda: af.batches(STATE, 3),
+        r"Write af\.batches\(state, epochs=3\)",
+    ),
+    "af.mean(metrics)": (
+        lambda: af.mean(METRICS),
+        r"af\.mean\(<Metrics>\): world is missing. Write af\.mean\(metrics, world\)",
+    ),
+    "twice": (lambda: af.mean(METRICS, metrics=METRICS), "metrics is given twice"),
+    "accumulate": (
+        lambda: af.accumulate(4),
+        r"Write af\.accumulate\(num_micro_batches=4\)",
+    ),
+    "a model to a transform": (
+        lambda: af.wrap_ddp(nn.Linear(1, 1)),
+        r"af\.wrap_ddp\(<Linear>\): no argument may be given by position",
+    ),
+    "nothing to say": (lambda: af.shard_data(4), r"By name: name="),
+    "local_sgd": (
+        lambda: af.local_sgd(8),
+        r"Write af\.local_sgd\(sync_every=8\)",
+    ),
+    "TrainState(...)": (
+        lambda: af.TrainState(model=nn.Linear, optimizer=None),
+        r"af\.TrainState\.create\(model=\.\.\., optimizer=\.\.\.\)",
+    ),
+    "create by position": (
+        lambda: af.TrainState.create(nn.Linear, None),
+        "no argument may be given by position. By name: model=, optimizer=",
+    ),
+    "create without": (
+        lambda: af.TrainState.create(model=nn.Linear),
+        r"optimizer is missing. Write af\.TrainState\.create\(model=\.\.\., opt",
+    ),
+    "scheduler": (
+        lambda: af.TrainState.create(model=1, optimizer=1, scheduler=None),
+        r"there is no scheduler=; write schedule=.*from_torch",
+    ),
+    "warmup": (
+        lambda: af.schedules.warmup_cosine(num_warmup_steps=1, num_training_steps=2),
+        r"af\.schedules\.warmup_cosine\(.*did you mean num_warmup=?",
+    ),
+    "all of it": (lambda: af.save(STATE), r"Write af\.save\(state, directory\)"),
+    "a keyword called function": (
+        lambda: af.batches(STATE, function=3),
+        "there is no function=",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_wrong_call_is_answered(case):
+    """Section D: a call that Python cannot bind says how to write it, as a TypeError."""
+    call, said = CALLS[case]
+    with pytest.raises(af.CallError, match=said) as caught:
+        call()
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.__cause__ is None
+
+
+MADE_BY_ACCELFN = {
+    "Batch",
+    "Batches",
+    "Cursor",
+    "Grads",
+    "Loaded",
+    "Plan",
+    "RankLogger",
+}
+"""Records that nobody makes; and those that a step makes, too often to look at each call."""
+OF_A_LOSS = {"Loss", "Metrics", "WeightedSum"}
+
+
+def callables():
+    """Return what can be called, by its name in the user's code."""
+    found = {f"af.{n}": getattr(af, n) for n in dir(af) if not n.startswith("_")}
+    for module in ("schedules", "track"):
+        inside = getattr(af, module)
+        found |= {
+            f"af.{module}.{name}": value
+            for name, value in vars(inside).items()
+            if not name.startswith("_") and name[0].islower() and callable(value)
+            if value.__module__.startswith(inside.__name__)
+        }
+    return {
+        name: value
+        for name, value in found.items()
+        if callable(value)
+        and not (inspect.isclass(value) and issubclass(value, Exception))
+        and name.removeprefix("af.") not in {*MADE_BY_ACCELFN, *OF_A_LOSS}
+        and not getattr(value, "_is_protocol", False)
+    }
+
+
+CALLABLE = callables()
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_no_public_call_answers_with_a_bare_type_error(name):
+    """Whatever is called with an argument that it has not says so in the user's words."""
+    what = CALLABLE[name]
+    kinds = {p.kind for p in inspect.signature(what).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        pytest.skip("it hands unknown arguments on")
+    with pytest.raises(
+        af.CallError, match=re.escape(f"{name}(no_such_=1): there is no")
+    ):
+        what(no_such_=1)
+
+
+@given(st.integers(), st.text(max_size=3), st.booleans())
+@example(0, "", False)  # noqa: FBT003 - an example
+def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_name):
+    """`called` changes nothing of what a function returns or raises."""
+    from accelfn.calling import called
+
+    def function(first, *, second="x"):
+        if not second:
+            msg = "a TypeError of its own"
+            raise TypeError(msg)
+        return first, second
+
+    told = called(function)
+    assert inspect.signature(told) == inspect.signature(function)
+    named = {"second": second} if given_by_name else {}
+    try:
+        expected = function(first, **named)
+    except TypeError as error:
+        with pytest.raises(TypeError, match=str(error)) as caught:
+            told(first, **named)
+        assert not isinstance(caught.value, af.Error)
+    else:
+        assert expected == told(first, **named)
+
+
+@pytest.mark.parametrize("word", words.NAMES)
+def test_a_name_of_another_library_is_answered(word):
+    """`af.Accelerator` says what there is instead; so do others."""
+    with pytest.raises(af.RecordError, match=re.escape(words.NAMES[word])):
+        getattr(af, word)
+
+
+def test_tables_name_what_there_is():
+    """What a table says to write for an argument is an argument of that call."""
+    for name, table in words.ARGUMENTS.items():
+        what = af
+        for part in name.split(".")[1:]:
+            what = getattr(what, part)
+        known = inspect.signature(what).parameters
+        for word, advice in table.items():
+            assert word not in known, (name, word)
+            if re.fullmatch(r"\w+=", advice):
+                assert advice[:-1] in known, (name, word)
+
+
+@pytest.mark.parametrize("kind", [int, str, list, type, Exception])
+def test_a_class_of_python_s_own_is_no_transform(kind):
+    """Section C: `@af.transform` on int is refused by name."""
+    with pytest.raises(af.ArgumentError, match="a class of your own, got"):
+        af.transform(kind)
+
+
+NO_PATHS = [None, 3, {}, nn.Linear, "a\ud800b", "a\0b", b"bytes"]
+TAKE_A_PATH = {
+    "export_model": lambda path: af.export_model(STATE, path),
+    "save_pretrained": lambda path: af.save_pretrained(STATE, path),
+    "import_model": lambda path: af.import_model(nn.Linear(3, 1), path),
+    "import_torch_weights": lambda path: af.import_torch_weights(nn.Linear(3, 1), path),
+    "profile": lambda path: af.profile(path).__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_A_PATH)
+@pytest.mark.parametrize("value", NO_PATHS, ids=repr)
+def test_what_is_no_path_is_refused(name, value):
+    """Section C: neither None nor half of a surrogate pair is taken for a path."""
+    with pytest.raises(af.ArgumentError, match=rf"af\.{name}\(.*expected the path of"):
+        TAKE_A_PATH[name](value)
+
+
+@pytest.mark.parametrize("name", ["export_model", "save_pretrained", "full_params"])
+def test_what_writes_a_model_takes_a_state(name):
+    """Section C: a module in the place of a state is refused by name."""
+    given = () if name == "full_params" else ("nowhere",)
+    for value in (nn.Linear(3, 1), None, 3):
+        with pytest.raises(af.ArgumentError, match=rf"af\.{name}\(state.*a TrainState"):
+            getattr(af, name)(value, *given)
+
+
+def test_names_are_text():
+    """Section C: a name with half of a surrogate pair, or none at all, is refused."""
+    for name in ("\ud800", "", 3, None):
+        with pytest.raises(af.ArgumentError, match=r"create\(name=.*expected text"):
+            create(name=name)
+        with pytest.raises(af.ArgumentError, match=r"af\.rng\(purpose=.*expected text"):
+            af.rng(STATE, name)
+
+
+def test_a_tensor_s_name_is_text(tmp_path):
+    """Section C: other readers of safetensors refuse half of a surrogate pair."""
+
+    def odd():
+        net = nn.Module()
+        net.register_parameter("a\ud800", nn.Parameter(torch.ones(1)))
+        return net
+
+    with pytest.raises(af.CheckpointError, match="no text that files can hold"):
+        af.export_model(create(model=odd, data=None), tmp_path / "odd")
+
+
+def test_a_world_is_of_integers():
+    for changes in ({"rank": "x"}, {"size": "x"}, {"size": 1.0}, {"rank": True}):
+        with pytest.raises(af.WorldError, match="expected an integer"):
+            af.World(**changes)
+    with pytest.raises(af.WorldError, match="none that torch knows"):
+        af.World(device="foo")
+
+
+def test_other_things_of_another_kind():
+    """Functions of one argument, modules for parameters, numbers for worlds."""
+    with pytest.raises(af.ArgumentError, match=r"predicate\(name, parameter\)"):
+        STATE.with_trainable(lambda name: name)
+    for value in (nn.Linear(3, 1), None, [1]):
+        with pytest.raises(af.StateError, match="expected tensors by name"):
+            STATE.with_params(value)
+    with pytest.raises(af.ArgumentError, match=r"af\.lockstep: expected an af\.World"):
+        af.lockstep([1], 3)
