@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from accelfn.advice import advise
 from accelfn.arguments import is_integer
 from accelfn.calling import called
 from accelfn.cursor import Cursor
@@ -16,10 +17,18 @@ from accelfn.state import TrainState, check_state
 
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
-    """This rank's batches from a cursor to the end of an epoch; iterate it afresh at will."""
+    """This rank's batches from a cursor to the end of an epoch; iterate it afresh at will.
+
+    Attributes:
+        data: of the state.
+        reading: from where to where.
+        is_loaded: whether the state is one of a checkpoint, in which nothing was trained
+            since: then a run that is complete is no surprise.
+    """
 
     data: Data
     reading: Reading
+    is_loaded: bool = False
 
     def __len__(self) -> int:
         """Return how many updates are left, the same on every rank.
@@ -42,9 +51,30 @@ class Batches:
         return left + sum(self.data.num_updates_of(each, seed=seed) for each in later)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, epoch after epoch."""
+        """Yield batches, epoch after epoch; where none is left, an `af.Warning` says why."""
+        self._say_none_is_left()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
         yield from self.data.read(self.reading)
+
+    def _say_none_is_left(self) -> None:
+        """Warn of a loop that does nothing, unless it is that of a job that was done.
+
+        A state that was never trained was sent where it stands, by `af.seek` say.
+        """
+        reading, epochs = self.reading, self.reading.epochs
+        start = reading.start
+        if epochs is None or start.epoch < epochs or not reading.world.is_main:
+            return
+        done = self.is_loaded and start == Cursor(epochs)
+        if done or not reading.update:
+            return
+        advise(
+            f"af.batches(state, epochs={epochs}) gives no batch: the state has"
+            f" {start.epoch} epochs and {reading.update} updates behind it, and epochs="
+            " counts from the beginning of the run, not from here. For one epoch more write"
+            f" epochs={start.epoch + 1}; in a loop `for epoch in range(n):` write"
+            " epochs=epoch + 1. If the run is complete, all is well."
+        )
 
 
 @called
@@ -71,6 +101,8 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     And as they are read:
         DataError: a worker failed, a stream cannot be resumed, or a dataset is not what it
             says; what was being read is named.
+        Warning: nothing is left, and the state was trained in this process or has more epochs
+            behind it than `epochs`.
     """
     check_state("af.batches(state)", state)
     if state.data is None:
@@ -93,7 +125,7 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
         world=state.world,
         update=state.step,
     )
-    return Batches(data=state.data, reading=reading)
+    return Batches(data=state.data, reading=reading, is_loaded=state.lease.is_loaded)
 
 
 @called

@@ -7,11 +7,12 @@ from accelfn.errors import Error
 class Lease:
     """Shared by all records of the same tensors; once they have changed, it is over for good."""
 
-    __slots__ = ("_ended",)
+    __slots__ = ("_ended", "is_loaded")
 
-    def __init__(self) -> None:
-        """Begin valid."""
+    def __init__(self, *, is_loaded: bool = False) -> None:
+        """Begin valid; `is_loaded` of tensors that came from a checkpoint, as they are."""
         self._ended: tuple[type[Error], str, int] | None = None
+        self.is_loaded = is_loaded
 
     def check(self) -> None:
         """Raise if the tensors were given away.

@@ -111,7 +111,9 @@ def run(
         state = store.restore(state)
     saved, told = state.step, dict[str, float]()
     with stopping(state.world) as stop:
-        for batch in () if is_last(state) else batches(state, epochs=num_epochs):
+        over = num_epochs is not None and state.cursor.epoch >= num_epochs
+        over = over or is_last(state)
+        for batch in () if over else batches(state, epochs=num_epochs):
             before = state.step
             state, metrics = _taken(step(state, batch))
             updated = state.step > before

@@ -243,7 +243,7 @@ class TrainState:
                 buffers=buffers,
                 opt_state=opt_state,
                 slots={name: own_objects(slot) for name, slot in slots.items()},
-                lease=Lease(),
+                lease=Lease(is_loaded=self.lease.is_loaded),
             )
 
     def __copy__(self) -> Self:

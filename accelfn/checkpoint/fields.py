@@ -61,7 +61,7 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         seed=saved["seed"],
         num_skipped=saved["num_skipped"],
         slots=slots,
-        lease=Lease(),
+        lease=Lease(is_loaded=True),
     )
 
 

@@ -2,6 +2,7 @@
 """All mutants."""
 
 from tests.mutants import (
+    of_advice,
     of_batchnorm,
     of_collectives,
     of_compiling,
@@ -42,6 +43,7 @@ MUTANTS = [
     *of_running.MUTANTS,
     *of_data.MUTANTS,
     *of_reading.MUTANTS,
+    *of_advice.MUTANTS,
     *of_exports.MUTANTS,
     *of_slices.MUTANTS,
     *of_stores.MUTANTS,
