@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real Gloo ranks for tests, by the name that the tests know them by."""
 
-from accelfn.testing.processes.run import RankError
-from accelfn.testing.processes.run import run_processes as run_ranks
+from functools import partial
+
+from accelfn.testing.processes.run import RankError, run_processes
+from tests.waiting import HANGS
 
 __all__ = ["RankError", "run_ranks"]
+
+run_ranks = partial(run_processes, timeout=HANGS)

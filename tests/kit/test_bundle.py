@@ -15,6 +15,7 @@ import accelfn as af
 from accelfn.errors import SimulationError
 from accelfn.testing.bundle import crash_bundles, replay
 from accelfn.testing.simulation.simulate import simulate
+from tests.waiting import HANGS
 
 SETUP = af.chain(
     af.shard_data(), af.wrap_ddp(), af.accumulate(num_micro_batches=2), af.ema(0.5)
@@ -149,7 +150,7 @@ if __name__ == "__main__":
 def test_the_command_line_replays_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     run = partial(
-        subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS
     )
     first = run([sys.executable, "train.py"], check=False)
     assert "AssertionError: a five" in first.stderr

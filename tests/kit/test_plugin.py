@@ -30,7 +30,13 @@ def run(pytester):
 
     def run(body: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(HEAD + body)
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+        plugins = (
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+        )  # the order is looked at
+        return pytester.runpytest_inprocess(*plugins, *options)
 
     return run
 

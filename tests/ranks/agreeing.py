@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.waiting import HANGS
+
 _SCRIPTS = Path(__file__).parent / "scripts"
 AGREES = [sys.executable, str(_SCRIPTS / "agrees.py")]
 TRAINS = [sys.executable, str(_SCRIPTS / "trains.py")]
@@ -30,7 +32,7 @@ def ended(run: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for the end of all its ranks."""
     with run:
         try:
-            out, error = run.communicate(timeout=90)
+            out, error = run.communicate(timeout=HANGS)
         finally:
             run.terminate()  # and it ends its ranks
     return run.returncode, out, error

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that look for a batch size; each takes a world and plain data."""
 
-import time
-
 import torch
 
 import accelfn as af
@@ -12,21 +10,19 @@ from tests.strategies import tensors
 
 def search(
     world: af.World, fits: list[int], start: int, place: str
-) -> tuple[list[int], dict[str, torch.Tensor], float]:
-    """Return what was tried, the state that was found, goes on once, and the seconds."""
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Return what was tried, and the state that was found, which goes on once."""
     tried = []
-    begun = time.monotonic()
 
     def fn(batch_size: int, inner: af.World) -> af.TrainState:
         tried.append(batch_size)
         return train(batch_size, inner, batch_size > fits[world.rank], place)
 
     state = af.find_batch_size(fn, start, world=world)
-    seconds = time.monotonic() - begun
     step = af.make_step(lambda model, batch: model(batch[0]).square().mean())
     state, _ = step(state, next(iter(af.batches(state))))
     af.barrier(world)
-    return tried, tensors(state), seconds
+    return tried, tensors(state)
 
 
 def fail_on_one(world: af.World) -> None:

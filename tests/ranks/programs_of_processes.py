@@ -4,7 +4,6 @@
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
+from tests.waiting import wait_until
 
 
 def place(world: af.World) -> tuple[int, int, int]:
@@ -48,12 +48,33 @@ def rows_of_workers(world: af.World) -> list[int]:
     return [int(row) for row in loader]
 
 
-def raise_after(world: af.World, seconds: tuple[float, ...]) -> None:
-    """Raise, each rank after its time; or wait for the others without end."""
-    if world.rank < len(seconds):
-        time.sleep(seconds[world.rank])
-        msg = f"boom on rank {world.rank}"
-        raise ValueError(msg)
+class BoomError(Exception):
+    """Leaves a file when it is forgotten: then its rank knows when it was raised."""
+
+    def __init__(self, left: Path) -> None:
+        """Take the file."""
+        super().__init__()
+        self.left = left
+
+    def __del__(self) -> None:
+        """Leave it."""
+        self.left.touch()
+
+
+def raise_in_turn(world: af.World, first: int, folder: str) -> None:
+    """Raise on one rank, and on the other when that one has raised."""
+    left = Path(folder, str(first))
+    if world.rank == first:
+        raise BoomError(left)
+    wait_until(left.exists)
+    msg = f"boom on rank {world.rank}"
+    raise ValueError(msg)
+
+
+def raise_alone(world: af.World) -> None:
+    """Raise on rank 0, for which the others wait without end."""
+    if world.rank == 0:
+        raise ValueError("boom on rank 0")
     threading.Event().wait()
 
 

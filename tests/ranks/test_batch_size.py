@@ -12,14 +12,13 @@ from tests.strategies import differences
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("place", PLACES)
-def test_ranks_agree_within_seconds(place: str) -> None:
+def test_ranks_agree(place: str) -> None:
     """One rank runs out of memory while the other waits: both find what simulated ones do."""
     expected = simulate(2, lambda world: programs.search(world, [16, 5], 16, place))
-    for rank, (tried, state, seconds) in enumerate(
+    for rank, (tried, state) in enumerate(
         run_ranks(2, programs.search, [16, 5], 16, place)
     ):
         assert tried == [16, 8, 4]
-        assert seconds < 60  # the world's timeout is 300
         assert differences(expected[rank][1], state) == []
 
 

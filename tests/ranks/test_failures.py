@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of two real processes end well, or end for all with the culprit first."""
 
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import attrs
@@ -13,6 +13,7 @@ import accelfn as af
 from tests.processes import RankError, run_ranks
 from tests.ranks import programs
 from tests.strategies import Run, differences
+from tests.waiting import HANGS
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -24,32 +25,31 @@ LAUNCHERS = {
 DDP = af.chain(af.shard_data(), af.wrap_ddp())
 
 
-def launch(launcher: str, *args: str) -> tuple[int, str, float]:
-    start = time.monotonic()
+def launch(launcher: str, *args: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, *LAUNCHERS[launcher], str(SCRIPT), *args],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANGS,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - start
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_run_ends_well(launcher: str) -> None:
     """Two processes train, communicate and end with exit code 0, group closed."""
-    code, said, _ = launch(launcher)
+    code, said = launch(launcher)
     assert "done after 8 updates" in said
     assert code == 0, said
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_raises_ends_the_run(launcher: str) -> None:
-    """Its traceback comes before that of the rank that waited, all within seconds."""
-    code, said, seconds = launch(launcher, "raise")
+    """Its traceback comes before that of the rank that waited, which ends when it is asked to."""
+    code, said = launch(launcher, "raise")
     assert code == 1
-    assert seconds < 30
+    assert not re.search("SIGKILL|forcefully", said)
     culprit = said.index("ValueError: boom on rank 1")
     if "PeerFailedError:" in said:
         assert culprit < said.index("PeerFailedError:")
@@ -58,10 +58,10 @@ def test_a_rank_that_raises_ends_the_run(launcher: str) -> None:
 @pytest.mark.parametrize(("how", "code"), [("exit", 7), ("kill", 137)])
 def test_a_rank_that_goes_ends_the_run(how: str, code: int) -> None:
     """The launcher names the rank that went, and ends with its code."""
-    found, said, seconds = launch("accelfn launch", how)
+    found, said = launch("accelfn launch", how)
     assert found == code
     assert "rank 1 failed first" in said
-    assert seconds < 30
+    assert re.search("rank 0 (followed: PeerFailed|was ended by SIGTERM)", said)
 
 
 def test_ranks_with_different_values_are_refused() -> None:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """However a rank goes, all others of real ranks end, and say which it was."""
 
-import socket
-
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from accelfn.testing.processes.run import RankProcess
+from tests.ports import free_port
 from tests.ranks.programs_of_faults import CALLS, Fault, live
+from tests.waiting import HANGS
 
-SECONDS = 20.0
 GONE = "failed, left or did not arrive"
 HOW = {
     "raise": "rank {} raised ValueError: boom",
@@ -23,9 +22,7 @@ HOW = {
 
 def outcomes(size: int, calls: list[str], fault: Fault, opens: str) -> list[str]:
     """Return how each rank but the one that goes ends, in a world of new processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         RankProcess.start(
             live, rank, size, port, calls, fault, opens, name=f"rank {rank}"
@@ -34,7 +31,7 @@ def outcomes(size: int, calls: list[str], fault: Fault, opens: str) -> list[str]
     ]
     try:
         others = [each for i, each in enumerate(ranks) if i != fault.rank]
-        return [r.pipe.recv() if r.pipe.poll(SECONDS) else "hangs" for r in others]
+        return [r.pipe.recv() if r.pipe.poll(HANGS) else "hangs" for r in others]
     finally:
         for each in ranks:
             each.end()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.ranks.agreeing import AGREES, TRAINS, ended, places, started
-from tests.ranks.test_launching import free_port
 
 MPIRUN = Path(sys.executable).with_name("mpirun")  # of the package openmpi
 HYDRA = shutil.which("mpiexec.hydra")

@@ -5,24 +5,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import accelfn
+from tests.waiting import is_gone, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PACKAGE = Path(accelfn.__file__).parent
 CALLS = """
-import os, sys, threading, time
+import os, sys, threading
 from pathlib import Path
 import accelfn as af
 
 def work(world, folder):
     Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
-    time.sleep(60)
+    threading.Event().wait()
 
 def launch():
     af.launch(work, sys.argv[1], nproc=2, device="cpu")
@@ -48,28 +47,12 @@ def started(
     )
     files = [folder / f"pid-{rank}" for rank in range(2)]
     try:
-        within(60, lambda: all(file.exists() and file.read_text() for file in files))
+        wait_until(lambda: all(f.exists() and f.read_text() for f in files))
     except BaseException:
         run.kill()
         run.wait()
         raise
     return run, [int(file.read_text()) for file in files]
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def is_gone(pid: int) -> bool:
-    """Return whether a process has ended; one that nobody waits for yet has."""
-    try:
-        status = Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return True
-    return status.rpartition(")")[2].split()[0] in "ZX"
 
 
 def killed(run: subprocess.Popen[bytes], ranks: list[int]) -> None:
@@ -78,7 +61,7 @@ def killed(run: subprocess.Popen[bytes], ranks: list[int]) -> None:
         assert not any(is_gone(pid) for pid in ranks)
         run.kill()
         assert run.wait() == -signal.SIGKILL
-        within(10, lambda: all(is_gone(pid) for pid in ranks))
+        wait_until(lambda: all(is_gone(pid) for pid in ranks))
     finally:
         for pid in ranks:
             if not is_gone(pid):

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +17,7 @@ import accelfn as af
 from accelfn.testing.processes import run as processes
 from accelfn.testing.processes.run import RankError, run_processes
 from tests.ranks import programs_of_processes as programs
+from tests.waiting import HANGS, is_gone, wait_until
 
 pytestmark = pytest.mark.ranks(2)
 ROOT = Path(__file__).parents[2]
@@ -127,15 +127,17 @@ def test_a_result_that_cannot_be_sent_is_refused() -> None:
         run_processes(2, programs.unsendable)
 
 
-def test_the_rank_that_failed_first_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_failed_first_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its traceback comes first, the later error on a line, whatever the rank."""
-    monkeypatch.setattr(processes, "_GRACE_SECONDS", 30.0)  # however busy the machine
-    for first, seconds in ((0, (0.0, 0.5)), (1, (0.5, 0.0))):
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", HANGS)  # however busy the machine
+    for first in (0, 1):
         with pytest.raises(RankError) as raised:
-            run_processes(2, programs.raise_after, seconds)
+            run_processes(2, programs.raise_in_turn, first, str(tmp_path))
         said = str(raised.value)
         assert said.startswith(f"Rank {first} of 2 failed first:\nTraceback")
-        assert "in raise_after" in said
+        assert "in raise_in_turn" in said
         other = f"Rank {1 - first} of 2, after it: ValueError: boom on rank {1 - first}"
         assert said.splitlines()[-1] == other
 
@@ -143,7 +145,7 @@ def test_the_rank_that_failed_first_is_shown(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_rank_that_raises_ends_those_that_wait() -> None:
     """Nobody waits for ranks that hang when another has failed; and a new world opens."""
     with pytest.raises(RankError, match="(?s)Rank 0 of 2.*boom on rank 0"):
-        run_processes(2, programs.raise_after, (0.0,), timeout=1000)
+        run_processes(2, programs.raise_alone, timeout=1000)
     assert [rank for rank, _, _ in run_processes(2, programs.place)] == [0, 1]
 
 
@@ -166,9 +168,10 @@ def test_an_abort_of_gloo_is_explained() -> None:
 
 def test_ranks_that_never_return_are_ended(tmp_path: Path) -> None:
     """The error names those that are late; the processes are gone."""
+    ranks = [pid for _, _, pid in run_processes(2, programs.place)]
     with pytest.raises(RankError, match=r"\[0, 1\] did not return within 1 s"):
         run_processes(2, programs.spin, str(tmp_path), timeout=1)
-    assert_gone(tmp_path)
+    wait_until(lambda: all(map(is_gone, ranks)))
 
 
 def test_a_rank_that_died_between_programs_is_replaced() -> None:
@@ -205,7 +208,7 @@ def test_a_script_needs_no_guard_and_ends() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS,
         check=True,
     )
     first, second = done.stdout.splitlines()
@@ -231,23 +234,3 @@ def assert_gone(folder: Path) -> None:
     for rank in range(2):
         process = int((folder / str(rank)).read_text())
         wait_until(partial(is_gone, process))
-
-
-def is_gone(process: int) -> bool:
-    """Whether a process has ended with all its threads, though nobody may have noticed."""
-    folder = Path(f"/proc/{process}")
-    try:
-        stat = (folder / "stat").read_text()
-        num_threads = len(list((folder / "task").iterdir()))
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return num_threads == 1 and stat.rpartition(")")[2].split()[0] == "Z"
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    """Wait until something holds; fail when it does not come to."""
-    for _ in range(600):
-        if true():
-            return
-        time.sleep(0.05)
-    pytest.fail("it did not come to hold")

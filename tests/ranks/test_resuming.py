@@ -10,6 +10,7 @@ import pytest
 
 from tests.processes import run_ranks
 from tests.ranks.programs_of_resumes import cut_and_whole
+from tests.waiting import HANGS
 
 SCRIPT = Path(__file__).parent / "scripts" / "saves.py"
 
@@ -28,7 +29,7 @@ def test_fresh_processes_go_on_bitwise(tmp_path: Path) -> None:
             [sys.executable, "-m", "accelfn.cli", *words],
             check=True,
             capture_output=True,
-            timeout=100,
+            timeout=HANGS,
         )
     for rank in (0, 1):
         (whole,) = json.loads((tmp_path / f"save-{rank}").read_text())

@@ -3,14 +3,14 @@
 
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 
 import pytest
 
+from tests.ports import free_port
 from tests.ranks import slurm
 from tests.ranks.agreeing import AGREES, TRAINS, ended, places, started
-from tests.ranks.test_launching import free_port
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.ranks(2),
@@ -37,11 +37,7 @@ def run(name: str, words: list[str], env: Mapping[str, str]) -> tuple[int, str, 
 
 def wait(job: str, env: Mapping[str, str]) -> None:
     """Wait for the end of a script; sbatch itself would look again ever more rarely."""
-    for _ in range(300):
-        if not run("squeue", ["--noheader", "--job", job], env)[1]:
-            return
-        time.sleep(0.3)
-    raise TimeoutError(job)
+    wait_until(lambda: not run("squeue", ["--noheader", "--job", job], env)[1])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ import accelfn as af
 from accelfn.checkpoint.lock import Lock
 from accelfn.testing.processes.run import RankProcess
 from tests.laws.states import is_of, state_of
+from tests.ports import free_port
+from tests.waiting import HANGS
 
 SCRIPT = Path(__file__).parent / "scripts" / "stops.py"
 
@@ -37,7 +38,7 @@ def launched(directory: Path, updates: int) -> subprocess.Popen[str]:
 def finished(directory: Path, updates: int) -> set[str]:
     """Run to the end, and return what the ranks say."""
     with launched(directory, updates) as run:
-        out, err = run.communicate(timeout=120)
+        out, err = run.communicate(timeout=HANGS)
     assert run.returncode == 0, err
     return set(re.findall(r"done .*", out))
 
@@ -56,7 +57,7 @@ def test_a_launched_run_stops_and_goes_on(to: str, tmp_path: Path) -> None:
                 assert run.poll() is None
             pid = run.pid if to == "launcher" else pids[int(to[-1])]
             os.kill(pid, signal.SIGTERM)
-            out, err = run.communicate(timeout=120)
+            out, err = run.communicate(timeout=HANGS)
         finally:
             run.kill()
     assert run.returncode == 143, err
@@ -74,17 +75,14 @@ def test_a_launched_run_stops_and_goes_on(to: str, tmp_path: Path) -> None:
 def test_a_signal_waits_for_a_collective() -> None:
     """Asked to end while it waits for a rank that hangs, a rank ends in time, and says why."""
     command = [sys.executable, str(SCRIPT.with_name("waits.py"))]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     runs = [
         subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **place, "RANK": str(rank)},
+            env={**os.environ, **meets, "WORLD_SIZE": "2", "RANK": str(rank)},
         )
         for rank in range(2)
     ]
@@ -92,7 +90,7 @@ def test_a_signal_waits_for_a_collective() -> None:
         assert runs[0].stdout is not None
         assert runs[0].stdout.readline() == "waits\n"
         os.kill(runs[0].pid, signal.SIGTERM)
-        _, error = runs[0].communicate(timeout=25)  # less than a launcher's grace
+        _, error = runs[0].communicate(timeout=HANGS)
         assert runs[0].returncode == 1
         assert (
             "waited in 'stopping', but rank 1 failed, left or did not arrive" in error

@@ -503,23 +503,30 @@ def test_what_ranks_held_is_let_go_of_after_an_error(who):
 # Interrupts
 
 
-def _interrupt_soon(times=1):
+@contextlib.contextmanager
+def _interrupted(*moments):
+    """Interrupt this process as soon as each event has come."""
+
     def interrupt():
-        for _ in range(times):
-            time.sleep(0.3)
+        for moment in moments:
+            moment.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    yield
+    thread.join()
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_interrupt_ends_a_rank_that_loops(nested):
     """It is raised in the rank that runs; the others end, and then it is raised here."""
-    errors = {}
+    errors, loops = {}, threading.Event()
 
     def fn(world):
         try:
             if world.rank:
+                loops.set()
                 while True:
                     pass
             dist.barrier(group=world.group)
@@ -533,27 +540,27 @@ def test_an_interrupt_ends_a_rank_that_loops(nested):
         dist.barrier(group=world.group)
 
     before = process()
-    _interrupt_soon()
-    with pytest.raises(KeyboardInterrupt):
+    with _interrupted(loops), pytest.raises(KeyboardInterrupt):
         simulate(2, outer if nested else fn)
     assert errors == {0: af.errors.PeerFailedError, 1: KeyboardInterrupt}
-    time.sleep(0.05)  # the thread that interrupted ends
     assert before == process()
 
 
 def test_a_second_interrupt_leaves_a_rank_that_will_not_end():
     """It is raised at once; what such ranks do later does not touch the process."""
-    free = threading.Event()
+    loops, stays, free = (threading.Event() for _ in range(3))
 
     def fn(world):
         while world.rank and not free.is_set():
-            with contextlib.suppress(BaseException):
+            try:
+                loops.set()
                 time.sleep(0.01)
+            except BaseException:  # noqa: BLE001 - it will not end
+                stays.set()
         dist.barrier(group=world.group)
 
     before = process()
-    _interrupt_soon(times=2)
-    with pytest.raises(KeyboardInterrupt):
+    with _interrupted(loops, stays), pytest.raises(KeyboardInterrupt):
         simulate(2, fn)
     free.set()
     while threading.active_count() > before["threads"]:

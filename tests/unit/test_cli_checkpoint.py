@@ -26,6 +26,7 @@ from accelfn.cli import main
 from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.golden import make as golden
+from tests.waiting import HANGS
 
 ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
@@ -490,7 +491,7 @@ def test_as_a_process():
         [sys.executable, *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS,
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "")

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from accelfn.cli import main
 from accelfn.errors import LaunchError
 from accelfn.launching.script import launch_script
+from tests.waiting import HANGS, is_gone, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ARGS = ["--lr", "$local_rank ${x} $$", "", "--", "-h", "--nproc"]
@@ -84,9 +85,7 @@ def test_processes_of_the_script_find_its_functions(capfd):
 
 def test_raising_rank_ends_the_run_and_is_named_first(capfd):
     """The cause comes first, with its traceback, then who lost it in a collective."""
-    started = time.monotonic()
     assert launch(2, SCRIPTS / "fails.py", "raise") == 1
-    assert time.monotonic() - started < 15
     lines = report(capfd)
     assert re.fullmatch(
         r"rank 1 failed first \(exit code 1, pid \d+\) after \d+\.\d s", lines[0]
@@ -94,7 +93,7 @@ def test_raising_rank_ends_the_run_and_is_named_first(capfd):
     assert lines[1] == "Traceback (most recent call last):"
     assert f'File "{SCRIPTS / "fails.py"}"' in lines[2]
     assert lines[-2] == "ValueError: rank 1 is out of luck"
-    assert re.match("rank 0 (followed: .*|was ended by SIGTERM)", lines[-1])
+    assert re.match("rank 0 (followed: [A-Z].*Error|was ended by SIGTERM)", lines[-1])
 
 
 def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
@@ -247,25 +246,12 @@ def test_signal_ends_all_and_rank_0_has_the_terminal(number):
     command.send_signal(number)
     text += "".join(iter(lambda: read_or_end(here), ""))
     os.close(here)
-    assert command.wait(20) == 128 + number
+    assert command.wait(HANGS) == 128 + number
     assert text.count("terminal True") == 1
     assert "[rank 1] terminal False" in text
     assert "cli.py" not in text
     for pid in re.findall(r"process (\d+)", text):
-        assert is_gone(pid)
-
-
-def is_gone(pid):
-    """Return whether a process ended, or ends within seconds; a zombie has."""
-    status = Path("/proc", pid, "stat")
-    for _ in range(100):
-        try:
-            if status.read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.1)
-    return False
+        wait_until(partial(is_gone, int(pid)))
 
 
 def read_or_end(terminal):

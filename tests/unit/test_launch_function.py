@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nbclient import NotebookClient
 
 import accelfn as af
+from tests.waiting import HANGS
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -193,7 +194,7 @@ def test_a_notebook(tmp_path):
     cells = [nbformat.v4.new_code_cell(textwrap.dedent(text)) for text in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells)
     cells[-1].metadata["tags"] = ["raises-exception"]
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute(
+    NotebookClient(notebook, timeout=HANGS, kernel_name="python3").execute(
         cwd=str(tmp_path)
     )
     trained, failed = notebook.cells[1].outputs, notebook.cells[2].outputs

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import accelfn as af
 from accelfn.collectives.naming import naming
 from accelfn.errors import PeerFailedError
+from accelfn.world import roll_call
 from accelfn.world.connection import Connection
 from accelfn.world.roll_call import RollCall, Standing
+from tests.waiting import HANGS
 
 LOST = "Connection closed by peer"
 GONE = "failed, left or did not arrive"
@@ -84,18 +86,10 @@ def test_an_update_that_is_over_is_said_so() -> None:
 
 def test_who_is_silent_is_missing() -> None:
     """Of four, two that wait hear each other, and blame those that say nothing."""
-    ranks, said = worlds(4), dict[int, str]()
-
-    def wait(rank: int) -> None:
-        said[rank] = lost(ranks[rank])
-
-    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (0, 3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    first, _, _, last = worlds(4)
+    first.connection.tell("waited in 'sum'", is_waiting=True)
     expected = f"ranks 1 and 2 {GONE}. Look at its output for the cause."
-    assert said == {0: expected, 3: expected}
+    assert [expected] * 2 == [lost(last), lost(first)]
 
 
 def test_who_waited_elsewhere_is_told() -> None:
@@ -135,25 +129,20 @@ def test_standings_in_words() -> None:
 
 
 @pytest.mark.parametrize("how", ["raised ValueError: boom", "left"])
-def test_who_keeps_the_store_stays_for_the_others(how: str) -> None:
+def test_who_keeps_the_store_stays_for_the_others(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it has failed, it waits for their word; a rank that just leaves does not."""
+    monkeypatch.setattr(roll_call, "_ANSWERS_WITHIN", HANGS)
     first, second = worlds(2)
     assert first.connection.roll_call is not None
     assert second.connection.roll_call is not None
-    may_speak = threading.Event()
-
-    def speak() -> None:
-        may_speak.wait()
-        time.sleep(0.1)
-        second.connection.tell("waited in 'sum'", is_waiting=True)
-
-    speaking = threading.Thread(target=speak)
-    speaking.start()
     first.connection.tell(how)
-    may_speak.set()
-    first.connection.roll_call.linger()
-    assert set(first.connection.roll_call.hear() or ()) == (
-        {1} if how != "left" else set()
-    )
-    speaking.join()
+    staying = threading.Thread(target=first.connection.roll_call.linger)
+    staying.start()
+    staying.join(0.1 if how != "left" else HANGS)
+    assert staying.is_alive() == (how != "left")
+    second.connection.tell("waited in 'sum'", is_waiting=True)
+    staying.join(HANGS)
+    assert not staying.is_alive()
     second.connection.roll_call.linger()  # it keeps no store

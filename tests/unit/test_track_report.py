@@ -16,6 +16,7 @@ from PIL import Image
 
 import accelfn as af
 from accelfn.cli import main
+from tests.waiting import HANGS
 
 WORLD = af.World.single(device="cpu")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -122,7 +123,7 @@ def test_a_browser_shows_the_page(folder, tmp_path, scheme):
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANGS,
             check=True,
         ).stdout
         server.shutdown()

@@ -40,4 +40,4 @@ if __name__ == "__main__":
         wait_in_a_collective()
     if os.environ["RANK"] == "1":
         fail(sys.argv[1])
-    time.sleep(60)
+    time.sleep(6000)

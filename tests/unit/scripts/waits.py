@@ -6,4 +6,4 @@ import sys
 import time
 
 sys.stdout.write(f"terminal {sys.stdout.isatty()} process {os.getpid()} waits\n")
-time.sleep(60)
+time.sleep(6000)

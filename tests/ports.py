@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports for tests that run side by side: none is given to two of them."""
+
+import atexit
+import itertools
+import os
+import socket
+
+_PORTS = range(30_000, 32_768)
+"""Above those that runs derive from a job's number, below those that the system gives away."""
+_ASKED = itertools.count(os.getpid())
+
+
+def free_port() -> int:
+    """Return a port at which nobody listens, and which is this process's as long as it lives.
+
+    A port that was bound and closed again is anybody's: the system gives it to the next that
+    asks. These it gives to nobody, and among tests a name tells whose one is.
+    """
+    for number in itertools.islice(_ASKED, len(_PORTS)):
+        port = _PORTS[number % len(_PORTS)]
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0accelfn tests, port {port}")  # in no folder: it ends with us
+            with socket.socket() as probe:
+                probe.bind(("", port))
+        except OSError:
+            name.close()
+        else:
+            atexit.register(name.close)
+            return port
+    raise OSError("no port is free")

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tests wait: for facts. The one limit is for a test that would never end."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HANGS = 300.0
+"""Seconds after which what a test waits for hangs; on no machine does it else take as long."""
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Return as soon as something holds."""
+    ends_at = time.monotonic() + HANGS
+    while not holds():
+        assert time.monotonic() < ends_at, "it did not come to hold"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended with all its threads, though nobody may have noticed."""
+    folder = Path("/proc", str(pid))
+    try:
+        status = (folder / "stat").read_text()
+        num_threads = len(list((folder / "task").iterdir()))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return num_threads <= 1 and status.rpartition(")")[2].split()[0] in "ZX"
