@@ -2,6 +2,7 @@
 """Hypothesis profiles, one torch thread, a warm import of what the tests use."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ from hypothesis import settings
 from accelfn.testing.plugin import register_profiles
 
 torch.set_num_threads(1)
+
+WAIT = {
+    *("test_failures", "test_faults", "test_launching", "test_orphans", "test_stops"),
+    *("test_mpirun", "test_srun", "test_two_hosts"),
+}
 
 register_profiles(replace=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -21,13 +27,19 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Skip tests marked `gpu` where torch sees none; say which tests go one by one.
 
-    Side by side, the tests of a file stay together, and so do all that start real ranks: some
-    of these wait for a second only, and one such test at a time is enough for a machine.
+    Side by side, the tests of a file stay together, and so do most that start real ranks, in
+    two groups: those that wait for ranks to fail, and those in which ranks compute.
     """
+    from tests.budget import budgeted  # when the profile is loaded
+
     for item in items:
+        if isinstance(item, pytest.Function):
+            budgeted(item.function)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
         if config.pluginmanager.hasplugin("xdist"):
             file = item.nodeid.partition("::")[0]
-            group = "ranks" if file.startswith("tests/ranks/") else file
+            group = file
+            if file.startswith("tests/ranks/"):
+                group = "ranks that wait" if Path(file).stem in WAIT else "ranks"
             item.add_marker(pytest.mark.xdist_group(group))

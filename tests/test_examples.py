@@ -19,11 +19,16 @@ from torch import Tensor
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.budget import at_night
 from tests.processes import run_ranks
+from tests.waiting import HANGS, is_gone, wait_until
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
 LAUNCH_2 = ["-m", "accelfn.cli", "launch", "--nproc", "2"]
+LAUNCHERS = {"launch": LAUNCH_2, **({"python": []} if at_night() else {})}
+by_launcher = pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+"""Alone, a script does by day what it also does before it asks others."""
 
 
 def output_of(folder: Path, name: str, *launcher: str, noise: str = r"(?!)") -> str:
@@ -37,7 +42,7 @@ def output_of(folder: Path, name: str, *launcher: str, noise: str = r"(?!)") -> 
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
         capture_output=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=HANGS,
         check=False,
     )
     said = [line for line in done.stderr.splitlines() if not re.search(noise, line)]
@@ -78,7 +83,7 @@ def test_the_readme_lists_every_example() -> None:
     )
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+@by_launcher
 def test_digits_are_learnt(tmp_path: Path, launcher: list[str]) -> None:
     """The first example reads 97 % of the held-out digits, and says so once."""
     printed = output_of(tmp_path, "01_digits.py", *launcher)
@@ -162,7 +167,7 @@ def test_local_sgd_talks_an_eighth_as_often() -> None:
     assert min(percentages(ddp + local)) >= 97.0
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+@by_launcher
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, launcher: list[str]) -> None:
     """A run that is stopped in mid-epoch ends bitwise as the uninterrupted one.
 
@@ -220,7 +225,7 @@ def test_a_streamed_text(tmp_path: Path) -> None:
     assert output_of(tmp_path, "08_streamed_text.py").splitlines() == [text]
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+@by_launcher
 def test_a_transformers_model(tmp_path: Path, launcher: list[str]) -> None:
     """It learns; what it saved is read by Transformers alone, and knows two new sentences."""
     noise = (
@@ -302,14 +307,6 @@ def tree_of(pid: int) -> set[int]:
     return found
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 def kill_all(process: "subprocess.Popen[bytes]") -> int:
     """Kill a process and all that it started, none of which can clean up; count them."""
     process.send_signal(signal.SIGSTOP)  # it starts and ends no more
@@ -317,8 +314,7 @@ def kill_all(process: "subprocess.Popen[bytes]") -> int:
     for pid in doomed:
         os.kill(pid, signal.SIGKILL)
     process.wait()
-    while any(_is_alive(pid) for pid in doomed):
-        time.sleep(0.01)
+    wait_until(lambda: all(map(is_gone, doomed)))
     return len(doomed)
 
 
@@ -329,7 +325,7 @@ def test_a_streamed_text_goes_on_after_a_kill(tmp_path: Path) -> None:
     Batches are compared by checksum, losses by their bits, on both ranks.
     """
     undisturbed, killed = Watched(tmp_path / "whole"), Watched(tmp_path / "killed")
-    assert undisturbed.start("run").wait(120) == 0
+    assert undisturbed.start("run").wait(HANGS) == 0
     whole = undisturbed.lines("run")
     process = killed.start("first")
     while min(map(len, killed.lines("first"))) < 25:
@@ -338,7 +334,7 @@ def test_a_streamed_text_goes_on_after_a_kill(tmp_path: Path) -> None:
 
     assert kill_all(process) >= 1 + 2 + 2 * 2
     begun, newest = killed.lines("first"), killed.newest()
-    assert killed.start("second").wait(120) == 0
+    assert killed.start("second").wait(HANGS) == 0
     rest = killed.lines("second")
 
     assert len(whole[0]) == len(whole[1]) == len(set(whole[0] + whole[1])) // 2
@@ -399,7 +395,7 @@ def moments(text: str) -> list[list[float]]:
     ]
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+@by_launcher
 def test_a_gan(tmp_path: Path, launcher: list[str]) -> None:
     """The generator's points have the mean, the covariance and the shape of the true ones."""
     true, made = moments(output_of(tmp_path, "09_gan.py", *launcher))
@@ -408,7 +404,7 @@ def test_a_gan(tmp_path: Path, launcher: list[str]) -> None:
     assert made[6] < 0.2  # on a disc it would be 0.24
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+@by_launcher
 def test_distillation(tmp_path: Path, launcher: list[str]) -> None:
     """A student that is taught reads more digits than one that learns alone."""
     printed = output_of(tmp_path, "10_distillation.py", *launcher)
@@ -417,7 +413,7 @@ def test_distillation(tmp_path: Path, launcher: list[str]) -> None:
     assert alone + 2 < taught < teacher
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+@by_launcher
 def test_preferences(tmp_path: Path, launcher: list[str]) -> None:
     """Held-out pairs are found the right way round far more often than before."""
     printed = output_of(tmp_path, "11_dpo.py", *launcher)
@@ -427,7 +423,7 @@ def test_preferences(tmp_path: Path, launcher: list[str]) -> None:
     assert after > 95.0
 
 
-@pytest.mark.parametrize("launcher", [[], LAUNCH_2], ids=["python", "launch"])
+@by_launcher
 def test_a_run_is_tracked(tmp_path: Path, launcher: list[str]) -> None:
     """The example tracks a falling loss and all that the report shows, once for all ranks."""
     printed = output_of(tmp_path, "12_tracking.py", *launcher)

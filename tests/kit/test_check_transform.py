@@ -12,12 +12,13 @@ import torch
 import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing.checking.transform_laws import check_transform
+from tests.budget import at_night
 from tests.catalog import CATALOG
 
 
 @pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: entry.name)
 def test_public_transforms_keep_the_laws(entry) -> None:
-    check_transform(entry.transform, sizes=(1, 2))
+    check_transform(entry.transform, sizes=(1, 2) if at_night() else (2,))
 
 
 def test_a_chain_is_checked_as_a_whole() -> None:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from rich.console import Console
 
+from accelfn.testing.plugin import register_profiles
+
+register_profiles(replace=True)
 settings.register_profile(
     "mutants",
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    database=None,
+    parent=settings.get_profile("ci"),  # what CI draws, and as many
     phases=[Phase.explicit, Phase.generate],  # one counterexample is enough: not shrunk
     suppress_health_check=list(HealthCheck),
     report_multiple_bugs=False,

@@ -11,6 +11,7 @@ import attrs
 import pytest
 
 import accelfn as af
+from tests.budget import budgeted
 from tests.mutants.mutant import Mutant, planted
 
 FOUND = (AssertionError, af.Error, pytest.fail.Exception)
@@ -50,6 +51,7 @@ class Outcome:
 def hunt(mutant: Mutant) -> Outcome:
     """Plant a bug, hold its law against accelfn, and take it out again."""
     found: BaseException | None = None
+    budgeted(mutant.test)
     start = time.perf_counter()
     with planted(mutant), _counting(mutant.test) as examples:
         try:

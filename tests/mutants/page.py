@@ -14,8 +14,8 @@ _HEAD = """\
 A law whose test cannot fail proves nothing.
 So for every [law](laws.md) there are bugs that it must find:
 accelfn with a line changed, and one test of a law that fails on it.
-`python -m nox -s mutants` plants them one by one, gives each test 200 examples at most,
-prints this table and fails if a bug survives.
+`python -m nox -s mutants` plants them one by one, gives each test the examples that CI gives
+it, prints this table and fails if a bug survives.
 A bug is found where the law's own assertion fails, or accelfn refuses what the bug led to;
 any other crash finds nothing.
 

@@ -23,32 +23,30 @@ UNTRIED = {
 }
 """Laws without a mutant, and why."""
 
-by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: each.name)
-
 
 def id_of(module: str, name: str) -> str:
     return f"{module.rpartition('.')[2]}::{name}"
 
 
-@by_name
-def test_a_mutant_comes_and_goes(mutant: Mutant) -> None:
+def test_mutants_come_and_go() -> None:
     """The function has other code while the bug is in it, and its very own before and after."""
-    own = mutant.function.__code__
-    with planted(mutant):
-        assert mutant.function.__code__ is not own
-        assert mutant.function.__code__ != own
-    assert mutant.function.__code__ is own
+    for mutant in MUTANTS:
+        own = mutant.function.__code__
+        with planted(mutant):
+            assert mutant.function.__code__ is not own, mutant.name
+            assert mutant.function.__code__ != own, mutant.name
+        assert mutant.function.__code__ is own, mutant.name
 
 
-@by_name
-def test_a_mutant_names_its_law(mutant: Mutant) -> None:
+def test_mutants_name_their_laws() -> None:
     """The test is one of the laws' modules, takes these arguments, and the law is listed."""
-    assert mutant.test.__module__.startswith("tests.laws.test_")
-    assert re.fullmatch(r"L\d+", mutant.law)
-    parameters = inspect.signature(mutant.test).parameters
-    marks = getattr(mutant.test, "pytestmark", [])
-    given = [name for m in marks if m.name == "parametrize" for name in names_of(m)]
-    assert mutant.args.keys() == set(given) & parameters.keys()
+    for mutant in MUTANTS:
+        assert mutant.test.__module__.startswith("tests.laws.test_"), mutant.name
+        assert re.fullmatch(r"L\d+", mutant.law), mutant.name
+        parameters = inspect.signature(mutant.test).parameters
+        marks = getattr(mutant.test, "pytestmark", [])
+        given = [n for m in marks if m.name == "parametrize" for n in names_of(m)]
+        assert mutant.args.keys() == set(given) & parameters.keys(), mutant.name
 
 
 def names_of(mark: pytest.Mark) -> list[str]:
