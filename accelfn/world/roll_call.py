@@ -78,7 +78,7 @@ class RollCall:
             self._store.set(str(self._rank), json.dumps(asdict(standing)))
 
     def hear(self) -> dict[int, Standing] | None:
-        """Return what others tell, by rank; None where the store does not answer.
+        """Return what others tell, by rank; None where the store does not answer, or goes.
 
         It returns once all have spoken, or one whose fault it is, and after half a second
         without those that are silent.
@@ -100,11 +100,11 @@ class RollCall:
         self, is_enough: Callable[[dict[int, Standing]], bool]
     ) -> dict[int, Standing] | None:
         heard: dict[int, Standing] = {}
-        has_answered = threading.Event()
+        has_answered, has_gone = threading.Event(), threading.Event()
         until = time.monotonic() + _ANSWERS_WITHIN
 
         def listen() -> None:
-            with suppress(RuntimeError):  # its host has gone
+            try:
                 while True:
                     heard.update(self._spoken(heard))
                     has_answered.set()
@@ -112,12 +112,15 @@ class RollCall:
                     if is_whole or is_enough(heard) or time.monotonic() > until:
                         return
                     time.sleep(_LOOKS_EVERY)
+            except RuntimeError:  # the others may have spoken to nobody
+                has_gone.set()
 
         listening = threading.Thread(target=listen, daemon=True)
         listening.start()
         # a store whose host was stopped, or cut off, never answers
         listening.join(2 * _ANSWERS_WITHIN)
-        return dict(heard) if has_answered.is_set() else None
+        is_known = has_answered.is_set() and not has_gone.is_set()
+        return dict(heard) if is_known else None
 
     def _spoken(self, heard: dict[int, Standing]) -> dict[int, Standing]:
         """Return what those have told that were not heard yet."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import accelfn as af
 from accelfn.world import roll_call
 
-SECONDS = 4.0
+SECONDS = 3.0
 
 CALLS: dict[str, Callable[[af.World], Any]] = {
     "reduce": lambda world: af.reduce(torch.ones(3), world),

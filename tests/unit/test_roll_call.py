@@ -33,6 +33,21 @@ class Silent(dist.Store):
         return False
 
 
+class Leaving(Silent):
+    """A store whose host goes when it has answered that two ranks have said nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        del keys
+        self.asked += 1
+        if self.asked > 2:
+            raise RuntimeError(LOST)
+        return False
+
+
 def worlds(size: int, store: dist.Store | None = None) -> list[af.World]:
     """Return the ranks' worlds, which meet at one store and have no backend."""
     shared = dist.HashStore() if store is None else store
@@ -116,9 +131,18 @@ def test_the_first_word_counts() -> None:
 
 def test_a_silent_store_holds_nobody() -> None:
     """Where the store's host never answers, that is said, after a second."""
-    _, second = worlds(2, Silent())
+    store = Silent()  # whose Python half lives as long as this name
+    _, second = worlds(2, store)
     expected = f"rank 0, or one before it, {GONE}: the store that it keeps is silent."
     assert lost(second) == expected
+
+
+def test_a_store_that_goes_blames_nobody_else() -> None:
+    """Who had not spoken before its host went may have spoken to nobody."""
+    store = Leaving()
+    _, second, _ = worlds(3, store)
+    expected = f"rank 0, or one before it, {GONE}: the store that it keeps is silent."
+    assert expected == lost(second)
 
 
 def test_standings_in_words() -> None:
