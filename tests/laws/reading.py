@@ -21,6 +21,8 @@ from accelfn.testing import simulate
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
 few = settings(max_examples=max(5, settings().max_examples // 20))
 """For laws whose examples start worker processes, at some 30 ms each."""
+some = settings(max_examples=max(15, settings().max_examples // 20))
+"""For those of them whose bugs are rarer."""
 on_one_core = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 """Of worker processes: simulated ranks are kept to one core, and torch counts cores."""
 

@@ -30,6 +30,7 @@ from tests.laws.reading import (
     own,
     plain,
     read,
+    some,
 )
 from tests.laws.worlds import single
 
@@ -366,7 +367,7 @@ def test_ranks_with_unequal_streams_see_each_sample_once(
 
 @pytest.mark.parametrize("workers", [1, 2])
 @given(counts=st.lists(st.integers(1, 7), min_size=1, max_size=2), data=st.data())
-@few
+@some
 def test_workers_of_unequal_streams_see_each_sample_once(
     workers: int, counts: list[int], data: st.DataObject
 ) -> None:
