@@ -12,6 +12,7 @@ from accelfn.errors import ArgumentError
 from accelfn.fields import check_returned
 from accelfn.model import Skeleton
 from accelfn.schedules import Schedule
+from accelfn.schedules.rates import Rates
 from accelfn.transform import chain
 from accelfn.world import World
 
@@ -21,12 +22,14 @@ class Definition:
     """What a state is a state of: everything that is not saved and does not change.
 
     `cache` holds what is derived from it and can be made again (the engine, composed
-    functions); it lives as long as the states that share this definition.
+    functions); it lives as long as the states that share this definition. `rates` is the
+    schedule, bound to the optimizer's groups.
     """
 
     skeleton: Skeleton
     optimizer: torch.optim.Optimizer
     schedule: Schedule | None
+    rates: Rates | None
     data: Data | None
     setup: chain
     world: World

@@ -250,7 +250,7 @@ def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
     return TrainState(
         params={name: param.detach() for name, param in params.items()},
         buffers={name: buffer.detach() for name, buffer in module.named_buffers()},
-        opt_state=live.update(live.planned(None, {})),
+        opt_state=live.update(live.planned({}, {})),
         step=1,
         cursor=Cursor(),
         seed=0,
@@ -259,6 +259,7 @@ def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
             skeleton=skeleton,
             optimizer=prototype,
             schedule=None,
+            rates=None,
             data=None,
             setup=chain(),
             world=World(),

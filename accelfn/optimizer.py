@@ -29,6 +29,12 @@ from accelfn.partition import (
 OptimizerSource: TypeAlias = Optimizer | Callable[[NamedParameters], Optimizer]
 Hyper: TypeAlias = Mapping[str | tuple[int | str, str], Any]
 
+Assignments: TypeAlias = dict[tuple[int, str], Any]
+"""Values of hyperparameters by group index and name."""
+
+STRUCTURE = frozenset({"params", "param_names", "name"})
+"""What a parameter group has that is no hyperparameter."""
+
 OTHERS = "<optimizer>"
 """Where state of no parameter stands in `opt_state`; like group keys, no parameter's name."""
 
@@ -153,6 +159,38 @@ def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     made.__dict__.update(copy.deepcopy(attributes, memo))
     made.state = empty_state(made, optimizer)
     return made
+
+
+def scratch_of(prototype: Optimizer) -> Any:
+    """Return an optimizer of the same groups, for a scheduler to set their options.
+
+    Its parameters have no values, and its state is not there to be read. Options that are
+    tensors are on the CPU, where reading one waits for no device.
+    """
+    memo: dict[int, Any] = {}
+    for param in (
+        param for group in prototype.param_groups for param in group["params"]
+    ):
+        memo[id(param)] = nn.Parameter(
+            torch.empty_like(param, device="meta"), param.requires_grad
+        )
+        memo[id(param)].grad = torch.empty_like(memo[id(param)])
+    made = rebuilt(prototype, memo)
+    for group in made.param_groups:
+        for key in group.keys() - STRUCTURE:
+            if isinstance(group[key], torch.Tensor):
+                group[key] = group[key].detach().cpu()
+    made.state = cast("Any", _Unread())
+    return made
+
+
+class _Unread:
+    """The state of an optimizer that a scheduler cannot read: it would be another's."""
+
+    def __getitem__(self, key: object) -> Any:
+        """Refuse."""
+        msg = "it reads the state of the optimizer, which a schedule does not have"
+        raise ArgumentError(msg)
 
 
 def kind_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:

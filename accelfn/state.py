@@ -22,6 +22,7 @@ from accelfn.data import Data
 from accelfn.definition import Definition, as_data, check_schedule, checked_world
 from accelfn.draws import shared_draws
 from accelfn.errors import ArgumentError, CallError
+from accelfn.hyper import of_next_update
 from accelfn.lease import Lease
 from accelfn.model import (
     ModelSource,
@@ -33,6 +34,7 @@ from accelfn.model import (
 from accelfn.modes import own_modes
 from accelfn.optimizer import OptimizerSource, prototype_of, trained_names
 from accelfn.schedules import Schedule
+from accelfn.schedules.rates import bound
 from accelfn.skips import Skips
 from accelfn.slots import carried_over, check_own_name, own_objects
 from accelfn.transform import chain
@@ -120,6 +122,7 @@ class TrainState:
             prototype, opt_state = prototype_of(optimizer, module, skeleton)
             params = {n: p.detach() for n, p in module.named_parameters()}
             buffers = {n: b.detach() for n, b in module.named_buffers()}
+            rates = bound(schedule, prototype)
         state = cls(
             params=params,
             buffers=buffers,
@@ -132,6 +135,7 @@ class TrainState:
                 skeleton=skeleton,
                 optimizer=prototype,
                 schedule=schedule,
+                rates=rates,
                 data=as_data(data),
                 setup=chain(),
                 world=world,
@@ -186,7 +190,7 @@ class TrainState:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The learning rate's factor as a function of the update number."""
+        """The learning rate as a function of the update number; see `af.schedules`."""
         return self.definition.schedule
 
     @property
@@ -220,10 +224,14 @@ class TrainState:
 
     @property
     def lrs(self) -> tuple[float, ...]:
-        """The learning rates of the next update, one a parameter group."""
-        factor = 1.0 if self.schedule is None else self.schedule(self.step)
-        groups = self.definition.optimizer.param_groups
-        return tuple(float(group["lr"]) * factor for group in groups)
+        """The learning rates of the next update, one a parameter group.
+
+        The schedule's; where a transform's `hyper` sets others, those.
+        """
+        now = of_next_update(self, self._slots)
+        groups = enumerate(self.definition.optimizer.param_groups)
+        found = (now.get((i, "lr"), group["lr"]) for i, group in groups)
+        return tuple(map(float, found))
 
     def copy(self) -> Self:
         """Return an equal state with tensors of its own; a step on one leaves the other.

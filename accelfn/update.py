@@ -5,7 +5,6 @@ This is where a state is donated: until the optimizer is reached, whatever raise
 as it was; from then on its lease is ended, unless it is known that nothing was changed.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,13 +16,13 @@ from accelfn.calling import called
 from accelfn.collectives import all_reduce_, check_sums
 from accelfn.draws import shared_draws
 from accelfn.engine.engine import Engine, engine_of
-from accelfn.errors import ArgumentError, GradsError, StateDonatedError
-from accelfn.fields import check_returned, pair
+from accelfn.errors import GradsError, StateDonatedError
+from accelfn.fields import pair
 from accelfn.grads import Grads, divide_
+from accelfn.hyper import hyper_of, scheduled
 from accelfn.lease import Lease
 from accelfn.loss import Metrics, Number
 from accelfn.modes import own_modes
-from accelfn.optimizer import Hyper
 from accelfn.skipping import counts_after, decided
 from accelfn.spans import span
 from accelfn.state import OptState, TrainState, check_state, fill
@@ -76,7 +75,7 @@ def _updated(
     # private fields are read here: properties would check the lease field by field
     slots = state._slots  # pyright: ignore[reportPrivateUsage]
     slots = {**slots, **grads.slots} if grads.slots else slots
-    factor, hyper = _factor(state), _hyper(state, setup, slots)
+    planned, hyper = scheduled(state), hyper_of(state, slots)
     grads, slots = _reduced(state, grads, setup, slots)
     given = grads
     try:
@@ -92,7 +91,7 @@ def _updated(
             return _skipped(state, grads, given, slots)
         if grads.skip is not None:
             grads = grads.with_metrics(skipped=0.0 if flag is None else flag)
-        assignments = engine.prepare(state, grads, factor, hyper)
+        assignments = engine.prepare(state, grads, planned, hyper)
     except BaseException:
         given.give_away()
         raise
@@ -126,7 +125,7 @@ def step_in_backward(
         def begin() -> None:
             lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
 
-        engine.plan(state, _factor(state), _hyper(state, setup, slots), begin)
+        engine.plan(state, scheduled(state), hyper_of(state, slots), begin)
         try:
             metrics, grads = compute()
         except BaseException:
@@ -173,36 +172,6 @@ def _after(
     definition.world.connection.is_between = True
     state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
     return after
-
-
-def _factor(state: TrainState) -> float | None:
-    """Return the schedule's factor of this update."""
-    schedule = state.definition.schedule
-    if schedule is None:
-        return None
-    factor = schedule(state.step)
-    if not isinstance(factor, (int, float)) or not math.isfinite(factor):
-        msg = (
-            f"The schedule gave {factor!r} for update {state.step}; expected a finite"
-            " number, the factor of the learning rate."
-        )
-        raise ArgumentError(msg)
-    return factor
-
-
-def _hyper(state: TrainState, setup: chain, slots: Mapping[str, Any]) -> Hyper:
-    hyper: dict[Any, Any] = {}
-    owners = setup.having("hyper")
-    if not owners:
-        return hyper
-    with shared_draws(state, "hyper", owners):
-        for each in owners:
-            found = each.hyper(state, slots.get(each.name))
-            ok = isinstance(found, Mapping)
-            expected = 'hyperparameters by name, {"lr": ...}'
-            check_returned(each, "hyper", ok=ok, returned=found, expected=expected)
-            hyper.update(found)
-    return hyper
 
 
 def _reduced(

@@ -11,7 +11,7 @@ from accelfn.data.alike import check_alike, order_told
 from accelfn.data.fingerprint import form_of
 from accelfn.errors import Error
 from accelfn.optimizer import kind_of
-from accelfn.schedules import Schedule
+from accelfn.schedules.rates import Rates
 from accelfn.state import TrainState
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -54,8 +54,8 @@ def _rows(state: TrainState) -> dict[str, str]:
         for name, value in sorted(group.items()):
             if name != "params":
                 rows[f"{name} of parameter group {i}"] = str(_plain(value))
-    if definition.schedule is not None:
-        rows["schedule"] = _factors(definition.schedule)
+    if definition.rates is not None:
+        rows["schedule"] = _asked(definition.rates, definition.schedule)
     if definition.data is not None and definition.plan.num_shares > 1:
         rows |= {f"data, {k}": str(v) for k, v in form_of(definition.data).items()}
         rows |= order_told(definition.data, state.seed)
@@ -75,8 +75,11 @@ def _plain(value: object) -> object:
     return value if plain else type(value).__name__
 
 
-def _factors(schedule: Schedule) -> str:
+def _asked(rates: Rates, schedule: object) -> str:
+    found: list[object] = []
     try:
-        return str([float(schedule(update)) for update in _ASKED])
+        for update in _ASKED:
+            found += [_plain(value) for value in rates(update).values()]
     except (ArithmeticError, LookupError, ValueError, Error):  # it ends before
-        return getattr(schedule, "__qualname__", type(schedule).__name__)
+        found.append(getattr(schedule, "__qualname__", type(schedule).__name__))
+    return str(found)

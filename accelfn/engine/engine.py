@@ -21,7 +21,7 @@ from accelfn.cursor import Cursor
 from accelfn.engine.agreement import check_definitions
 from accelfn.engine.buffers import Buffers
 from accelfn.engine.in_backward import LiveUpdate
-from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
+from accelfn.engine.live_optimizer import LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.engine.synced_norm import buffers_of_all_ranks
@@ -30,7 +30,7 @@ from accelfn.errors import GradsError, LossError
 from accelfn.fields import check_returned
 from accelfn.grads import Grads
 from accelfn.loss import Metrics, Number
-from accelfn.optimizer import Hyper
+from accelfn.optimizer import Assignments, Hyper
 from accelfn.state import OptState, TrainState
 from accelfn.transform import chain
 
@@ -170,7 +170,7 @@ class Engine:
         return Metrics(read.sums), grads
 
     def prepare(
-        self, state: TrainState, grads: Grads, factor: float | None, hyper: Hyper
+        self, state: TrainState, grads: Grads, scheduled: Assignments, hyper: Hyper
     ) -> Assignments:
         """Put gradients before the optimizer, and return its hyperparameters.
 
@@ -183,12 +183,12 @@ class Engine:
             grads.check_fit(self._trained)
             for name, param in self._pairs:
                 param.grad = grads.tensors.get(name)
-        return self._optimizer.planned(factor, hyper)
+        return self._optimizer.planned(scheduled, hyper)
 
     def plan(
         self,
         state: TrainState,
-        factor: float | None,
+        scheduled: Assignments,
         hyper: Hyper,
         begin: Callable[[], None],
     ) -> None:
@@ -199,7 +199,7 @@ class Engine:
         """
         assert self.live_update is not None  # noqa: S101 - asked by who composed it
         self.bind(state)
-        self.live_update.plan(self._optimizer.planned(factor, hyper), begin)
+        self.live_update.plan(self._optimizer.planned(scheduled, hyper), begin)
 
     def finish(self, grads: Grads) -> OptState:
         """End the update that a backward pass took; return the optimizer's state by name."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from accelfn.engine.live_optimizer import Assignments, LiveOptimizer
+from accelfn.engine.live_optimizer import LiveOptimizer
 from accelfn.grads import divide_
 from accelfn.loss import Number
+from accelfn.optimizer import Assignments
 
 
 class LiveUpdate:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A torch optimizer at work on the tensors of a state."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -14,23 +13,26 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from accelfn.arguments import is_number
 from accelfn.engine.fused_adam import FusedAdam
 from accelfn.engine.watch import Watch
 from accelfn.errors import OptimizerError
+from accelfn.hyper import assigned
 from accelfn.loss import Number
-from accelfn.optimizer import OTHERS, Hyper, group_key, named_state, rebuilt
+from accelfn.optimizer import (
+    OTHERS,
+    STRUCTURE,
+    Assignments,
+    Hyper,
+    group_key,
+    named_state,
+    rebuilt,
+)
 from accelfn.partition import bare_step, parts_of
 from accelfn.spans import is_profiled
 
 State: TypeAlias = dict[str, dict[str, Any]]
-Assignments: TypeAlias = dict[tuple[int, str], Any]
-"""Values of hyperparameters by group index and name."""
-
 _MODE = "train_mode"
 """What schedule-free optimizers keep in their groups; a transform sets it."""
-
-_STRUCTURE = frozenset({"params", "param_names", "name"})
 
 
 class LiveOptimizer:
@@ -48,12 +50,13 @@ class LiveOptimizer:
     ) -> None:
         """Copy the prototype, with each parameter replaced as `params` says."""
         self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
+        self._given = prototype.param_groups
         self._step = bare_step(self._torch)
         self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names
         self._names = {id(param): name for param, name in names.items()}
         self._base = [
-            {k: _value(v) for k, v in group.items() if k not in _STRUCTURE}
+            {k: _value(v) for k, v in group.items() if k not in STRUCTURE}
             for group in self._torch.param_groups
         ]
         self._modal = [i for i, base in enumerate(self._base) if _MODE in base]
@@ -85,7 +88,7 @@ class LiveOptimizer:
         live.update(state.get(OTHERS, {}))
         for i, group in enumerate(self._torch.param_groups):
             saved = state.get(group_key(i), {})
-            for key in group.keys() - self._base[i].keys() - _STRUCTURE:
+            for key in group.keys() - self._base[i].keys() - STRUCTURE:
                 del group[key]  # a number that another state's steps added
             for key, value in self._base[i].items():
                 group[key] = _value(value)
@@ -98,33 +101,14 @@ class LiveOptimizer:
         self._state = state
         self._num_entries = -1  # the entries are copies: name them again after the step
 
-    def planned(self, factor: float | None, hyper: Hyper) -> Assignments:
-        """Return this update's hyperparameters: the base rate times `factor`, then `hyper`.
+    def planned(self, scheduled: Assignments, hyper: Hyper) -> Assignments:
+        """Return this update's hyperparameters: the schedule's, and `hyper` over it.
 
         Raises:
             OptimizerError: a parameter group or a hyperparameter is not there; or nobody
                 set a schedule-free optimizer's mode.
         """
-        planned: Assignments = {}
-        if factor is not None:
-            for i, base in enumerate(self._base):
-                if "lr" not in base:
-                    msg = (
-                        f"schedule: the optimizer's parameter group {i} has no 'lr', only"
-                        f" {sorted(base)}. Leave the schedule out, or set what it has by a"
-                        " transform's hyper."
-                    )
-                    raise OptimizerError(msg)
-                planned[i, "lr"] = base["lr"] * factor
-        for where, value in hyper.items():
-            for i in self._groups(where):
-                key = where if isinstance(where, str) else where[1]
-                if key not in self._base[i]:
-                    known = sorted(self._base[i])
-                    msg = f"hyper {key!r}: parameter group {i} has {known}."
-                    raise OptimizerError(msg)
-                _check_number(key, value, self._base[i][key])
-                planned[i, key] = value
+        planned = assigned(self._given, scheduled, hyper)
         for i in self._modal:
             if not planned.get((i, _MODE)):
                 msg = (
@@ -294,38 +278,12 @@ class LiveOptimizer:
             tensors = {
                 k: v
                 for k, v in group.items()
-                if isinstance(v, torch.Tensor) and k not in _STRUCTURE
+                if isinstance(v, torch.Tensor) and k not in STRUCTURE
             }
             entry = {**self._changed[i], **tensors}
             if entry:
                 named[group_key(i)] = entry
         return named
-
-    def _groups(self, where: str | tuple[int | str, str]) -> Iterable[int]:
-        groups = self._torch.param_groups
-        if isinstance(where, str):
-            return range(len(groups))
-        wanted = where[0] if isinstance(where, tuple) and len(where) == 2 else None
-        if isinstance(wanted, int) and 0 <= wanted < len(groups):
-            return [wanted]
-        found = [i for i, group in enumerate(groups) if group.get("name") == wanted]
-        if wanted is None or not found:
-            known = [group.get("name", i) for i, group in enumerate(groups)]
-            msg = (
-                f"hyper {where!r}: expected a hyperparameter's name, or (group, name) with"
-                f" one of the parameter groups {known}."
-            )
-            raise OptimizerError(msg)
-        return found
-
-
-def _check_number(key: str, value: object, base: object) -> None:
-    """Refuse what would be in place of a number, and none that an update can use."""
-    if not is_number(base) or isinstance(value, torch.Tensor):
-        return
-    if not is_number(value) or not math.isfinite(value):
-        msg = f"hyper {key!r}: a transform gave {value!r}; expected a finite number."
-        raise OptimizerError(msg)
 
 
 def _value(entry: Any) -> Any:

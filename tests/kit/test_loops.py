@@ -427,7 +427,7 @@ def test_quantities_of_a_state_include_what_transforms_set():
     @af.transform
     class Halve:
         def hyper(self, state, slot):
-            return {"momentum": 0.25, (0, "weight_decay"): 0.125, ("none", "lr"): 9.0}
+            return {"momentum": 0.25, (0, "weight_decay"): 0.125}
 
     state = af.TrainState.create(
         model=nn.Linear(1, 1),

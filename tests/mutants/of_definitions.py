@@ -31,9 +31,9 @@ MUTANTS = [
         says="two functions of one name pass for one schedule",
         law="L2",
         test=REFUSED,
-        place=agreement._factors,
-        old="return str([float(schedule(update)) for update in _ASKED])",
-        new='return getattr(schedule, "__name__", "")',
+        place=agreement._asked,
+        old="for update in _ASKED:",
+        new="for update in ():",
     ),
     Mutant(
         name="data is not compared",

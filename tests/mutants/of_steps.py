@@ -4,6 +4,7 @@
 from accelfn import (
     collectives,
     grads,
+    hyper,
     model,
     modes,
     slots,
@@ -110,19 +111,18 @@ MUTANTS = [
         says="a failed step, and one on a copy, move the learning rate",
         law="L19",
         test=test_updates.test_the_schedule_follows_updates,
-        place=update._factor,
-        old="factor = schedule(state.step)",
-        new="calls = state.definition.cache.setdefault('calls', iter(range(99)));"
-        " factor = schedule(next(calls))",
+        place=hyper.scheduled,
+        old="rates(state.step)",
+        new="rates(next(state.definition.cache.setdefault('calls', iter(range(99)))))",
     ),
     Mutant(
         name="the schedule is an update ahead",
         says="an update takes the rate of the one after it",
         law="L19",
         test=test_updates.test_the_schedule_follows_updates,
-        place=update._factor,
-        old="schedule(state.step)",
-        new="schedule(state.step + 1)",
+        place=hyper.scheduled,
+        old="rates(state.step)",
+        new="rates(state.step + 1)",
     ),
     Mutant(
         name="the weight in the parameters' dtype",

@@ -44,7 +44,9 @@ def test_groups_are_numbered_through_the_parts():
 
     for where, still in ((0, "weight"), (1, "bias")):
         state = create(PARTED, setup=Stops(where))
-        assert state.lrs == (0.02, 0.1)
+        assert state.lrs == tuple(
+            0.0 if i == where else rate for i, rate in enumerate((0.02, 0.1))
+        )
         before = {name: param.clone() for name, param in state.params.items()}
         after = STEP(state, X)[0].params
         assert [n for n in before if torch.equal(before[n], after[n])] == [

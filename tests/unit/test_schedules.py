@@ -27,58 +27,124 @@ def torch_rates(factory, num, lr=PEAK):
     return rates
 
 
-FACTORIES = {
-    "StepLR": partial(lr_scheduler.StepLR, step_size=3, gamma=0.5),
-    "CosineAnnealing": partial(lr_scheduler.CosineAnnealingLR, T_max=10),
-    "Exponential": partial(lr_scheduler.ExponentialLR, gamma=0.9),
-    "OneCycle": partial(
-        lr_scheduler.OneCycleLR, max_lr=PEAK, total_steps=16, cycle_momentum=False
-    ),
-    "Cyclic": partial(
-        lr_scheduler.CyclicLR,
-        base_lr=0.1,
-        max_lr=PEAK,
-        step_size_up=4,
-        cycle_momentum=False,
-    ),
-}
+HALVE = partial(lr_scheduler.StepLR, step_size=3, gamma=0.5)
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-def test_from_torch_equals_torch(name):
-    """from_torch gives the rates of torch's scheduler, in any order of asking."""
-    expected = torch_rates(FACTORIES[name], 15)
-    schedule = schedules.from_torch(FACTORIES[name], lr=PEAK)
-    actual = {step: schedule(step) * PEAK for step in (14, 3, *range(15))}
-    assert expected == pytest.approx([actual[i] for i in range(15)], rel=1e-12)
+def on_groups(factory, *rates):
+    """Return a state of an optimizer with these rates, scheduled by a torch scheduler."""
+
+    def optimizer(named):
+        params = [param for _, param in named]
+        groups = [{"params": [p], "lr": r} for p, r in zip(params, rates, strict=True)]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+    return af.TrainState.create(
+        model=lambda: torch.nn.Linear(2, 1),
+        optimizer=optimizer,
+        schedule=schedules.from_torch(factory),
+    )
 
 
-@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealing", "Exponential"])
-def test_from_torch_multiplies_any_rate(name):
-    """A scheduler that multiplies needs no lr=."""
-    expected = torch_rates(FACTORIES[name], 12)
-    schedule = schedules.from_torch(FACTORIES[name])
-    assert expected == pytest.approx([schedule(i) * PEAK for i in range(12)], rel=1e-9)
+def test_from_torch_of_onecycle_is_a_rate():
+    """A1: OneCycleLR's rates are its own, whatever the optimizer's, and per group."""
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=[0.1, 0.2], total_steps=20)
+    assert on_groups(cycle, 0.1, 7.0).lrs == pytest.approx((0.004, 0.008), rel=1e-12)
+
+
+def test_from_torch_past_its_end():
+    """Where the scheduler has no rate, the update is named, again and again."""
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=3)
+    state = on_groups(cycle, 0.1, 0.1)
+    step = af.make_step(lambda model, batch: model(batch).mean())
+    for _ in range(4):  # torch has one more than it says
+        state, _ = step(state, torch.ones(2, 2))
+    for _ in range(2):
+        with pytest.raises(
+            af.ArgumentError, match="OneCycleLR has no rate for update 4"
+        ):
+            step(state, torch.ones(2, 2))
+    assert state.copy().step == 4
 
 
 def test_from_torch_refuses_a_scheduler_of_a_metric():
     """ReduceLROnPlateau is no function of the update number; the way out is named."""
-    with pytest.raises(af.ArgumentError, match=r"ReduceLROnPlateau.*hyper"):
-        schedules.from_torch(lr_scheduler.ReduceLROnPlateau)
+    plateau = lr_scheduler.ReduceLROnPlateau
+    for factory in (plateau, partial(plateau, factor=0.5)):
+        with pytest.raises(af.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"):
+            schedules.from_torch(factory)
+    with pytest.raises(af.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"):
+        on_groups(lambda optimizer: plateau(optimizer, factor=0.5), 0.1, 0.1)
 
 
 @pytest.mark.parametrize("factory", [lambda opt: opt, lambda _: None])
 def test_from_torch_refuses_what_is_no_scheduler(factory):
-    """A factory of something else is refused with what it gave."""
+    """A factory of something else is refused with what it gave, when there are groups."""
     with pytest.raises(af.ArgumentError, match=r"factory gave \w+.*LRScheduler"):
+        on_groups(factory, 0.1, 0.1)
+
+
+@pytest.mark.parametrize("factory", [None, 0.1, "StepLR"])
+def test_from_torch_takes_a_factory(factory):
+    """What cannot be called is refused at once."""
+    with pytest.raises(af.ArgumentError, match="expected a function that takes"):
         schedules.from_torch(factory)
 
 
-@pytest.mark.parametrize("lr", [0, -1.0, math.nan])
-def test_from_torch_refuses_a_rate(lr):
-    """A learning rate of 0 or below has no factors."""
-    with pytest.raises(af.ArgumentError, match=r"from_torch\(lr="):
-        schedules.from_torch(FACTORIES["StepLR"], lr=lr)
+def test_from_torch_refuses_another_optimizer_s():
+    """A1: a scheduler on another optimizer, whose rates would never move, is refused."""
+    mine = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
+    with pytest.raises(af.ArgumentError, match="on another optimizer"):
+        on_groups(lambda _: HALVE(mine), 0.1, 0.1)
+
+
+def test_from_torch_refuses_groups_that_do_not_fit():
+    """A factory that fails on the state's groups is told with their number, by `create`."""
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=[0.1] * 3, total_steps=20)
+    with pytest.raises(af.ArgumentError, match="SGD with 2 parameter groups: max_lr"):
+        on_groups(cycle, 0.1, 0.1)
+
+
+def test_from_torch_refuses_what_reads_the_optimizer():
+    """A scheduler that looks at the optimizer's state is no function of the update."""
+
+    class Looks(lr_scheduler.LRScheduler):
+        def get_lr(self):
+            group = self.optimizer.param_groups[0]
+            return [self.optimizer.state[group["params"][0]]["step"]]
+
+    with pytest.raises(af.ArgumentError, match="reads the state of the optimizer"):
+        on_groups(Looks, 0.1, 0.1)
+
+
+def test_from_torch_is_no_factor():
+    """Called, or joined, it says what to do: it has rates of groups, and no factors."""
+    halve = schedules.from_torch(HALVE)
+    with pytest.raises(af.ArgumentError, match=r"state\.lrs"):
+        halve(3)
+    for parts in ([(3, halve), schedules.constant()], [(3, lambda _: 1.0), halve]):
+        with pytest.raises(af.ArgumentError, match="SequentialLR"):
+            schedules.join(*parts)
+
+
+def test_from_torch_of_a_partition():
+    """The groups of a partition are numbered through; momenta of two kinds are refused."""
+    optimizer = af.partition(
+        (lambda name, _: name == "bias", partial(torch.optim.Adagrad, lr=0.5)),
+        (..., partial(torch.optim.SGD, lr=0.25, momentum=0.9)),
+    )
+    make = partial(
+        af.TrainState.create, model=lambda: torch.nn.Linear(2, 1), optimizer=optimizer
+    )
+    factors = [lambda step: 1 / (1 + step), lambda step: 2.0**-step]
+    schedule = schedules.from_torch(partial(lr_scheduler.LambdaLR, lr_lambda=factors))
+    state = make(schedule=schedule)
+    step = af.make_step(lambda model, batch: model(batch).mean())
+    state, _ = step(state, torch.ones(2, 2))
+    state, _ = step(state, torch.ones(2, 2))
+    assert state.lrs == (0.5 / 3, 0.25 / 4)
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=9)
+    with pytest.raises(af.ArgumentError, match="cycle_momentum"):
+        make(schedule=schedules.from_torch(cycle))
 
 
 @pytest.mark.parametrize(("start", "end"), [(1.0, 0.0), (0.0, 1.0), (0.5, 0.25)])

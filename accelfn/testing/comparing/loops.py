@@ -19,6 +19,7 @@ from accelfn.arguments import check_integer
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, LawError
 from accelfn.grads import Grads
+from accelfn.hyper import of_next_update
 from accelfn.optimizer import group_key, named_state
 from accelfn.state import TrainState
 from accelfn.testing.comparing.differences import Comparison, Difference, listed
@@ -206,17 +207,12 @@ def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
 
 def _of_state(state: TrainState) -> dict[str, Any]:
     prototype = state.definition.optimizer
-    groups: list[dict[str, Any]] = []
-    for i, (group, lr) in enumerate(
-        zip(prototype.param_groups, state.lrs, strict=True)
-    ):
-        groups.append({**group, "lr": lr, **state.opt_state.get(group_key(i), {})})
-    for each in state.setup.having("hyper"):
-        for where, value in each.hyper(state, state.slots.get(each.name)).items():
-            chosen, key = (None, where) if isinstance(where, str) else where
-            for i, group in enumerate(groups):
-                if chosen in (None, i, group.get("name", i)):
-                    group[key] = value
+    groups: list[dict[str, Any]] = [
+        {**group, **state.opt_state.get(group_key(i), {})}
+        for i, group in enumerate(prototype.param_groups)
+    ]
+    for (i, key), value in of_next_update(state, state.slots).items():
+        groups[i][key] = value
     ours = {group_key(i) for i in range(len(groups))}
     return {
         "params": dict(state.params),

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules: pure functions from the update number to a factor.
-
-A schedule is called with `state.step`, the number of updates taken so far, and its value
-multiplies the learning rate of every parameter group. Nothing counts calls, so a
-resumed run needs no scheduler state, and ranks or micro-batches change nothing.
-"""
+"""Pure functions from the update number to the factor of all learning rates."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import attrs
-import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.arguments import integer, is_number
 from accelfn.calling import called
 from accelfn.errors import ArgumentError
+from accelfn.schedules.of_torch import from_torch
 
 
 class Schedule(Protocol):
@@ -166,6 +159,14 @@ class join:
     def __init__(self, *parts: "tuple[int, Schedule] | Schedule") -> None:
         """Take `(num_updates, schedule)` pairs, and a schedule for all the rest."""
         *pairs, last = parts or (None,)
+        whole = [part[-1] if _is_part(part) else part for part in cast("Any", parts)]
+        if any(isinstance(each, from_torch) for each in whole):
+            msg = (
+                "schedules.join: from_torch gives learning rates, not factors of them. Join"
+                " torch's schedulers inside its factory, by"
+                " torch.optim.lr_scheduler.SequentialLR."
+            )
+            raise ArgumentError(msg)
         for pair in pairs:
             if not _is_part(pair):
                 msg = (
@@ -195,65 +196,3 @@ def _is_part(part: Any) -> bool:
         return False
     count, schedule = cast("tuple[Any, Any]", part)
     return isinstance(count, int) and count >= 1 and callable(schedule)
-
-
-@called
-class from_torch:
-    """Use a torch LRScheduler as a pure function of the update number.
-
-    The scheduler is run once, ahead, on an optimizer of its own, and its factors are kept.
-
-    Args:
-        factory: takes a torch optimizer and returns a scheduler on it.
-        lr: the learning rate that the scheduler sees. A scheduler that sets absolute
-            rates (OneCycleLR, CyclicLR) needs the one your optimizer has.
-
-    Cost:
-        One Python float per update, made at the first call for it.
-
-    Raises:
-        ArgumentError: the factory gives no LRScheduler, or one that reads a metric
-            (ReduceLROnPlateau), which is no function of the update number.
-
-    Example:
-        >>> halve = from_torch(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10, 0.5))
-        >>> halve(0), halve(10), halve(25)
-        (1.0, 0.5, 0.25)
-    """
-
-    def __init__(
-        self,
-        factory: Callable[[torch.optim.Optimizer], LRScheduler],
-        *,
-        lr: float = 1.0,
-    ) -> None:
-        """Take a factory of the scheduler."""
-        if not lr > 0:
-            msg = f"schedules.from_torch(lr={lr!r}): expected a learning rate above 0."
-            raise ArgumentError(msg)
-        self._lr = lr
-        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=lr)
-        self._scheduler = factory(self._optimizer)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        if not isinstance(self._scheduler, LRScheduler) or isinstance(
-            self._scheduler, plateau
-        ):
-            msg = (
-                "schedules.from_torch: the factory gave"
-                f" {type(self._scheduler).__name__}; expected an LRScheduler that is a"
-                " function of the update number. For one that reads a metric, write a"
-                " transform with `hyper` and keep its numbers in the slot."
-            )
-            raise ArgumentError(msg)
-        self._factors = [self._factor()]
-
-    def __call__(self, step: int, /) -> float:
-        """Return the factor of update `step`."""
-        while len(self._factors) <= step:
-            self._optimizer.step()
-            self._scheduler.step()
-            self._factors.append(self._factor())
-        return self._factors[step]
-
-    def _factor(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"]) / self._lr

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning-rate schedules, which count no calls.
+
+A schedule is a pure function from `state.step`, the number of updates taken so far, to a
+factor, which multiplies the learning rate of every parameter group; or a torch scheduler,
+whose rates are those of the optimizer's own groups. Either way a resumed run needs no
+scheduler state, and ranks or micro-batches change nothing.
+"""
+
+from accelfn.schedules.factors import Schedule as Schedule
+from accelfn.schedules.factors import constant as constant
+from accelfn.schedules.factors import join as join
+from accelfn.schedules.factors import linear as linear
+from accelfn.schedules.factors import one_cycle as one_cycle
+from accelfn.schedules.factors import warmup_cosine as warmup_cosine
+from accelfn.schedules.of_torch import from_torch as from_torch

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schedule makes of an optimizer's parameter groups, update by update."""
+
+import math
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from accelfn.errors import ArgumentError, OptimizerError
+from accelfn.optimizer import STRUCTURE, Assignments
+from accelfn.schedules.factors import Schedule
+from accelfn.schedules.of_torch import from_torch
+
+
+class Rates(Protocol):
+    """A schedule that is bound to parameter groups; a pure function of the update."""
+
+    def __call__(self, update: int, /) -> Assignments:
+        """Return the hyperparameters of an update that the schedule sets."""
+        ...
+
+
+def bound(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
+    """Return a schedule bound to an optimizer's groups; of none, None.
+
+    Raises:
+        ArgumentError: the optimizer has no rate, or a torch scheduler does not go with it.
+    """
+    if schedule is None:
+        return None
+    if isinstance(schedule, from_torch):
+        return schedule.on(optimizer)
+    return FactorRates(schedule, optimizer)
+
+
+class FactorRates:
+    """The optimizer's own rates, times a factor."""
+
+    def __init__(self, factor: Schedule, optimizer: Optimizer) -> None:
+        """Take the function, and the rates."""
+        self._factor = factor
+        self._rates: list[Any] = []
+        for i, group in enumerate(optimizer.param_groups):
+            if "lr" not in group:
+                known = sorted(group.keys() - STRUCTURE)
+                msg = (
+                    f"schedule: the optimizer's parameter group {i} has no 'lr', only"
+                    f" {known}. Leave the schedule out, or set what it has by a"
+                    " transform's hyper."
+                )
+                raise OptimizerError(msg)
+            self._rates.append(group["lr"])
+
+    def __call__(self, update: int) -> Assignments:
+        """Return the rates of an update.
+
+        Raises:
+            ArgumentError: the function gives no factor.
+        """
+        factor = self._factor(update)
+        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            msg = (
+                f"The schedule gave {factor!r} for update {update}; expected a finite"
+                " number, the factor of the learning rate."
+            )
+            raise ArgumentError(msg)
+        return {(i, "lr"): rate * factor for i, rate in enumerate(self._rates)}
