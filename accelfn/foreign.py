@@ -17,15 +17,20 @@ from torch import nn
 
 from accelfn.arguments import as_path
 from accelfn.calling import called
+from accelfn.checkpoint.empty import Source, built
+from accelfn.checkpoint.others import reader_of
 from accelfn.checkpoint.placing import Incoming, fill, placement
+from accelfn.checkpoint.shards import weight_map
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
 M = TypeVar("M", bound=nn.Module)
+_WEIGHTS = "pytorch_model.bin"
+_INDEX = "pytorch_model.bin.index.json"
 
 
 @called
 def import_torch_weights(
-    model: M,
+    model: Source[M],
     file: str | os.PathLike[str],
     *,
     device_map: Mapping[str, torch.device | str | int] | None = None,
@@ -35,9 +40,11 @@ def import_torch_weights(
     """Give a model the weights that `torch.save(model.state_dict(), file)` wrote; return it.
 
     Args:
-        model: is changed; it may be on the meta device.
-        file: holds a state dict and nothing else, such as `pytorch_model.bin`. It is read with
-            `weights_only=True`, which runs no code of whoever wrote it.
+        model: is changed; it may be on the meta device. Or a factory, as for `import_model`.
+        file: holds a state dict and nothing else, such as `pytorch_model.bin`. Or a folder
+            with one, or with `pytorch_model.bin.index.json` and the files that it names; or
+            such an index. All is read with `weights_only=True`, which runs no code of whoever
+            wrote it.
         device_map: as for `import_model`; so are `dtype` and `strict`.
         dtype: of the floating-point tensors; default the model's own.
         strict: False only warns about names that are missing or unexpected.
@@ -49,15 +56,17 @@ def import_torch_weights(
 
     Raises:
         CheckpointError: it holds more than tensors by name, or does not fit the model.
-        CheckpointCorruptError: it is cut off, or something else.
+        CheckpointCorruptError: it is cut off, or something else; an index names what is not
+            there.
         ModelError, ArgumentError: as `import_model`.
     """
     path = as_path("af.import_torch_weights(model, file)", file, "a file or folder")
-    place = placement("af.import_torch_weights", model, device_map, dtype)
+    module = built("af.import_torch_weights", model)
+    place = placement("af.import_torch_weights", module, device_map, dtype)
     held = _state_dict(path)
     incoming = Incoming(str(file), held, lambda name: _dense(held[name]))
-    fill(model, incoming, place, strict=strict)
-    return model
+    fill(module, incoming, place, strict=strict)
+    return module
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +74,47 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _state_dict(file: Path) -> dict[str, torch.Tensor]:
+def _state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, a folder or an index, by name.
+
+    Raises:
+        CheckpointError: there are none, or other things too.
+        CheckpointCorruptError: a file or the index is not what it should be.
+    """
+    path = _chosen(path) if path.is_dir() else path
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        msg = f"{path} is nothing that torch.save wrote.{reader_of(path)}"
+        raise CheckpointError(msg)
+    if not path.name.endswith(".index.json"):
+        return _of_file(path)
+    places = weight_map(path, ".bin")
+    held = {
+        file: _of_file(path.parent / file) for file in dict.fromkeys(places.values())
+    }
+    for name, file in places.items():
+        if name not in held[file]:
+            msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
+            raise CheckpointCorruptError(msg)
+    found: dict[str, torch.Tensor] = {}
+    for file, tensors in held.items():
+        found |= {n: t for n, t in tensors.items() if places.get(n, file) == file}
+    return found
+
+
+def _chosen(folder: Path) -> Path:
+    """Return a folder's file of weights, or its index."""
+    for name in (_WEIGHTS, _INDEX):
+        if (folder / name).exists():
+            return folder / name
+    present = sorted(path.name for path in folder.iterdir())[:10]
+    msg = (
+        f"{folder} has neither {_WEIGHTS} nor {_INDEX}; it has"
+        f" {present}.{reader_of(folder)}"
+    )
+    raise CheckpointError(msg)
+
+
+def _of_file(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by name."""
     try:
         mapped = zipfile.is_zipfile(file)

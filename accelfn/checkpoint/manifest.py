@@ -16,6 +16,7 @@ import attrs
 
 from accelfn.checkpoint import disk, grammar
 from accelfn.checkpoint.files import File
+from accelfn.checkpoint.others import reader_of
 from accelfn.codec import Table, decode, encode, tensors_in
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
@@ -217,8 +218,13 @@ def read_manifest(folder: Path) -> Manifest:
             stream.seek(0)
             data = stream.read()
     except FileNotFoundError as error:
-        msg = f"There is no checkpoint at {folder}: it has no {NAME}."
+        msg = (
+            f"There is no checkpoint at {folder}: it has no {NAME}.{reader_of(folder)}"
+        )
         raise CheckpointError(msg) from error
+    except NotADirectoryError as error:
+        msg = f"{folder} is a file, and no checkpoint's directory.{reader_of(folder)}"
+        raise CheckpointCorruptError(msg) from error
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error

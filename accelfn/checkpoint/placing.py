@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from accelfn.advice import advise
 from accelfn.checkpoint import compare, files
+from accelfn.checkpoint.empty import remade
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.modes import own_modes
@@ -113,6 +114,7 @@ def fill(
         ModelError: a tensor of the model cannot be given its values.
     """
     targets = _targets(model)
+    empty, made = _remade(model, targets)
     pairs = _paired(targets, incoming, strict=strict)
     with own_modes(torch.device("cpu")), torch.no_grad():
         _check_ties(targets, incoming, strict=strict)
@@ -124,6 +126,9 @@ def fill(
                 value = place.placed(incoming.read(name), target.names[0], old)
                 for each in target.tensors:
                     _set(each, value, places.get(id(each), []))
+        for name, value in made.items():
+            old = empty[name]
+            _set(old, value.to(place.device(name, old)), places.get(id(old), []))
         given = {id(each) for target in pairs.values() for each in target.tensors}
         for name, left in _named(model).items():
             if id(left) not in given and not left.is_meta and place.device_map:
@@ -134,7 +139,7 @@ def _targets(model: nn.Module) -> list[Target]:
     """Return the tensors of a model that a state dict has, tied ones once.
 
     Raises:
-        ModelError: one cannot be given values, or would be left without any.
+        ModelError: one cannot be given values.
     """
     named = _named(model)
     for name, tensor in named.items():
@@ -152,16 +157,36 @@ def _targets(model: nn.Module) -> list[Target]:
             names.append(name)
             if all(each is not tensor for each in tensors):
                 tensors.append(tensor)
-    saved = {id(tensor) for _, tensors in found.values() for tensor in tensors}
-    empty = [n for n, each in named.items() if each.is_meta and id(each) not in saved]
-    if empty:
+    return [Target(tuple(names), tuple(tensors)) for names, tensors in found.values()]
+
+
+def _remade(
+    model: nn.Module, targets: list[Target]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors on meta that no file has, and values for them, by name.
+
+    Raises:
+        ModelError: one would be left without any.
+    """
+    saved = {id(tensor) for target in targets for tensor in target.tensors}
+    named = _named(model)
+    empty = {n: t for n, t in named.items() if t.is_meta and id(t) not in saved}
+    made = remade(model, empty)
+    left = [
+        name
+        for name, old in empty.items()
+        if name not in made
+        or (made[name].shape, made[name].dtype) != (old.shape, old.dtype)
+    ]
+    if left:
         msg = (
-            f"{compare.some(empty)}: on the meta device, and not in the model's state dict,"
-            " so no file has values for it. Give it values first:"
-            " module.register_buffer(name, values, persistent=False)."
+            f"{compare.some(left)}: on the meta device, and not in the model's state dict, so"
+            " no file has values for it. Give a factory instead of the model, as"
+            " af.import_model(lambda: Net(...), ...), which makes all but the parameters; or"
+            " give it values first: module.register_buffer(name, values, persistent=False)."
         )
         raise ModelError(msg)
-    return [Target(tuple(names), tuple(tensors)) for names, tensors in found.values()]
+    return empty, made
 
 
 def _key(tensor: torch.Tensor) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from accelfn.arguments import is_integer
 from accelfn.checkpoint import disk, files
+from accelfn.checkpoint.others import reader_of
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -19,14 +20,9 @@ INDEX = "model.safetensors.index.json"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-_FILE = re.compile(r"[^/\\:\0]+\.safetensors")
+_PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 _LARGEST = 100_000_000
 """Bytes of a header or an index that are read; safetensors' own limit."""
-_MOVED = {
-    "manifest.json": "It is a checkpoint: load it into a state, with"
-    ' af.load(state, ..., only=("params",)).',
-    "pytorch_model.bin": "Read that file with af.import_torch_weights.",
-}
 
 
 def bytes_in(size: object) -> int:
@@ -125,12 +121,13 @@ def shards_at(source: Path) -> Shards:
         CheckpointCorruptError: a file or the index is not what it should be.
     """
     path = _chosen(source) if source.is_dir() else source
-    if path.name.endswith(".index.json"):
+    parted = path.name.endswith(".index.json")
+    if parted and not path.name.endswith(".bin.index.json"):
         return _indexed(path)
     if path.suffix != ".safetensors":
         msg = (
             f"{path} is neither a .safetensors file, a folder with one, nor an index."
-            " What torch.save wrote is read by af.import_torch_weights."
+            f"{reader_of(path)}"
         )
         raise CheckpointError(msg)
     real, table = _table(path)
@@ -142,26 +139,39 @@ def _chosen(folder: Path) -> Path:
     for name in (WEIGHTS, INDEX):
         if (folder / name).exists():
             return folder / name
-    remedies = [text for name, text in _MOVED.items() if (folder / name).exists()]
     present = sorted(path.name for path in folder.iterdir())[:10]
-    remedy = "".join(f" {text}" for text in remedies)
-    msg = f"{folder} has neither {WEIGHTS} nor {INDEX}; it has {present}.{remedy}"
+    msg = (
+        f"{folder} has neither {WEIGHTS} nor {INDEX}; it has"
+        f" {present}.{reader_of(folder)}"
+    )
     raise CheckpointError(msg)
 
 
-def _indexed(path: Path) -> Shards:
+def weight_map(path: Path, ending: str) -> dict[str, str]:
+    """Return in which file beside an index each tensor is, as it says.
+
+    Raises:
+        CheckpointError: it is not there.
+        CheckpointCorruptError: it is none, or names something else than files beside it.
+    """
     index = _json(path, _bytes(path))
     named = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(named, dict):
         msg = f"{path} is no index: it has no weight_map from names to files."
         raise CheckpointCorruptError(msg)
     for name, file in named.items():
-        if not isinstance(file, str) or not _FILE.fullmatch(file):
+        plain = isinstance(file, str) and _PLAIN_NAME.fullmatch(file)
+        if not plain or not file.endswith(ending):
             msg = (
                 f"{path} says that {name!r} is in {file!r}, which is not the plain name of"
-                " a .safetensors file beside it."
+                f" a {ending} file beside it."
             )
             raise CheckpointCorruptError(msg)
+    return named
+
+
+def _indexed(path: Path) -> Shards:
+    named = weight_map(path, ".safetensors")
     read = {file: _table(path.parent / file) for file in dict.fromkeys(named.values())}
     for name, file in named.items():
         if name not in read[file][1].tensors:

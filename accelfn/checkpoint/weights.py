@@ -10,6 +10,7 @@ from torch import nn
 
 from accelfn.arguments import as_path
 from accelfn.calling import called
+from accelfn.checkpoint.empty import Source, built
 from accelfn.checkpoint.placing import Incoming, fill, placement
 from accelfn.checkpoint.shards import shards_at
 
@@ -18,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @called
 def import_model(
-    model: M,
+    model: Source[M],
     source: str | os.PathLike[str],
     *,
     device_map: Mapping[str, torch.device | str | int] | None = None,
@@ -32,7 +33,8 @@ def import_model(
 
     Args:
         model: is changed. It may be on the meta device: then its tensors are made as they are
-            read. Tied parameters stay tied, whichever of their names a file has.
+            read. Or a factory, such as `lambda: Net(...)`, which is run with its parameters
+            on meta. Tied parameters stay tied, whichever of their names a file has.
         source: a `.safetensors` file, a folder with `model.safetensors` or with
             `model.safetensors.index.json`, or such an index.
         device_map: the device of each module, by the beginning of its name, `""` for all; the
@@ -42,21 +44,23 @@ def import_model(
         strict: False only warns about names that are missing or unexpected.
 
     Law: a state's `export_model`, imported into its model, gives its evaluated parameters and
-    its buffers, bitwise.
+    its buffers, bitwise; so does one imported into its factory.
 
     Cost: one reading, a tensor at a time: beside the model there is never more than one
-    tensor, or two while it is converted.
+    tensor, or two while it is converted. A factory takes memory for one parameter at a time.
 
     Raises:
         CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that
             are not floating-point; no file is there. The model is as it was.
         CheckpointCorruptError: a file or index is cut off, or something else.
-        ModelError: a buffer on the meta device is in no file, for it is not persistent.
+        ModelError: a buffer on the meta device is in no file, for it is not persistent, and
+            the model is none of Transformers, whose buffers are made again.
         ArgumentError: a device, module or dtype is none.
     """
     path = as_path("af.import_model(model, source)", source, "a file or folder")
-    place = placement("af.import_model", model, device_map, dtype)
+    module = built("af.import_model", model)
+    place = placement("af.import_model", module, device_map, dtype)
     shards = shards_at(path)
     incoming = Incoming(str(source), shards.tensors(), shards.read)
-    fill(model, incoming, place, strict=strict)
-    return model
+    fill(module, incoming, place, strict=strict)
+    return module

@@ -3,8 +3,9 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,9 +59,11 @@ def evaluated(state: af.TrainState, *, raw: bool) -> Tensors:
     return {n: t.clone() for n, t in {**params, **state.buffers}.items()}
 
 
-def made(kind: str, *, meta: bool) -> nn.Module:
-    """Return a model with other values, or without any."""
-    with torch.device("meta" if meta else "cpu"):
+def made(kind: str, how: str) -> nn.Module | Callable[[], nn.Module]:
+    """Return a model with other values, or without any, or what makes one."""
+    if how == "factory":
+        return partial(Net, kind)
+    with torch.device(how):
         return Net(kind)
 
 
@@ -80,7 +83,7 @@ def same(one: Tensors, two: Tensors) -> bool:
     setup=st.sampled_from(AVERAGING),
     limit=LIMITS,
     raw=st.booleans(),
-    meta=st.booleans(),
+    how=st.sampled_from(["cpu", "meta", "factory"]),
 )
 def test_what_is_exported_is_imported(
     size: int,
@@ -88,7 +91,7 @@ def test_what_is_exported_is_imported(
     setup: tuple[object, ...],
     limit: int | str,
     raw: bool,
-    meta: bool,
+    how: str,
 ) -> None:
     """An export has what is evaluated, or with raw=True what rank 0 trains; ties are tied."""
 
@@ -101,11 +104,11 @@ def test_what_is_exported_is_imported(
 
     with folder() as exported:
         expected = simulate(size, export)[0]
-        model = af.import_model(made(kind, meta=meta), exported)
+        model = af.import_model(made(kind, how), exported)
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert kind != "tied" or model.second.weight is model.first.weight
     assert same(expected, {name: each.detach() for name, each in found.items()})
-    asked = dict(made(kind, meta=True).named_parameters())
+    asked = dict(Net(kind).named_parameters())
     for name, param in model.named_parameters():
         assert param.requires_grad == asked[name].requires_grad
 

@@ -2,6 +2,7 @@
 """Bugs in what others are given of a state, and in what is taken from them."""
 
 from accelfn import full_params
+from accelfn.checkpoint.empty import _parameters_on_meta
 from accelfn.checkpoint.export import _params
 from accelfn.checkpoint.placing import Placement, _set
 from accelfn.checkpoint.shards import divided
@@ -26,6 +27,15 @@ MUTANTS = [
         place=_set,
         old="setattr(module, name, new)",
         new="setattr(module, name, type(new)(new.detach().clone()))",
+    ),
+    Mutant(
+        name="a factory cuts ties",
+        says="a parameter that stands in a second place gets a tensor of its own there",
+        law="L41",
+        test=test_export.test_what_is_exported_is_imported,
+        place=_parameters_on_meta,
+        old="param is None or param.is_meta or",
+        new="param is None or",
     ),
     Mutant(
         name="an import in single precision",

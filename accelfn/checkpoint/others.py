@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies at a path that is not what was asked for, and which function reads it."""
+
+from pathlib import Path
+
+_SAFE = "It has weights of a model; af.import_model(model, {path}) reads them."
+_TORCH = (
+    "It has what torch.save wrote; af.import_torch_weights(model, {path}) reads it."
+)
+_OURS = (
+    "It is a checkpoint of accelfn; af.load(state, {path}) reads it, and of it the weights"
+    ' alone af.load(state, {path}, only=("params",)).'
+)
+_IN_FOLDERS = {
+    "manifest.json": _OURS,
+    "model.safetensors": _SAFE,
+    "model.safetensors.index.json": _SAFE,
+    "pytorch_model.bin": _TORCH,
+    "pytorch_model.bin.index.json": _TORCH,
+}
+_ENDINGS = {
+    ".safetensors": _SAFE,
+    ".safetensors.index.json": _SAFE,
+    ".bin": _TORCH,
+    ".bin.index.json": _TORCH,
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".ckpt": _TORCH,
+}
+
+
+def reader_of(path: Path) -> str:
+    """Return sentences that say what reads a file or folder, behind a space; or nothing."""
+    found: list[str] = []
+    if path.is_dir():
+        found = [text for name, text in _IN_FOLDERS.items() if (path / name).exists()]
+    elif path.is_file():
+        found = [t for ending, t in _ENDINGS.items() if path.name.endswith(ending)]
+    said = dict.fromkeys(text.format(path=repr(str(path))) for text in found)
+    return "".join(f" {text}" for text in said)
