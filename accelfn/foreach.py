@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call for many tensors: torch's fused operators on lists, which have no public name.
 
-Every function works in place, and does nothing to an empty list.
+Functions with a _ at the end work in place; none does anything to an empty list.
 """
 
 from collections.abc import Iterable
@@ -57,6 +57,14 @@ def copy_(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> N
     found = list(tensors)
     if found:
         torch._foreach_copy_(found, list(sources))  # pyright: ignore[reportPrivateUsage]
+
+
+def norms(
+    tensors: Iterable[torch.Tensor], norm_type: float, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return the norm of each, computed in a dtype."""
+    found = list(tensors)
+    return list(torch._foreach_norm(found, norm_type, dtype=dtype)) if found else []  # pyright: ignore[reportPrivateUsage]
 
 
 def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -29,7 +29,8 @@ def hyper_of(state: "TrainState", slots: Mapping[str, Any]) -> Hyper:
             ok = isinstance(found, Mapping)
             expected = 'hyperparameters by name, {"lr": ...}'
             check_returned(each, "hyper", ok=ok, returned=found, expected=expected)
-            hyper.update(found)
+            # what is set again is set last, under whichever of its names
+            hyper = {k: v for k, v in hyper.items() if k not in found} | {**found}
     return hyper
 
 

@@ -32,6 +32,7 @@ _NUMBERS = {
         "laws.test_ddp::test_fused_optimizers_divide_alike",
         "laws.test_ddp::test_one_reduction_an_update",
         "laws.test_dividing::test_sync_grads_gives_what_ddp_gives",
+        "laws.test_dtypes::test_any_dtype_and_shape",
         "laws.test_equivalence::test_accumulating_by_hand",
         "laws.test_equivalence::test_evaluation_sees_each_sample_once",
         "laws.test_equivalence::test_the_unit_of_weights_does_not_matter",

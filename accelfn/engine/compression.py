@@ -186,11 +186,11 @@ class LowRank:
         self._mean_(left)
         left = [torch.linalg.qr(each).Q for each in left]
         right = [
-            each.rows.T @ basis for each, basis in zip(matrices, left, strict=True)
+            each.rows.mH @ basis for each, basis in zip(matrices, left, strict=True)
         ]
         self._mean_(right)
         for each, basis, factor in zip(matrices, left, right, strict=True):
-            found = basis @ factor.T
+            found = basis @ factor.mH
             self._errors[each.name] = each.rows - found
             self._factors[each.name] = factor
             each.gradient.copy_((found * self._unit.to(found)).view_as(each.gradient))

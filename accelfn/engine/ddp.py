@@ -99,15 +99,25 @@ class LeanDDP(DistributedDataParallel):
         return self._post_forward(returned)
 
 
-def _laid_out(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a part of a bucket as the gradient that DDP put there: as its parameter lies.
+def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:
+    """Return the parts of a bucket as the gradients that DDP put there.
 
-    What the bucket itself gives reads as if all parameters were contiguous.
+    What the bucket itself gives reads as if all parameters were contiguous, and none complex.
     """
+    params = bucket.parameters()
+    lengths = [param.numel() * (1 + param.is_complex()) for param in params]
+    parts = bucket.buffer().split(lengths)
+    return [_laid_out(*each) for each in zip(parts, params, strict=True)]
+
+
+def _laid_out(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return numbers one after the other as a gradient, which lies as its parameter does."""
+    if param.is_complex():
+        part = torch.view_as_complex(part.view(param.numel(), 2))
     dense = torch.ops.aten.is_non_overlapping_and_dense.default
     if param.is_contiguous() or not dense(param):
-        return gradient
-    return gradient.view(-1).as_strided(param.size(), param.stride())
+        return part.view(param.shape)
+    return part.as_strided(param.size(), param.stride())
 
 
 def _hook(
@@ -229,9 +239,7 @@ class DDPRunner:
 
     def _reduce(self, bucket: dist.GradBucket) -> Reduced:
         """Reduce a bucket that the backward pass has filled."""
-        params = bucket.parameters()
-        found = zip(params, bucket.gradients(), strict=True)
-        gradients = [_laid_out(gradient, param) for param, gradient in found]
+        params, gradients = bucket.parameters(), _gradients(bucket)
         if self._compression is None:
             reduced = self._average(bucket.buffer())
         else:

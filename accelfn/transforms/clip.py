@@ -144,13 +144,27 @@ def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all elements, those of other ranks' shards too."""
-    tensors = [each for each in tensors if each.numel()] or tensors[:1]
+    first, tensors = tensors[0], [each for each in tensors if each.numel()]
+    if not tensors:  # of which torch knows no maximum
+        return _local(first).abs().sum()
     sharded = [each for each in tensors if _is_sharded(each)]
     if not sharded:
+        tensors = _norms_of_16_bits(tensors, norm_type)
         return torch.nn.utils.get_total_norm(tensors, norm_type=norm_type)
     parts = [each for each in tensors if not _is_sharded(each)]
     parts.append(_norm_of_shards(sharded, norm_type))
     return torch.nn.utils.get_total_norm(parts, norm_type=norm_type)
+
+
+def _norms_of_16_bits(
+    tensors: list[torch.Tensor], norm_type: float
+) -> list[torch.Tensor]:
+    """Return tensors of the same norm, those in 16 bits, which could not hold it, as norms."""
+    narrow = [each for each in tensors if each.dtype.itemsize < 4]
+    if not narrow:
+        return tensors
+    wide = [each for each in tensors if each.dtype.itemsize >= 4]
+    return wide + foreach.norms(narrow, norm_type, torch.float32)
 
 
 def _norm_of_shards(sharded: list[Any], norm_type: float) -> torch.Tensor:

@@ -21,7 +21,14 @@ from tests.laws.worlds import DDP, Found, params, single
 from tests.strategies import Run, differences, model, tensors
 
 FP16 = af.autocast("fp16", init_scale=1024.0, growth_interval=2)
-SKIPPING = st.sampled_from([FP16, af.skip_nonfinite()])
+SKIPPING = st.sampled_from(
+    [
+        FP16,
+        af.skip_nonfinite(),
+        af.chain(FP16, af.skip_nonfinite()),
+        af.chain(af.skip_nonfinite(), FP16),
+    ]
+)
 REDUCING = st.sampled_from(
     [
         DDP,
@@ -185,33 +192,45 @@ def test_looking_changes_nothing(reducing: af.chain, size: int, seed: int) -> No
 
 @transform
 class Wishes:
-    """Skip on one rank, at some updates."""
+    """Skip on one rank, or on all as they know of one another, at some updates."""
 
-    rank: int = 0
+    rank: int | None = 0
     at: tuple[int, ...] = ()
+    flag: Any = True
 
     def grads(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
-        wish = state.world.rank == self.rank and state.num_tried in self.at
-        return grads.with_skip(torch.tensor(wish)), slot
+        mine = self.rank in (None, state.world.rank) and state.num_tried in self.at
+        flag = self.flag if mine else self.flag * 0 == 1
+        return grads.with_skip(flag, agreed=self.rank is None), slot
 
 
 @given(
     size=st.integers(1, 3),
     wishes=st.lists(
-        st.tuples(st.integers(0, 2), st.frozensets(st.integers(0, 4))), max_size=3
+        st.tuples(
+            st.sampled_from([None, 0, 1, 2]),
+            st.frozensets(st.integers(0, 4), max_size=2),
+            st.sampled_from([True, 2, -1, 0.5, math.nan, torch.tensor(3)]),
+        ),
+        max_size=3,
     ),
     reducing=REDUCING,
 )
 def test_any_wish_of_any_rank_skips_once(
-    size: int, wishes: list[tuple[int, frozenset[int]]], reducing: af.chain
+    size: int, wishes: list[tuple[int | None, frozenset[int], Any]], reducing: af.chain
 ) -> None:
-    """Wishes of transforms and ranks are joined by or, and an update counts once."""
+    """Wishes of transforms and ranks, agreed or not, are joined by or; an update counts once."""
     none = Fault(0.0, 0, 0, 0, frozenset())
     wishing = [
-        Wishes(rank % size, at=tuple(sorted(at)), name=f"wish_{i}")
-        for i, (rank, at) in enumerate(wishes)
+        Wishes(
+            rank if rank is None else rank % size,
+            at=tuple(sorted(at)),
+            flag=flag,
+            name=f"wish_{i}",
+        )
+        for i, (rank, at, flag) in enumerate(wishes)
     ]
-    skip = frozenset().union(*(at for _, at in wishes))
+    skip = frozenset().union(*(at for _, at, _ in wishes))
     setup = af.chain(reducing, *wishing)
     for _, skipped, count in simulate(
         size, lambda world: train(world, setup, 0, none)

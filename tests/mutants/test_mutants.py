@@ -20,6 +20,7 @@ from tests.mutants.page import PAGE
 UNTRIED = {
     "test_composition::test_catalog_is_complete": "looks at the tests' own catalogue",
     "test_torch_schedules::test_every_scheduler_is_drawn": "looks at the tests' own table",
+    "test_dtypes::test_every_transform_has_a_row": "looks at the tests' own rows",
     "test_ddp::test_a_profiler_sees_ddp_and_changes_nothing": "runs in other processes",
 }
 """Laws without a mutant, and why."""
