@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -39,7 +40,9 @@ def evaluate(
             for they have no effect on a mean over all samples.
         fn: `(model, batch, *extras)` gives a scalar mean over the batch, a dict of such means
             by name, or `af.Loss(total, weight, name=total)`. It runs in evaluation mode,
-            without gradients, under the setup's precision.
+            without gradients, under the setup's precision. A lone mean has the function's
+            name, `accuracy` say; "loss" if that ends in loss or loss_fn, and "value" if it
+            has none.
         extras: handed to `fn`.
 
     Law:
@@ -193,7 +196,7 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
         return Metrics(sums)
     means = cast(
         "Mapping[str, Any]",
-        returned if isinstance(returned, Mapping) else {"loss": returned},
+        returned if isinstance(returned, Mapping) else {_measure_of(fn): returned},
     )
     for name, value in means.items():
         scalar = (
@@ -210,6 +213,18 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     return Metrics(
         {name: WeightedSum(value * weight, weight) for name, value in means.items()}
     )
+
+
+def _measure_of(fn: EvaluateFunction) -> str:
+    """Return what a lone mean is called: as the function, and a loss as a step calls it."""
+    inner: Any = fn
+    while isinstance(inner, partial):
+        inner = cast("partial[Any]", inner).func
+    name = str(getattr(inner, "__name__", type(inner).__name__))
+    stem = name.lower().removesuffix("_fn").removesuffix("_function")
+    if stem.endswith("loss"):
+        return "loss"
+    return "value" if name == "<lambda>" else name
 
 
 def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:

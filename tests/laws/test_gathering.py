@@ -318,7 +318,7 @@ def test_what_is_left_early_harms_nothing(
         with af.bind(inner) as net, torch.no_grad():
             torch.testing.assert_close(rows, net(torch.arange(n).float()[:, None]))
         means = af.evaluate(inner, held_out, lambda *given: outputs(*given).mean())
-        assert means["loss"] == pytest.approx(float(rows.mean()), abs=1e-4)
+        assert means["value"] == pytest.approx(float(rows.mean()), abs=1e-4)
 
     simulate(size, one)
 

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
@@ -66,6 +68,7 @@ def values(state):
     return {name: plain(getattr(state, name)) for name in fields}
 
 
+STATE = make()
 SIZES = [1, 2, 3, 4, 10, 11, 50]
 
 
@@ -92,13 +95,48 @@ def test_counts_are_exact(size):
 
 
 def test_forms_of_a_measure():
-    """A scalar is called loss; numbers and tensors are both taken."""
+    """A scalar of a function without a name is a value; numbers and tensors are taken."""
     state = make()
-    assert af.evaluate(state, data(), lambda *_: 3) == {"loss": 3.0}
+    assert af.evaluate(state, data(), lambda *_: 3) == {"value": 3.0}
     measures = lambda *_: {"a": 1.5, "b": torch.tensor(2)}  # noqa: E731
     assert af.evaluate(state, data(), measures) == {"a": 1.5, "b": 2.0}
     extra = lambda _model, _batch, number: number  # noqa: E731
-    assert af.evaluate(state, data(), extra, 7) == {"loss": 7.0}
+    assert af.evaluate(state, data(), extra, 7) == {"value": 7.0}
+
+
+@given(
+    words=st.lists(st.sampled_from(["token", "right", "loss", "mean"]), max_size=3),
+    end=st.sampled_from(["", "_fn", "_function"]),
+    form=st.sampled_from(["function", "partial", "object"]),
+)
+@example([], "_fn", "function")
+def test_a_measure_has_its_function_s_name(words, end, form):
+    """Section D: a scalar is named for what it measures; loss only where that is said."""
+    bare = "_".join(words)
+    name = f"{bare}{end}" if bare else "accuracy"
+
+    def measure(*_, number=2.0):
+        return number
+
+    measure.__name__ = name
+    fn = {
+        "function": measure,
+        "partial": partial(partial(measure), number=2.0),
+        "object": type(name, (), {"__call__": lambda *_: 2.0})(),
+    }[form]
+    expected = "loss" if bare.endswith("loss") else name
+    assert af.evaluate(STATE, data(), fn) == {expected: 2.0}
+    assert af.evaluate(STATE, data(), lambda *_: {"loss": 1.0}) == {"loss": 1.0}
+
+
+def test_a_class_of_loss_measures_loss():
+    """torch's own losses are objects, named for their class."""
+    rows = af.Data(X, batch_size=4)
+    nll = type("CrossEntropyLoss", (), {"__call__": lambda *_: torch.tensor(1.0)})()
+    assert list(af.evaluate(STATE, rows, nll)) == ["loss"]
+    assert list(af.evaluate(STATE, rows, lambda *_: af.Loss(torch.ones(()), 1))) == [
+        "loss"
+    ]
 
 
 MEASURES = {
@@ -260,7 +298,7 @@ def test_evaluates_the_average():
     with af.bind(state, raw=False) as model, torch.no_grad():
         expected = float(model.eval()(X).mean())
     found = af.evaluate(state, data(11), lambda model, batch: model(batch[0]).mean())
-    assert pytest.approx(expected, rel=1e-6) == found["loss"]
+    assert pytest.approx(expected, rel=1e-6) == found["value"]
 
 
 def test_runs_under_the_setups_precision():
