@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs in how a user's own `reduce` is taken."""
+"""Bugs in how a user's own `reduce` is taken, and in what a plain loop does otherwise."""
 
 from accelfn import grads, update
 from accelfn.collectives import replicas
 from accelfn.testing.simulation import sayings
-from tests.laws import test_reducing
+from tests.laws import test_random_setups, test_reducing
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -61,5 +61,23 @@ MUTANTS = [
         place=update._reduced,
         old='with shared_draws(state, "reduce", owners), torch.no_grad():',
         new="with torch.no_grad():",
+    ),
+    Mutant(
+        name="one sample more",
+        says="gradients are divided by a weight that is one too many",
+        law="L3",
+        test=test_random_setups.test_it_trains_what_a_plain_loop_trains,
+        place=update._divide_,
+        old="divisor = grads.denominator",
+        new="divisor = grads.denominator + 1",
+    ),
+    Mutant(
+        name="skipped updates move the rate",
+        says="an update takes the rate of how many were tried, not of how many were taken",
+        law="L19",
+        test=test_random_setups.test_it_trains_what_a_plain_loop_trains,
+        place=update._factor,
+        old="factor = schedule(state.step)",
+        new="factor = schedule(state.num_tried)",
     ),
 ]
