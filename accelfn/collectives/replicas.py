@@ -121,12 +121,12 @@ def check_sums(
     said = [f"{name}: {row}" for name, row in rows.items()]
     other = say(label, said)
     if other is not None:
-        rank, others = other
-        found = _first_difference([others, said])
+        ranks, tables = zip(*sorted([other, (world.rank, said)]), strict=True)
+        found = _first_difference(list(tables))
         assert found is not None  # noqa: S101 - they are not equal
-        lines = zip((rank, world.rank), found[1], strict=True)
+        lines = zip(ranks, found[1], strict=True)
         listed = "\n".join(f"  rank {rank}: {row}" for rank, row in lines)
-        msg = f"Ranks {rank} and {world.rank} differ in {label}:\n{listed}\n{_SUMS}"
+        msg = f"Ranks {ranks[0]} and {ranks[1]} differ in {label}:\n{listed}\n{_SUMS}"
         raise ReplicaMismatchError(msg)
 
 

@@ -11,9 +11,17 @@ import torch
 
 import accelfn as af
 from accelfn.errors import LawError
+from accelfn.testing.checking.problems import PROBLEMS, Problem
 from accelfn.testing.checking.transform_laws import check_transform
 from tests.budget import at_night
 from tests.catalog import CATALOG
+from tests.laws.reducing import (
+    ErrorFeedback,
+    GatherAll,
+    HalfPrecision,
+    SumAll,
+    weight_of,
+)
 
 
 @pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: entry.name)
@@ -84,6 +92,104 @@ class WritesAnotherSlot:
 
     def after_update(self, state, slot):
         return state.with_slot("somebody", 1), slot
+
+
+Sums = tuple[dict[str, torch.Tensor], Any]
+
+
+def by_own_weight(grads: af.Grads, world: af.World) -> Sums:
+    """Divide by the weight of this rank."""
+    return af.reduce(grads.tensors, world), grads.weight
+
+
+def by_times_own_weight(grads: af.Grads, world: af.World) -> Sums:
+    """Divide by the weight of this rank, as often as there are ranks."""
+    return af.reduce(grads.tensors, world), grads.weight * world.size
+
+
+def by_one(grads: af.Grads, world: af.World) -> Sums:
+    """Take sums for means."""
+    return af.reduce(grads.tensors, world), 1
+
+
+def of_means(grads: af.Grads, world: af.World) -> Sums:
+    """Give each rank's mean the same weight."""
+    own = weight_of(grads, world).clamp(min=1)
+    means = {n: g / own for n, g in grads.tensors.items()}
+    return af.reduce(means, world, "mean"), 1
+
+
+def all_but_the_last(grads: af.Grads, world: af.World) -> Sums:
+    """Forget a rank."""
+    weight = weight_of(grads, world)
+    if world.rank == world.size - 1:
+        grads, weight = grads.map(torch.zeros_like), weight * 0
+    return af.reduce((grads.tensors, weight), world)
+
+
+def the_first_twice(grads: af.Grads, world: af.World) -> Sums:
+    """Count a rank twice."""
+    weight = weight_of(grads, world)
+    if world.is_main:
+        grads, weight = grads.map(lambda g: 2 * g), weight * 2
+    return af.reduce((grads.tensors, weight), world)
+
+
+def of_the_first(grads: af.Grads, world: af.World) -> Sums:
+    """Take the gradients of one rank."""
+    return af.broadcast((grads.tensors, weight_of(grads, world)), world)
+
+
+def but_one_parameter(grads: af.Grads, world: af.World) -> Sums:
+    """Leave the gradient of one parameter as it is."""
+    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    return {**sums, "head.bias": grads.tensors["head.bias"]}, weight
+
+
+def without_one_parameter(grads: af.Grads, world: af.World) -> Sums:
+    """Drop the gradient of one parameter."""
+    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    return {n: s for n, s in sums.items() if n != "head.bias"}, weight
+
+
+def zero_of_one_parameter(grads: af.Grads, world: af.World) -> Sums:
+    """Train one parameter no more."""
+    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    return {**sums, "head.bias": 0 * sums["head.bias"]}, weight
+
+
+def from_this_rank_on(grads: af.Grads, world: af.World) -> Sums:
+    """Add up in an order that differs by rank, and so in the last bits."""
+    sums = {}
+    for name, grad in grads.tensors.items():
+        parts = af.gather(grad[None], world).roll(-world.rank, 0)
+        sums[name] = parts[0]
+        for part in parts[1:]:
+            sums[name] = sums[name] + part
+    return sums, af.reduce(weight_of(grads, world), world)
+
+
+def transposed(grads: af.Grads, world: af.World) -> Sums:
+    """Give one gradient the wrong way round."""
+    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    return {**sums, "first.weight": sums["first.weight"].T}, weight
+
+
+SUMS = [
+    *(by_own_weight, by_times_own_weight, by_one, of_means, all_but_the_last),
+    *(the_first_twice, of_the_first, but_one_parameter, without_one_parameter),
+    *(zero_of_one_parameter, from_this_rank_on, transposed),
+]
+
+
+@af.transform
+class Reduces:
+    """Reduces as a function says."""
+
+    sums: Any
+
+    def reduce(self, grads, slot, world):
+        return grads.with_sums(*self.sums(grads, world)), slot
 
 
 _seen: list[int] = []
@@ -243,6 +349,127 @@ def test_planted_bugs_are_refused_by_their_law(
         check_transform(planted, sizes=(1, 2))
     assert f"{law!r}" in str(caught.value)
     assert repr(planted) in str(caught.value)
+
+
+@af.transform
+class DriftsAtLast:
+    """Moves the parameters by the rank, every so many updates."""
+
+    every: int
+
+    def after_update(self, state, slot):
+        if state.step % self.every == 0:
+            moved = {n: p + state.world.rank for n, p in state.params.items()}
+            state = state.with_params(moved)
+        return state, slot
+
+
+@pytest.mark.parametrize("every", [5, 8, 32])
+def test_what_happens_late_is_seen(every: int) -> None:
+    """D: updates are taken until each method has acted, and so is `local_sgd(8)`'s average."""
+    with pytest.raises(LawError, match="'replicas_agree'"):
+        check_transform(DriftsAtLast(every), sizes=(2,))
+
+
+def test_an_average_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D: `local_sgd(8)` is checked through an average, and with an update owed at the end."""
+    seen: list[int] = []
+    plain = af.local_sgd.finalize
+
+    def finalize(self, state, slot):
+        seen.append(state.step)
+        return plain(self, state, slot)
+
+    monkeypatch.setattr(af.local_sgd, "finalize", finalize)
+    check_transform(af.local_sgd(sync_every=8), sizes=(2,), problems=(Problem(),))
+    assert {8, 9} <= set(seen)
+
+
+def test_what_never_acts_is_named() -> None:
+    """D: a method that changed nothing in all updates is named, with what to write."""
+    late = DriftsAtLast(40)
+    with pytest.raises(
+        LawError, match=r"'acts'.*DriftsAtLast\(40\).after_update"
+    ) as caught:
+        check_transform(late, sizes=(2,), problems=(Problem(),))
+    assert "in 33 updates" in str(caught.value)
+    assert "updates=" in str(caught.value)
+    with pytest.raises(LawError, match="in 3 updates"):
+        check_transform(DriftsAtLast(4), sizes=(2,), problems=(Problem(),), updates=3)
+    with pytest.raises(LawError, match="'acts'"):
+        check_transform(
+            af.clip_grad_value(float("inf")), sizes=(2,), problems=(Problem(),)
+        )
+    with pytest.raises(af.ArgumentError, match="updates=0"):
+        check_transform(late, updates=0)
+
+
+def test_one_that_only_looks_says_so() -> None:
+    """D: that a method changes nothing can be given up, as other laws can."""
+
+    @af.transform
+    class Looks:
+        gives_up: ClassVar[dict[str, str]] = {"acts": "it only looks"}
+
+        def after_update(self, state, slot):
+            return state, slot
+
+    check_transform(Looks(), sizes=(2,), problems=(Problem(),))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        af.autocast("fp16"),
+        af.skip_nonfinite(),
+        af.chain(af.wrap_ddp(), af.compress("fp16")),
+        af.chain(
+            af.wrap_ddp(),
+            af.compress("powersgd", start_powerSGD_iter=1, min_compression_rate=0),
+        ),
+        af.check_replicas(every=7),
+    ],
+    ids=repr,
+)
+def test_what_acts_seldom_or_by_rank_is_not_refused(transform: Any) -> None:
+    """D: a skip is provoked, a slot that says how it is merged may differ by rank."""
+    check_transform(transform, sizes=(2,), problems=(Problem(),))
+
+
+class TestReducing:
+    """A7: what takes the place of `wrap_ddp` gives the mean over all ranks."""
+
+    @pytest.mark.parametrize("kept", [SumAll(), GatherAll(), HalfPrecision()], ids=repr)
+    def test_a_users_reduce_keeps_the_laws(self, kept: Any) -> None:
+        """One that is written with public names only passes as `wrap_ddp` does."""
+        check_transform(kept, sizes=(1, 2, 4), problems=(Problem(weighted=True),))
+
+    def test_what_leaves_something_for_later_says_so(self) -> None:
+        """Error feedback gives up that each update's mean is near, and no more."""
+        with pytest.raises(LawError, match="'reduces_to_mean'"):
+            check_transform(ErrorFeedback(), sizes=(2,), problems=(Problem(),))
+
+        @af.transform
+        class Honest:
+            gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "in time it is"}
+
+            def init(self, state):
+                return ErrorFeedback().init(state)
+
+            def merge(self, slots):
+                return ErrorFeedback().merge(slots)
+
+            def reduce(self, grads, slot, world):
+                return ErrorFeedback().reduce(grads, slot, world)
+
+        check_transform(Honest(), sizes=(2,), problems=(Problem(),))
+
+    @pytest.mark.parametrize("problem", PROBLEMS, ids=repr)
+    @pytest.mark.parametrize("sums", SUMS, ids=lambda sums: sums.__name__)
+    def test_a_wrong_sum_is_refused(self, sums: Any, problem: Problem) -> None:
+        """Whoever forgets a rank, a weight, a parameter or the order is told, by any problem."""
+        with pytest.raises((LawError, af.ReplicaMismatchError, af.GradsError)):
+            check_transform(Reduces(sums), sizes=(4,), problems=(problem,))
 
 
 def test_what_is_no_transform_is_refused() -> None:

@@ -90,7 +90,10 @@ def any_schedule(subject: Subject) -> str | None:
 
 
 def replicas_agree(subject: Subject) -> str | None:
-    """Ranks hold the same parameters, optimizer state and slots, bit by bit."""
+    """Ranks hold the same parameters, optimizer state and slots, bit by bit.
+
+    Slots of a transform that says how they are merged may be each rank's own.
+    """
     first, *others = subject.plain
     for rank, other in enumerate(others, start=1):
         for update, (one, two) in enumerate(zip(first, other, strict=True), start=1):
@@ -106,7 +109,7 @@ def replicas_agree(subject: Subject) -> str | None:
 def resumes(subject: Subject) -> str | None:
     """Saved and loaded after any update, the run goes on bit by bit."""
     plain = subject.plain
-    for at in range(subject.updates + 1):
+    for at in subject.cuts:
         with tempfile.TemporaryDirectory() as folder:
             cut = partial(subject.cut, at, Path(folder))
             broken = _attempt(plain, cut, f"saved and loaded after {at} updates")
@@ -181,8 +184,8 @@ def _generators() -> dict[str, Any]:
 
 
 def _shared(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks hold alike: not metrics, nor batch statistics."""
-    own = ("metrics", "buffers")
+    """Return what all ranks hold alike: not metrics, batch statistics, slots to be merged."""
+    own = ("metrics", "buffers", "own ")
     return {
         name: leaf
         for name, leaf in held.items()

@@ -38,6 +38,7 @@ class Subject:
         start: gives the states before the first update, of a world.
         advance: `(states, done, number)` yields states and metrics of the next updates.
         end: what else is compared of the last states, by name.
+        num_cuts: after how many of the updates it is saved and loaded, at most.
     """
 
     name: str
@@ -46,7 +47,20 @@ class Subject:
     start: Callable[[World], States]
     advance: Advance
     end: Callable[[States], Mapping[str, Any]] = _nothing
+    num_cuts: int | None = None
     _kept: list[list[History]] = attrs.field(init=False, factory=list, repr=False)
+
+    @property
+    def cuts(self) -> Sequence[int]:
+        """After how many updates it is saved and loaded: all numbers, or some of them."""
+        every, most = range(self.updates + 1), self.num_cuts
+        if most is None or len(every) <= most:
+            return every
+        # the first and the last three, and as many as there may be between
+        between = range(1, len(every) - 3)
+        taken = max(1, most - 4)
+        chosen = {between[len(between) * i // taken] for i in range(taken)}
+        return [0, *sorted(chosen), *every[-3:]]
 
     @property
     def plain(self) -> list[History]:
@@ -111,6 +125,10 @@ class Subject:
         return [*history, {**held(states, {}), **self.end(states)}]
 
 
+_OWN = "own "
+"""Begins the name of what is a rank's own, of a transform with `merge`."""
+
+
 def leaves(states: States) -> list[tuple[str, TrainState]]:
     """Return the states of a tree, numbered by their place."""
     found: list[TrainState] = []
@@ -124,7 +142,10 @@ def held(states: States, metrics: Any) -> dict[str, Any]:
     several = len(leaves(states)) > 1
     for name, state in leaves(states):
         prefix = f"{name}." if several else ""
-        found |= {prefix + path: leaf for path, leaf in entries(state).items()}
+        own = [each.name for each in state.setup.having("merge")]
+        for path, leaf in entries(state).items():
+            is_own = any(path.startswith(f"slots[{slot!r}]") for slot in own)
+            found[f"{prefix}{_OWN if is_own else ''}{path}"] = leaf
     if isinstance(metrics, Mapping):
         found |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
     elif metrics is not None:

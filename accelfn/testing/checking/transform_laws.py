@@ -6,21 +6,29 @@ from typing import Any
 
 import attrs
 
+from accelfn.arguments import check_integer
 from accelfn.errors import ArgumentError, LawError
 from accelfn.fields import has_field
+from accelfn.grads import Grads
+from accelfn.state import TrainState
+from accelfn.testing.checking.acting import Acted, acted, idle
 from accelfn.testing.checking.laws import COMMON, Law, first_broken
 from accelfn.testing.checking.problems import PROBLEMS, Problem
+from accelfn.testing.checking.reducing import held_to_mean
 from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.watching import watched
 from accelfn.testing.simulation.simulate import simulate
 from accelfn.transform import chain, is_transform
+from accelfn.transform import transform as transform_of
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data
 from accelfn.update import finalize
 from accelfn.views import eval_params
 from accelfn.world import World
 
-_UPDATES = 4  # of three an epoch: the last begins the next one
+_LEAST = 4  # of three an epoch: the last begins the next one
+_TRIED = (5, 9, 17, 33)
+_NUM_CUTS = 10
 
 
 def check_transform(
@@ -28,11 +36,13 @@ def check_transform(
     *,
     sizes: Sequence[int] = (1, 2, 4),
     problems: Sequence[Problem] = PROBLEMS,
+    updates: int | None = None,
 ) -> None:
     """Hold a transform against the laws that every transform keeps.
 
     It is composed with `shard_data` and `wrap_ddp`, unless it takes their part, and trains
     small models in simulated worlds. A law that it names in its `gives_up` must be broken.
+    One with `after_skip` sees an update skipped.
 
     | law | says |
     | --- | --- |
@@ -44,19 +54,27 @@ def check_transform(
     | `own_randomness` | the process's random generators are neither read nor moved |
     | `forks_apart` | runs from copies of one state, taken in turns, do not meet |
     | `any_schedule` | in whichever order ranks have their turns, the run is the same |
-    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots |
+    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots; those of a \
+transform with `merge` may be each rank's own |
+    | `reduces_to_mean` | what `reduce` gives is within 5 % the mean over all ranks, by weight |
     | `resumes` | saved and loaded after any update, the run goes on bit by bit |
+    | `acts` | each method has done something by then, or nothing was seen of it |
 
     Args:
         transform: made by `@af.transform`; or a chain.
         sizes: of the worlds.
         problems: what is trained.
+        updates: how many are taken. Default: as many as it takes until each of `grads`,
+            `hyper`, `after_update` and `after_skip` has done something and another update
+            has followed, from 4 to 33; and if it can be, so that `finalize` has something
+            to do.
 
     Raises:
         LawError: it breaks a law, or keeps one that it says it gives up.
         ArgumentError: it is no transform, or gives up a law that is none of these.
 
-    Cost: some 150 runs of four updates; a few seconds.
+    Cost: some 150 runs of four updates; a few seconds. Beyond nine updates, it is saved and
+    loaded after ten of them.
 
     Example:
         >>> import accelfn as af
@@ -68,11 +86,18 @@ def check_transform(
     members = transform.transforms if isinstance(transform, chain) else (transform,)
     given_up = _given_up(members)
     laws = {**_own_laws(members), **COMMON}
-    unknown = sorted(given_up.keys() - laws.keys())
+    unknown = sorted(given_up.keys() - laws.keys() - {"acts"})
     if unknown:
-        msg = f"{transform!r} gives up {unknown}; the laws are {sorted(laws)}."
+        msg = (
+            f"{transform!r} gives up {unknown}; the laws are {sorted({*laws, 'acts'})}."
+        )
         raise ArgumentError(msg)
-    subjects = [_subject(members, each, size) for each in problems for size in sizes]
+    if updates is not None:
+        check_integer("check_transform", "updates", updates, 1, "a number of updates")
+    laws["acts"], number = _acting(members, problems, max(sizes), updates)
+    subjects = [
+        _subject(members, each, size, number) for each in problems for size in sizes
+    ]
     for name, law in laws.items():
         broken = first_broken(law, subjects)
         if broken and name not in given_up:
@@ -98,17 +123,79 @@ def _setup(members: Sequence[Any]) -> chain:
     reduces = (has_field(each, field) for each in members for field in _REDUCING)
     if not any(reduces):
         around.append(wrap_ddp())
-    return chain(*around, *members)
+    skips = any(has_field(each, "after_skip") for each in members)
+    return chain(*around, *members, skips_once() if skips else None)
 
 
 _REDUCING = ("engine", "reduce")
 
 
-def _subject(members: Sequence[Any], problem: Problem, size: int) -> Subject:
+@transform_of
+class skips_once:
+    """Wishes to skip the second update: for transforms that have a say in what is skipped."""
+
+    def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
+        """Wish it on all ranks."""
+        return grads.with_skip(state.num_tried == 1, agreed=True), slot
+
+
+def _acting(
+    members: Sequence[Any],
+    problems: Sequence[Problem],
+    size: int,
+    updates: int | None,
+) -> tuple[Law, int]:
+    """Return the law that each method does something, and in how many updates all do."""
+    tried, found, idlers = 0, dict[str, set[int]](), list[str]()
+    for tried in _TRIED if updates is None else (updates,):
+        for problem in problems:
+            subject = _subject(members, problem, min(size, 2), tried)
+
+            def start(
+                world: World, observed: Any, problem: Problem = problem
+            ) -> TrainState:
+                return problem.state(
+                    world, _setup([observed(each) for each in members])
+                )
+
+            for name, when in acted(subject, start).items():
+                found.setdefault(name, set()).update(when)
+        idlers = idle(members, found)
+        if not idlers:
+            break
+    told = "s" if tried > 1 else ""
+
+    def acts(subject: Subject) -> str | None:
+        del subject
+        if not idlers:
+            return None
+        return (
+            f"{idlers[0]} changed nothing, and ranks did not talk in it, in {tried} update"
+            f"{told}, so that no law has seen it at work. Choose options with which it acts"
+            " sooner, or more updates=; if it is there only to look, say so: gives_up ="
+            ' {"acts": "it only looks"}.'
+        )
+
+    return acts, updates or _enough(found)
+
+
+def _enough(found: Acted) -> int:
+    """Return after how many updates each method has acted, and one more; with work left."""
+    ends = [name for name in found if name.endswith(".finalize")]
+    others = [min(found[name]) for name in found if name not in ends]
+    least = max([_LEAST, *(first + 1 for first in others)])
+    owing = [at for name in ends for at in found[name] if at >= least]
+    return min(owing, default=least)
+
+
+def _subject(
+    members: Sequence[Any], problem: Problem, size: int, updates: int
+) -> Subject:
     return Subject(
         name=f"{problem!r} on {size} rank{'s' if size > 1 else ''}",
         size=size,
-        updates=_UPDATES,
+        updates=updates,
+        num_cuts=_NUM_CUTS,
         start=lambda world: problem.state(world, _setup(members)),
         advance=lambda state, _, number: problem.updates(state, number),
         end=_owed,
@@ -151,7 +238,24 @@ def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
         others = simulate(subject.size, rank)[0]
         return f"it made the slots {others}, not its own." if others else None
 
-    return {"value": value, "inputs_unchanged": inputs_unchanged, "own_slot": own_slot}
+    def reduces_to_mean(subject: Subject) -> str | None:
+        if not any(has_field(each, "reduce") for each in members):
+            return None
+        seen: list[str] = []
+        tried = _setup([held_to_mean(each, seen.append) for each in members])
+
+        def start(world: World) -> Any:
+            return subject.start(world).with_setup(tried)
+
+        attrs.evolve(subject, start=start).histories()
+        return f"{seen[0]}." if seen else None
+
+    return {
+        "value": value,
+        "inputs_unchanged": inputs_unchanged,
+        "own_slot": own_slot,
+        "reduces_to_mean": reduces_to_mean,
+    }
 
 
 def _not_a_value(transform: Any) -> str | None:

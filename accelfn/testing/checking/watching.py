@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A transform watched at work: which of its inputs its methods change."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, TypeAlias
 
@@ -26,13 +26,19 @@ def watched(transform: Any, seen: Seen) -> Any:
     A method may change in place its own slot and the gradients it is given, and after an
     update the tensors of the state; never the state before it, other slots, or a batch.
     """
-    kind = type(transform)
-    methods: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__}
+    methods: dict[str, Any] = {}
     for field, watch in _WATCHES.items():
-        method = getattr(kind, field, None)
+        method = getattr(type(transform), field, None)
         if callable(method):
             methods[field] = watch(field, method, seen)
-    made = object.__new__(type(kind.__name__, (kind,), methods))
+    return subclassed(transform, methods)
+
+
+def subclassed(transform: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return a transform of the same options and name, with other methods."""
+    kind = type(transform)
+    body = {"__slots__": (), "__module__": kind.__module__, **methods}
+    made = object.__new__(type(kind.__name__, (kind,), body))
     for field in attrs.fields(kind):
         object.__setattr__(made, field.name, getattr(transform, field.name))
     return made
@@ -75,8 +81,10 @@ def _watch_wrapper(field: str, method: Callable[..., Any], seen: Seen) -> Any:
 _WATCHES: dict[str, Callable[[str, Callable[..., Any], Seen], Any]] = {
     "init": _watch_method,
     "grads": _watch_method,
+    "loss_scale": _watch_method,
     "hyper": _watch_method,
     "after_update": _watch_method,
+    "after_skip": _watch_method,
     "eval_params": _watch_method,
     "finalize": _watch_method,
     "loss": _watch_wrapper,

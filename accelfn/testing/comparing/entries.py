@@ -16,7 +16,7 @@ _BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
 def entries(state: TrainState) -> dict[str, Any]:
     """Return everything that is saved of a state, copied, by path."""
     return {
-        path: _kept(leaf)
+        path: kept(leaf)
         for field in SAVED
         for path, leaf in leaves(field, getattr(state, field))
     }
@@ -28,7 +28,7 @@ def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | No
     return str(next(iter(found.values()))[0]) if found else None
 
 
-def _kept(leaf: Any) -> Any:
+def kept(leaf: Any) -> Any:
     """Return a leaf that later updates leave alone; of what cannot be compared, its type."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
