@@ -82,6 +82,7 @@ from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum
 from accelfn.partition import partition as partition
+from accelfn.salvaging import salvage as salvage
 from accelfn.state import TrainState as TrainState
 from accelfn.step import build as build
 from accelfn.step import make_step as make_step

@@ -12,6 +12,7 @@ from accelfn.calling import called
 from accelfn.counts import Count
 from accelfn.engine.engine import engine_of, updates_in_backward
 from accelfn.engine.runner import LossFunction
+from accelfn.holding import holding
 from accelfn.loss import Metrics
 from accelfn.modes import own_modes
 from accelfn.state import TrainState, check_state
@@ -62,11 +63,14 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
         check_state("step(state, batch)", state)
         if not donate:
             state = state.copy()
-        if updates_in_backward(state.definition.setup):
-            return step_in_backward(state, lambda: compute(state, batch, *extras))
-        metrics, grads = compute(state, batch, *extras)
-        state, reported = update_state(state, grads)
-        return state, metrics.with_values(reported) if reported else metrics
+        with holding() as hold:
+            if updates_in_backward(state.definition.setup):
+                return step_in_backward(
+                    state, lambda: compute(state, batch, *extras), hold.begin
+                )
+            metrics, grads = compute(state, batch, *extras)
+            state, reported = update_state(state, grads, hold.begin)
+            return state, metrics.with_values(reported) if reported else metrics
 
     return step
 

@@ -19,6 +19,7 @@ from accelfn.engine.engine import Engine, engine_of
 from accelfn.errors import GradsError, StateDonatedError
 from accelfn.fields import pair
 from accelfn.grads import Grads, divide_
+from accelfn.holding import held
 from accelfn.hyper import hyper_of, scheduled
 from accelfn.lease import Lease
 from accelfn.loss import Metrics, Number
@@ -35,11 +36,13 @@ _INTERRUPTED = (
 )
 _DONATED = (
     "This state was given to the step of update {update}, which updated its tensors in place."
-    " Go on with the state that the step returned; to keep one, take state.copy() before the"
-    " step, or call step(state, batch, donate=False)."
+    " Go on with the state that the step returned, which af.salvage(state) finds if it was"
+    " lost; to keep one, take state.copy() before the step, or call step(state, batch,"
+    " donate=False)."
 )
 
 
+@held
 @called
 def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     """Take one optimizer update: `(state, grads) -> state`.
@@ -54,19 +57,25 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
         StateDonatedError: the state was given to a step before.
     """
     check_state("af.apply_grads(state, grads)", state)
-    return update_state(state, grads)[0]
+    return update_state(state, grads, _held_already)[0]
+
+
+def _held_already() -> None: ...
 
 
 def update_state(
-    state: TrainState, grads: Grads
+    state: TrainState, grads: Grads, hold: Callable[[], None]
 ) -> tuple[TrainState, Mapping[str, Number]]:
-    """Take one update, and return what transforms report beside the state."""
+    """Take one update, and return what transforms report beside the state.
+
+    `hold` is called before the state is given away: from then on Ctrl-C would lose it.
+    """
     with own_modes(state.definition.world.device), span("accelfn apply_grads"):
-        return _updated(state, grads)
+        return _updated(state, grads, hold)
 
 
 def _updated(
-    state: TrainState, grads: Grads
+    state: TrainState, grads: Grads, hold: Callable[[], None]
 ) -> tuple[TrainState, Mapping[str, Number]]:
     lease, definition = state.lease, state.definition
     lease.check()
@@ -88,6 +97,7 @@ def _updated(
         grads, slots = _transformed(state, grads, setup, slots)
         skip, flag = decided(state, grads, slots)
         if skip:
+            hold()
             return _skipped(state, grads, given, slots)
         if grads.skip is not None:
             grads = grads.with_metrics(skipped=0.0 if flag is None else flag)
@@ -95,6 +105,7 @@ def _updated(
     except BaseException:
         given.give_away()
         raise
+    hold()
     given.give_away()
     lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
     try:
@@ -106,13 +117,16 @@ def _updated(
 
 
 def step_in_backward(
-    state: TrainState, compute: Callable[[], tuple[Metrics, Grads]]
+    state: TrainState,
+    compute: Callable[[], tuple[Metrics, Grads]],
+    hold: Callable[[], None],
 ) -> tuple[TrainState, Metrics]:
     """Take an update while a backward pass runs, by what `optimizer_in_backward` planned.
 
     Args:
         state: given to the update as soon as the backward pass has a gradient.
         compute: runs forward and backward, and leaves the gradients' cursor and buffers.
+        hold: is called before the backward pass, for Ctrl-C would lose the state from then on.
     """
     with own_modes(state.definition.world.device), span("accelfn step in backward"):
         lease, setup = state.lease, state.definition.setup
@@ -125,7 +139,7 @@ def step_in_backward(
         def begin() -> None:
             lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
 
-        engine.plan(state, scheduled(state), hyper_of(state, slots), begin)
+        engine.plan(state, scheduled(state), hyper_of(state, slots), hold, begin)
         try:
             metrics, grads = compute()
         except BaseException:
@@ -170,8 +184,14 @@ def _after(
     )
     after = _after_update(after, definition.setup)
     definition.world.connection.is_between = True
-    state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
+    _hand_over(state, after)
     return after
+
+
+def _hand_over(state: TrainState, after: TrainState) -> None:
+    """Let the given state be used no more, for its tensors are the next one's."""
+    error, update = StateDonatedError, state.num_tried
+    state.lease.hand_over(after, error, _DONATED, update=update)
 
 
 def _reduced(
@@ -271,7 +291,7 @@ def _skipped(
         lease=Lease(),
     )
     state.definition.world.connection.is_between = True
-    state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
+    _hand_over(state, after)
     return after, grads.with_metrics(skipped=1.0).metrics
 
 
@@ -305,6 +325,7 @@ def _with(slots: dict[str, Any], name: str, slot: Any) -> dict[str, Any]:
     return {**slots, name: slot}
 
 
+@held
 @called
 def finalize(state: TrainState) -> TrainState:
     """Return the state with what its transforms owe at the end, as a last average.
@@ -316,11 +337,11 @@ def finalize(state: TrainState) -> TrainState:
     owners = state.definition.setup.having("finalize")
     if not owners:
         return state
-    after = attrs.evolve(state, lease=Lease())
-    state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
     with own_modes(state.definition.world.device):
+        after = attrs.evolve(state, lease=Lease())
+        state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
         after = _called(after, "finalize", owners)
-    state.lease.end(StateDonatedError, _DONATED, update=state.num_tried)
+        _hand_over(state, after)
     return after
 
 

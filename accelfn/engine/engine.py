@@ -190,16 +190,19 @@ class Engine:
         state: TrainState,
         scheduled: Assignments,
         hyper: Hyper,
+        hold: Callable[[], None],
         begin: Callable[[], None],
     ) -> None:
         """Have the next backward pass take the update; `begin` is called before it does.
+
+        `hold` is called before the pass, in the thread of the step.
 
         Raises:
             OptimizerError: a hyperparameter does not exist.
         """
         assert self.live_update is not None  # noqa: S101 - asked by who composed it
         self.bind(state)
-        self.live_update.plan(self._optimizer.planned(scheduled, hyper), begin)
+        self.live_update.plan(self._optimizer.planned(scheduled, hyper), hold, begin)
 
     def finish(self, grads: Grads) -> OptState:
         """End the update that a backward pass took; return the optimizer's state by name."""
@@ -275,6 +278,7 @@ class Engine:
             mean = lone and read.is_mean
             told = Grads(tensors={}, divisor=weight).denominator
             self.live_update.divide_by(None if mean else told)
+            self.live_update.hold()
         return self._runner.backward(read.scalar, scale, weight)
 
     def _found(

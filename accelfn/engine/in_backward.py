@@ -32,6 +32,7 @@ class LiveUpdate:
         self._optimizer = optimizer
         self._named = dict(named)
         self._names = {id(param): name for name, param in named.items()}
+        self._hold: Callable[[], None] = _nothing
         self._begin: Callable[[], None] | None = None
         self._hyper: Assignments = {}
         self._divisor: Number | None = None
@@ -42,19 +43,28 @@ class LiveUpdate:
         for param in self._named.values():
             param.register_post_accumulate_grad_hook(self.take)
 
-    def plan(self, hyper: Assignments, begin: Callable[[], None]) -> None:
-        """Plan an update; `begin` is called before anything is changed."""
-        self._hyper, self._begin = hyper, begin
+    def plan(
+        self, hyper: Assignments, hold: Callable[[], None], begin: Callable[[], None]
+    ) -> None:
+        """Plan an update; `begin` is called before anything is changed.
+
+        That may be in a thread of autograd's; `hold` is called in the step's, before.
+        """
+        self._hyper, self._hold, self._begin = hyper, hold, begin
         self._done = []
         self.is_planned = True
 
     def forget(self) -> None:
         """Plan nothing."""
-        self.is_planned, self._begin = False, None
+        self.is_planned, self._hold, self._begin = False, _nothing, None
 
     def divide_by(self, divisor: Number | None) -> None:
         """Take what gradients are divided by, which is known before they are; None is 1."""
         self._divisor = divisor
+
+    def hold(self) -> None:
+        """Let nothing come between the backward pass and the end of the update."""
+        self._hold()
 
     def take(self, param: torch.Tensor) -> None:
         """Step a parameter whose gradient is complete, and free that."""
@@ -78,3 +88,6 @@ class LiveUpdate:
     def done(self) -> dict[str, torch.Tensor]:
         """Return the parameters that were stepped, by name."""
         return {name: self._named[name] for name in self._done}
+
+
+def _nothing() -> None: ...

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a state is between its steps: what transforms draw, who may still use it."""
 
-from accelfn import draws, state, update, views
-from tests.laws import test_shared_draws
+from accelfn import draws, holding, lease, salvaging, state, update, views
+from accelfn.engine import in_backward
+from tests.laws import test_ctrl_c, test_interrupted, test_shared_draws
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -12,9 +13,8 @@ MUTANTS = [
         law="L22",
         test=test_shared_draws.test_what_transforms_draw_is_of_the_state,
         place=update.finalize,
-        old="    with own_modes(state.definition.world.device):\n"
-        '        after = _called(after, "finalize", owners)\n',
-        new='    after = _called(after, "finalize", owners)\n',
+        old="with own_modes(state.definition.world.device):",
+        new="if True:",
     ),
     Mutant(
         name="every rank draws its own",
@@ -61,5 +61,95 @@ MUTANTS = [
         place=state.TrainState.with_setup,
         old='f"init {each.name}"',
         new='"init"',
+    ),
+    Mutant(
+        name="Ctrl-C in an update",
+        says="an interrupt comes in the midst of an update, and the state is lost",
+        law="L54",
+        test=test_ctrl_c.test_an_interrupt_comes_before_an_update_or_after_it,
+        place=update._updated,
+        old="    hold()\n    given.give_away()",
+        new="    given.give_away()",
+    ),
+    Mutant(
+        name="Ctrl-C in an update of the backward pass",
+        says="an interrupt comes while a backward pass updates parameters",
+        law="L54",
+        test=test_ctrl_c.test_an_interrupt_comes_before_an_update_or_after_it,
+        place=in_backward.LiveUpdate.hold,
+        old="self._hold()",
+        new="pass",
+    ),
+    Mutant(
+        name="Ctrl-C is held back by nobody",
+        says="an interrupt comes in the midst of whatever updates a state",
+        law="L54",
+        test=test_ctrl_c.test_an_interrupt_comes_before_an_update_or_after_it,
+        place=holding.holding.begin,
+        old="if self._previous is None and",
+        new="if False and",
+    ),
+    Mutant(
+        name="Ctrl-C forgotten",
+        says="an interrupt that was held back never comes",
+        law="L54",
+        test=test_ctrl_c.test_an_interrupt_comes_before_an_update_or_after_it,
+        place=holding.holding.__exit__,
+        old="        if self._noted:\n            self._send_later()\n        _set",
+        new="        _set",
+    ),
+    Mutant(
+        name="a handler left behind",
+        says="after an update Ctrl-C goes to accelfn",
+        law="L54",
+        test=test_ctrl_c.test_an_interrupt_comes_before_an_update_or_after_it,
+        place=holding.holding.__exit__,
+        old="        _set(signal.SIGINT, self._previous)\n",
+        new="",
+    ),
+    Mutant(
+        name="one Ctrl-C of several",
+        says="of interrupts in one update all but the first are swallowed",
+        law="L54",
+        test=test_ctrl_c.test_the_handler_in_place_is_asked,
+        place=holding.holding._note,
+        old="self._noted or not self._is_in(frame)",
+        new="not self._is_in(frame)",
+    ),
+    Mutant(
+        name="only the next",
+        says="an old state knows the one that came of it, and not the newest",
+        law="L54",
+        test=test_ctrl_c.test_an_old_state_knows_the_newest,
+        place=lease.Lease.hand_over,
+        old="line = None if self._line is None else self._line()",
+        new="line = None",
+    ),
+    Mutant(
+        name="a ring of states",
+        says="the newest state holds itself, and its tensors outlive all who have it",
+        law="L54",
+        test=test_ctrl_c.test_an_old_state_knows_the_newest,
+        place=lease.Lease.hand_over,
+        old="weakref.ref(line)",
+        new="(lambda: line)",
+    ),
+    Mutant(
+        name="nothing salvaged",
+        says="a state that was lost on its way to the caller is found by nobody",
+        law="L54",
+        test=test_ctrl_c.test_what_stood_in_a_function_is_found,
+        place=update._hand_over,
+        old="hand_over(after, error",
+        new="end(error",
+    ),
+    Mutant(
+        name="half an update salvaged",
+        says="salvage returns a state whose tensors are partly updated",
+        law="L54",
+        test=test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
+        place=salvaging.salvage,
+        old="newest.lease.check()",
+        new="pass",
     ),
 ]

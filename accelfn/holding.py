@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C comes before an update or after it, and never takes the state that it makes.
+
+Python runs a signal's handler between two instructions of the main thread, wherever that is.
+An exception from one in the midst of an update leaves tensors that nobody can tell; one that
+comes between a step's end and the caller's assignment takes the only record of the new
+state. So from the moment in which a state is given away until the step has returned, the
+signal is noted, and sent again when the caller has what the step returned.
+
+The handler is exchanged for those milliseconds alone, by the functions of `signal` in C,
+for what Python wraps around them takes ten times as long. Other signals, and exceptions that
+debuggers and notebooks raise in a thread by themselves, are not held: there is `af.salvage`.
+"""
+
+import _signal  # pyright: ignore[reportMissingImports]
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_POLL = 1e-4
+"""Seconds; a step that holds a signal back is over in as many."""
+
+_set: Any = _signal.signal
+_get: Any = _signal.getsignal
+_this_thread = threading.get_ident
+_main_thread = threading.main_thread
+
+
+class holding(AbstractContextManager["holding"]):
+    """Hold Ctrl-C back from `begin()` to the end of a `with` block, in the main thread.
+
+    A second one goes to its handler at once, for an update may hang. Whoever returns from the
+    block must do nothing more: CPython looks for signals at calls and where loops turn round,
+    and so not between a `return` and the assignment of what it returns.
+    """
+
+    __slots__ = ("_is_over", "_noted", "_previous")
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._previous: Any = None
+        self._noted = self._is_over = False
+
+    def begin(self) -> None:
+        """Hold it from now on, if there is a handler in Python that it would come to."""
+        if self._previous is None and _this_thread() == _main_thread().ident:
+            handler = _get(signal.SIGINT)
+            if callable(handler):  # else the process ignores it, or ends by it
+                self._previous = handler
+                _set(signal.SIGINT, self._note)
+
+    def __enter__(self) -> Self:
+        """Hold nothing yet."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Put the handler back; what was held comes when the caller goes on."""
+        if self._previous is None:
+            return
+        try:
+            if self._noted:
+                self._send_later()
+            _set(signal.SIGINT, self._previous)
+        except KeyboardInterrupt:  # it came just now
+            if self._noted:
+                raise
+            self._send_later()
+        finally:
+            self._is_over = True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted or not self._is_in(frame):
+            self._previous(number, frame)
+        self._noted = True
+
+    def _is_in(self, frame: FrameType | None) -> bool:
+        """Whether the block is still running; a debugger may have broken off its very end."""
+        while frame is not None:
+            if any(each is self for each in frame.f_locals.values()):
+                return True
+            frame = frame.f_back
+        return False
+
+    def _send_later(self) -> None:
+        threading.Thread(target=self._send, name="accelfn Ctrl-C", daemon=True).start()
+
+    def _send(self) -> None:
+        """Send it to the main thread, which looks for it when the step has returned."""
+        while not self._is_over:
+            time.sleep(_POLL)
+        main = _main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+
+
+def held(function: Callable[P, R]) -> Callable[P, R]:
+    """Hold Ctrl-C back while a function runs; it goes outside of all other decorators."""
+
+    @functools.wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> R:
+        with holding() as hold:
+            hold.begin()
+            return function(*given, **named)
+
+    return call

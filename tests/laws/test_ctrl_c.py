@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C comes before an update or after it; and whoever has an old state finds the newest."""
+
+import functools
+import gc
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accelfn as af
+from tests.strategies import tensors
+
+Found = dict[str, torch.Tensor]
+
+
+class Pressing(TorchDispatchMode):
+    """Counts torch's operations, and sends Ctrl-C, once or more, just before one of them."""
+
+    def __init__(self, at: int | None = None, times: int = 1) -> None:
+        super().__init__()
+        self.at, self.times, self.count = at, times, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        self.count += 1
+        if self.count - 1 == self.at:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+        return func(*args, **(kwargs or {}))
+
+
+@af.transform
+class Skipping:
+    """Wishes for the skip of every other update, and draws after each."""
+
+    def init(self, state):
+        del state
+        return torch.zeros(())
+
+    def grads(self, grads, slot, state):
+        return grads.with_skip(state.num_tried % 2, agreed=True), slot
+
+    def after_update(self, state, slot):
+        return state, slot + 1
+
+    def after_skip(self, grads, slot, state):
+        del grads, state
+        return slot + torch.rand(())
+
+
+@af.transform
+class Ending:
+    """Owes something at the end."""
+
+    def finalize(self, state, slot):
+        for param in state.params.values():
+            param.mul_(2)
+        return state, slot
+
+
+SETUPS = {
+    "plain": af.chain(Ending()),
+    "averaged": af.chain(af.clip_grad_norm(1.0), af.ema(0.5), Ending()),
+    "skipped": af.chain(Skipping(), Ending()),
+    "in backward": af.chain(af.optimizer_in_backward(), Ending()),
+    "in parts": af.chain(af.accumulate(num_micro_batches=2), Ending()),
+}
+X = torch.arange(24.0).reshape(8, 3) / 24
+
+
+def created(setup: str) -> af.TrainState:
+    return af.TrainState.create(
+        model=lambda: torch.nn.Sequential(
+            torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)
+        ),
+        optimizer=functools.partial(torch.optim.Adam, lr=0.1),
+        data=af.Data(X, batch_size=4),
+        setup=SETUPS[setup],
+    )
+
+
+def updating(setup: str, call: str) -> Callable[[af.TrainState], af.TrainState]:
+    """Return what takes a state to the next: a step, its second half, or the end."""
+
+    def loss_fn(net: Any, batch: torch.Tensor) -> torch.Tensor:
+        return net(batch).square().mean()
+
+    step, compute = af.make_step(loss_fn), af.value_and_grad(loss_fn)
+
+    def update(state: af.TrainState) -> af.TrainState:
+        if call == "finalize":
+            return af.finalize(state)
+        batch = next(iter(af.batches(state)))
+        if call == "step" or setup == "in backward":
+            state, _ = step(state, batch)
+            return state
+        _, grads = compute(state, batch)
+        return af.apply_grads(state, grads)
+
+    return update
+
+
+@contextmanager
+def default_handler() -> Iterator[None]:
+    """Let Ctrl-C do what it does in a script; the handler must be the same afterwards."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def all_come() -> None:
+    """Let what was held back come."""
+    while any(each.name == "accelfn Ctrl-C" for each in threading.enumerate()):
+        time.sleep(1e-4)
+
+
+def same(one: Found, two: Found) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+@given(
+    setup=st.sampled_from(sorted(SETUPS)),
+    call=st.sampled_from(["step", "apply_grads", "finalize"]),
+    updates=st.integers(0, 2),
+    part=st.floats(0, 1, exclude_max=True),
+)
+def test_an_interrupt_comes_before_an_update_or_after_it(
+    setup: str, call: str, updates: int, part: float
+) -> None:
+    """B3: wherever Ctrl-C comes, the caller has the state before or the one after, bitwise.
+
+    And it does come, once, as soon as the update is over; the handler is the caller's again.
+    """
+    update, first = updating(setup, call), updating(setup, "step")
+    state = created(setup)
+    for _ in range(updates):
+        state = first(state)
+    before = {name: each.clone() for name, each in tensors(state).items()}
+    update(state.copy())  # builds the engine
+    copied = state.copy()
+    with Pressing() as counted:
+        after = update(copied)
+    after = tensors(after)
+    with default_handler():
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come in any of them
+            with Pressing(int(part * counted.count)):
+                state = update(state)
+            all_come()
+        all_come()
+    assert same(before, tensors(state)) or same(after, tensors(state))
+    assert af.salvage(state) is state
+
+
+@given(part=st.floats(0, 1, exclude_max=True), presses=st.integers(1, 3))
+def test_the_handler_in_place_is_asked(part: float, presses: int) -> None:
+    """B3: a handler of the caller's gets each Ctrl-C, held back or not, and none is made up."""
+    update, told = updating("plain", "step"), []
+    with Pressing() as counted:
+        expected = update(created("plain"))
+    before = signal.signal(signal.SIGINT, lambda number, _: told.append(number))
+    mine = signal.getsignal(signal.SIGINT)
+    try:
+        at = int(part * counted.count)
+        with Pressing(at, presses) as pressing:
+            state = update(created("plain"))
+        all_come()
+        assert pressing.count == counted.count
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [signal.SIGINT] * presses
+    assert same(tensors(expected), tensors(state))
+
+
+@given(
+    setup=st.sampled_from(sorted(SETUPS)),
+    held=st.sets(st.integers(0, 5), max_size=3),
+    updates=st.integers(0, 5),
+    ends=st.booleans(),
+)
+def test_an_old_state_knows_the_newest(
+    setup: str, held: set[int], updates: int, ends: bool
+) -> None:
+    """B3: of all that came of a state, salvage finds the newest, and nothing else is kept.
+
+    With the last of those who can name it, it is gone, without a collector of garbage.
+    """
+    update, end = updating(setup, "step"), updating(setup, "finalize")
+    state = created(setup)
+    seen, old = [weakref.ref(state)], [state][: 0 in held]
+    for number in range(1, updates + 1):
+        state = update(state)
+        seen.append(weakref.ref(state))
+        if number in held:
+            old.append(state)
+    if ends:
+        state = end(state)
+    assert all(af.salvage(each) is state for each in [*old, state])
+    gc.disable()
+    try:
+        alive = {id(each()) for each in seen} - {id(None)}
+        assert alive <= {id(each) for each in [*old, state]}
+        last, state = weakref.ref(state), None
+        assert (last() is not None) == bool(old)
+        del old
+        assert last() is None
+    finally:
+        gc.enable()
+
+
+def test_what_stood_in_a_function_is_found() -> None:
+    """B3: a loop in a function that raises has lost nothing to who called it."""
+    update, state = updating("plain", "step"), created("plain")
+
+    def train(state: af.TrainState, updates: int) -> None:
+        for _ in range(updates):
+            state = update(state)
+        raise KeyboardInterrupt
+
+    expected = state.copy()
+    for _ in range(3):
+        expected = update(expected)
+    with pytest.raises(KeyboardInterrupt):
+        train(state, 3)
+    with pytest.raises(af.StateDonatedError, match="salvage"):
+        update(state)
+    found = af.salvage(state)
+    assert same(tensors(expected), tensors(found))
+    other = found.copy()
+    update(found)
+    assert af.salvage(other) is other
+    assert af.salvage(state).step == 4
