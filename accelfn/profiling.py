@@ -3,9 +3,10 @@
 
 import os
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import profiler as torch_profiler
@@ -29,9 +30,12 @@ class Profiler:
         is_written: whether the trace is there.
     """
 
-    def __init__(self, path: Path, *, wait: int, warmup: int, active: int) -> None:
-        """Take the file to write, and how many steps come before it and stand in it."""
+    def __init__(
+        self, path: Path, schedule: Callable[[int], Any], **recorded: Any
+    ) -> None:
+        """Take the file to write, what becomes of each step, and what is recorded of it."""
         self.path = path
+        self._has_shapes = recorded["record_shapes"] or recorded["with_flops"]
         self.num_steps = 0
         self.is_written = False
         activities = [torch_profiler.ProfilerActivity.CPU]
@@ -39,16 +43,40 @@ class Profiler:
             activities.append(torch_profiler.ProfilerActivity.CUDA)
         self._torch = torch_profiler.profile(
             activities=activities,
-            schedule=torch_profiler.schedule(
-                wait=wait, warmup=warmup, active=active, repeat=1
-            ),
+            schedule=schedule,
             on_trace_ready=self._write,
+            **recorded,
         )
 
     def step(self) -> None:
         """Let it be known that a step has ended."""
         self.num_steps += 1
         self._torch.step()
+
+    def key_averages(self, *, group_by_input_shape: bool = False) -> Any:
+        """Return torch's sums over the steps that were written, an entry an operation.
+
+        Args:
+            group_by_input_shape: an entry for each operation and the shapes it was given.
+
+        Returns: torch's `EventList`, whose `table(sort_by=, row_limit=)` is text.
+
+        Raises:
+            ArgumentError: no step is written yet, or shapes were not recorded.
+        """
+        if not self.is_written:
+            msg = (
+                "profiler.key_averages(): no step is written yet; call it when the `with`"
+                " block is over."
+            )
+            raise ArgumentError(msg)
+        if group_by_input_shape and not self._has_shapes:
+            msg = (
+                "profiler.key_averages(group_by_input_shape=True): no shapes were recorded;"
+                " write af.profile(record_shapes=True)."
+            )
+            raise ArgumentError(msg)
+        return self._torch.key_averages(group_by_input_shape=group_by_input_shape)
 
     def start(self) -> None:
         """Begin to count steps."""
@@ -72,6 +100,9 @@ def profile(
     wait: int = 1,
     warmup: int = 1,
     active: int = 3,
+    record_shapes: bool = False,
+    profile_memory: bool = False,
+    with_flops: bool = False,
 ) -> Generator[Profiler]:
     """Record some steps with torch's profiler, and write `directory/rank-N.json`.
 
@@ -87,13 +118,19 @@ def profile(
         wait: steps to pass over, 0 or more: the first builds the engine.
         warmup: steps to record and drop, 1 or more, for the first are distorted.
         active: steps to write, 1 or more.
+        record_shapes: whether to record the shapes that operations are given.
+        profile_memory: whether to record what is allocated and freed.
+        with_flops: whether to count the floating-point operations of products of matrices and
+            convolutions, and record shapes for that.
 
     Yields:
-        A record with `step()`, and with `path`, the file that this rank writes.
+        A record with `step()`, with `path`, the file that this rank writes, and with
+        `key_averages()`, torch's sums an operation, once that is written.
 
     Law: the steps compute what they compute without it, bitwise.
 
-    Cost: while steps are recorded, several microseconds an operation; else nothing.
+    Cost: while steps are recorded, several microseconds an operation, and more with shapes,
+    memory or counts; else nothing.
 
     Raises:
         ArgumentError: a number of steps that can have no meaning; or the block ended before
@@ -117,6 +154,15 @@ def profile(
         ("active", active, 1),
     ):
         check_integer("af.profile", name, value, least, "a number of steps")
+    recorded = {
+        "record_shapes": record_shapes,
+        "profile_memory": profile_memory,
+        "with_flops": with_flops,
+    }
+    for name, value in recorded.items():
+        if not isinstance(value, bool):
+            msg = f"af.profile({name}={value!r}): expected True or False."
+            raise ArgumentError(msg)
     world = World.single() if world is None else world
     folder = as_path("af.profile(directory)", directory, "a directory")
     path = folder / f"rank-{world.rank}.json"
@@ -129,7 +175,10 @@ def profile(
         raise WorldError(msg)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        profiler = Profiler(path, wait=wait, warmup=warmup, active=active)
+        schedule = torch_profiler.schedule(
+            wait=wait, warmup=warmup, active=active, repeat=1
+        )
+        profiler = Profiler(path, schedule, **recorded)
         profiler.start()
         try:
             yield profiler

@@ -77,6 +77,48 @@ def test_a_profile_changes_nothing(tmp_path) -> None:
     assert all(torch.equal(seen[name], again[name]) for name in seen)
 
 
+OPTIONS = ["record_shapes", "profile_memory", "with_flops"]
+
+
+@pytest.mark.parametrize("option", [None, *OPTIONS])
+def test_what_is_recorded_beside_times(tmp_path, option) -> None:
+    """Section D: each option records its own, and changes no step."""
+    _, plain = profiled(tmp_path / "plain")
+    options = {} if option is None else {option: True}
+    profiler, params = profiled(tmp_path / "more", **options)
+    assert all(torch.equal(plain[name], params[name]) for name in plain)
+    events = profiler.key_averages()
+    (product,) = [each for each in events if each.key == "aten::addmm"]
+    trace = json.loads(profiler.path.read_text())["traceEvents"]
+    arguments = {key for event in trace for key in event.get("args", {})}
+    assert product.count == 3
+    assert (product.flops > 0) == (option == "with_flops")
+    assert ("Input Dims" in arguments) == (option in ("record_shapes", "with_flops"))
+    assert ("Total Allocated" in arguments) == (option == "profile_memory")
+
+
+def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
+    """Section D: they are there once the steps are over, by shape where shapes are."""
+    with af.profile(tmp_path, wait=0, record_shapes=True) as profiler:
+        with pytest.raises(af.ArgumentError, match="no step is written yet"):
+            profiler.key_averages()
+        for step in range(6):
+            torch.ones(step + 1).add(1)
+            profiler.step()
+        inside = profiler.key_averages()
+    assert "aten::add" in inside.table()
+    by_shape = profiler.key_averages(group_by_input_shape=True)
+    (whole,) = [each for each in profiler.key_averages() if each.key == "aten::add"]
+    parts = [each for each in by_shape if each.key == "aten::add"]
+    assert [each.count for each in parts] == [1, 1, 1]
+    assert whole.count == 3
+    with af.profile(tmp_path, wait=0) as profiler:
+        for _ in range(6):
+            profiler.step()
+    with pytest.raises(af.ArgumentError, match="record_shapes=True"):
+        profiler.key_averages(group_by_input_shape=True)
+
+
 def test_an_error_passes(tmp_path) -> None:
     """What the block raises is raised, and the next profile may begin."""
     with pytest.raises(ValueError, match="mine"), af.profile(tmp_path):
@@ -118,9 +160,18 @@ def test_a_rank_is_in_the_name(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"wait": -1}, {"warmup": 0}, {"active": 0}, {"active": True}]
+    "options",
+    [
+        {"wait": -1},
+        {"warmup": 0},
+        {"active": 0},
+        {"active": True},
+        {"record_shapes": 1},
+        {"profile_memory": None},
+        {"with_flops": "yes"},
+    ],
 )
-def test_numbers_of_steps_are_checked(tmp_path, options) -> None:
-    """A number of steps that can have no meaning is refused by name."""
+def test_options_are_checked(tmp_path, options) -> None:
+    """A number of steps that can have no meaning, or no truth, is refused by name."""
     with pytest.raises(af.ArgumentError, match=next(iter(options))):
         profiled(tmp_path, **options)
