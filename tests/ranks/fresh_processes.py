@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import accelfn as af
 from accelfn.testing.processes.run import RankProcess
+from tests.waiting import HANGS
 
 COLLECTIVE_SECONDS = 2.0
-PATIENCE = 30.0  # seconds
 
 
 @attrs.frozen
@@ -55,7 +55,7 @@ def outcomes(size: int, fn: Callable[[af.World], Any]) -> list[Outcome]:
 
 def _outcomes(ranks: list[RankProcess], folder: Path) -> list[Outcome]:
     found: dict[int, Outcome] = {}
-    ends_at = time.monotonic() + PATIENCE
+    ends_at = time.monotonic() + HANGS
     while len(found) < len(ranks) and (left := ends_at - time.monotonic()) > 0:
         awaited = {r.pipe: i for i, r in enumerate(ranks) if i not in found}
         for pipe in wait(list(awaited), left):
@@ -63,7 +63,7 @@ def _outcomes(ranks: list[RankProcess], folder: Path) -> list[Outcome]:
             try:
                 found[i] = pipe.recv()
             except (EOFError, OSError):
-                ranks[i].process.join(PATIENCE)
+                ranks[i].process.join(HANGS)
                 last_words = (folder / f"{i}.txt").read_text()
                 found[i] = Outcome("ended", (ranks[i].process.exitcode, last_words))
     return [found.get(i, Outcome("hung")) for i in range(len(ranks))]
@@ -83,7 +83,7 @@ def _live(
     store.set(
         f"rank {rank} is up", ""
     )  # a busy machine may take its time until all are
-    store.wait([f"rank {i} is up" for i in range(size)], timedelta(seconds=PATIENCE))
+    store.wait([f"rank {i} is up" for i in range(size)], timedelta(seconds=HANGS))
     dist.init_process_group(
         "gloo",
         store=store,

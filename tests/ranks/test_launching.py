@@ -71,11 +71,11 @@ def test_others_say_for_whom_they_waited(
 ) -> None:
     """However a rank goes in mid-step, all others name it, the collective and the update.
 
-    Of two ranks, the other waits for a second; more of them share the same few cores.
+    Of two ranks, the other waits for three seconds; more of them share the same few cores.
     """
     port = free_port()
     runs = [
-        started([TRAINS, how, 1, size / 2], torchruns(rank, size, port))
+        started([TRAINS, how, 1, 1.5 * size], torchruns(rank, size, port))
         for rank in range(size)
     ]
     lost = runs.pop(1)
@@ -98,7 +98,7 @@ def test_others_say_for_whom_they_waited(
 
 def test_a_stopped_rank_is_the_culprit() -> None:
     """SIGSTOP is no end: the launcher finds the rank, ends it, and names it first."""
-    ((code, out, error),) = ended([launched("--nproc", 2, TRAINS, "stop", 1, 1)])
+    ((code, out, error),) = ended([launched("--nproc", 2, TRAINS, "stop", 1, 3)])
     assert code == 128 + signal.SIGSTOP
     assert out == "[rank 1] asked to end\n"  # and not ended by SIGKILL at last
     report = error.rpartition("accelfn launch: ")[2].splitlines()
@@ -109,7 +109,7 @@ def test_a_stopped_rank_is_the_culprit() -> None:
 
 def test_a_rank_that_hangs_is_the_culprit() -> None:
     """Nothing failed but those that waited: the launcher shows where the other one was."""
-    ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 2)])
+    ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 4)])
     assert code == 128 + signal.SIGTERM
     report = error.rpartition("accelfn launch: ")[2].splitlines()
     assert report[0].startswith("rank 1 failed first (the others waited for it, pid ")

@@ -15,6 +15,7 @@ import pytest
 
 from accelfn.cli import main
 from accelfn.world.listening import open_store
+from tests.waiting import HANGS
 
 SCRIPT = Path(__file__).parent / "scripts" / "listens.py"
 SOON = timedelta(seconds=30)
@@ -50,7 +51,7 @@ def test_ranks_that_open_their_own_store():
     names = {**os.environ, **given, **meet, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(SCRIPT)]
     ran = subprocess.run(
-        command, check=True, env=names, capture_output=True, text=True, timeout=120
+        command, check=True, env=names, capture_output=True, text=True, timeout=HANGS
     )
     assert only_loopback(json.loads(ran.stdout))
 

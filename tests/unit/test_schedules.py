@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 import accelfn as af
@@ -188,12 +190,18 @@ def test_one_cycle_shape():
     ]
 
 
-def test_join_starts_each_again():
-    """Each part of join counts from 0, and the last runs for the rest."""
-    joined = schedules.join(
-        (3, schedules.linear(3, start=0.0, end=1.0)), schedules.linear(2)
-    )
-    assert [joined(i) for i in range(7)] == [0.0, 1 / 3, 2 / 3, 1.0, 0.5, 0.0, 0.0]
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_join_starts_each_again(lengths):
+    """Each part of join is asked for its own updates, from 0 on; the last for the rest."""
+
+    def part(number):
+        return lambda update: 100.0 * number + update
+
+    *parts, last = map(part, range(len(lengths)))
+    joined = schedules.join(*zip(lengths[:-1], parts, strict=True), last)
+    expected = [part(n)(i) for n, length in enumerate(lengths) for i in range(length)]
+    assert expected == [joined(i) for i in range(len(expected))]
+    assert joined(len(expected) + 10) == part(len(lengths) - 1)(lengths[-1] + 10)
 
 
 BAD = {
