@@ -9,6 +9,7 @@ from tests.mutants import (
     of_compression,
     of_data,
     of_definitions,
+    of_draws,
     of_exports,
     of_helpers,
     of_in_backward,
@@ -32,6 +33,7 @@ from tests.mutants import (
 MUTANTS = [
     *of_ranks.MUTANTS,
     *of_definitions.MUTANTS,
+    *of_draws.MUTANTS,
     *of_same_data.MUTANTS,
     *of_batchnorm.MUTANTS,
     *of_compression.MUTANTS,

@@ -21,6 +21,8 @@ UNTRIED = {
     "test_composition::test_catalog_is_complete": "looks at the tests' own catalogue",
     "test_torch_schedules::test_every_scheduler_is_drawn": "looks at the tests' own table",
     "test_dtypes::test_every_transform_has_a_row": "looks at the tests' own rows",
+    "test_draws::test_everything_that_draws_has_a_row": "looks at the tests' own table",
+    "test_draws::test_no_two_rows_share_draws": "each row's own mutants are with the rows",
     "test_ddp::test_a_profiler_sees_ddp_and_changes_nothing": "runs in other processes",
 }
 """Laws without a mutant, and why."""

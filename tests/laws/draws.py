@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything in accelfn that draws: a row for each, which says what its draws depend on."""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+import accelfn as af
+from accelfn.testing import simulate
+
+Draws = tuple[float, ...]
+N = 64
+DDP = af.chain(af.shard_data(), af.wrap_ddp())
+
+
+@attrs.frozen(kw_only=True)
+class Place:
+    """Where something is drawn; every field is a part of which draws may depend.
+
+    Attributes:
+        seed: of the state.
+        name: of the state.
+        rank: of two.
+        step: updates that were taken.
+        skipped: updates that were tried and not taken.
+        micro_batch: of two.
+        call: the batch of an evaluation, or the window of an order.
+        purpose: what the draws are for: a user's word, a transform's or dataset's name.
+        epoch: of the data.
+        index: which sample, parameter or position.
+    """
+
+    seed: int = 0
+    name: str = "state"
+    rank: int = 0
+    step: int = 0
+    skipped: int = 0
+    micro_batch: int = 0
+    call: int = 0
+    purpose: str = "one"
+    epoch: int = 0
+    index: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One kind of draws.
+
+    Attributes:
+        name: a few words.
+        draws: what is drawn at a place.
+        apart: the parts that tell draws apart; all others change nothing.
+        at: the functions of accelfn that take a key or a stream for it.
+    """
+
+    name: str
+    draws: Callable[[Place], Any]
+    apart: str
+    at: str
+
+
+def numbers(count: int = 3) -> Draws:
+    return tuple(torch.rand(count, dtype=torch.float64).tolist())
+
+
+def of_three() -> Draws:
+    """Draw from all three default generators."""
+    legacy = np.random.rand()  # noqa: NPY002 - datasets draw from it
+    return *numbers(1), legacy, random.random()  # noqa: S311 - the same
+
+
+def on_rank(fn: Callable[[Place, af.World], Any]) -> Callable[[Place], Any]:
+    """Let two ranks draw; take what the place's rank drew."""
+    return lambda place: simulate(2, partial(fn, place))[place.rank]
+
+
+def state_at(
+    place: Place, world: af.World, model: Any = None, *setup: Any, **options: Any
+) -> af.TrainState:
+    state = af.TrainState.create(
+        model=model or (lambda: nn.Linear(2, 1)),
+        optimizer=partial(torch.optim.SGD, lr=0.0),
+        setup=af.chain(DDP, *setup),
+        seed=place.seed,
+        name=place.name,
+        world=world,
+        **options,
+    )
+    cursor = af.Cursor(place.epoch, 0)
+    return attrs.evolve(
+        state, step=place.step, num_skipped=place.skipped, cursor=cursor
+    )
+
+
+# Of a state
+
+
+def weights(place: Place, world: af.World) -> Draws:
+    state = state_at(place, world)
+    return tuple(state.params["weight"].flatten().tolist())
+
+
+def in_a_loss(place: Place, world: af.World) -> Draws:
+    noted: list[Draws] = []
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        noted.append(numbers())
+        return model(batch).mean()
+
+    state = state_at(place, world, None, af.accumulate(num_micro_batches=2))
+    af.make_step(loss_fn)(state, [torch.ones(2, 2)] * 2)
+    return noted[place.micro_batch]
+
+
+def in_evaluation(
+    looks: Callable[..., Any],
+) -> Callable[[Place, af.World], Draws]:
+    def draw(place: Place, world: af.World) -> Draws:
+        noted: list[Draws] = []
+
+        def fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            noted.append(numbers())
+            return model(batch)
+
+        looks(state_at(place, world), af.Data(torch.ones(8, 2), batch_size=4), fn)
+        return noted[place.call]
+
+    return draw
+
+
+def evaluated(state: af.TrainState, data: af.Data, fn: Callable[..., Any]) -> None:
+    af.evaluate(state, data, lambda model, batch: fn(model, batch).mean())
+
+
+def predicted(state: af.TrainState, data: af.Data, fn: Callable[..., Any]) -> None:
+    list(af.predict(state, data, fn))
+
+
+def by_rng(place: Place, world: af.World, *, shared: bool) -> Draws:
+    with af.rng(state_at(place, world), place.purpose, shared=shared):
+        return numbers()
+
+
+class _Noting:
+    """Draws in two fields."""
+
+    noted: dict[str, Draws] = attrs.field(factory=dict, kw_only=True, eq=False)
+
+    def grads(self, grads, slot, state):
+        self.noted["one"] = numbers()
+        return grads, slot
+
+    def hyper(self, state, slot):
+        self.noted["two"] = numbers()
+        return {}
+
+
+Noting = af.transform(_Noting)
+
+
+def in_a_transform(place: Place, world: af.World) -> Draws:
+    noted: dict[str, Draws] = {}
+    state = state_at(place, world, None, Noting(noted=noted))
+    af.make_step(lambda model, batch: model(batch).mean())(state, torch.ones(4, 2))
+    return noted[place.purpose]
+
+
+def of_powersgd(place: Place, world: af.World) -> Draws:
+    """Return a factor of a matrix whose gradient is the same, wherever it is."""
+    compress = af.compress("powersgd", start_powerSGD_iter=0, name=place.purpose)
+    state = state_at(place, world, _Two, compress)
+    table = torch.arange(64.0).reshape(8, 8).sin()
+    step = af.make_step(lambda model, _: sum((p * table).sum() for p in model.both))
+    state, _ = step(state, torch.ones(4, 2))
+    slot = state.slots[place.purpose]
+    return tuple(slot["q"][f"both.{place.index % 2}"].flatten().tolist())
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.ParameterList([torch.zeros(8, 8), torch.zeros(8, 8)])
+
+
+# Of data
+
+
+class Items(Dataset[torch.Tensor]):
+    """Samples that are augmented."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(of_three())
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The same, as a stream, which draws as it begins."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        first = of_three()
+        return (torch.tensor([*first, *of_three()]) for _ in range(8))
+
+
+class Own(IterableDataset[torch.Tensor]):
+    """The same, of one rank alone."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor(of_three()) for _ in range(8))
+
+
+def sample(make: Callable[[], af.Data], columns: slice) -> Any:
+    """Return what draws a sample: that of the place's index, in its epoch."""
+
+    def draw(place: Place, world: af.World) -> Draws:
+        state = state_at(place, world, data=make())
+        for batch in af.batches(state, epochs=place.epoch + 1):  # a half of four
+            rows = torch.cat(list(batch.micro_batches))
+            return tuple(rows[place.index % 2][columns].tolist())
+        raise AssertionError
+
+    return draw
+
+
+def as_a_loader(dataset: Any) -> Callable[[], af.Data]:
+    return lambda: af.Data.from_loader(DataLoader(dataset, batch_size=4))
+
+
+def order(**options: Any) -> Callable[[Place], Any]:
+    """Return what draws an epoch's order."""
+    return lambda place: ordered(af.Data(range(N), **options), place)
+
+
+def ordered(data: af.Data, place: Place) -> Any:
+    epoch = data.epoch(seed=place.seed, number=place.epoch)
+    return epoch.order(np.arange(len(data))).tolist()
+
+
+def turns_of_a_window(place: Place) -> list[int]:
+    """Return where each batch of a window goes, by the lengths of its samples."""
+    order_of = af.orders.bucketed(np.arange(N) % 8, window=32)
+    data = af.Data(range(N), batch_size=4, order=order_of)
+    found = np.array(ordered(data, place)).reshape(-1, 4) % 8
+    half = found[:8] if place.call % 2 == 0 else found[8:]
+    return half.sum(1).argsort(kind="stable").tolist()
+
+
+def ends_by_cost(place: Place) -> list[int]:
+    """Return how long the batches of a budget are, in the order in which they come."""
+    costs = 1 + np.arange(N) % 16
+    data = af.Data(
+        range(N),
+        batch_size=af.budget(costs, limit=16),
+        order=af.orders.bucketed(costs, window=N),
+    )
+    epoch = data.epoch(seed=place.seed, number=place.epoch)
+    return [stop for _, stop in epoch.cut.spans(0)]
+
+
+def through_two(make: Callable[..., af.Data], place: Place) -> Any:
+    """Return the order of one of two datasets of one length, gone through together."""
+    data = make(shuffle=True, batch_size=4)
+    found = np.array(ordered(data, place))
+    if found.ndim == 2:
+        return found[:, place.index % 2].tolist()
+    which = found[(found >= 32) == bool(place.index % 2)]
+    return (which % 32).tolist()
+
+
+def zipped(**options: Any) -> af.Data:
+    return af.Data.zip(a=list(range(32)), b=list(range(32)), **options)
+
+
+def mixed(**options: Any) -> af.Data:
+    return af.Data.mix([range(32), range(32)], weights=[1, 1], **options)
+
+
+def whose_turn(place: Place) -> Any:
+    found = np.array(ordered(mixed(shuffle=False, batch_size=4), place)) >= 32
+    return found.tolist()
+
+
+def sampled(place: Place) -> Any:
+    drawn = WeightedRandomSampler([1.0] * N, N)
+    loader = DataLoader(range(N), batch_size=4, sampler=drawn)
+    return ordered(af.Data.from_loader(loader), place)
+
+
+def probed(_: Place) -> str:
+    return af.Data(Items(), batch_size=4).facts["fingerprint"]
+
+
+def of_a_simulated_rank(place: Place) -> Draws:
+    return simulate(2, lambda _: of_three(), seed=place.seed)[place.rank]
+
+
+_OF_STATE = "seed name step skipped"
+ROWS = [
+    Row(
+        name="first weights",
+        draws=on_rank(weights),
+        apart="seed name",
+        at="model.materialize",
+    ),
+    Row(
+        name="a loss",
+        draws=on_rank(in_a_loss),
+        apart=f"{_OF_STATE} rank micro_batch",
+        at="engine.engine.Engine.value_and_grad engine.engine.Engine._seed",
+    ),
+    Row(
+        name="evaluate",
+        draws=on_rank(in_evaluation(evaluated)),
+        apart="seed name rank call",
+        at="evaluation._Lent.__init__ evaluation._Lent.quietly",
+    ),
+    Row(
+        name="predict",
+        draws=on_rank(in_evaluation(predicted)),
+        apart="seed name rank call",
+        at="evaluation._Lent.__init__ evaluation._Lent.quietly",
+    ),
+    Row(
+        name="a user's, by rank",
+        draws=on_rank(partial(by_rng, shared=False)),
+        apart="seed name step rank purpose",
+        at="views.rng",
+    ),
+    Row(
+        name="a user's, shared",
+        draws=on_rank(partial(by_rng, shared=True)),
+        apart="seed name step purpose",
+        at="views.rng",
+    ),
+    Row(
+        name="a transform's",
+        draws=on_rank(in_a_transform),
+        apart=f"{_OF_STATE} purpose",
+        at="draws.shared_draws",
+    ),
+    Row(
+        name="factors of PowerSGD",
+        draws=on_rank(of_powersgd),
+        apart="seed name purpose index",
+        at="transforms.compress.compress._compression engine.compression.LowRank._drawn",
+    ),
+    Row(
+        name="samples",
+        draws=on_rank(sample(lambda: af.Data(Items(), batch_size=4), slice(3))),
+        apart="seed epoch index rank",
+        at="data.dataset.Data.epoch data.fetch.Fetch.__call__",
+    ),
+    Row(
+        name="samples of a loader",
+        draws=on_rank(sample(as_a_loader(Items()), slice(3))),
+        apart="seed epoch index rank",
+        at="data.dataset.Data.epoch data.fetch.Fetch.__call__",
+    ),
+    Row(
+        name="samples of a stream",
+        draws=on_rank(sample(lambda: af.Data(Stream(), batch_size=4), slice(3, 6))),
+        apart="seed epoch index rank",
+        at="data.stream.Stream._key data.stream.Opened.read",
+    ),
+    Row(
+        name="samples of a loader's stream",
+        draws=on_rank(sample(as_a_loader(Stream()), slice(3, 6))),
+        apart="seed epoch index rank",
+        at="data.stream.Stream._key data.stream.Opened.read",
+    ),
+    Row(
+        name="a stream's beginning",
+        draws=on_rank(sample(lambda: af.Data(Stream(), batch_size=4), slice(3))),
+        apart="seed epoch",
+        at="data.stream.Opened.__init__",
+    ),
+    Row(
+        name="samples of a rank's own stream",
+        draws=on_rank(
+            sample(lambda: af.Data(Own(), batch_size=4, sharded=True), slice(3))
+        ),
+        apart="seed epoch index rank",
+        at="data.sharded.Sharded._key data.sharded.Counted.__iter__",
+    ),
+    Row(
+        name="shuffled",
+        draws=order(shuffle=True, batch_size=4),
+        apart="seed epoch",
+        at="data.orders.order.Shuffled.of_epoch data.permutation.shuffled",
+    ),
+    Row(
+        name="weighted",
+        draws=order(order=af.orders.weighted(np.arange(1, N + 1)), batch_size=4),
+        apart="seed epoch",
+        at="data.orders.weights.weighted.of_epoch",
+    ),
+    Row(
+        name="weighted, without replacement",
+        draws=order(
+            order=af.orders.weighted(np.arange(1, N + 1), replacement=False),
+            batch_size=4,
+        ),
+        apart="seed epoch",
+        at="data.orders.weights.weighted.of_epoch",
+    ),
+    Row(
+        name="turns of batches in a window",
+        draws=turns_of_a_window,
+        apart="seed epoch call",
+        at="data.orders.buckets.bucketed.of_epoch",
+    ),
+    Row(
+        name="turns of batches of a budget",
+        draws=ends_by_cost,
+        apart="seed epoch",
+        at="data.dataset.Data.epoch",
+    ),
+    Row(
+        name="zipped",
+        draws=partial(through_two, zipped),
+        apart="seed epoch index",
+        at="data.zipped.Side.of_epoch",
+    ),
+    Row(
+        name="mixed",
+        draws=partial(through_two, mixed),
+        apart="seed epoch index",
+        at="data.mixed.Mixed.of_epoch",
+    ),
+    Row(
+        name="whose turn it is in a mix",
+        draws=whose_turn,
+        apart="seed epoch",
+        at="data.mixed.Mixed.of_epoch",
+    ),
+    Row(
+        name="a sampler",
+        draws=sampled,
+        apart="seed epoch",
+        at="data.orders.samplers._drawn",
+    ),
+    Row(
+        name="what knows data again",
+        draws=probed,
+        apart="",
+        at="data.fingerprint.sample_at",
+    ),
+    Row(
+        name="a simulated rank",
+        draws=of_a_simulated_rank,
+        apart="seed rank",
+        at="testing.simulation.ambient.seed_rank",
+    ),
+]
