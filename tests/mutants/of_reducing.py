@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how a user's own `reduce` is taken, and in what a plain loop does otherwise."""
 
-from accelfn import grads, update
+from accelfn import grads, hyper, update
 from accelfn.collectives import replicas
 from accelfn.testing.simulation import sayings
 from tests.laws import test_random_setups, test_reducing
@@ -76,8 +76,8 @@ MUTANTS = [
         says="an update takes the rate of how many were tried, not of how many were taken",
         law="L19",
         test=test_random_setups.test_it_trains_what_a_plain_loop_trains,
-        place=update._factor,
-        old="factor = schedule(state.step)",
-        new="factor = schedule(state.num_tried)",
+        place=hyper.scheduled,
+        old="rates(state.step)",
+        new="rates(state.num_tried)",
     ),
 ]
