@@ -384,8 +384,15 @@ def test_what_is_not_finite_is_found(
         assert torch.equal(one[number].view(torch.uint8), two[number].view(torch.uint8))
 
 
-@given(most=st.integers(0, 3), size=st.integers(1, 3), rank=st.integers(0, 2))
-def test_too_many_in_a_row_raise_on_every_rank(most: int, size: int, rank: int) -> None:
+@given(
+    most=st.integers(0, 3),
+    size=st.integers(1, 3),
+    rank=st.integers(0, 2),
+    parts=st.integers(1, 3),
+)
+def test_too_many_in_a_row_raise_on_every_rank(
+    most: int, size: int, rank: int, parts: int
+) -> None:
     """The update after `max_consecutive` raises, names parameter and rank, and is not taken."""
 
     def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
@@ -393,18 +400,20 @@ def test_too_many_in_a_row_raise_on_every_rank(most: int, size: int, rank: int) 
         return (net(values[0]) - values[1]).square().mean() * factor
 
     def run(world: af.World) -> None:
-        setup = af.chain(DDP, af.skip_nonfinite(max_consecutive=most))
+        accumulate = af.accumulate(num_micro_batches=parts)
+        setup = af.chain(DDP, accumulate, af.skip_nonfinite(max_consecutive=most))
         state, step = create(world, setup), af.make_step(loss_fn)
-        values = batches(0, 1)[0]
-        bad = math.nan if world.rank == rank % size else 1.0
+        good = [(batches(0, 1)[0], 1.0)] * parts
+        factor = math.nan if world.rank == rank % size else 1.0
+        bad = [(good[0][0], factor), *good[1:]]  # in the first micro-batch alone
         for i in range(2):  # a good update begins the count anew
-            state, _ = step(state, (values, 1.0))
+            state, _ = step(state, good)
             for _ in range(most):
-                state, _ = step(state, (values, bad))
+                state, _ = step(state, bad)
             assert (state.step, state.num_skipped) == (i + 1, most * (i + 1))
         before = tensors(state)
         with pytest.raises(NonFiniteGradsError) as caught:
-            step(state, (values, bad))
+            step(state, bad)
         said = str(caught.value)
         assert f"{most + 1} updates in a row" in said
         assert "first.weight" in said

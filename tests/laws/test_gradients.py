@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients as values: what they weigh, what they leave out, and whose state they meet."""
+
+import functools
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+from accelfn.transform import transform
+from tests.laws.test_pairs import Scales
+from tests.strategies import LOSSES, Run, differences, tensors
+
+WEIGHTS = st.lists(st.sampled_from([0, 0, 0.5, 3]), min_size=1, max_size=3)
+
+
+def number(world: af.World, *setup: object) -> af.TrainState:
+    """Return the state of one number, 1, that decays."""
+    return af.TrainState.create(
+        model=lambda: nn.ParameterList([torch.ones((), dtype=torch.float64)]),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.25),
+        setup=af.chain(*setup),
+        world=world,
+    )
+
+
+@given(
+    weights=st.lists(WEIGHTS, min_size=1, max_size=3),
+    tensor=st.booleans(),
+    scale=st.sampled_from([None, 4.0]),
+    how=st.sampled_from(["ddp", "no views", "by hand"]),
+)
+def test_weights_of_nothing(
+    weights: list[list[float]], *, tensor: bool, scale: float | None, how: str
+) -> None:
+    """What has no weight counts for nothing; where nothing has any, gradients are 0."""
+    parts = max(map(len, weights))
+    weights = [each + [0] * (parts - len(each)) for each in weights]
+    ddp = af.wrap_ddp(gradient_as_bucket_view=how == "ddp")
+
+    def loss(net: nn.Module, given: tuple[float, float]) -> af.Loss:
+        slope, weight = given
+        total = net[0] * slope
+        return af.Loss(total, torch.tensor(weight) if tensor else weight)
+
+    def train(world: af.World) -> tuple[float, float]:
+        scaling = None if scale is None else Scales(scale)
+        state = number(world, scaling, ddp if how != "by hand" else None)
+        compute, grads = af.value_and_grad(loss), None
+        for i, weight in enumerate(weights[world.rank]):
+            sync = how != "by hand" and i == parts - 1
+            slope = 2.0**i + world.rank
+            _, grads = compute(state, (slope, weight), into=grads, sync=sync)
+        grads = af.sync_grads(state, grads) if how == "by hand" else grads
+        weight = float(grads.weight)
+        return float(af.apply_grads(state, grads).params["0"]), weight
+
+    whole = sum(map(sum, weights))
+    slopes = sum(
+        2.0**i + rank
+        for rank, each in enumerate(weights)
+        for i, weight in enumerate(each)
+        if weight
+    )
+    expected = 1 - 0.5 * ((slopes / whole if whole else 0.0) + 0.25)
+    for found, weight in simulate(len(weights), train):
+        assert abs(found - expected) <= 1e-12 * max(1.0, abs(expected))
+        assert abs(weight - whole) <= 1e-6
+
+
+@given(
+    rows=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    setup=st.sampled_from([None, af.local_sgd(sync_every=2)]),
+)
+def test_means_are_reduced_by_weight(rows: list[int], setup: object) -> None:
+    """sync_grads of each rank's mean is the mean of all, however many samples each had."""
+
+    def train(world: af.World) -> float:
+        state = number(world, setup)
+        own = torch.arange(rows[world.rank]).double() + world.rank
+        compute = af.value_and_grad(lambda net, x: (net[0] * x).mean())
+        _, grads = compute(state, own)
+        return float(af.apply_grads(state, af.sync_grads(state, grads)).params["0"])
+
+    whole = [i + rank for rank, count in enumerate(rows) for i in range(count)]
+    expected = 1 - 0.5 * (sum(whole) / len(whole) + 0.25)
+    for found in simulate(len(rows), train):
+        assert abs(found - expected) <= 1e-12
+
+
+@transform
+class Drops:
+    """Leave some gradients out."""
+
+    names: tuple[str, ...]
+
+    def grads(self, grads: af.Grads, slot: None, state: af.TrainState) -> Any:
+        kept = {n: g for n, g in grads.tensors.items() if n not in self.names}
+        return grads.with_tensors(kept), slot
+
+
+NAMES = ["first.weight", "first.bias", "head.weight", "head.bias"]
+
+
+@given(
+    dropped=st.sets(st.sampled_from(NAMES), max_size=3),
+    optimizer=st.sampled_from(["momentum", "adamw", "decay"]),
+    parts=st.integers(1, 2),
+)
+def test_what_is_left_out_stays(dropped: set[str], optimizer: str, parts: int) -> None:
+    """A parameter whose gradient a transform leaves out stays; all others go as ever."""
+    run = Run(n=12, batch_size=6, dyadic=False, loss="squared", optimizer=optimizer)
+    run = attrs.evolve(run, setup=af.accumulate(num_micro_batches=parts))
+    state, _ = run.train(run.state(), 2)
+    plain, _ = run.train(state.copy(), 1)
+    before, expected = tensors(state), tensors(plain)
+    drops = Drops(tuple(sorted(dropped)))
+    found = tensors(run.train(state.with_setup(af.chain(run.setup, drops)), 1)[0])
+    for path in expected:
+        stays = any(name in path for name in dropped)
+        assert torch.equal(found[path], (before if stays else expected)[path])
+
+
+@given(kinds=st.lists(st.booleans(), min_size=1, max_size=4))
+def test_what_is_added_keeps_the_place(kinds: list[bool]) -> None:
+    """Plain values may be added to batches, in any order: the cursor is that of the batches."""
+    run = Run(n=12, batch_size=4, dyadic=False)
+    state = run.state()
+    compute, grads = af.value_and_grad(LOSSES["mean"]), None
+    batch = next(iter(af.batches(state)))
+    for is_plain in kinds:
+        _, grads = compute(state, batch.value if is_plain else batch, into=grads)
+    after = af.apply_grads(state, grads)
+    seen = 0 if all(kinds) else 4
+    assert (after.cursor.samples, after.step) == (seen, 1)
+    assert (grads.num_micro_batches, float(grads.weight)) == (
+        len(kinds),
+        4 * len(kinds),
+    )
+
+
+def trained(seed: int, optimizer: str) -> af.TrainState:
+    run = Run(n=12, batch_size=6, kind="norm", dyadic=False, loss="squared", seed=seed)
+    return run.train(attrs.evolve(run, optimizer=optimizer).state(), 2)[0]
+
+
+@given(
+    taken=st.sets(st.sampled_from(["params", "buffers", "opt_state"])),
+    optimizer=st.sampled_from(["momentum", "adamw"]),
+)
+def test_a_state_is_what_it_holds(taken: set[str], optimizer: str) -> None:
+    """One that shares some fields with the last is stepped as if it had come first."""
+    one, other = trained(0, optimizer), trained(1, optimizer)
+    held = {name: getattr(other, f"_{name}") for name in taken}
+    mixed = attrs.evolve(one, **held)
+    step = af.make_step(LOSSES["squared"])
+    batch = next(iter(af.batches(one))).value
+    fresh = mixed.copy()
+    af.release(fresh)
+    expected = tensors(step(fresh, batch)[0])
+    af.build(one)  # now the engine holds what it shares
+    assert differences(expected, tensors(step(mixed, batch)[0])) == []
