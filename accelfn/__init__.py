@@ -81,6 +81,7 @@ from accelfn.lockstep import lockstep as lockstep
 from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum
+from accelfn.observing import observe as observe
 from accelfn.partition import partition as partition
 from accelfn.salvaging import salvage as salvage
 from accelfn.state import TrainState as TrainState
@@ -147,6 +148,7 @@ if _TYPE_CHECKING:
         optimizer_in_backward as optimizer_in_backward,
     )
     from accelfn.transforms.local_sgd import local_sgd as local_sgd
+    from accelfn.transforms.plateau import plateau as plateau
     from accelfn.transforms.precision import autocast as autocast
     from accelfn.transforms.precision import full_precision as full_precision
     from accelfn.transforms.schedule_free import schedule_free as schedule_free
@@ -198,6 +200,7 @@ _LATER = {
     "accelfn.transforms.identity": ("identity",),
     "accelfn.transforms.in_backward": ("optimizer_in_backward",),
     "accelfn.transforms.local_sgd": ("local_sgd",),
+    "accelfn.transforms.plateau": ("plateau",),
     "accelfn.transforms.precision": ("autocast", "full_precision"),
     "accelfn.transforms.schedule_free": ("schedule_free",),
     "accelfn.transforms.shard": ("shard_data",),

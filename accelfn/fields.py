@@ -13,6 +13,7 @@
 | `hyper` | `(state, slot) -> {"lr": ...}` | hyperparameters of the next update |
 | `after_update` | `(state, slot) -> (state, slot)` | the state after the optimizer |
 | `after_skip` | `(grads, slot, state) -> slot` | its slot after an update that was skipped |
+| `observe` | `(state, slot, value) -> slot` | its slot, told what an evaluation gave |
 | `eval_params` | `(state, slot) -> params` | what is evaluated and exported |
 | `finalize` | `(state, slot) -> (state, slot)` | what is owed at the end |
 | `merge` | `slots -> (weights, slot)` | how ranks that differ become one, to load them |
@@ -37,6 +38,7 @@ _ARGUMENTS = {
     "hyper": ("state", "slot"),
     "after_update": ("state", "slot"),
     "after_skip": ("grads", "slot", "state"),
+    "observe": ("state", "slot", "value"),
     "eval_params": ("state", "slot"),
     "finalize": ("state", "slot"),
     "merge": ("slots",),

@@ -434,3 +434,15 @@ def test_a_run_is_tracked(tmp_path: Path, launcher: list[str]) -> None:
     shown = {"loss", "grad_norm", "updates_per_second", "memory_bytes"}
     assert shown <= set(log.metrics)
     assert (len(log.times), log.superseded) == (29, 0)
+
+
+@by_launcher
+def test_a_plateau(tmp_path: Path, launcher: list[str]) -> None:
+    """The rate falls as the held-out loss stalls, and more digits are read than without."""
+    printed = output_of(tmp_path, "14_plateau.py", *launcher)
+
+    rates = [float(rate) for rate in re.findall(r"rate (\S+)", printed)]
+    assert len(rates) >= 2
+    assert rates == sorted(rates, reverse=True)
+    without, with_it = percentages(printed)
+    assert with_it > max(without, 98.0)

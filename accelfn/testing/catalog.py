@@ -169,6 +169,20 @@ CATALOG: tuple[Row, ...] = (
         not_beside=frozenset({"reduce"}),
     ),
     Row(af.ema, _options({"decay": st.sampled_from([0.5, 0.25, 0.0, 1.0])})),
+    Row(
+        af.plateau,
+        _options(
+            factor=st.sampled_from([0.5, 0.25]),
+            mode=st.just("max"),
+            patience=st.integers(0, 2),
+            threshold=st.sampled_from([0.0, 0.5]),
+            threshold_mode=st.just("abs"),
+            cooldown=st.integers(1, 2),
+            min_lr=st.just(0.125),
+            eps=st.just(0.0),
+        ),
+        neutral={},
+    ),
     Row(af.sync_batchnorm, _options(), not_beside=frozenset({"reduce"})),
 )
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a schedule, a torch scheduler or a transform sets in parameter groups."""
 
-from accelfn import hyper, optimizer, update
+import inspect
+
+from accelfn import hyper, observing, optimizer, update
+from accelfn.checkpoint import fields
 from accelfn.schedules import of_torch
-from tests.laws import test_torch_schedules
+from accelfn.transforms import plateau
+from tests.laws import test_plateau, test_torch_schedules
 from tests.mutants.mutant import Mutant
 
 STEPPED = test_torch_schedules.test_from_torch_is_the_scheduler_stepped
@@ -110,5 +114,77 @@ MUTANTS = [
         place=of_torch._check,
         old="if needed:",
         new="if False:",
+    ),
+    Mutant(
+        name="a plateau is a plateau longer",
+        says="one value more than `patience` is let pass",
+        law="L19",
+        test=test_plateau.test_plateau_is_torchs,
+        place=plateau.plateau.observe,
+        old="num_bad > self.patience",
+        new="num_bad > self.patience + 1",
+    ),
+    Mutant(
+        name="no cooling",
+        says="values after a reduction count as bad at once",
+        law="L19",
+        test=test_plateau.test_plateau_is_torchs,
+        place=plateau.plateau.observe,
+        old="if cooling > 0:",
+        new="if False:",
+    ),
+    Mutant(
+        name="the first floor for all",
+        says="min_lr of the first group bounds the rates of all",
+        law="L19",
+        test=test_plateau.test_plateau_is_torchs,
+        place=plateau.plateau.hyper,
+        old="least[i]",
+        new="least[0]",
+    ),
+    Mutant(
+        name="rates in double",
+        says="a rate that is a tensor is reduced as if it were not",
+        law="L19",
+        test=test_plateau.test_plateau_is_torchs,
+        place=plateau.plateau._reduced,
+        old="isinstance(rate, torch.Tensor)",
+        new="False",
+    ),
+    Mutant(
+        name="a plateau of the optimizer's own rates",
+        says="once a plateau has reduced, the schedule is lost",
+        law="L19",
+        test=test_plateau.test_plateau_reduces_what_is_scheduled,
+        place=plateau.plateau.hyper,
+        old="scheduled(state)",
+        new="{}",
+    ),
+    Mutant(
+        name="what was observed is forgotten",
+        says="a state that was loaded has observed nothing",
+        law="L46",
+        test=test_plateau.test_what_was_observed_is_saved,
+        place=fields.with_fields,
+        old="slots=slots,",
+        new='slots={**slots, "plateau": state.slots["plateau"]},',
+    ),
+    Mutant(
+        name="ranks observe what they like",
+        says="a value of one rank's own moves its rate, and replicas drift",
+        law="L2",
+        test=test_plateau.test_ranks_observe_the_same,
+        place=inspect.unwrap(observing.observe),
+        old="repr(number)",
+        new='""',
+    ),
+    Mutant(
+        name="ranks apart must agree",
+        says="values are compared where nothing else crosses the ranks",
+        law="L2",
+        test=test_plateau.test_ranks_apart_observe_their_own,
+        place=inspect.unwrap(observing.observe),
+        old='if setup.having("engine") or setup.having("reduce"):',
+        new="if True:",
     ),
 ]

@@ -195,3 +195,62 @@ def test_autocast_around_and_inside():
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         expected = bits(dict(model.named_parameters()))
     assert expected == bits(STEP(state, X)[0].params)
+
+
+def test_plateau():
+    """It lets `patience` values pass that are no better, then lowers every rate."""
+    state = make(af.plateau(0.5, patience=1, cooldown=1, min_lr=0.02))
+    (base,) = state.lrs
+    rates = []
+    for value in (1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5):
+        state = af.observe(state, torch.tensor(value))
+        rates.append(state.lrs[0] / base)
+    assert rates == [1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_plateau_of_two_groups_and_three_floors():
+    """As many least rates as groups, or one; another number is refused with both."""
+    with pytest.raises(
+        af.ArgumentError, match=r"each of the 1 parameter groups, got 3"
+    ):
+        make(af.plateau(min_lr=[0.1, 0.1, 0.1]))
+    assert make(af.plateau(min_lr=[0.1])).setup.transforms[0].min_lr == (0.1,)
+
+
+@pytest.mark.parametrize("value", [None, "0.1", True, torch.zeros(1), {"loss": 0.1}])
+def test_what_is_observed_is_a_number(value):
+    """Something else is refused; of a dict one number is to be chosen."""
+    hint = "by its name" if isinstance(value, dict) else "expected a number"
+    with pytest.raises(af.ArgumentError, match=hint):
+        af.observe(make(af.plateau()), value)
+
+
+def test_somebody_observes():
+    """Without a transform that goes by it, a value would be lost; one is named."""
+    with pytest.raises(af.StateError, match=r"af\.plateau"):
+        af.observe(make(), 0.5)
+
+
+def test_observing_shares_the_tensors():
+    """The state that observed is the given one but for slots, and given away with it."""
+    state = make(af.plateau())
+    after = af.observe(state, 0.5)
+    assert state.slots["plateau"]["best"] == math.inf
+    assert after.slots["plateau"]["best"] == 0.5
+    assert all(after.params[name] is state.params[name] for name in state.params)
+
+
+def test_observers_of_ones_own():
+    """A transform of one's own may observe; each gets its own slot, in order."""
+
+    @af.transform
+    class Best:
+        def init(self, state):
+            return []
+
+        def observe(self, state, slot, value):
+            return [*slot, value]
+
+    state = make(af.chain(Best(), Best(name="other")))
+    state = af.observe(af.observe(state, 2), 1.0)
+    assert dict(state.slots) == {"best": [2.0, 1.0], "other": [2.0, 1.0]}

@@ -12,6 +12,7 @@ from torch import nn
 from accelfn.batches import batches
 from accelfn.data import Data
 from accelfn.loss import Loss, Metrics
+from accelfn.observing import observe
 from accelfn.state import TrainState
 from accelfn.step import make_step
 from accelfn.world import World
@@ -108,6 +109,8 @@ class Problem:
         if number:
             for batch in batches(state):
                 state, metrics = step(state, batch)
+                if state.setup.having("observe"):
+                    state = observe(state, 1.0)  # it gets no better
                 yield state, metrics
                 if state.step == last:
                     return
