@@ -10,6 +10,7 @@ from accelfn.counts import Count, Counts, counted, of_shares
 from accelfn.data import Batch
 from accelfn.draws import shared_draws
 from accelfn.engine.engine import engine_of
+from accelfn.engine.first_batch import check_first_batch
 from accelfn.engine.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
@@ -85,6 +86,7 @@ def value_and_grad(
         state.lease.check()
         composed = state.definition.cache.get(compute)
         if composed is None:
+            check_first_batch(state, batch)
             composed = _compose(differentiated, state.definition.setup)
             state.definition.cache[compute] = composed
         if count is not None:

@@ -123,8 +123,18 @@ def test_the_front_page_runs_on_two_processes(front_page, launcher):
     assert printed_losses(launcher, script) == pytest.approx(losses, rel=1e-2)
 
 
+@pytest.mark.ranks(2)
+def test_a_port_from_accelerate_is_warned_of_nothing(tmp_path):
+    """A9, A4, D: the ported script that the page shows runs on two ranks without a word."""
+    page = ROOT / "docs/how-to/coming-from-accelerate.md"
+    port, *_ = (e.parsed for e in BLOCKS.parse(page) if "from_env" in str(e.parsed))
+    script = tmp_path / "port.py"
+    script.write_text(port)
+    assert printed_losses(["-m", "accelfn.cli", "launch", "--nproc", "2"], script) == []
+
+
 def printed_losses(launcher: list[str], script: Path) -> list[float]:
-    """Run a script, and return the losses that it printed."""
+    """Run a script, which is warned of nothing, and return the losses that it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, *launcher, str(script)],
@@ -134,4 +144,5 @@ def printed_losses(launcher: list[str], script: Path) -> list[float]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     return [float(loss) for loss in re.findall(r"'loss': ([\d.e+-]+)", done.stdout)]

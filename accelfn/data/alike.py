@@ -42,6 +42,8 @@ _AGAIN = 4
 
 _SAMPLE, _FAILED = "sample ", "cannot be read: "
 
+_LABEL = "compare data"
+
 Seen: TypeAlias = dict[str, dict[str, list[str | None]]]
 """Of each dataset, and each thing seen of it, a digest a leaf; None where it changes."""
 
@@ -94,21 +96,13 @@ def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
     """
     if world.size == 1:
         return
-    label = "compare data"
-    form = {
-        f"data, {name}": str(each) for name, each in form_of(data).items()
-    } | _flags(data)
-    if data.fingerprint is not None or looks is None:
-        looks = None
-        form["data, fingerprint"] = str(data.fingerprint)
-    mine = _digest(json.dumps([form, looks and looks.seen()]).encode())
-    told = torch.frombuffer(bytearray(mine), dtype=torch.int64).to(world.device)
-    if len({int(each) for each in all_gather(told, world, label=label)}) == 1:
+    form, looks = _form(data, looks)
+    if _are_told_alike(form, looks, world):
         return
     if looks is not None:
         looks.look_again()
     text = json.dumps([form, looks and looks.seen()])
-    tables = [json.loads(each) for each in gather_text(text, world, label=label)]
+    tables = [json.loads(each) for each in gather_text(text, world, label=_LABEL)]
     rows = _rows_of([found or {} for _, found in tables])
     named = [[f"{k}: {v}" for k, v in each.items()] for each, _ in tables]
     differing = first_difference([a + b for a, b in zip(named, rows, strict=True)])
@@ -123,6 +117,32 @@ def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
         raise ReplicaMismatchError(msg)
 
 
+def are_alike(data: "Data", world: World) -> bool:
+    """Return whether all ranks are seen to hold the same samples; of streams nothing is.
+
+    Cost: as `check_alike` where ranks agree.
+    """
+    form, looks = _form(data, data.looks)
+    alike = _are_told_alike(form, looks, world)
+    return alike and (looks is not None or data.fingerprint is not None)
+
+
+def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
+    """Return how data is batched, and its name if it has one, instead of its looks."""
+    form = {f"data, {name}": str(each) for name, each in form_of(data).items()}
+    form |= {"data, sharded": str(data.sharded), "data, dispatch": str(data.dispatch)}
+    if data.fingerprint is None and looks is not None:
+        return form, looks
+    return form | {"data, fingerprint": str(data.fingerprint)}, None
+
+
+def _are_told_alike(form: dict[str, str], looks: Looks | None, world: World) -> bool:
+    """Compare 8 bytes that stand for what each rank sees."""
+    mine = _digest(json.dumps([form, looks and looks.seen()]).encode())
+    told = torch.frombuffer(bytearray(mine), dtype=torch.int64).to(world.device)
+    return len({int(each) for each in all_gather(told, world, label=_LABEL)}) == 1
+
+
 def order_told(data: "Data", seed: int) -> dict[str, str]:
     """Return a digest of the first epoch's order, where more than the seed decides it."""
     pure = type(data.ordering) in (Sequential, Shuffled)
@@ -133,10 +153,6 @@ def order_told(data: "Data", seed: int) -> dict[str, str]:
     spans = np.array(list(islice(epoch.cut.spans(0), _INDICES)))
     found = _digest(order.tobytes() + spans.tobytes()).hex()
     return {"data, order of the first epoch": found}
-
-
-def _flags(data: "Data") -> dict[str, str]:
-    return {"data, sharded": str(data.sharded), "data, dispatch": str(data.dispatch)}
 
 
 def _looked_at(

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from accelfn.collectives import check_rows
-from accelfn.data.alike import check_alike, order_told
+from accelfn.data.alike import are_alike, check_alike, order_told
 from accelfn.data.fingerprint import form_of
 from accelfn.errors import Error
 from accelfn.optimizer import kind_of
 from accelfn.schedules.rates import Rates
 from accelfn.state import TrainState
 
+SAME_DATA = "same data"
+"""Under which a definition's cache has whether ranks that share no data have the same."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ASKED = 0, 1, 10, 100, 1000
 """Updates at which a schedule is asked: of two functions, only what they return compares."""
@@ -38,9 +40,13 @@ def check_definitions(state: TrainState) -> None:
             " optimizer, schedule, seed and data on all of them."
         ),
     )
-    data = state.data
-    if data is not None and state.definition.plan.num_shares > 1:
+    data, definition = state.data, state.definition
+    if data is None:
+        return
+    if definition.plan.num_shares > 1:
         check_alike(data, data.looks, state.world)
+    else:
+        definition.cache[SAME_DATA] = are_alike(data, state.world)
 
 
 def _rows(state: TrainState) -> dict[str, str]:

@@ -414,7 +414,7 @@ class TestPrograms:
     @given(
         program=programs(
             model=models(norm=False, dropout=False, width=st.integers(1, 2)),
-            setup=chains(field="data", include=[af.wrap_ddp]),
+            setup=chains(field="data", include=[af.shard_data, af.wrap_ddp]),
         ),
         size=worlds(),
     )

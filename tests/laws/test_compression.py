@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -332,6 +333,7 @@ def test_other_ranks_take_over_what_was_left_out(run: Run, sizes: list[int]) -> 
     assert differences(*means, within=1e-12) == []
 
 
+@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # not the state's data
 @given(run=runs(dyadic=False, kind="plain"), size=SIZES, bad=st.integers(0, 3))
 def test_a_skipped_update_leaves_what_was_left_out(
     run: Run, size: int, bad: int

@@ -20,6 +20,12 @@ from accelfn.transform import transform
 from tests.laws.worlds import DDP, Found, params, single
 from tests.strategies import Run, differences, model, tensors
 
+pytestmark = (
+    pytest.mark.filterwarnings(  # steps take other values than the state's data
+        "ignore::accelfn.errors.Warning"
+    )
+)
+
 FP16 = af.autocast("fp16", init_scale=1024.0, growth_interval=2)
 SKIPPING = st.sampled_from(
     [

@@ -3,7 +3,8 @@
 
 from accelfn import running
 from accelfn.batches import Batches
-from tests.laws import test_loops_of_nothing
+from accelfn.engine import agreement, first_batch
+from tests.laws import test_loops_of_nothing, test_shared_work
 from tests.mutants.mutant import Mutant
 
 NOTHING = test_loops_of_nothing.test_a_loop_that_does_nothing_says_so
@@ -54,5 +55,59 @@ MUTANTS = [
         place=running.run,
         old="state.cursor.epoch >= num_epochs",
         new="False",
+    ),
+    Mutant(
+        name="ranks that do the same work are silent",
+        says="what data ranks have that share none is not compared",
+        law="L6",
+        test=test_shared_work.test_ranks_that_do_the_same_work_are_told,
+        place=agreement.check_definitions,
+        old="= are_alike(data, state.world)",
+        new="= False",
+    ),
+    Mutant(
+        name="data of each rank's own are blamed",
+        says="ranks that have other data are told that they do the same work",
+        law="L6",
+        test=test_shared_work.test_ranks_that_do_the_same_work_are_told,
+        place=first_batch._unshared,
+        old="if not state.definition.cache.get(SAME_DATA, False):",
+        new="if False:",
+    ),
+    Mutant(
+        name="plain values are silent",
+        says="a loader's batches under shard_data are trained on by all ranks, unsaid",
+        law="L6",
+        test=test_shared_work.test_values_that_are_not_cut_are_told,
+        place=first_batch.check_first_batch,
+        old="_of_value(state, batch) if is_sharded else None",
+        new="None",
+    ),
+    Mutant(
+        name="ranks' own values are blamed",
+        says="values that differ by rank are taken for the same",
+        law="L6",
+        test=test_shared_work.test_values_that_are_not_cut_are_told,
+        place=first_batch._of_value,
+        old="if not _is_alike(value, state):",
+        new="if False:",
+    ),
+    Mutant(
+        name="whole batches pass for parts",
+        says="a batch of a state that was not sharded is taken without a word",
+        law="L6",
+        test=test_shared_work.test_batches_that_another_state_cut_are_told,
+        place=first_batch._is_whole,
+        old="return counted == batch.num_samples > 1",
+        new="return False",
+    ),
+    Mutant(
+        name="one sample is blamed",
+        says="a batch of one sample, which one rank alone can have, is told as whole",
+        law="L6",
+        test=test_shared_work.test_batches_that_another_state_cut_are_told,
+        place=first_batch._is_whole,
+        old="== batch.num_samples > 1",
+        new="== batch.num_samples",
     ),
 ]

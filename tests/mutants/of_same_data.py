@@ -106,9 +106,9 @@ MUTANTS = [
         says="samples are compared though the data has a name",
         law="L36",
         test=test_same_data.test_data_that_name_themselves_are_compared_by_name,
-        place=alike.check_alike,
-        old="looks = None\n",
-        new="pass\n",
+        place=alike._form,
+        old="data.fingerprint is None and looks is not None",
+        new="looks is not None",
     ),
     Mutant(
         name="one failure hides the rest",

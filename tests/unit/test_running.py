@@ -255,7 +255,7 @@ def test_two_numbers_of_one_name(case, size):
         with pytest.raises(af.ArgumentError, match="(?s)one.*'loss'.*update") as told:
             af.run(
                 STEP,
-                fresh(af.wrap_ddp(), world=world),
+                fresh(af.shard_data(), af.wrap_ddp(), world=world),
                 until=af.epochs(2),
                 every=COLLIDING[case](one, two),
                 track=lambda _, update: tracked.append(update),
@@ -274,7 +274,7 @@ def test_metrics_of_one_rank_are_no_numbers():
     def train(world):
         af.run(
             STEP,
-            fresh(af.wrap_ddp(), world=world),
+            fresh(af.shard_data(), af.wrap_ddp(), world=world),
             until=2,
             every={1: lambda _, metrics: metrics},
         )

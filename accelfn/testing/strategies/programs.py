@@ -23,6 +23,7 @@ from accelfn.testing.strategies.nets import Net, models
 from accelfn.testing.strategies.optimizers import TorchOptimizer, optimizers
 from accelfn.transform import chain
 from accelfn.transforms.ddp import wrap_ddp
+from accelfn.transforms.shard import shard_data
 from accelfn.world import World
 
 
@@ -141,7 +142,7 @@ _ANY: dict[str, st.SearchStrategy[Any]] = {
     "model": models(),
     "loss": losses(),
     "optimizer": optimizers(),
-    "setup": chains(reduced=True),
+    "setup": chains(include=[shard_data], reduced=True),
     "schedule": st.sampled_from([None, schedules.linear(4)]),
     "shuffle": st.booleans(),
     "seed": st.integers(0, 3),
@@ -152,7 +153,7 @@ _EXACT: dict[str, st.SearchStrategy[Any]] = {
     "model": models(dyadic=True, norm=False, dropout=False),
     "loss": losses(squared=False),
     "optimizer": optimizers(dyadic=True),
-    "setup": chains(field="data", include=[wrap_ddp]),
+    "setup": chains(field="data", include=[shard_data, wrap_ddp]),
     "schedule": st.none(),
     "updates": st.just(1),
 }

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether ranks share the work: looked at once, at the first batch of a definition.
+
+Replicas that all see the same samples agree, and nothing else shows that each does the work
+of all.
+"""
+
+from typing import Any
+
+import torch
+
+from accelfn import tree
+from accelfn.advice import advise
+from accelfn.collectives import all_gather, checksum
+from accelfn.data import Batch
+from accelfn.engine.agreement import SAME_DATA
+from accelfn.engine.engine import engine_of
+from accelfn.modes import own_modes
+from accelfn.state import TrainState
+
+_SEEN = "first batch"
+
+
+def check_first_batch(state: TrainState, batch: Any) -> None:
+    """Say if every rank is about to train on all samples; in a world of 1, nothing.
+
+    Cost: none but at the first batch of a definition. If that is a plain value under
+    `shard_data`, of a state without data, an all-gather of 8 bytes.
+    """
+    definition = state.definition
+    if definition.world.size == 1 or _SEEN in definition.cache:
+        return
+    with own_modes(definition.world.device):
+        engine_of(state)
+    definition.cache[_SEEN] = True
+    is_sharded = definition.plan.num_shares > 1
+    if not isinstance(batch, Batch):
+        said = _of_value(state, batch) if is_sharded else None
+    elif batch.start is None or not _is_whole(batch) or _has_own_stream(state):
+        said = None
+    elif is_sharded:
+        said = _uncut(state, batch)
+    else:
+        said = _unshared(state)
+    if said is not None and definition.world.is_main:
+        advise(said)
+
+
+def _is_whole(batch: Batch) -> bool:
+    """Whether this rank has all samples of an update, of which others could have had some."""
+    counted = sum(weight or 0 for weight in batch.weights)
+    return counted == batch.num_samples > 1
+
+
+def _has_own_stream(state: TrainState) -> bool:
+    """Whether each rank reads a stream of its own, of which some may have ended."""
+    return state.data is not None and state.data.sharded
+
+
+def _of_value(state: TrainState, value: Any) -> str | None:
+    """Return what is wrong with a plain value where batches are to be cut."""
+    size = state.world.size
+    if state.data is not None:
+        return (
+            "step(state, batch) got a value that is no batch of af.batches(state):"
+            f" af.shard_data() does not cut it, so what all {size} ranks read, all train on,"
+            " and the state's cursor stays where it is, so a resumed run begins its data"
+            " again. Write `for batch in af.batches(state, epochs=...):` and give step the"
+            " batch itself; what is to be done with its value belongs into the loss. Where"
+            " each rank reads samples of its own, leave out af.shard_data() and data=."
+        )
+    if not _is_alike(value, state):
+        return None
+    return (
+        f"step(state, batch) got the same value on all {size} ranks: af.shard_data() cuts"
+        " batches of af.batches alone, so each rank trains on all samples, which is"
+        f" {size} times the work for the result of one rank. Give the dataset to the state,"
+        " TrainState.create(data=af.Data(dataset, batch_size=...)), and write `for batch in"
+        " af.batches(state, epochs=...):`; or give each rank its part, af.split(value,"
+        " world)."
+    )
+
+
+def _is_alike(value: Any, state: TrainState) -> bool:
+    """Whether all ranks have a value of the same tensors."""
+    world = state.world
+    sums = [checksum(t) for t in tree.tensor_leaves(value) if t.numel() > 1]
+    # without any there is nothing to tell by: a number that no other rank has
+    mine = checksum(torch.stack(sums)) if sums else torch.tensor(world.rank)
+    told = all_gather(mine.to(world.device), world, label="first batch")
+    return len({int(each) for each in told}) == 1
+
+
+def _uncut(state: TrainState, batch: Batch) -> str:
+    size = state.world.size
+    return (
+        f"This batch is not cut: its {batch.num_samples} samples are all on this rank, one"
+        f" of {size} that af.shard_data() gives a part each. It is of another state, or was"
+        " begun before this setup was given: write `for batch in af.batches(state):` with"
+        " the state that is trained, made with world= and its setup."
+    )
+
+
+def _unshared(state: TrainState) -> str | None:
+    """Return what is wrong with ranks that have the same data, and take all of it."""
+    if not state.definition.cache.get(SAME_DATA, False):
+        return None
+    size = state.world.size
+    return (
+        f"Nothing in the setup gives ranks their part: each of the {size} ranks trains on all"
+        f" samples of every batch, which is {size} times the work for the result of one."
+        " Write af.shard_data() into the setup, as in af.chain(af.shard_data(),"
+        " af.wrap_ddp())."
+    )
