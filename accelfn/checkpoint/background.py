@@ -8,17 +8,21 @@ beside the checkpoint, which they all see, for they write the checkpoint itself 
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import attrs
 import torch
 
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint.commit import Contents, Save
-from accelfn.errors import CheckpointWriteError
+from accelfn.errors import CheckpointWriteError, PeerFailedError
 
 _PATIENCE = 600.0
-"""Seconds after which a rank that has not said anything is given up."""
+"""Seconds; of a world that has no timeout of its own."""
+_GRACE = 5.0
+"""Seconds for ranks that still write their part, when another is known to be gone."""
 
 
 class Buffers:
@@ -47,41 +51,102 @@ class Buffers:
         return copies
 
 
-@attrs.define
+@attrs.define(kw_only=True)
 class Talk:
     """How ranks agree by files in a directory that all see.
 
     Attributes:
-        directory: of the files.
-        rank: of the world.
-        size: of the world.
-        turn: how many times they have.
+        save: about which.
+        patience: seconds after which a rank that has not said its part is given up.
+        turn: how many times they have agreed.
+        hurried_at: when a rank was known to be gone, if one is.
     """
 
-    directory: Path
-    rank: int
-    size: int
+    save: Save
+    patience: float
     turn: int = 0
+    hurried_at: float | None = None
 
     def __call__(self, what: str, text: str) -> list[str]:
         """Say this rank's text, and return that of all ranks, when all have said theirs.
 
         Raises:
-            CheckpointWriteError: a rank said nothing for minutes.
+            CheckpointWriteError: a rank's writer has ended with an error.
+            PeerFailedError: a rank's process has ended, or it said nothing in time.
         """
         self.turn += 1
-        said = self.directory / f"{self.turn}-{self.rank}"
-        disk.tell(said, text)
-        wanted = [self.directory / f"{self.turn}-{rank}" for rank in range(self.size)]
-        pause, end = 0.001, time.monotonic() + _PATIENCE
-        while absent := [path for path in wanted if not path.exists()]:
-            if time.monotonic() > end:
-                ranks = ", ".join(path.name.partition("-")[2] for path in absent)
-                msg = f"rank {ranks} did not {what} within {_PATIENCE:.0f} s."
-                raise CheckpointWriteError(msg)
+        disk.tell(self._file(self.turn, self.save.rank), text)
+        pause, begun = 0.001, time.monotonic()
+        while absent := self._absent():
+            gone = [r for r in absent if disk.is_let_go(self._file(_HELD, r))]
+            absent = self._absent()  # one that was gone may have spoken before
+            self._check_ended(absent)
+            gone = [rank for rank in gone if rank in absent]
+            if gone or self._is_over(begun):
+                raise PeerFailedError(self._given_up(gone, absent, what, begun))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return [path.read_text() for path in wanted]
+        return [_read(self._file(self.turn, rank)) for rank in self._ranks()]
+
+    def begin(self) -> BinaryIO | None:
+        """Let the others see whether this process lives, until what is returned is closed."""
+        mine = self._file(_HELD, self.save.rank)
+        return disk.hold(mine) if self.save.size > 1 else None
+
+    def end(self, text: str) -> None:
+        """Let the others know that this rank will say nothing more, and why."""
+        if self.save.size > 1:
+            disk.tell(self._file(_ENDED, self.save.rank), text)
+
+    def _ranks(self) -> range:
+        return range(self.save.size)
+
+    def _file(self, turn: int | str, rank: int) -> Path:
+        return talk_directory(self.save.final) / f"{turn}-{rank}"
+
+    def _absent(self) -> list[int]:
+        return [r for r in self._ranks() if not self._file(self.turn, r).exists()]
+
+    def _check_ended(self, absent: list[int]) -> None:
+        for rank in absent:
+            ended = self._file(_ENDED, rank)
+            if ended.exists():
+                nothing = f"{self.save.unsaved}: rank {rank} failed, and had no room to say why"
+                raise CheckpointWriteError(_read(ended) or nothing)
+
+    def _is_over(self, begun: float) -> bool:
+        now, hurried = time.monotonic(), self.hurried_at
+        return now > begun + self.patience or (
+            hurried is not None and now > max(begun, hurried) + _GRACE
+        )
+
+    def _given_up(
+        self, gone: list[int], absent: list[int], what: str, begun: float
+    ) -> str:
+        if gone:
+            how = f"the process of {_named(gone)} has ended"
+        else:
+            waited = time.monotonic() - begun
+            how = (
+                f"{_named(absent)} failed, left or did not arrive within {waited:.3g} s"
+            )
+        return (
+            f"The save of step {self.save.step} was not seen to its end: rank"
+            f" {self.save.rank} of {self.save.size} waited in 'save: {what}', but {how}."
+            " Look at its output for the cause."
+        )
+
+
+def _named(ranks: list[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+_ENDED, _HELD = "ended", "held"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def talk_directory(final: Path) -> Path:
@@ -90,28 +155,71 @@ def talk_directory(final: Path) -> Path:
 
 
 class Writing:
-    """A save that is under way in a thread."""
+    """A save that a thread writes, once it is started."""
 
     def __init__(
-        self, save: Save, contents: Contents, then: Callable[[], object]
+        self,
+        save: Save,
+        contents: Contents,
+        then: Callable[[], object],
+        *,
+        patience: float | None,
     ) -> None:
-        """Begin to write; the contents' tensors must not change before `join`."""
+        """Take what to write; the contents' tensors must not change before `join`."""
         self.save = save
+        self._contents, self._then = contents, then
+        self._talk = Talk(save=save, patience=patience or _PATIENCE)
+        self._begun, self._done = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
-        talk = Talk(talk_directory(save.final), save.rank, save.size)
-        self._thread = threading.Thread(
-            target=self._run, args=(contents, talk, then), name="accelfn-save"
-        )
-        self._thread.start()
 
-    def _run(self, contents: Contents, talk: Talk, then: Callable[[], object]) -> None:
-        try:
-            commit.write(self.save, contents, talk)
-            then()
-        except BaseException as error:  # noqa: BLE001 - raised in the training's thread
-            self._error = error
+    def start(self) -> None:
+        """Begin to write."""
+        threading.Thread(target=self._run, name="accelfn-save").start()
 
     def join(self) -> BaseException | None:
-        """Wait for the end, and return the error with which it ended."""
-        self._thread.join()
+        """Wait for the end, and return the error with which it ended.
+
+        One whose start was interrupted is started here: other ranks count on it.
+        """
+        if not self._begun.locked():
+            self.start()
+        self._done.wait()
         return self._error
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a moment: one of them is gone."""
+        self._talk.hurried_at = time.monotonic()
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return  # another thread was started, and that was not known
+        held: BinaryIO | None = None
+        try:
+            held = self._talk.begin()
+            commit.write(self.save, self._contents, self._talk)
+            # there it is: what is said now is said by rank 0, and asks for no other's file
+            self.save.agreed(lambda _, text: [text], "read it back", self._read_back)
+        except CheckpointWriteError as error:
+            self._error = error  # all ranks have it
+        except PeerFailedError as error:
+            self._error = error  # the others see it, too
+        except BaseException as error:  # noqa: BLE001 - raised in the training's thread
+            self._error = self._alone(error)
+            with suppress(BaseException):  # this disk may be what has failed
+                self._talk.end(str(self._error))
+        finally:
+            if held is not None:
+                held.close()
+            self._done.set()
+
+    def _read_back(self) -> None:
+        self._then()
+
+    def _alone(self, error: BaseException) -> CheckpointWriteError:
+        """Return what ends this rank's part, and no other's, as an error of the save."""
+        rank = self.save.rank
+        known = CheckpointWriteError(
+            f"{self.save.unsaved}: rank {rank} failed: {commit.told(error)}"
+        )
+        known.__cause__ = error
+        return known

@@ -79,6 +79,11 @@ class Save:
         """Where it is written until it is whole."""
         return partial_of(self.final)
 
+    @property
+    def unsaved(self) -> str:
+        """How an error begins."""
+        return f"The state of step {self.step} was not saved"
+
     def agreed(
         self,
         exchange: Exchange,
@@ -100,10 +105,10 @@ class Save:
         try:
             outcome = f"ok {act() or ''}"
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
-            failure, outcome = error, f"failed {type(error).__name__} {_told(error)}"
+            failure, outcome = error, f"failed {type(error).__name__} {told(error)}"
         outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
         if commits:
-            done = not outcomes[0] and self.final.exists()
+            done = not outcomes[0] and disk.is_there(self.final)
             outcomes = ["ok "] if done else outcomes[:1]
         for rank, text in enumerate(outcomes):
             if not text.startswith("ok "):
@@ -112,21 +117,19 @@ class Save:
                     with suppress(OSError):
                         disk.remove(self.partial)
                 kind, _, reason = (text or _SPEECHLESS)[7:].partition(" ")
-                msg = (
-                    f"The state of step {self.step} was not saved: rank {rank} could not"
-                    f" {what}: {reason}"
-                )
+                msg = f"{self.unsaved}: rank {rank} could not {what}: {reason}"
                 in_use = kind == DirectoryInUseError.__name__
                 error_type = DirectoryInUseError if in_use else CheckpointWriteError
                 raise error_type(msg) from failure
         return [text[3:] for text in outcomes]
 
 
-def _told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Return an error's text, which begins with its kind where it is none that is known."""
-    if isinstance(error, Error) or (isinstance(error, OSError) and error.errno):
-        return str(error)
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = str(error)
+    if not (isinstance(error, Error) or (isinstance(error, OSError) and error.errno)):
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return text.encode(errors="backslashreplace").decode()  # a path may be any bytes
 
 
 def partial_of(final: Path) -> Path:
@@ -288,6 +291,9 @@ def explained(
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     needed = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
-    free = shutil.disk_usage(path.parent).free
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        return error
     reason = f"{os.strerror(error.errno)} (needs {needed:,} bytes, {free:,} are free)"
     return OSError(error.errno, reason, str(path))

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import uuid
 from collections.abc import Iterable
@@ -68,7 +69,7 @@ def rename(path: Path, new: Path) -> None:
     path.rename(new)
     try:
         flush(new.parent)
-    except OSError:
+    except Exception:
         new.rename(path)
         raise
 
@@ -130,10 +131,53 @@ def tell(path: Path, text: str) -> None:
     """Let the other ranks read a text, whole or, where there is no room, none of it."""
     unfinished = path.with_name(f".{path.name}")
     try:
-        unfinished.write_text(text)
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.rename(path)
     except OSError:
         path.touch()
+
+
+def hold(path: Path) -> BinaryIO | None:
+    """Make a file that is held until it is closed, or this process ends, however it does.
+
+    None where the file system has no such locks.
+    """
+    unfinished = path.with_name(f".{path.name}")
+    with suppress(OSError):
+        file = unfinished.open("xb", buffering=0)
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(_machine())
+            unfinished.rename(path)
+        except BaseException:
+            file.close()
+            raise
+        return file
+    return None
+
+
+def is_let_go(path: Path) -> bool:
+    """Return whether nobody holds a file any more that a process of this machine held."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read() == _machine():
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+def _machine() -> bytes:
+    """Return what tells machines apart, on which alone locks can be relied upon."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return socket.gethostname().encode()
+
+
+def is_there(path: Path) -> bool:
+    """Return whether something has a path, as far as the disk says."""
+    with suppress(OSError):
+        return path.exists()
+    return False
 
 
 def open_plain(path: Path) -> BinaryIO:

@@ -3,7 +3,6 @@
 
 import math
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from accelfn.checkpoint import disk, files
 from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest
 from accelfn.errors import CheckpointError
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def name_of(step: int) -> str:
@@ -20,13 +19,18 @@ def name_of(step: int) -> str:
 
 
 def steps_in(directory: Path) -> tuple[int, ...]:
-    """Return the steps of which a directory has checkpoints, in rising order."""
+    """Return the steps of which a directory has checkpoints, in rising order.
+
+    What has another name than a store gives is not of a store: `step-34`, say.
+    """
     if not directory.is_dir():
         return ()
     found = [
         int(match[1])
         for path in directory.iterdir()
-        if (match := _STEP.fullmatch(path.name)) and (path / NAME).is_file()
+        if (match := _STEP.fullmatch(path.name))
+        and path.name == name_of(int(match[1]))
+        and (path / NAME).is_file()
     ]
     return tuple(sorted(found))
 
@@ -79,13 +83,6 @@ def check_no_store(directory: Path) -> None:
             f" af.CheckpointStore({str(directory)!r}).restore(state)."
         )
         raise CheckpointError(msg)
-
-
-def remove_others(directory: Path, kept: Sequence[int]) -> None:
-    """Remove all checkpoints but some."""
-    for step in steps_in(directory):
-        if step not in kept:
-            discard(directory, step)
 
 
 def discard(directory: Path, step: int) -> None:

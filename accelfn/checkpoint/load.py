@@ -12,8 +12,8 @@ from accelfn.checkpoint.elastic import source_of
 from accelfn.checkpoint.fields import with_fields
 from accelfn.checkpoint.keep import check_no_store
 from accelfn.checkpoint.manifest import read_manifest
+from accelfn.checkpoint.options import check_path
 from accelfn.checkpoint.partial import Loaded, Wanted, load_part, with_kept
-from accelfn.checkpoint.save import check_path
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state import TrainState, check_state
 
@@ -88,7 +88,7 @@ def load(
     """
     check_state("af.load(state, directory)", state)
     state.lease.check()
-    check_path("af.load", directory)
+    check_path("af.load", directory, "state, ")
     allow = (allow,) if isinstance(allow, str) else tuple(allow)
     if only is None and (missing, extra, cast) != ("error", "error", False):
         msg = "af.load(missing=, extra=, cast=): these are for a partial load; give only=."

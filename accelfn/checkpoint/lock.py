@@ -17,6 +17,8 @@ from accelfn.checkpoint import disk
 from accelfn.errors import DirectoryInUseError
 
 NAME = ".lock"
+_LONGEST = 10_000
+"""Bytes; some 200 are what a lock has."""
 
 
 @attrs.frozen
@@ -70,10 +72,15 @@ class Lock:
 
 
 def _text_of(path: Path) -> str | None:
+    """Return what is in a lock's file, or nothing of what no lock says."""
     try:
-        return path.read_text()
+        with disk.open_plain(path) as file:
+            text = file.read(_LONGEST + 1).decode()
     except FileNotFoundError:
         return None
+    except UnicodeDecodeError:
+        return ""
+    return text if len(text) <= _LONGEST else ""
 
 
 def _refuse_living(path: Path, text: str) -> str:
@@ -85,7 +92,7 @@ def _refuse_living(path: Path, text: str) -> str:
     try:
         holder = cast("dict[str, Any]", json.loads(text))
         host, pid, since = holder["host"], int(holder["pid"]), holder["since"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         host, pid, since, holder = "an unknown host", 0, "an unknown time", {}
     if host == socket.gethostname() and _begun(pid) != holder.get("begun"):
         return f"process {pid} of this host (since {since})"

@@ -9,9 +9,9 @@ from accelfn.calling import called
 from accelfn.checkpoint import commit
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.checkpoint.fields import encoded, fields_of
+from accelfn.checkpoint.options import check_frozen, check_path
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import gather_text
-from accelfn.errors import ArgumentError
 from accelfn.optimizer import kind_of
 from accelfn.state import TrainState, check_state
 
@@ -49,7 +49,7 @@ def save(
     check_state("af.save(state, directory)", state)
     state.lease.check()
     check_frozen(frozen)
-    check_path("af.save", directory)
+    check_path("af.save", directory, "state, ")
     job = save_of(state, Path(directory))
     contents: list[Contents] = []
 
@@ -107,17 +107,3 @@ def optimizer_name(state: TrainState) -> str:
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(param): name for name, param in metas}
     return kind_of(state.definition.optimizer, names)
-
-
-def check_path(call: str, directory: object) -> None:
-    """Refuse what is no path."""
-    if not isinstance(directory, (str, os.PathLike)):
-        msg = f"{call}(state, {directory!r}): expected the path of a directory."
-        raise ArgumentError(msg)
-
-
-def check_frozen(frozen: str) -> None:
-    """Refuse any other word."""
-    if frozen not in ("write", "hash"):
-        msg = f'af.save(frozen={frozen!r}): expected "write" or "hash".'
-        raise ArgumentError(msg)

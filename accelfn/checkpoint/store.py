@@ -4,38 +4,44 @@
 import os
 import sys
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
 import attrs
 
-from accelfn.arguments import is_integer
 from accelfn.calling import called
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import keep as keeping
 from accelfn.checkpoint.background import Buffers, Writing, talk_directory
 from accelfn.checkpoint.load import load
 from accelfn.checkpoint.lock import Lock
-from accelfn.checkpoint.save import check_frozen, contents_of, save_of
+from accelfn.checkpoint.options import (
+    Period,
+    check_frozen,
+    check_options,
+    check_path,
+    check_writable,
+    numbers_of,
+)
+from accelfn.checkpoint.retention import Retention
+from accelfn.checkpoint.save import contents_of, save_of
 from accelfn.collectives import broadcast_object, gather_text
 from accelfn.errors import (
     ArgumentError,
     CheckpointError,
     CheckpointWriteError,
     DirectoryInUseError,
+    PeerFailedError,
 )
 from accelfn.state import TrainState, check_state
 
 if TYPE_CHECKING:
     from accelfn.checkpoint.commit import Contents
     from accelfn.world import World
-
-Period: TypeAlias = int | timedelta
 
 
 @called
@@ -55,8 +61,9 @@ class CheckpointStore:
         every: when a checkpoint is `due`: after so many updates, or a `timedelta`. None:
             what is saved is what you `save` unasked, and `due` is an error.
         async_: write behind the training's back: `save` returns when the tensors are copied
-            to host memory, and what goes wrong later is raised by the next `save`, `wait` or
-            `close`. One save at a time is under way.
+            to host memory, and what goes wrong later is raised by the next `save`, which is
+            made all the same, by `wait` or `close`. One save at a time is under way, and
+            each rank must have written its part within the world's timeout.
 
     Law: after a crash at any moment, `latest` is the last checkpoint that `save` or `wait`
     has said to be there, or a later one; it is whole. No other is removed before a newer one
@@ -88,8 +95,9 @@ class CheckpointStore:
         async_: bool = True,
     ) -> None:
         """See that the directory can be written to."""
-        _check_options(keep, keep_best, best_is, every)
+        check_options(keep, keep_best, best_is, every)
         check_frozen(frozen)
+        check_path("af.CheckpointStore", directory)
         self.directory = Path(directory).absolute()
         self.keep, self.keep_best, self.best_is = keep, keep_best, best_is
         self.frozen, self.every, self.async_ = frozen, every, async_
@@ -99,8 +107,10 @@ class CheckpointStore:
         self._lock: Lock | None = None
         self._unlock: Callable[[], object] | None = None
         self._last_saved = time.monotonic()
-        self._said_no_best = False
-        _check_writable(self.directory)
+        self._retention = Retention(
+            directory=self.directory, keep=keep, best=keep_best, best_is=best_is
+        )
+        check_writable(self.directory)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -155,44 +165,50 @@ class CheckpointStore:
             state: not donated; with `async_` it may be given to the next step at once.
             metrics: numbers to keep with it, the same on all ranks.
 
+        Cost: as said of the store. Where runs that were killed have left more than is kept, the
+        first save of the next reads the newest, and removes the rest.
+
         Raises:
             CheckpointWriteError: this save, or with `async_` the one before, went wrong on
-                some rank; the newest checkpoint that there is, is named.
+                some rank, which is named with its error, as is the newest checkpoint that
+                there is. If it was the one before, this one has begun all the same.
+            PeerFailedError: a rank has failed, left or did not arrive in time.
             DirectoryInUseError: another job writes to this directory.
         """
         check_state("store.save(state)", state)
-        numbers = _numbers(metrics)
-        self.wait()
+        numbers = numbers_of(metrics)
+        earlier = self._ended()
         self._world = state.world
         job = save_of(state, self.directory / keeping.name_of(state.step))
         contents: list[Contents] = []
 
         def begin() -> None:
-            contents.append(contents_of(state, self.frozen, metrics=numbers))
-            if state.world.is_main:
-                self._take_lock()
-                self._remove_leftovers()
-            commit.begin(job)
-            if self.async_ and state.world.is_main:
-                self._open_talk(job)
+            contents.append(self._begun(job, state, numbers))
 
         def exchange(what: str, text: str) -> list[str]:
             return gather_text(text, state.world, label=f"save: {what}")
 
+        retain = partial(self._retain, job.step)
         try:
             job.agreed(exchange, "begin", begin)
             if self.async_:
-                copies = self._buffers.copies_of(contents[0].tensors)
-                held = attrs.evolve(contents[0], tensors=copies)
-                self._writing = Writing(job, held, lambda: self._retain(job.step))
+                patience = state.world.connection.timeout(state.world.device)
+                self._writing = Writing(job, contents[0], retain, patience=patience)
+                # not before it is remembered: an interrupt between would let the next save
+                # copy into what is being written
+                self._writing.start()
             else:
                 commit.write(job, contents[0], exchange)
-                job.agreed(exchange, "read it back", lambda: self._retain(job.step))
+                job.agreed(exchange, "read it back", retain)
         except CheckpointWriteError as error:
             if state.world.is_main and self._lock is not None:
                 self._close_talk(job)
-            raise self._with_newest(error) from error
+            too = "" if earlier is None else str(earlier)
+            raise self._with_newest(error, too) from error.__cause__
         self._last_saved = time.monotonic()
+        if earlier is not None:
+            begun = f"The save of step {job.step} has begun all the same"
+            raise self._with_newest(earlier, begun) from earlier.__cause__
         return job.final
 
     def wait(self) -> None:
@@ -200,23 +216,11 @@ class CheckpointStore:
 
         Raises:
             CheckpointWriteError: it went wrong on some rank.
+            PeerFailedError: a rank has failed, left or did not arrive in time.
         """
-        writing = self._writing
-        if writing is None or self._world is None:
-            return
-        # all have begun theirs: in a simulated world ranks take turns
-        gather_text("", self._world, label="store: wait")
-        error = writing.join()
-        texts = gather_text(
-            "" if error is None else str(error), self._world, label="store: outcome"
-        )
-        self._writing = None  # not before: an interrupt may have ended the waiting
-        if self._world.is_main:
-            self._close_talk(writing.save)
-        for rank, text in enumerate(texts):
-            if text:
-                msg = f"The save of step {writing.save.step} failed on rank {rank}: {text}"
-                raise self._with_newest(CheckpointWriteError(msg)) from error
+        error = self._ended()
+        if error is not None:
+            raise self._with_newest(error) from error.__cause__
 
     def restore(
         self,
@@ -233,8 +237,11 @@ class CheckpointStore:
         """
         check_state("store.restore(state)", state)
         self.wait()
-        found = list(self.steps) if state.world.is_main else None
+        found = self._listed() if state.world.is_main else None
         steps = broadcast_object(found, state.world, label="store: restore")
+        if isinstance(steps, str):
+            msg = f"{self.directory} cannot be looked through: {steps}"
+            raise CheckpointError(msg)
         if step is not None and step not in steps:
             msg = f"{self.directory} has no checkpoint of step {step}; it has {steps}."
             raise CheckpointError(msg)
@@ -260,15 +267,74 @@ class CheckpointStore:
         """Return the store."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         """Close; after an error this rank's part is finished without asking the others."""
         if kind is None:
             self.close()
             return
         writing, self._writing = self._writing, None
-        if writing is not None and (error := writing.join()) is not None:
-            sys.stderr.write(f"accelfn: {error}\n")
+        if writing is not None:
+            if isinstance(error, PeerFailedError):
+                writing.hurry()
+            if (failed := writing.join()) is not None:
+                sys.stderr.write(f"accelfn: {failed}\n")
         self._release()
+
+    def _begun(
+        self, job: commit.Save, state: TrainState, metrics: Mapping[str, float]
+    ) -> "Contents":
+        """Return what is to be written, once there is a place for it."""
+        contents = contents_of(state, self.frozen, metrics=metrics)
+        if self.async_:
+            copies = self._buffers.copies_of(contents.tensors)
+            contents = attrs.evolve(contents, tensors=copies)
+        if state.world.is_main:
+            is_first = self._lock is None
+            self._take_lock()
+            self._remove_leftovers()
+            if is_first:
+                self._retention.before()
+        commit.begin(job)
+        if self.async_ and state.world.is_main:
+            self._open_talk(job)
+        return contents
+
+    def _ended(self) -> CheckpointWriteError | None:
+        """Wait for the save that is under way, and return its error, the same on all ranks.
+
+        Raises:
+            PeerFailedError: a rank is gone.
+        """
+        writing, world = self._writing, self._world
+        if writing is None or world is None:
+            return None
+        step = writing.save.step
+        # all have begun theirs: in a simulated world ranks take turns
+        gather_text("", world, label=f"store: wait for step {step}")
+        error = writing.join()
+        if isinstance(error, PeerFailedError):
+            self._writing = None
+            world.connection.tell("waited in a save", is_waiting=True)
+            raise error
+        text = "" if error is None else str(error)
+        texts = gather_text(text, world, label=f"store: outcome of step {step}")
+        self._writing = None  # not before: an interrupt may have ended the waiting
+        if world.is_main:
+            self._close_talk(writing.save)
+        failed = [CheckpointWriteError(text) for text in texts if text]
+        if not failed:
+            return None
+        failed[0].__cause__ = None if error is None else error.__cause__
+        return failed[0]
+
+    def _listed(self) -> list[int] | str:
+        """Return the steps that are there, or why nobody can tell."""
+        try:
+            return list(self.steps)
+        except OSError as error:
+            return commit.told(error)
 
     def _take_lock(self) -> None:
         if self._lock is None:
@@ -303,96 +369,19 @@ class CheckpointStore:
             disk.remove(talk_directory(job.final))
 
     def _retain(self, step: int) -> None:
-        """On rank 0, verify the new checkpoint, and then remove what is not kept.
+        """On rank 0, verify the new checkpoint, and then remove what is not kept."""
+        if self._world is not None and self._world.is_main:
+            self._retention.after(step)
 
-        Raises:
-            CheckpointError: it is not what was written; it has its name no longer.
-        """
-        if self._world is None or not self._world.is_main or self.keep is None:
-            return
+    def _with_newest(
+        self, error: CheckpointWriteError, more: str = ""
+    ) -> CheckpointWriteError:
+        """Return an error that says which checkpoint is the newest, as far as it is known."""
         try:
-            keeping.verify(self.directory / keeping.name_of(step))
-        except CheckpointError:
-            keeping.discard(self.directory, step)
-            raise
-        kept = [step, *self.steps[-self.keep :]]
-        if self.keep_best is not None:
-            best = keeping.best_of(self.directory, self.keep_best, self.best_is)
-            kept += best[:1]
-            self._say_no_best(set(self.steps) - set(kept))
-        try:
-            keeping.remove_others(self.directory, kept)
-        except OSError as error:  # the next save tries it again
-            sys.stderr.write(f"accelfn: older checkpoints are still there: {error}\n")
-
-    def _say_no_best(self, removed: set[int]) -> None:
-        """Say, once, that some are removed though none has the metric of `keep_best`."""
-        if self._said_no_best or not removed:
-            return
-        names = keeping.metrics_in(self.directory)
-        if self.keep_best not in names:
-            self._said_no_best = True
-            sys.stderr.write(
-                f"accelfn: keep_best={self.keep_best!r} keeps none: no checkpoint in"
-                f" {self.directory} has that metric. Metrics that were given to save:"
-                f" {', '.join(sorted(names)) or 'none'}.\n"
-            )
-
-    def _with_newest(self, error: CheckpointWriteError) -> CheckpointWriteError:
-        newest = self.latest
-        what = "There is none yet" if newest is None else f"The newest is {newest}"
-        return type(error)(f"{error} {what}.")
-
-
-def _check_options(
-    keep: object, keep_best: object, best_is: object, every: object
-) -> None:
-    if keep is not None and not is_integer(keep, 1):
-        msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
-    elif not (keep_best is None or isinstance(keep_best, str)):
-        msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
-    elif best_is not in ("min", "max"):
-        msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
-    elif not (
-        every is None
-        or is_integer(every, 1)
-        or (isinstance(every, timedelta) and every > timedelta())
-    ):
-        msg = (
-            f"CheckpointStore(every={every!r}): expected a number of updates, a timedelta,"
-            " or None."
-        )
-    else:
-        return
-    raise ArgumentError(msg)
-
-
-def _check_writable(directory: Path) -> None:
-    """Make the directory, and a file in it, before anything is trained."""
-    try:
-        disk.make(directory)
-        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # other ranks make theirs
-        disk.create(probe)
-        disk.remove(probe)
-    except OSError as error:
-        nearest = next(
-            each for each in (directory, *directory.parents) if each.exists()
-        )
-        mode = oct(nearest.stat().st_mode & 0o7777)
-        msg = (
-            f"CheckpointStore({str(directory)!r}) cannot be written to: {error};"
-            f" {nearest} has mode {mode}, and this is user {os.getuid()}."
-        )
-        raise CheckpointWriteError(msg) from error
-
-
-def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as floats."""
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        msg = (
-            f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
-            " af.mean(metrics, world) gives."
-        )
-        raise ArgumentError(msg) from error
+            newest = self.latest
+        except OSError as failed:
+            what = f"Which checkpoints there are cannot be told ({commit.told(failed)})"
+        else:
+            what = "There is none yet" if newest is None else f"The newest is {newest}"
+        parts = (part.removesuffix(".") for part in (str(error), more, what) if part)
+        return type(error)(" ".join(f"{part}." for part in parts))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
@@ -74,6 +75,14 @@ class Connection:
                 " function is given, fn(batch_size, world), and create states in there."
             )
             raise WorldError(msg)
+
+    def timeout(self, device: torch.device) -> float | None:
+        """Return after how many seconds a collective fails; None where nobody can tell."""
+        try:
+            backend: Any = cast("Any", self.group)._get_backend(device)
+            return backend.options._timeout.total_seconds()
+        except (AttributeError, RuntimeError):  # a simulated one, or none
+            return None
 
     def close(self) -> None:
         """Let go of the group everywhere."""

@@ -9,6 +9,7 @@ A crash keeps what was flushed. Of a file that was not, it keeps the first bytes
 it likes; of the names in a directory that was not, any of the changes.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -77,6 +78,7 @@ class Disk:
         acts: what was done, as words.
         off: whether the machine is.
         full: what every write raises, if any does.
+        broken: whether every act fails, and every look at what is there.
     """
 
     root: Path
@@ -85,6 +87,7 @@ class Disk:
     acts: list[str] = attrs.field(factory=list)
     off: bool = False
     full: Callable[[], OSError] | None = None
+    broken: bool = False
     _top: Folder = attrs.field(factory=Folder)
     _nodes: dict[int, Node] = attrs.field(factory=dict)
     _turn: Any = attrs.field(factory=threading.RLock)
@@ -115,10 +118,16 @@ class Disk:
             number = len(self.acts)
             self.acts.append(f"{name} {path.relative_to(self.root)}")
             self.happens.get(number, str)(self.acts[-1])
+            self.check(path)
             if self.full is not None and name == "write":
                 raise self.full()
             yield
             self.after.get(number, str)(self.acts[-1])
+
+    def check(self, path: Path) -> None:
+        """Fail if the disk is broken."""
+        if self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     def cut(self, _: str = "") -> None:
         """Turn the machine off."""
@@ -232,7 +241,7 @@ def lent() -> Iterator[Path]:
 @contextmanager
 def watched(disk: Disk) -> Iterator[Disk]:
     """Note what is done to a disk's folder, inside a `with` block."""
-    changed = [*_of_paths(disk), *_of_files(disk), *_of_os(disk)]
+    changed = [*_of_paths(disk), *_of_files(disk), *_of_os(disk), *_of_looks(disk)]
     with ExitStack() as stack:
         for owner, name, new in changed:
             stack.enter_context(mock.patch.object(owner, name, new))
@@ -308,6 +317,8 @@ def _of_files(disk: Disk) -> list[tuple[Any, str, Any]]:
 
     def open_(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if not disk.has(path) or not set(mode) & set("wxa"):
+            if disk.has(path):
+                disk.check(path)
             return opened(path, mode, *args, **kwargs)
         with disk.act("create", path):
             assert not path.exists() or "x" in mode  # nothing is written over
@@ -353,3 +364,17 @@ def _of_os(disk: Disk) -> list[tuple[Any, str, Any]]:
         path.rmdir()
 
     return [(os, "fsync", flush), (os, "link", linked), (shutil, "rmtree", remove)]
+
+
+def _of_looks(disk: Disk) -> list[tuple[Any, str, Any]]:
+    def checked(look: Any) -> Any:
+        def looks(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if disk.has(path):
+                disk.check(path)
+            return look(path, *args, **kwargs)
+
+        return looks
+
+    of_paths = [(Path, name) for name in ("stat", "lstat", "iterdir")]
+    named = [*of_paths, (os, "scandir"), (os, "open"), (os, "listdir")]
+    return [(owner, name, checked(getattr(owner, name))) for owner, name in named]

@@ -86,6 +86,7 @@ def test_a_save_that_fails_fails_on_all_ranks(
                 assert store.steps == ((1, 3) if said else (2, 3))
                 assert is_of(store.latest, 3)
 
+    base()  # which no simulated rank could make
     with lent() as root:
         disk = Disk(root)
         with watched(disk):
@@ -143,6 +144,9 @@ HOLDERS = {
     "cut off": (lambda: lock_of()[:20], "held by an unknown host.*remove .*lock"),
     "empty": (lambda: "", "held by an unknown host"),
     "no lock": (lambda: "[1]", "held by an unknown host"),
+    "deep": (lambda: "[" * 100_000, "held by an unknown host"),
+    "long": (lambda: lock_of(begun="0") + " " * 100_000, "held by an unknown host"),
+    "an endless number": (lambda: lock_of(pid=float("inf")), "unknown host"),
 }
 
 
@@ -163,6 +167,16 @@ def test_one_job_saves_to_a_directory(who: str) -> None:
             with pytest.raises(af.errors.DirectoryInUseError, match=refused):
                 store.save(state_of(1))
             assert [path.name for path in root.iterdir()] == [".lock"]
+
+
+@given(st.one_of(st.binary(), st.binary().map(lambda raw: b'{"host": "' + raw)))
+def test_a_lock_of_any_bytes_is_somebodys(raw: bytes) -> None:
+    """C: whatever a lock's file says, it is read in a moment, and taken for a job's."""
+    with lent() as root:
+        (root / ".lock").write_bytes(raw)
+        with pytest.raises(af.errors.DirectoryInUseError, match=r"remove .*\.lock"):
+            af.CheckpointStore(root, async_=False).save(state_of(1))
+        assert (root / ".lock").read_bytes() == raw
 
 
 @pytest.mark.parametrize("ends", ["close", "collect"])

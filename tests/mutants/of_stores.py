@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a crash, a full disk, a second job, a signal or Ctrl-C must not break."""
 
-from accelfn.checkpoint import background, commit, disk, keep, lock, store
+from accelfn.checkpoint import background, commit, disk, keep, lock, retention, store
 from accelfn.stopping import Stop
 from tests.laws import test_disk, test_store
 from tests.mutants.mutant import Mutant
@@ -41,9 +41,9 @@ OF_CRASHES = [
         says="retention counts the newest twice",
         law="L53",
         test=test_disk.test_no_history_loses_a_checkpoint,
-        place=store.CheckpointStore._retain,
-        old="self.steps[-self.keep :]",
-        new="self.steps[-self.keep :][1:]",
+        place=retention.Retention._kept,
+        old="steps[-self.keep :]",
+        new="steps[-self.keep :][1:]",
     ),
     Mutant(
         name="the worst is kept",
@@ -132,9 +132,9 @@ OF_FAILURES = [
         says="older checkpoints stay, whatever is to be kept",
         law="L53",
         test=test_store.test_what_was_loaded_outlives_its_checkpoint,
-        place=keep.remove_others,
-        old="if step not in kept:",
-        new="if False:",
+        place=retention.Retention._others,
+        old="if s not in kept",
+        new="if False",
     ),
     Mutant(
         name="Ctrl-C leaves a lock",
@@ -150,9 +150,9 @@ OF_FAILURES = [
         says="a save that was waited for is forgotten before it is done",
         law="L54",
         test=test_store.test_an_interrupted_wait_can_be_made_again,
-        place=store.CheckpointStore.wait,
-        old="writing = self._writing\n",
-        new="writing, self._writing = self._writing, None\n",
+        place=store.CheckpointStore._ended,
+        old="writing, world = self._writing, self._world\n",
+        new="writing, world, self._writing = self._writing, self._world, None\n",
     ),
     Mutant(
         name="a signal is one rank's",

@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import os
 from functools import partial
 
 import attrs
@@ -560,6 +561,43 @@ def test_a_sample_without_bytes_has_a_fingerprint(leaf):
     """What has no bytes to hash tells nothing, and is no failure."""
     one, other = (af.Data([leaf, leaf, X[0]], batch_size=1).facts for _ in range(2))
     assert one == other
+
+
+CALLS = {
+    "af.save": lambda path: af.save(fresh(), path),
+    "af.load": lambda path: af.load(fresh(), path),
+    "af.CheckpointStore": af.CheckpointStore,
+}
+NO_PATHS = ["\ud800", "runs/\udfff", "a\0b", 3, None, b"runs", ["runs"]]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("path", NO_PATHS, ids=repr)
+def test_what_is_no_path_is_refused(call, path):
+    """C: half a character, NUL, or another kind: named, before anything is done."""
+    with pytest.raises(
+        af.ArgumentError, match=rf"{call}\(.*expected the path of a dir"
+    ):
+        CALLS[call](path)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_path_of_other_bytes(tmp_path, size):
+    """C: a name that is no UTF-8 is a name all the same, in errors too."""
+    folder = tmp_path / os.fsdecode(b"runs-\xff")
+
+    def train(world):
+        state = fresh(world=world, setup=af.chain())
+        af.save(state, folder / "saved")
+        with pytest.raises(
+            af.CheckpointWriteError, match=r"runs-\\udcff.*exists already"
+        ):
+            af.save(state, folder / "saved")
+        with af.CheckpointStore(folder / "runs") as store:
+            store.save(state)
+        assert store.restore(state).step == af.load(state, folder / "saved").step
+
+    simulate(size, train)
 
 
 def test_loading_across_buffers(tmp_path):

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What saves and stores may be asked, looked at before anything is done."""
+
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias
+
+from accelfn.arguments import is_integer
+from accelfn.checkpoint import disk
+from accelfn.errors import ArgumentError, CheckpointWriteError
+
+Period: TypeAlias = int | timedelta
+
+
+def check_path(call: str, directory: object, before: str = "") -> None:
+    """Refuse what is no path, or one that no disk can have."""
+    if isinstance(directory, (str, os.PathLike)):
+        name: object = os.fspath(directory)
+        if isinstance(name, str):
+            try:
+                raw = os.fsencode(name)
+            except UnicodeEncodeError:
+                raw = b"\0"
+            if b"\0" not in raw:
+                return
+    msg = f"{call}({before}{directory!r}): expected the path of a directory."
+    raise ArgumentError(msg)
+
+
+def check_frozen(frozen: str) -> None:
+    """Refuse any other word."""
+    if frozen not in ("write", "hash"):
+        msg = f'af.save(frozen={frozen!r}): expected "write" or "hash".'
+        raise ArgumentError(msg)
+
+
+def check_options(
+    keep: object, keep_best: object, best_is: object, every: object
+) -> None:
+    """Refuse what a store could not follow."""
+    if keep is not None and not is_integer(keep, 1):
+        msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
+    elif not (keep_best is None or isinstance(keep_best, str)):
+        msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
+    elif best_is not in ("min", "max"):
+        msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
+    elif not (
+        every is None
+        or is_integer(every, 1)
+        or (isinstance(every, timedelta) and every > timedelta())
+    ):
+        msg = (
+            f"CheckpointStore(every={every!r}): expected a number of updates, a timedelta,"
+            " or None."
+        )
+    else:
+        return
+    raise ArgumentError(msg)
+
+
+def check_writable(directory: Path) -> None:
+    """Make the directory, and a file in it, before anything is trained."""
+    try:
+        disk.make(directory)
+        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # other ranks make theirs
+        disk.create(probe)
+        disk.remove(probe)
+    except OSError as error:
+        msg = (
+            f"CheckpointStore({str(directory)!r}) cannot be written to: {error};"
+            f" {_mode_near(directory)}this is user {os.getuid()}."
+        )
+        raise CheckpointWriteError(msg) from error
+
+
+def _mode_near(directory: Path) -> str:
+    """Return what may be done where a directory is, or would be, as far as the disk says."""
+    for each in (directory, *directory.parents):
+        if disk.is_there(each):
+            with suppress(OSError):
+                return f"{each} has mode {oct(each.stat().st_mode & 0o7777)}, and "
+    return ""
+
+
+def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as floats."""
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        msg = (
+            f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
+            " af.mean(metrics, world) gives."
+        )
+        raise ArgumentError(msg) from error

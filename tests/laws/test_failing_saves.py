@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever goes wrong in a save, all ranks are told whose fault it was, and the next is tried."""
+
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, suppress
+from io import StringIO
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.checkpoint import background, commit, disk, files, keep, store
+from accelfn.collectives import gather_text
+from accelfn.testing import simulate
+from tests.laws.disks import Disk, lent, watched
+from tests.laws.states import base, is_of, state_of
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "ValueError: boom": lambda: ValueError("boom"),
+    "MemoryError": MemoryError,
+    "KeyError: 'a'": lambda: KeyError("a"),
+    "OSError": OSError,
+    "SystemExit: 3": lambda: SystemExit(3),
+}
+PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
+    "say what it holds": (commit, "_said", lambda job, *_: job.rank),
+    "write its file": (files, "write", lambda path, *_: int(path.name[5:10])),
+    "write the manifest": (disk, "rename", lambda *_: 0),
+    "read it back": (keep, "verify", lambda *_: 0),
+    "divide": (commit, "_mine", lambda job, *_: job.rank),
+}
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """Return what an error is said to come of."""
+    return [] if error is None else [error, *causes(error.__cause__)]
+
+
+@given(
+    size=st.integers(1, 3),
+    rank=st.integers(0, 2),
+    what=st.sampled_from(sorted(PLACES)),
+    error=st.sampled_from(sorted(ERRORS)),
+    async_=st.booleans(),
+)
+def test_a_save_names_whose_error_it_was(
+    size: int, rank: int, what: str, error: str, async_: bool
+) -> None:
+    """B2: any error on a rank is told to all with its kind, and that rank has it as cause."""
+    if not async_ and (what == "divide" or error.startswith("SystemExit")):
+        return  # such an error is that rank's own, and its end the others'
+    rank = (
+        rank % size if what in ("say what it holds", "write its file", "divide") else 0
+    )
+    owner, name, rank_of = PLACES[what]
+    raised, act, told = ERRORS[error](), getattr(owner, name), list[str]()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if rank_of(*args) == rank:
+            raise raised
+        return act(*args, **kwargs)
+
+    def train(world: af.World) -> None:
+        with af.CheckpointStore(root, async_=async_) as saved:
+            with pytest.raises(af.CheckpointWriteError) as caught:  # noqa: PT012 - either
+                saved.save(state_of(1, world))
+                saved.wait()
+            told.append(str(caught.value))
+            assert (raised in causes(caught.value)) == (world.rank == rank)
+            gather_text("", world, label="told")
+            if world.is_main:
+                patches.close()
+            gather_text("", world, label="mended")
+            saved.save(state_of(2, world))
+        assert saved.steps[-1] == 2
+
+    with lent() as root, ExitStack() as patches:
+        patches.enter_context(mock.patch.object(owner, name, fails))
+        simulate(size, train)
+    assert len(told) == size
+    assert len(set(told)) == 1
+    stopped = what == "divide" or error.startswith("SystemExit")
+    how = "failed" if stopped and what != "read it back" else f"could not {what}"
+    how = "failed" if stopped else how
+    assert f"step 1 was not saved: rank {rank} {how}: {error}. " in told[0]
+
+
+@given(size=st.integers(1, 2), at=st.integers(0, 60), async_=st.booleans())
+def test_a_disk_that_breaks_fails_saves(size: int, at: int, async_: bool) -> None:
+    """B4: where nothing can be read or written, not even listed, that is what is told."""
+    failed: list[str] = []
+
+    def train(world: af.World) -> None:
+        with af.CheckpointStore(folder.root, async_=async_) as saved:
+            saved.save(state_of(1, world))
+            saved.wait()
+            gather_text("", world, label="saved")
+            if world.is_main:
+                folder.happens[len(folder.acts) + at] = breaks
+            gather_text("", world, label="planned")
+            try:
+                saved.save(state_of(2, world))
+                saved.wait()
+            except af.CheckpointWriteError as error:
+                failed.append(str(error))
+            except OSError as error:
+                pytest.fail(f"not an error of a save, but {error!r}")
+            gather_text("", world, label="tried")
+            if world.is_main:
+                folder.broken = False
+                folder.happens.clear()
+            gather_text("", world, label="mended")
+            saved.save(state_of(3, world))
+        assert saved.steps[-1] == 3
+
+    def breaks(_: str) -> None:
+        folder.broken = True
+
+    base()
+    with lent() as root:
+        folder = Disk(root)
+        with watched(folder), redirect_stderr(StringIO()):
+            simulate(size, train)
+        assert is_of(root / "step-00000001", 1)
+        assert is_of(root / "step-00000003", 3)
+    assert len(failed) in (0, size)
+    for text in failed:
+        assert "step 2 was not saved: rank" in text
+        assert os.strerror(errno.EIO) in text
+
+
+def test_a_store_on_a_broken_disk_is_refused() -> None:
+    """B4: it is the directory that is named, and what the disk says."""
+    with lent() as root:
+        folder = Disk(root, broken=True)
+        with watched(folder), pytest.raises(Exception, match="Input/output") as caught:
+            af.CheckpointStore(root / "run")
+    assert caught.type is af.CheckpointWriteError
+    assert f"{root}/run" in str(caught.value)
+
+
+@given(size=st.integers(1, 3), number=st.sampled_from([errno.ENOSPC, errno.EIO]))
+def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
+    """B6: the disk is full, then free: the next save is made, and says what went before."""
+    write = files.write
+
+    def full(path: Path, *args: Any) -> Any:
+        if "step-00000001" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return write(path, *args)
+
+    def train(world: af.World) -> None:
+        with af.CheckpointStore(root) as saved:
+            saved.save(state_of(1, world))
+            words = (
+                rf"step 1 was not saved: .*{os.strerror(number)}.* of step 2 has begun"
+            )
+            with pytest.raises(af.CheckpointWriteError, match=words):
+                saved.save(state_of(2, world))
+            saved.save(state_of(3, world))
+
+    base()
+    with lent() as root, mock.patch.object(files, "write", full):
+        simulate(size, train)
+        assert af.CheckpointStore(root).steps == (2, 3)
+        assert is_of(root / "step-00000002", 2)
+        assert is_of(root / "step-00000003", 3)
+
+
+def test_two_failed_saves_are_both_told() -> None:
+    """B6: so that neither is lost in the other."""
+
+    def full(path: Path, *_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with lent() as root, af.CheckpointStore(root) as saved:
+        with mock.patch.object(files, "write", full):
+            saved.save(state_of(1))
+            refuse = mock.patch.object(disk, "create", full)
+            with refuse, pytest.raises(af.CheckpointWriteError) as caught:
+                saved.save(state_of(2))
+        assert "step 2 was not saved: rank 0 could not begin" in str(caught.value)
+        assert "step 1 was not saved: rank 0 could not write" in str(caught.value)
+        saved.save(state_of(3))
+
+
+FOREIGN = st.one_of(
+    st.from_regex(r"step-[0-9]{1,7}", fullmatch=True),
+    st.from_regex(r"step-0[0-9]{8,12}", fullmatch=True),
+    st.sampled_from(
+        [
+            "step-٠٠٠٠٠٠٣٤",
+            "step--0000034",
+            "step-00000034.bak",
+            "Step-00000034",
+            "step-",
+        ]
+    ),
+)
+
+
+@given(names=st.sets(FOREIGN, min_size=1, max_size=4), async_=st.booleans())
+def test_what_a_store_did_not_write_is_not_its_own(
+    names: set[str], async_: bool
+) -> None:
+    """B5: directories of other names are neither loaded, counted nor removed."""
+    with lent() as root:
+        for name in names:
+            (root / name).mkdir()
+            (root / name / "manifest.json").write_text("{}")
+        with af.CheckpointStore(root, keep=1, async_=async_) as saved:
+            assert saved.restore(base()).step == 0
+            for step in (1, 2, 3):
+                saved.save(state_of(step))
+            assert saved.restore(base()).step == 3
+        assert saved.steps == (3,)
+        assert {path.name for path in root.iterdir()} == {*names, "step-00000003"}
+
+
+@given(stuck=st.sets(st.integers(1, 4), min_size=1), keep=st.integers(1, 2))
+def test_what_cannot_be_removed_keeps_nothing_else(stuck: set[int], keep: int) -> None:
+    """B5: one checkpoint that cannot be removed is named, and all others are."""
+    rename, said = disk.rename, StringIO()
+
+    def sticks(path: Path, new: Path) -> None:
+        if path.name.startswith("step-") and int(path.name[5:]) in stuck:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        rename(path, new)
+
+    with lent() as root, af.CheckpointStore(root, keep=keep, async_=False) as saved:
+        with mock.patch.object(disk, "rename", sticks), redirect_stderr(said):
+            for step in range(1, 7):
+                saved.save(state_of(step))
+            newest = {*range(7 - keep, 7)}
+            assert saved.steps == tuple(sorted({*stuck, *newest}))
+        for step in stuck:
+            assert f"step-{step:08d} is to be removed, and is still there" in (
+                said.getvalue()
+            )
+        saved.save(state_of(7))
+        assert saved.steps == tuple(range(8 - keep, 8))
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@given(
+    keep=st.integers(1, 3),
+    runs=st.integers(1, 6),
+    best=st.booleans(),
+    rotten=st.booleans(),
+    async_=st.booleans(),
+)
+def test_runs_that_are_killed_leave_no_more_than_is_kept(
+    keep: int, runs: int, best: bool, rotten: bool, async_: bool
+) -> None:
+    """B7: each killed behind its rename: the next tidies up, if the newest is whole."""
+
+    kept, name = keep + best, "loss" if best else None
+    with lent() as root:
+        with af.CheckpointStore(root, keep=None) as saved:
+            for step in range(1, runs + 1):
+                saved.save(state_of(step), metrics={"loss": float(step)})
+        newest = root / f"step-{runs:08d}"
+        if rotten:
+            file = next(newest.glob("*.safetensors"))
+            file.write_bytes(file.read_bytes()[:-1])
+        saved = af.CheckpointStore(root, keep=keep, keep_best=name, async_=async_)
+        with (
+            redirect_stderr(StringIO()) as said,
+            mock.patch.object(commit, "write", mock.Mock(side_effect=Killed)),
+            suppress(Killed, af.CheckpointWriteError),
+        ):
+            saved.save(state_of(runs + 1))
+            saved.wait()
+        saved.close()
+        if rotten:
+            assert saved.steps == tuple(range(1, runs + 1))
+            assert ("older checkpoints" in said.getvalue()) == (runs > kept)
+        else:
+            first = {1} if best else set[int]()
+            assert saved.steps == tuple(sorted({*range(1, runs + 1)[-keep:], *first}))
+            assert all(is_of(root / f"step-{step:08d}", step) for step in saved.steps)
+
+
+class InterruptedAt:
+    """Raises KeyboardInterrupt at a line of a store, or of a thread's start, as Ctrl-C may."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.count = at, 0
+        self.files = {store.__file__, background.__file__, threading.__file__}
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count - 1 == self.at:
+                raise KeyboardInterrupt
+        return self.trace
+
+    def __enter__(self) -> Self:
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+
+def lines_of_a_save() -> int:
+    with (
+        lent() as root,
+        af.CheckpointStore(root) as saved,
+        InterruptedAt(None) as lines,
+    ):
+        saved.save(state_of(1))
+    return lines.count
+
+
+@given(part=st.floats(0, 1, exclude_max=True))
+def test_no_interrupt_lets_saves_write_over_each_other(part: float) -> None:
+    """B9: Ctrl-C at any line of a save: the next waits for what is being written."""
+    write, copies_of = commit.write, background.Buffers.copies_of
+    at, written, over = int(part * lines_of_a_save()), list[int](), list[int]()
+
+    def slow(job: commit.Save, *args: Any) -> None:
+        written.append(job.step)
+        try:
+            time.sleep(0.02)
+            write(job, *args)
+        finally:
+            written.remove(job.step)
+
+    def copies(*args: Any) -> Any:
+        over.extend(written)
+        return copies_of(*args)
+
+    with (
+        lent() as root,
+        mock.patch.object(commit, "write", slow),
+        mock.patch.object(background.Buffers, "copies_of", copies),
+    ):
+        saved = af.CheckpointStore(root)
+        saved.save(state_of(1))
+        saved.wait()
+        # RuntimeError is what threading's own conditions make of it at some lines
+        with suppress(KeyboardInterrupt, RuntimeError), InterruptedAt(at):
+            saved.save(state_of(2))
+        time.sleep(0.005)  # for a thread to begin
+        with redirect_stderr(StringIO()):
+            saved.save(state_of(3))
+        saved.close()
+        assert over == []
+        assert {1, 3} <= set(saved.steps)
+        assert all(is_of(root / f"step-{step:08d}", step) for step in saved.steps)
+        assert list(root.glob(".*")) == []

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in who is told what of a save that goes wrong, and in what the next one does."""
+
+from accelfn.checkpoint import background, commit, disk, keep, lock, retention, store
+from tests.laws import test_failing_saves, test_store
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        name="rank 0's fault",
+        says="an error that ends a writer is said to be rank 0's",
+        law="L54",
+        test=test_failing_saves.test_a_save_names_whose_error_it_was,
+        place=background.Writing._alone,
+        old="rank = self.save.rank",
+        new="rank = 0",
+    ),
+    Mutant(
+        name="an error without its kind",
+        says="what is told of an error is its text, which may be empty",
+        law="L54",
+        test=test_failing_saves.test_a_save_names_whose_error_it_was,
+        place=commit.told,
+        old='text = f"{type(error).__name__}: {error}".removesuffix(": ")',
+        new="text = str(error)",
+    ),
+    Mutant(
+        name="a cause is lost",
+        says="the rank that failed is told so without its own error",
+        law="L54",
+        test=test_failing_saves.test_a_save_names_whose_error_it_was,
+        place=store.CheckpointStore._ended,
+        old="failed[0].__cause__ = None if error is None else error.__cause__",
+        new="pass",
+    ),
+    Mutant(
+        name="the newest is listed all the same",
+        says="a disk that cannot be listed hides why a save failed",
+        law="L54",
+        test=test_failing_saves.test_a_disk_that_breaks_fails_saves,
+        place=store.CheckpointStore._with_newest,
+        old="except OSError as failed:",
+        new="except ZeroDivisionError as failed:",
+    ),
+    Mutant(
+        name="a broken disk is asked for modes",
+        says="the mode of a directory that cannot be read hides that it cannot",
+        law="L54",
+        test=test_failing_saves.test_a_store_on_a_broken_disk_is_refused,
+        place=disk.is_there,
+        old="suppress(OSError)",
+        new="suppress(ZeroDivisionError)",
+    ),
+    Mutant(
+        name="an earlier failure comes first",
+        says="a save is not tried where the one before it failed",
+        law="L54",
+        test=test_failing_saves.test_a_failed_save_does_not_cost_the_next,
+        place=store.CheckpointStore.save,
+        old="earlier = self._ended()",
+        new="earlier = self.wait()",
+    ),
+    Mutant(
+        name="the later failure alone",
+        says="of two saves that failed one after the other, the first is never told",
+        law="L54",
+        test=test_failing_saves.test_two_failed_saves_are_both_told,
+        place=store.CheckpointStore.save,
+        old='too = "" if earlier is None else str(earlier)',
+        new='too = ""',
+    ),
+    Mutant(
+        name="any number is a step",
+        says="step-34 counts as a checkpoint of the store, which is called step-00000034",
+        law="L53",
+        test=test_failing_saves.test_what_a_store_did_not_write_is_not_its_own,
+        place=keep.steps_in,
+        old="path.name == name_of(int(match[1]))",
+        new="True",
+    ),
+    Mutant(
+        name="one removal",
+        says="where one checkpoint cannot be removed, no other is",
+        law="L53",
+        test=test_failing_saves.test_what_cannot_be_removed_keeps_nothing_else,
+        place=retention.Retention._remove,
+        old="for step in others:",
+        new="for step in others[:1]:",
+    ),
+    Mutant(
+        name="nobody tidies up",
+        says="what runs that were killed behind their saves have left stays for ever",
+        law="L53",
+        test=test_failing_saves.test_runs_that_are_killed_leave_no_more_than_is_kept,
+        place=retention.Retention.before,
+        old="if not self._others(kept):",
+        new="if True:",
+    ),
+    Mutant(
+        name="tidied up unseen",
+        says="older checkpoints are removed for a newest that is not whole",
+        law="L53",
+        test=test_failing_saves.test_runs_that_are_killed_leave_no_more_than_is_kept,
+        place=retention.Retention.before,
+        old="keeping.verify(newest)",
+        new="pass",
+    ),
+    Mutant(
+        name="started before it is remembered",
+        says="an interrupt between forgets a thread that writes",
+        law="L54",
+        test=test_failing_saves.test_no_interrupt_lets_saves_write_over_each_other,
+        place=store.CheckpointStore.save,
+        old="self._writing = Writing(job, contents[0], retain, patience=patience)",
+        new="""\
+(begun := Writing(job, contents[0], retain, patience=patience)).start()
+            self._writing = begun""",
+    ),
+    Mutant(
+        name="a lock is text",
+        says="a lock's file that is no UTF-8 is an error of its own",
+        law="L52",
+        test=test_store.test_a_lock_of_any_bytes_is_somebodys,
+        place=lock._text_of,
+        old="except UnicodeDecodeError:",
+        new="except ZeroDivisionError:",
+    ),
+]

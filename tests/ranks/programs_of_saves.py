@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that save in worlds that they open themselves, until one of them goes at an act."""
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import attrs
+import torch
+import torch.distributed as dist
+
+import accelfn as af
+from tests.laws.states import state_of
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "segfault": lambda: ctypes.string_at(0),
+    "os._exit": lambda: os._exit(3),
+    "sys.exit": lambda: sys.exit(3),
+    "MemoryError": lambda: _raise(MemoryError()),
+    "ValueError": lambda: _raise(ValueError("boom")),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": lambda: time.sleep(600),
+}
+SLOW = ("SIGSTOP", "hang")
+"""What no other rank sees before its timeout."""
+
+
+@attrs.frozen
+class Moment:
+    """When ranks go, and how: each at one of its own acts.
+
+    Attributes:
+        how: they go.
+        ranks: that do.
+        at: how many acts each has done before, of its disk and its collectives.
+        late: whether it goes behind that act.
+    """
+
+    how: str
+    ranks: tuple[int, ...]
+    at: int
+    late: bool
+
+
+@contextmanager
+def going(moment: Moment, tell: Callable[[], object]) -> Iterator[None]:
+    """Go at an act, in whichever thread does it."""
+    acts, turn = count(), threading.Lock()
+
+    def watched(act: Any) -> Any:
+        def acts_(*args: Any, **kwargs: Any) -> Any:
+            with turn:
+                is_it = next(acts) == moment.at
+            if is_it and not moment.late:
+                tell()
+                WAYS[moment.how]()
+            found = act(*args, **kwargs)
+            if is_it and moment.late:
+                tell()
+                WAYS[moment.how]()
+            return found
+
+        return acts_
+
+    names = ("open", "rename", "mkdir", "unlink", "touch", "rmdir")
+    changed = [(Path, name) for name in names]
+    with ExitStack() as stack:
+        for owner, name in [*changed, (os, "fsync"), (dist, "all_gather")]:
+            new = watched(getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, new))
+        yield
+
+
+def live(
+    rank: int,
+    size: int,
+    port: int,
+    folder: str,
+    moment: Moment,
+    async_: bool,
+    seconds: float,
+    pipe: Connection,
+) -> None:
+    """Save step after step; send when this rank goes, and how it ended."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.dup2(os.open(f"{folder}/said-by-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    world = af.World.from_env(device="cpu", timeout=seconds)
+    goes = rank in moment.ranks
+    ended = "returned"
+    with ExitStack() as stack:
+        if goes:
+            tell = lambda: pipe.send(("goes", time.monotonic()))  # noqa: E731
+            stack.enter_context(going(moment, tell))
+        try:
+            with world, af.CheckpointStore(f"{folder}/run", keep=2, async_=async_) as s:
+                _save_on(s, world, Path(folder, f"saved-by-{rank}"))
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            ended = f"{type(error).__name__}: {error}"
+        pipe.send((ended, time.monotonic()))
+    world.close()  # as the interpreter's end would
+
+
+def _save_on(store: af.CheckpointStore, world: af.World, saved: Path) -> None:
+    """Save until a rank goes, and keep a list of the steps that were said to be saved."""
+    saved.touch()
+    for step in range(1, 100):
+        store.save(state_of(step, world))
+        if step % 3:  # else training goes on, and the next save waits
+            store.wait()
+            with open(saved, "a", encoding="utf-8") as file:  # noqa: PTH123 - no act
+                file.write(f"{step}\n")
