@@ -3,7 +3,9 @@
 
 import attrs
 
+from accelfn.arguments import integer
 from accelfn.data.cut import Span, even_part
+from accelfn.errors import ArgumentError
 
 
 @attrs.frozen(kw_only=True)
@@ -26,12 +28,23 @@ class Plan:
         [(4, 7)]
     """
 
-    world_rank: int = 0
-    world_size: int = 1
-    rank: int = 0
-    num_shares: int = 1
-    num_micro_batches: int = 1
-    micro_batch_size: int | None = None
+    world_rank: int = attrs.field(default=0, validator=integer(0))
+    world_size: int = attrs.field(default=1, validator=integer(1))
+    rank: int = attrs.field(default=0, validator=integer(0))
+    num_shares: int = attrs.field(default=1, validator=integer(1))
+    num_micro_batches: int = attrs.field(default=1, validator=integer(1))
+    micro_batch_size: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(integer(1))
+    )
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a share that is none of those."""
+        if self.rank >= self.num_shares:
+            msg = (
+                f"af.Plan(rank={self.rank}, num_shares={self.num_shares}): the shares are 0"
+                f" to {self.num_shares - 1}."
+            )
+            raise ArgumentError(msg)
 
     def sharded(self) -> "Plan":
         """Return the plan with batches cut into one share a rank of the world."""

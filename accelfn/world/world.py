@@ -78,9 +78,11 @@ class World:
             if not is_integer(getattr(self, name)):
                 msg = f"World({name}={getattr(self, name)!r}): expected an integer."
                 raise WorldError(msg)
-        if self.size < 1:
-            msg = f"World(size={self.size}): expected at least 1."
-            raise WorldError(msg)
+        least = {"size": 1, "local_rank": 0, "local_size": 1, "node_rank": 0}
+        for name, first in least.items():
+            if getattr(self, name) < first:
+                msg = f"World({name}={getattr(self, name)}): expected at least {first}."
+                raise WorldError(msg)
         if not 0 <= self.rank < self.size:
             msg = (
                 f"World(rank={self.rank}, size={self.size}): the rank must be 0 to"

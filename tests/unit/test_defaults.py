@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Defaults are those of a table, and of their docstrings; counts begin where they say."""
+
+import inspect
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn import schedules
+from accelfn.cli import _parser
+from accelfn.launching.settings import OPTIONS
+from accelfn.testing import (
+    Corrupt,
+    Crash,
+    simulate,
+)
+from tests.golden.defaults import (
+    FILE,
+    STANDS_FOR,
+    callables,
+    commands,
+    defaults,
+    lines,
+)
+
+NUMBER = r"-?\d[\d,_]*(?:\.\d+)?(?:e-?\d+)?"
+STATED = re.compile(
+    rf"(?:; |default (?:is )?)({NUMBER}|\"\w+\"|True|False|None)(?:[.;)]|$)"
+)
+
+
+def test_every_default_is_as_it_was() -> None:
+    """A default that changes, or an option that comes or goes, changes the table too.
+
+    `python -m tests.golden.defaults` writes it.
+    """
+    assert FILE.read_text().splitlines() == lines()
+
+
+def entries() -> list[tuple[str, str, Any, str]]:
+    """Return what the docstrings say of options with a default: call, option, default, text."""
+    called, found = dict(callables()), []
+    for name, options in defaults().items():
+        doc = inspect.getdoc(called.get(name)) or ""
+        for option, default in options.items():
+            stands = STANDS_FOR.get(name, {}).get(option, default)
+            entry = re.search(
+                rf"^ +{option}: (.*?)(?=^ +\w+: |^\w|^$|\Z)",
+                doc,
+                re.MULTILINE | re.DOTALL,
+            )
+            if entry:
+                text = " ".join(entry[1].split())
+                found.append((name, option, stands, text))
+    return found
+
+
+def test_docstrings_state_the_defaults() -> None:
+    """Where an option's entry ends in a value, or says what it is by default, it is that."""
+    said = [
+        (name, option, default, stated)
+        for name, option, default, text in entries()
+        for stated in STATED.findall(text)
+        if default is not None  # what it stands for depends on other things
+    ]
+    assert len(said) >= 7
+    for name, option, default, stated in said:
+        value = stated.strip('"') if stated[0] == '"' else eval(stated)  # noqa: S307
+        assert value == default, f"{name}({option}=): {stated}, but it is {default!r}"
+
+
+def test_help_states_the_defaults() -> None:
+    """Where a command's help says a default, it is that."""
+    said = [
+        (f"{name} {action.option_strings[-1]}", action.help, action.default)
+        for name, parser in commands(_parser())
+        for action in parser._actions
+        if action.option_strings and action.default not in (None, False)
+    ]
+    said += [(name, each.help, each.default) for name, each in OPTIONS.items()]
+    stated = [
+        (name, found[1], default)
+        for name, text, default in said
+        if default is not None
+        and (found := re.search(r"\(default (\S+)\)", text or ""))
+    ]
+    assert stated
+    for name, value, default in stated:
+        assert value == str(default), name
+
+
+# Where counts begin
+
+
+@attrs.frozen
+class Count:
+    """An option that counts: how it is given, and the least that it may be."""
+
+    give: Callable[[Any], object]
+    least: int
+
+
+def state() -> af.TrainState:
+    return af.TrainState.create(
+        model=lambda: torch.nn.Linear(2, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=af.Data(torch.ones(40, 2), batch_size=2),
+    )
+
+
+def opened(**options: Any) -> None:
+    """Begin to look at steps, and leave before the first."""
+    with suppress(KeyError), af.profile(tempfile.gettempdir(), **options):
+        raise KeyError
+
+
+def stored(**options: Any) -> None:
+    """Open a store, and close it."""
+    with tempfile.TemporaryDirectory() as folder:
+        af.CheckpointStore(folder, **options).close()
+
+
+def nothing(*_: object) -> None:
+    """Do nothing."""
+
+
+DATA = partial(af.Data, range(8))
+COUNTS = {
+    "af.Data(batch_size=)": Count(lambda n: DATA(batch_size=n), 1),
+    "af.Data(num_workers=)": Count(lambda n: DATA(batch_size=2, num_workers=n), 0),
+    "af.Data.from_loader(num_ranks=)": Count(
+        lambda n: af.Data.from_loader(
+            torch.utils.data.DataLoader(range(8)), num_ranks=n
+        ),
+        1,
+    ),
+    "af.CheckpointStore(keep=)": Count(lambda n: stored(keep=n), 1),
+    "af.CheckpointStore(every=)": Count(lambda n: stored(every=n), 1),
+    "af.Cursor(epoch=)": Count(lambda n: af.Cursor(n, 0), 0),
+    "af.Cursor(samples=)": Count(lambda n: af.Cursor(0, n), 0),
+    "af.Data.num_updates(epochs)": Count(DATA(batch_size=2).num_updates, 0),
+    "af.Data.zip(num_workers=)": Count(
+        lambda n: af.Data.zip(a=[1, 2], b=[3], batch_size=1, num_workers=n), 0
+    ),
+    "af.Plan(world_rank=)": Count(lambda n: af.Plan(world_rank=n), 0),
+    "af.Plan(world_size=)": Count(lambda n: af.Plan(world_size=n), 1),
+    "af.Plan(rank=)": Count(lambda n: af.Plan(rank=n, num_shares=9), 0),
+    "af.Plan(num_shares=)": Count(lambda n: af.Plan(num_shares=n), 1),
+    "af.Plan(num_micro_batches=)": Count(lambda n: af.Plan(num_micro_batches=n), 1),
+    "af.Plan(micro_batch_size=)": Count(lambda n: af.Plan(micro_batch_size=n), 1),
+    "af.World(local_rank=)": Count(lambda n: af.World(local_rank=n), 0),
+    "af.World(local_size=)": Count(lambda n: af.World(local_size=n), 1),
+    "af.World(node_rank=)": Count(lambda n: af.World(node_rank=n), 0),
+    "af.seek(samples)": Count(lambda n: af.seek(state(), n), 0),
+    "af.accumulate(num_micro_batches=)": Count(
+        lambda n: af.accumulate(num_micro_batches=n), 1
+    ),
+    "af.accumulate(micro_batch_size=)": Count(
+        lambda n: af.accumulate(micro_batch_size=n), 1
+    ),
+    "af.autocast(growth_interval=)": Count(
+        lambda n: af.autocast("fp16", growth_interval=n), 1
+    ),
+    "af.batches(epochs=)": Count(lambda n: af.batches(state(), epochs=n), 1),
+    "af.budget(limit=)": Count(lambda n: af.budget([1, 1], limit=n), 1),
+    "af.check_replicas(every=)": Count(lambda n: af.check_replicas(every=n), 1),
+    "af.compress(matrix_approximation_rank=)": Count(
+        lambda n: af.compress("powersgd", matrix_approximation_rank=n), 1
+    ),
+    "af.compress(start_powerSGD_iter=)": Count(
+        lambda n: af.compress("powersgd", start_powerSGD_iter=n), 0
+    ),
+    "af.find_batch_size(start)": Count(
+        lambda n: af.find_batch_size(nothing, n, world=af.World()), 1
+    ),
+    "af.local_sgd(sync_every=)": Count(lambda n: af.local_sgd(sync_every=n), 1),
+    "af.micro_batches(num)": Count(lambda n: af.micro_batches(torch.ones(9, 1), n), 1),
+    "af.orders.bucketed(window=)": Count(
+        lambda n: af.orders.bucketed([1] * 8, window=n), 1
+    ),
+    "af.orders.weighted(num_samples=)": Count(
+        lambda n: af.orders.weighted(np.ones(8), num_samples=n), 1
+    ),
+    "af.profile(wait=)": Count(lambda n: opened(wait=n), 0),
+    "af.profile(warmup=)": Count(lambda n: opened(warmup=n), 1),
+    "af.profile(active=)": Count(lambda n: opened(active=n), 1),
+    "af.schedules.linear(num_updates)": Count(schedules.linear, 1),
+    "af.schedules.one_cycle(num_updates)": Count(schedules.one_cycle, 2),
+    "af.schedules.warmup_cosine(num_warmup)": Count(
+        lambda n: schedules.warmup_cosine(n, 100), 0
+    ),
+    "af.schedules.warmup_cosine(num_updates)": Count(
+        lambda n: schedules.warmup_cosine(0, n), 1
+    ),
+    "af.seek(epoch=)": Count(lambda n: af.seek(state(), 0, epoch=n), 0),
+    "af.skip_nonfinite(max_consecutive=)": Count(
+        lambda n: af.skip_nonfinite(max_consecutive=n), 0
+    ),
+    "testing.simulate(size)": Count(lambda n: simulate(n, nothing), 1),
+    "testing.Crash(rank)": Count(Crash, 0),
+    "testing.Crash(step=)": Count(lambda n: Crash(0, step=n), 0),
+    "testing.Corrupt(element=)": Count(lambda n: Corrupt(0, element=n), 0),
+}
+OTHERS = {
+    "af.World(rank=)": "below its size",
+    "af.World(size=)": "more than one has a group",
+    "af.broadcast(root=)": "below the world's size",
+    "af.broadcast_object(root=)": "below the world's size",
+    "af.scatter(root=)": "below the world's size",
+    "af.on_rank(rank=)": "may count from the end",
+    "af.pad_across(dim=)": "may count from the end",
+    "af.pad_across(value=)": "any number",
+    "af.Data.num_updates(seed=)": "any integer",
+    "af.TrainState.create(seed=)": "any integer",
+    "testing.simulate(seed=)": "any integer",
+    "af.launch(nproc=)": "starts processes",
+    "testing.assert_equivalent(updates=)": "trains",
+    "testing.check_step(updates=)": "trains",
+    "af.Data.epoch(number=)": "is the reader's",
+    "af.Data.num_updates_of(start=)": "is the reader's",
+    "af.Grads(num_averaged=)": "made by a backward pass",
+    "af.Grads(num_micro_batches=)": "made by a backward pass",
+    "af.Grads(update=)": "made by a backward pass",
+    "af.TrainState(num_skipped=)": "made by an update",
+    "af.WeightedSum(unit=)": "any weight",
+    "accelfn launch, and its files(num_machines=)": "test_settings",
+    "accelfn launch, and its files(max_restarts=)": "test_settings",
+}
+"""Options whose default is an integer, and why they do not count from some number on."""
+
+
+def test_every_integer_counts_or_says_why_not() -> None:
+    """A new option whose default is an integer needs a row, or a reason."""
+    found = set()
+    for name, options in defaults().items():
+        for option, default in options.items():
+            value = STANDS_FOR.get(name, {}).get(option, default)
+            if type(value) is int and option != "at":  # at: or a label
+                found.add(f"{name.removeprefix('accelfn.')}({option}=)")
+    assert found - COUNTS.keys() == OTHERS.keys()
+
+
+around = st.one_of(st.integers(-3, 4), st.booleans(), st.sampled_from([1.0, 2.5, "2"]))
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@given(value=around)
+@example(-1)
+@example(0)
+@example(1)
+@example(2)
+def test_a_count_begins_at_its_least(name: str, value: object) -> None:
+    """It takes its least and what is above; below it, and what is no integer, it names."""
+    count = COUNTS[name]
+    is_one = isinstance(value, int) and not isinstance(value, bool)
+    if is_one and value >= count.least:
+        count.give(value)
+        return
+    with pytest.raises((af.Error, TypeError)) as caught:
+        count.give(value)
+    assert isinstance(caught.value, af.Error), name
+    assert repr(value) in str(caught.value), name
