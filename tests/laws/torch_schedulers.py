@@ -164,7 +164,10 @@ MIN_LR = {"min_lr": 0.001}
 SPECIFIC: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "cosine_with_restarts": {"num_cycles": st.integers(1, 3)},
     "cosine": {"num_cycles": st.sampled_from([0.5, 1.5])},
-    "polynomial": {"lr_end": st.sampled_from([1e-7, 1e-4]), "power": st.sampled_from([0.5, 2.0])},
+    "polynomial": {
+        "lr_end": st.sampled_from([1e-7, 1e-4]),
+        "power": st.sampled_from([0.5, 2.0]),
+    },
     "inverse_sqrt": {"timescale": st.integers(1, 9)},
     "cosine_with_min_lr": {"min_lr_rate": st.sampled_from([0.1, 0.5])},
     "cosine_warmup_with_min_lr": {

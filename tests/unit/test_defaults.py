@@ -192,6 +192,8 @@ COUNTS = {
     "af.orders.weighted(num_samples=)": Count(
         lambda n: af.orders.weighted(np.ones(8), num_samples=n), 1
     ),
+    "af.plateau(patience=)": Count(lambda n: af.plateau(patience=n), 0),
+    "af.plateau(cooldown=)": Count(lambda n: af.plateau(cooldown=n), 0),
     "af.profile(wait=)": Count(lambda n: opened(wait=n), 0),
     "af.profile(warmup=)": Count(lambda n: opened(warmup=n), 1),
     "af.profile(active=)": Count(lambda n: opened(active=n), 1),
