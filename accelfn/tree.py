@@ -31,22 +31,32 @@ def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     return _map(fn, tree, by_key=False)
 
 
-def _map(fn: Callable[[Any], Any], tree: Any, *, by_key: bool) -> Any:
-    if isinstance(tree, torch.Tensor):
+def _map(
+    fn: Callable[[Any], Any],
+    tree: Any,
+    *,
+    by_key: bool,
+    whole: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Map a tree; what is `whole` is a leaf, whatever is in it."""
+    if isinstance(tree, torch.Tensor) or (whole is not None and whole(tree)):
         return fn(tree)
+
+    def inner(value: Any) -> Any:
+        return _map(fn, value, by_key=by_key, whole=whole)
+
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree)
         order = _by_key(items) if by_key else items
-        mapped = {key: _map(fn, items[key], by_key=by_key) for key in order}
+        mapped = {key: inner(items[key]) for key in order}
         return _like(items, {key: mapped[key] for key in items} if by_key else mapped)
     if isinstance(tree, (tuple, list)):
-        each = cast("list[Any]", tree)
-        parts = [_map(fn, value, by_key=by_key) for value in each]
+        parts = [inner(value) for value in cast("list[Any]", tree)]
         if hasattr(tree, "_fields"):  # the one mark by which namedtuples are known
             return cast("Any", type(tree))(*parts)
         return parts if isinstance(tree, list) else tuple(parts)
     if _fields(type(tree)):
-        return _map_record(fn, tree, by_key=by_key)
+        return _map_record(inner, tree)
     return fn(tree)
 
 
@@ -67,7 +77,7 @@ def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         raise ArgumentError(msg) from error
 
 
-def _map_record(fn: Callable[[Any], Any], record: Any, *, by_key: bool) -> Any:
+def _map_record(inner: Callable[[Any], Any], record: Any) -> Any:
     try:
         mapped = copy.copy(record)
     except (AttributeError, TypeError) as error:
@@ -78,8 +88,7 @@ def _map_record(fn: Callable[[Any], Any], record: Any, *, by_key: bool) -> Any:
         )
         raise ArgumentError(msg) from error
     for name, value in _set_fields(record):
-        new = _map(fn, value, by_key=by_key)
-        object.__setattr__(mapped, name, new)  # frozen ones too
+        object.__setattr__(mapped, name, inner(value))  # frozen ones too
     return mapped
 
 
@@ -199,18 +208,39 @@ def clone(tree: Any) -> Any:
     return tree_map(copy_once, tree)
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Return the tree with its tensors on `device`; on it already, it is returned as is."""
-    tensors = tensor_leaves(tree)
-    if all(tensor.device == device for tensor in tensors):
+def to_device(tree: Any, device: torch.device, *, opaque: bool = True) -> Any:
+    """Return the tree with its tensors on `device`; on it already, it is returned as is.
+
+    What knows how to move itself does so, by its own `to(device)`: packed sequences, batches
+    of tokenizers, records and objects of the user's. `opaque=False` leaves out those of
+    which nobody can tell what tensors are in them.
+    """
+    leaves = tree_leaves(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    moves = opaque and any(
+        _moves_itself(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)
+    )
+    if not moves and all(tensor.device == device for tensor in tensors):
         return tree
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=leaf.is_pinned())
+        if _moves_itself(leaf) and (opaque or _is_container(leaf)):
+            return leaf.to(device)
         return leaf
 
-    return tree_map(move, tree)
+    return _map(move, tree, by_key=False, whole=_moves_itself)
+
+
+def _moves_itself(tree: Any) -> bool:
+    """Whether it is an object, or a container, with a way to a device of its own."""
+    return callable(getattr(type(tree), "to", None))
+
+
+def _is_container(tree: Any) -> bool:
+    """Whether its tensors are among the leaves of a tree that it stands in."""
+    return isinstance(tree, (Mapping, tuple, list)) or bool(_fields(type(tree)))
 
 
 def num_rows(tree: Any) -> int:

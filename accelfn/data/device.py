@@ -45,7 +45,7 @@ def _prefetched(
         what, values = pair
         with torch.cuda.stream(side):
             pinned = [tree.tree_map(_pinned, value) for value in values]
-            return what, [tree.to_device(value, device) for value in pinned]
+            return what, [tree.to_device(each, device, opaque=False) for each in pinned]
 
     ahead = copied()
     while ahead is not None:
@@ -53,10 +53,12 @@ def _prefetched(
         current = torch.cuda.current_stream(device)
         current.wait_stream(side)
         for leaf in tree.tensor_leaves(values):
-            # the caller's stream uses memory that the side stream allocated
-            leaf.record_stream(current)
+            if leaf.is_cuda:  # of a packed sequence, lengths stay on the CPU
+                # the caller's stream uses memory that the side stream allocated
+                leaf.record_stream(current)
         ahead = copied()
-        yield what, values
+        # what is in an object nobody sees: it is moved on the caller's stream
+        yield what, [tree.to_device(value, device) for value in values]
 
 
 def _pinned(leaf: Any) -> Any:

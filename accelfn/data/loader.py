@@ -24,6 +24,10 @@ _DEFAULTS = {
 }
 
 
+_ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
+"""What says which batches a loader gives, and is not read."""
+
+
 def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
     """Return the arguments of `Data` that a loader stands for.
 
@@ -33,6 +37,7 @@ def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
     if not isinstance(loader, DataLoader):
         msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
         raise DataError(msg)
+    _refuse_own_iteration(loader)
     check_integer("from_loader", "num_ranks", num_ranks, 1, "a number of ranks")
     _say_what_is_lost(loader)
     collate = loader.collate_fn
@@ -77,6 +82,23 @@ def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
         )
         raise DataError(msg)
     return {"batch_sampler": batches}
+
+
+def _refuse_own_iteration(loader: Any) -> None:
+    """Raise if a subclass gives other batches than its dataset, sampler and collate say."""
+    for cls in type(loader).__mro__:
+        if cls is DataLoader or cls.__module__.startswith("torchdata."):
+            return
+        own = [name for name in _ITERATION if name in vars(cls)]
+        if own:
+            msg = (
+                f"from_loader: {cls.__name__} has its own {own[0]}, which would not be called:"
+                " accelfn reads a loader's dataset in the order of its sampler. Let the"
+                " dataset, the sampler or collate_fn do what it does, and give a plain"
+                " DataLoader; or step over its batches as they are: `for batch in"
+                " af.lockstep(loader, world):`, of a loader of each rank's own samples."
+            )
+            raise DataError(msg)
 
 
 @attrs.frozen

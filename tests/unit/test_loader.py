@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data.from_loader`: what a torch DataLoader says is kept, or said to be lost."""
 
+from itertools import islice
+
 import pytest
 import torch
 from torch import nn
@@ -315,3 +317,49 @@ def test_indices_in_tensors_and_arrays():
     batches = [torch.tensor([3, 1]), torch.tensor([4]).numpy(), (5, 6)]
     read_batches = read(af.Data(X, batch_sampler=batches))
     assert [batch.indices.tolist() for batch in read_batches] == [[3, 1], [4], [5, 6]]
+
+
+class Limited(DataLoader):
+    """Ends after two batches."""
+
+    def __iter__(self):
+        return islice(super().__iter__(), 2)
+
+
+class Halved(DataLoader):
+    """Says that it is half as long."""
+
+    def __len__(self):
+        return super().__len__() // 2
+
+
+class Further(Limited):
+    """Inherits what its parent does."""
+
+
+class Collating(DataLoader):
+    """Changes nothing of which batches come, but what they are made of."""
+
+    def __init__(self, dataset, **options):
+        super().__init__(dataset, collate_fn=self.doubled, **options)
+
+    def doubled(self, samples):
+        return 2 * torch.stack(samples)
+
+
+OWN = {Limited: "Limited has its own __iter__", Halved: "Halved has its own __len__"}
+
+
+@pytest.mark.parametrize("kind", [Limited, Halved, Further])
+def test_a_loader_that_iterates_in_its_own_way(kind):
+    """A subclass with its own __iter__ or __len__ is refused, and never read past."""
+    says = OWN.get(kind, OWN[Limited])
+    for make in (af.Data.from_loader, read):
+        with pytest.raises(af.DataError, match=rf"{says}(.|\n)*af\.lockstep"):
+            make(kind(X, batch_size=2))
+
+
+def test_a_loader_that_collates_in_its_own_way():
+    """A subclass that only makes other batches of the samples is obeyed."""
+    first, *_ = values(Collating(X, batch_size=3))
+    assert first == [[0.0], [2.0], [4.0]]

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of any container go through a step; what is no tensor is left alone."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import accelfn as af
+from accelfn import tree
 
 torch.set_num_threads(1)
 
@@ -90,3 +92,56 @@ def test_slots_are_copied_deeply():
     copied.slots["mine"]["list"][1]["a"] = 3
     assert state.slots["mine"]["t"].tolist() == [0.0, 0.0]
     assert state.slots["mine"]["list"][1] == {"a": 2}
+
+
+class Graph:
+    """An object of which nobody sees what is in it; it knows where it is."""
+
+    def __init__(self, nodes):
+        self.nodes, self.moved = nodes, 0
+
+    def to(self, device):
+        moved = Graph(self.nodes.to(device))
+        moved.moved = self.moved + 1
+        return moved
+
+
+class Tokens(UserDict):
+    """A mapping with a way of its own, as those of tokenizers have."""
+
+    def to(self, device):
+        return Tokens({name: each.to(device) for name, each in self.items()})
+
+
+META = torch.device("meta")
+
+
+def test_objects_move_themselves():
+    """What has its own `to` is moved by it, wherever it stands; what has none stays."""
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    other = object()
+    values = [packed, {"graph": Graph(torch.ones(3))}, Tokens(ids=torch.ones(1)), other]
+    sequence, inside, tokens, same = tree.to_device(values, META)
+    assert type(sequence) is PackedSequence
+    assert sequence.data.device == META
+    assert sequence.batch_sizes.device.type == "cpu"
+    assert inside["graph"].nodes.device == META
+    assert inside["graph"].moved == 1
+    assert type(tokens) is Tokens
+    assert tokens["ids"].device == META
+    assert same is other
+
+
+def test_what_is_in_an_object_may_be_left():
+    """Where its tensors could not be watched, an object is left for later; mappings go."""
+    values = (Graph(torch.ones(1)), Tokens(ids=torch.ones(1)))
+    graph, tokens = tree.to_device(values, META, opaque=False)
+    assert graph is values[0]
+    assert tokens["ids"].device == META
+    assert tree.to_device((graph, tokens), META)[0].moved == 1
+
+
+def test_batches_on_their_device_are_handed_on():
+    """Nothing is made anew of what is there already."""
+    value = {"x": torch.ones(2), "name": "a"}
+    assert tree.to_device(value, torch.device("cpu")) is value
