@@ -39,6 +39,9 @@ _NUMBERS = {
         "laws.test_equivalence::test_the_unit_of_weights_does_not_matter",
         "laws.test_equivalence::test_three_ranks",
         "laws.test_equivalence::test_what_would_drift_is_refused",
+        "laws.test_exchanging::test_ranks_go_together_again_when_they_agree",
+        "laws.test_exchanging::test_replicas_are_checked_at_multiples",
+        "laws.test_exchanging::test_what_is_neutral_comes_and_goes",
         "laws.test_export::test_what_is_exported_is_imported",
         "laws.test_failing::test_a_state_that_was_updated_says_so",
         "laws.test_faults::test_a_failure_ends_all_and_names_the_culprit",
@@ -110,6 +113,7 @@ _NUMBERS = {
     45: (
         "laws.test_batch_size::test_the_largest_that_fits_on_all_ranks_is_found",
         "laws.test_definitions::test_definitions_that_differ_are_refused",
+        "laws.test_exchanging::test_a_period_begins_where_it_was_put_on",
         "laws.test_failing::test_a_failed_call_costs_itself",
         "laws.test_failing::test_gradients_of_a_failed_update",
         "laws.test_faults::test_a_step_that_raised_can_be_tried_again",

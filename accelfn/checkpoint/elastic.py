@@ -175,11 +175,10 @@ def source_of(
         verify=verify,
         sharded=_sharded(state),
     )
-    if not differs or differs == ("buffers",):
-        as_saved = differs and manifest.world_size == world.size
-        return attrs.evolve(source, rank=world.rank if as_saved else 0)
     if manifest.world_size == world.size:
-        return attrs.evolve(source, rank=world.rank)
+        return attrs.evolve(source, rank=world.rank if differs else 0)
+    if not differs or differs == ("buffers",):
+        return _alike(state, source)
     return _averaging(state, source)
 
 
@@ -191,11 +190,39 @@ def _sharded(state: TrainState) -> Mapping[str, torch.Tensor]:
     return encoded(fields)[1].sharded
 
 
+def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
+    """Return the transforms that make one slot of those that were saved."""
+    saved = {e for e in manifest.transforms if f"slots.{e}" in manifest.trees}
+    return [e for e in state.setup.having("merge") if e.name in saved]
+
+
+def _alike(state: TrainState, source: Source) -> Source:
+    """Return the source with one slot for more or fewer ranks, of what was alike on all."""
+    slots: dict[str, Any] = {}
+    for each in _merging(state, source.manifest):
+        slot = _slot(source, each.name, 0)
+        count = source.manifest.world_size
+        _, slots[each.name] = _merged(each, [slot] * count, source)
+    return attrs.evolve(source, slots=slots)
+
+
+def _merged(
+    transform: Any, slots: list[Any], source: Source
+) -> tuple[list[float], Any]:
+    try:
+        return transform.merge(slots)
+    except Exception as error:
+        msg = (
+            f"{source.folder}: {transform.name} cannot merge what its ranks saved:"
+            f" {error!r}."
+        )
+        raise CheckpointError(msg) from error
+
+
 def _averaging(state: TrainState, source: Source) -> Source:
     """Return the source with the ranks' weights in a mean."""
     manifest = source.manifest
-    saved = {e for e in manifest.transforms if f"slots.{e}" in manifest.trees}
-    merging = [e for e in state.setup.having("merge") if e.name in saved]
+    merging = _merging(state, manifest)
     with_mean = {"params", "buffers", "opt_state"}
     with_mean |= {f"slots.{each.name}" for each in state.setup}
     apart = {
@@ -215,14 +242,7 @@ def _averaging(state: TrainState, source: Source) -> Source:
         raise CheckpointError(msg)
     (transform,) = merging
     slots = [_slot(source, transform.name, i) for i in range(manifest.world_size)]
-    try:
-        weights, slot = transform.merge(slots)
-    except Exception as error:
-        msg = (
-            f"{source.folder}: {transform.name} cannot merge what its ranks saved:"
-            f" {error!r}."
-        )
-        raise CheckpointError(msg) from error
+    weights, slot = _merged(transform, slots, source)
     return attrs.evolve(source, weights=tuple(weights), slots={transform.name: slot})
 
 
