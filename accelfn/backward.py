@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from accelfn.arguments import why_not
 from accelfn.calling import called
 from accelfn.counts import Count, Counts, counted, of_shares
 from accelfn.data import Batch
@@ -22,6 +23,9 @@ from accelfn.modes import own_modes
 from accelfn.spans import span
 from accelfn.state import TrainState, check_state
 from accelfn.transform import chain
+
+_ARGUMENTS = range(2, 10)
+"""How many a loss function may have: a model, a batch, and extras."""
 
 
 class ValueAndGrad(Protocol):
@@ -69,6 +73,13 @@ def value_and_grad(
             " -> loss."
         )
         raise ArgumentError(msg)
+    if all(why_not(loss_fn, *(None,) * number) for number in _ARGUMENTS):
+        error = why_not(loss_fn, None, None)
+        msg = (
+            f"value_and_grad({loss_fn!r}): it is called as loss_fn(model, batch, *extras):"
+            f" {error}."
+        )
+        raise ArgumentError(msg) from error
     if count is not None and not callable(count):
         msg = f"count={count!r}: expected a function of a batch, or None."
         raise ArgumentError(msg)

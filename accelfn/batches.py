@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from accelfn import words
 from accelfn.advice import advise
 from accelfn.arguments import is_integer
 from accelfn.calling import called
@@ -13,8 +14,10 @@ from accelfn.data import Batch, Data
 from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state import TrainState, check_state
+from accelfn.words import foreign
 
 
+@foreign(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
     """This rank's batches from a cursor to the end of an epoch; iterate it afresh at will.

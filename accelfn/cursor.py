@@ -6,8 +6,10 @@ from typing import Any
 import attrs
 
 from accelfn.arguments import integer
+from accelfn.words import foreign
 
 
+@foreign({}, changes="af.seek(state, samples, epoch=...) moves a state")
 @attrs.frozen
 class Cursor:
     """A position in the sample order, counted in global samples.

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from accelfn import streams, tree
+from accelfn.arguments import why_not
 from accelfn.backward import wrap_loss
 from accelfn.calling import called
 from accelfn.collectives import broadcast_, join_rows, mean
@@ -58,7 +59,7 @@ def evaluate(
         LossError: `fn` returned something else, or no scalar.
     """
     check_state("af.evaluate(state, data, fn)", state)
-    _check_callable(fn)
+    _check_function(fn, extras)
     total = Metrics({})
     lent = _Lent(state)
     measure = wrap_loss(fn, state.setup)
@@ -96,7 +97,7 @@ def predict(
         BatchError: dim 0 of a result is not the batch's.
     """
     check_state("af.predict(state, data, fn)", state)
-    _check_callable(fn)
+    _check_function(fn, extras)
     if isinstance(data, Data) and data.sharded:
         msg = (
             "af.predict: samples of data with sharded=True have no common order; predict on"
@@ -148,10 +149,14 @@ class _Lent:
             yield
 
 
-def _check_callable(fn: object) -> None:
+def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
     if not callable(fn):
         msg = f"Expected a function (model, batch, *extras) to evaluate, got {fn!r}."
         raise LossError(msg)
+    error = why_not(fn, None, None, *extras)
+    if error is not None:
+        msg = f"{fn!r} is evaluated as fn(model, batch, *extras): {error}."
+        raise LossError(msg) from error
 
 
 def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:

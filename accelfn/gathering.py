@@ -35,6 +35,12 @@ def gather_valid(values: Any, batch: Batch, world: World) -> Any:
         BatchError: there are not as many values as samples.
         PlainDataError: a list has something else in it.
     """
+    if not isinstance(batch, Batch):
+        msg = (
+            f"af.gather_valid(values, batch, world): got {type(batch).__name__}; expected a"
+            " batch of af.batches. af.gather(values, world) takes any values."
+        )
+        raise BatchError(msg)
     kept = (~batch.filler).nonzero().reshape(-1)
     rows = len(batch.filler)
     _check_rows(values, rows)

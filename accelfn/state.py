@@ -233,6 +233,7 @@ class TrainState:
         found = (now.get((i, "lr"), group["lr"]) for i, group in groups)
         return tuple(map(float, found))
 
+    @called
     def copy(self) -> Self:
         """Return an equal state with tensors of its own; a step on one leaves the other.
 
@@ -270,6 +271,7 @@ class TrainState:
         )
         raise CallError(msg)
 
+    @called
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
         """Return the state with copies of other parameters in place of its own.
 
@@ -289,6 +291,7 @@ class TrainState:
         """Return the state with these very parameters; to look at, not to step."""
         return attrs.evolve(self, params=dict(params))
 
+    @called
     def with_slot(self, name: str, value: Any) -> Self:
         """Return the state with an entry of the user's own, saved like all others.
 
@@ -303,6 +306,7 @@ class TrainState:
         check_own_name(name, [each.name for each in self.setup])
         return attrs.evolve(self, slots={**self._slots, name: value})
 
+    @called
     def with_setup(self, setup: Any) -> Self:
         """Return the state with another setup; it shares this one's tensors.
 
@@ -332,6 +336,7 @@ class TrainState:
                         slots[each.name] = each.init(state)
         return state
 
+    @called
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
         """Return the state with other parameters trained; it shares this one's tensors.
 

@@ -239,6 +239,53 @@ CHAIN_IS_NO_LIST = (
     "its transforms are setup.transforms, and af.chain(setup, another) adds"
 )
 
+BATCHES = _each(
+    {
+        "dataset": "it is batches.data.dataset",
+        "batch_size sampler set_epoch": "batches are as the state's data and cursor say; make"
+        " another af.Data",
+    }
+)
+BATCHES_ARE_NO_LIST = (
+    "for batch in af.batches(state, epochs=...) reads them; the first is"
+    " next(iter(af.batches(state)))"
+)
+STORE = _each(
+    {
+        "load load_state load_state_dict": "write state = store.restore(state)",
+        "save_state save_checkpoint": "write store.save(state)",
+        "best_model_path": "it is store.best",
+        "last_checkpoint": "it is store.latest",
+    }
+)
+TRACKER = _each(
+    {
+        "log add_scalar add_scalars log_metrics": "call it: tracker(values, state.step)",
+        "log_images add_image log_image": "write tracker.images(images, state.step)",
+        "add_histogram": "write tracker.histograms(values, state.step)",
+        "config store_init_configuration add_hparams log_params": "write"
+        " tracker.hyperparameters(values)",
+        "finish end_training": "write tracker.close(), or use it as a context manager",
+    }
+)
+SCHEDULES = _each(
+    {
+        "cosine cosine_with_warmup get_cosine_schedule_with_warmup": "write"
+        " af.schedules.warmup_cosine(num_warmup, num_updates)",
+        "warmup_linear linear_with_warmup get_linear_schedule_with_warmup": "write"
+        " af.schedules.join((n, af.schedules.linear(n, start=0.0, end=1.0)),"
+        " af.schedules.linear(rest))",
+        "get_constant_schedule": "write af.schedules.constant()",
+        "OneCycleLR StepLR MultiStepLR ExponentialLR CosineAnnealingLR LinearLR LambdaLR"
+        " PolynomialLR CosineAnnealingWarmRestarts CyclicLR SequentialLR ConstantLR step"
+        " exponential polynomial": "write af.schedules.from_torch(factory), with factory ="
+        " functools.partial(torch.optim.lr_scheduler.StepLR, step_size=...) or another",
+        "get_scheduler": "write af.schedules.from_torch(factory), where factory(optimizer)"
+        " returns a scheduler",
+    }
+)
+"""What there is not in `af.schedules`."""
+
 NAMES = _each(
     {
         "Accelerator PartialState AcceleratorState": "world = af.World.from_env() joins the"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
+from accelfn import words
 from accelfn.calling import called
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import keep as keeping
@@ -38,6 +39,7 @@ from accelfn.errors import (
     PeerFailedError,
 )
 from accelfn.state import TrainState, check_state
+from accelfn.words import foreign
 
 if TYPE_CHECKING:
     from accelfn.checkpoint.commit import Contents
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 
 @called
+@foreign(words.STORE)
 class CheckpointStore:
     """The checkpoints of a run: `step-00000100`, `step-00000200`, ... in a directory.
 
@@ -136,6 +139,7 @@ class CheckpointStore:
         found = keeping.best_of(self.directory, self.keep_best, self.best_is)
         return self.directory / keeping.name_of(found[0]) if found else None
 
+    @called
     def due(self, state: TrainState) -> bool:
         """Return whether to save now, the same on all ranks.
 
@@ -156,6 +160,7 @@ class CheckpointStore:
         over = time.monotonic() - self._last_saved >= self.every.total_seconds()
         return bool(broadcast_object(over, state.world, label="store: due"))
 
+    @called
     def save(
         self, state: TrainState, *, metrics: Mapping[str, float] | None = None
     ) -> Path:
@@ -222,6 +227,7 @@ class CheckpointStore:
         if error is not None:
             raise self._with_newest(error) from error.__cause__
 
+    @called
     def restore(
         self,
         state: TrainState,

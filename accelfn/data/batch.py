@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Batch`: what one step consumes, with the place it has in the data."""
 
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from accelfn import words
 from accelfn.cursor import Cursor
 from accelfn.data.permutation import Indices
-from accelfn.errors import BatchError
+from accelfn.errors import BatchError, CallError
 from accelfn.words import foreign
 
 Filler: TypeAlias = bool | npt.NDArray[np.bool_]
@@ -91,6 +91,12 @@ class Batch:
             )
         ]
         return torch.from_numpy(np.concatenate(masks))
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> NoReturn:
+        """Refuse to be a tensor, as in model(batch)."""
+        msg = f"A Batch is no tensor: {words.BATCH_IS_NO_VALUE}."
+        raise CallError(msg)
 
     def parts(self) -> list["Batch"]:
         """Return one batch a micro-batch."""

@@ -100,6 +100,9 @@ def check_indexed(data: "Data") -> None:
 
 def _check_loader(dataset: Any) -> None:
     """Refuse a DataLoader whose batches would be taken for samples."""
+    if hasattr(dataset, "updates_per_epoch"):  # an af.Data
+        msg = "af.Data: it was given an af.Data; give the dataset itself, data.dataset."
+        raise ArgumentError(msg)
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         kind = type(cast("Any", dataset)).__name__
         msg = (

@@ -294,6 +294,7 @@ class Data:
             raise DataError(msg)
         return EvenCut(len(self), self.batch_size, self.remainder).updates_per_epoch
 
+    @called
     def num_updates(self, epochs: int, *, seed: int = 0) -> int:
         """Return how many updates so many epochs make, for a state of this seed.
 

@@ -7,6 +7,9 @@ whose rates are those of the optimizer's own groups. Either way a resumed run ne
 scheduler state, and ranks or micro-batches change nothing.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from accelfn.errors import RecordError as _RecordError
 from accelfn.schedules.factors import Schedule as Schedule
 from accelfn.schedules.factors import constant as constant
 from accelfn.schedules.factors import join as join
@@ -14,3 +17,12 @@ from accelfn.schedules.factors import linear as linear
 from accelfn.schedules.factors import one_cycle as one_cycle
 from accelfn.schedules.factors import warmup_cosine as warmup_cosine
 from accelfn.schedules.of_torch import from_torch as from_torch
+from accelfn.words import SCHEDULES as _SCHEDULES
+
+if not _TYPE_CHECKING:  # where it would allow every name
+
+    def __getattr__(name: str) -> object:
+        """Say what to write for schedules that have other names here."""
+        advice = f": {_SCHEDULES[name]}" if name in _SCHEDULES else ""
+        msg = f"module {__name__!r} has no attribute {name!r}{advice}."
+        raise _RecordError(msg)

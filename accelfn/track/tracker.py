@@ -15,9 +15,11 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from accelfn import words
 from accelfn.calling import called
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
 from accelfn.track import values
+from accelfn.words import foreign
 from accelfn.world import World
 
 T = TypeVar("T")
@@ -103,6 +105,7 @@ class Outlet:
                 yield f"{self.name} did not close: {type(error).__name__}: {error}."
 
 
+@foreign(words.TRACKER)
 class Tracker:
     """Tells backends what a run says of itself: `tracker(metrics, step)`.
 

@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 import re
+import tempfile
 from functools import partial
 
 import pytest
@@ -50,6 +51,9 @@ RECORDS = {
     "WORLD": (WORLD, words.WORLD),
     "CHAIN": (CHAIN, words.CHAIN),
     "METRICS": (METRICS, words.METRICS),
+    "BATCHES": (af.batches(STATE), words.BATCHES),
+    "STORE": (af.CheckpointStore(tempfile.mkdtemp()), words.STORE),
+    "TRACKER": (af.track.in_memory(world=WORLD), words.TRACKER),
 }
 
 
@@ -117,6 +121,9 @@ UNPACKED = {
     ),
     "grads[name]": (lambda: GRADS["weight"], r"grads\.tensors"),
     "setup[0]": (lambda: CHAIN[0], r"setup\.transforms"),
+    "batches[0]": (lambda: af.batches(STATE)[0], r"next\(iter\(af\.batches"),
+    "model(batch)": (lambda: nn.Linear(3, 1)(BATCH), "no tensor: .* batch.value"),
+    "relu(batch)": (lambda: torch.relu(BATCH), "no tensor: .* batch.value"),
 }
 
 
@@ -131,8 +138,22 @@ def test_a_record_is_no_container(case):
 
 def test_a_data_of_data():
     """What cannot be iterated over is no dataset either."""
-    with pytest.raises(af.Error):
-        list(af.batches(create(data=af.Data(DATA, batch_size=2)), epochs=1))
+    with pytest.raises(af.ArgumentError, match=r"give the dataset itself"):
+        af.Data(DATA, batch_size=2)
+
+
+@pytest.mark.parametrize("fn", [lambda: 1, lambda _: 1, lambda *, _model, _batch: 1])
+def test_a_function_takes_a_model_and_a_batch(fn):
+    """A loss or a measure that cannot be called so is refused before any update."""
+    with pytest.raises(af.ArgumentError, match=r"loss_fn\(model, batch, \*extras\)"):
+        af.make_step(fn)
+    for use in (af.evaluate, lambda *given: next(af.predict(*given))):
+        with pytest.raises(af.LossError, match=r"fn\(model, batch, \*extras\)"):
+            use(STATE, DATA, fn)
+    with pytest.raises(af.LossError, match="missing a required argument: '_teacher'"):
+        af.evaluate(STATE, DATA, lambda _model, _batch, _teacher: 1.0)
+    af.make_step(lambda _model, _batch, _teacher, _weight: 1.0)
+    af.make_step(nn.MSELoss())
 
 
 @pytest.mark.parametrize("record", [STATE, BATCH, DATA, GRADS, WORLD])
@@ -247,6 +268,14 @@ CALLS = {
         r"af\.schedules\.warmup_cosine\(.*did you mean num_warmup=?",
     ),
     "all of it": (lambda: af.save(STATE), r"Write af\.save\(state, directory\)"),
+    "a method": (
+        lambda: STATE.with_slot(x=3),
+        r"af\.TrainState\.with_slot\(x=3\): there is no x=; its arg",
+    ),
+    "a store's": (
+        lambda: RECORDS["STORE"][0].save(STATE, {"loss": 1.0}),
+        "only state may be given by position. By name: metrics=",
+    ),
     "a keyword called function": (
         lambda: af.batches(STATE, function=3),
         "there is no function=",
@@ -339,11 +368,14 @@ def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_
         assert expected == told(first, **named)
 
 
-@pytest.mark.parametrize("word", words.NAMES)
-def test_a_name_of_another_library_is_answered(word):
-    """`af.Accelerator` says what there is instead; so do others."""
-    with pytest.raises(af.RecordError, match=re.escape(words.NAMES[word])):
-        getattr(af, word)
+@pytest.mark.parametrize("module", [af, af.schedules])
+def test_a_name_of_another_library_is_answered(module):
+    """`af.Accelerator` says what there is instead; so do others, schedules too."""
+    table = words.NAMES if module is af else words.SCHEDULES
+    for word, advice in table.items():
+        with pytest.raises(af.RecordError, match=re.escape(advice)):
+            getattr(module, word)
+    assert not hasattr(module, "no_such_")
 
 
 def test_tables_name_what_there_is():
@@ -412,6 +444,14 @@ def test_a_tensor_s_name_is_text(tmp_path):
 
     with pytest.raises(af.CheckpointError, match="no text that files can hold"):
         af.export_model(create(model=odd, data=None), tmp_path / "odd")
+
+
+def test_a_batch_is_one_of_batches():
+    """What has no filler cannot be told from it."""
+    with pytest.raises(
+        af.BatchError, match=r"got tuple; expected a batch of af\.batches"
+    ):
+        af.gather_valid(X, (X, Y), WORLD)
 
 
 def test_a_world_is_of_integers():
