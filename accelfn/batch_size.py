@@ -209,7 +209,7 @@ def _check_group(world: World) -> None:
             f"af.find_batch_size in a world of {world.size} ranks joined by"
             f" {_backend(world).name()}: a rank that runs out of memory cannot end the"
             " others' waiting there. Open the world with World.from_env(backend='gloo'), or"
-            " find the share of one rank in a world of 1."
+            " find the batch size of one rank in a run of one process, without a launcher."
         )
         raise WorldError(msg)
 
