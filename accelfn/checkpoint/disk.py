@@ -147,7 +147,7 @@ def hold(path: Path) -> BinaryIO | None:
         file = unfinished.open("xb", buffering=0)
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(_machine())
+            file.write(_mount(file.fileno()))
             unfinished.rename(path)
         except BaseException:
             file.close()
@@ -157,20 +157,21 @@ def hold(path: Path) -> BinaryIO | None:
 
 
 def is_let_go(path: Path) -> bool:
-    """Return whether nobody holds a file any more that a process of this machine held."""
+    """Return whether a file that a process of this machine held is held no more."""
     with suppress(OSError), path.open("rb") as file:
-        if file.read() == _machine():
+        if file.read() == _mount(file.fileno()):
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
             return True
     return False
 
 
-def _machine() -> bytes:
-    """Return what tells machines apart, on which alone locks can be relied upon."""
+def _mount(handle: int) -> bytes:
+    """Return what tells machines apart, and their mounts: locks are sure within one alone."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
-        return socket.gethostname().encode()
+        machine = socket.gethostname()
+    return f"{machine.strip()} {os.fstat(handle).st_dev}".encode()
 
 
 def is_there(path: Path) -> bool:

@@ -102,6 +102,7 @@ def live(
 ) -> None:
     """Save step after step; send when this rank goes, and how it ended."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
     torch.set_num_threads(1)
     place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})

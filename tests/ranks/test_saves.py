@@ -17,8 +17,10 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.testing.processes import run
 from accelfn.testing.processes.run import RankProcess
 from tests.laws.states import is_of, state_of
+from tests.ranks import programs_of_saves
 from tests.ranks.programs_of_saves import SLOW, WAYS, Moment, live
 
 TIMEOUT = 8.0
@@ -145,32 +147,34 @@ def test_ranks_that_go_in_a_save_lose_nothing(case: Case) -> None:
 
 
 def main(count: int) -> None:
-    """Draw moments of every way to go, and say how many kept the law."""
-    broken: list[str] = []
-    seconds: list[float] = []
-    slow: list[float] = []
+    """Draw moments of every way to go, and say of each, and of all, how the law was kept."""
+    vars(run)["_PRELOAD"].append(programs_of_saves.__name__)  # ranks then start sooner
+    found: list[tuple[Case, Outcome]] = []
+    broken = late = 0
 
     @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate])
     @given(case=cases())
     def drawn(case: Case) -> None:
-        found = outcome(case)
-        (slow if case.moment.how in SLOW else seconds).append(found.seconds)
+        nonlocal broken, late
+        found.append((case, outcome(case)))
+        said = "kept"
         try:
-            check(case, found)
+            check(*found[-1])
         except AssertionError:
-            broken.append(f"{case} {found}")
-            print("BROKEN", broken[-1], flush=True)  # noqa: T201 - a program's output
-        if found.seconds > TIMEOUT + 2:
-            print("LATE", case, found, flush=True)  # noqa: T201
+            broken, said = broken + 1, f"BROKEN {found[-1]}"
+        seconds = found[-1][1].seconds
+        late += seconds > case.timeout + 1
+        print(len(found), case, f"{seconds:.1f} s", said, flush=True)  # noqa: T201
 
     drawn()
-    for name, each in (("that end", seconds), ("that hang", slow)):
-        print(  # noqa: T201
-            f"{len(each)} moments of ranks {name}: the last survivor was out after"
-            f" {max(each, default=0):.1f} s at most, {sum(each) / max(len(each), 1):.1f} s"
-            f" in the mean, with a timeout of {TIMEOUT:g} s"
-        )
-    print(f"{len(broken)} broke the law")  # noqa: T201
+    for name in sorted(WAYS):
+        times = [f.seconds for case, f in found if case.moment.how == name]
+        print(f"{name}: {len(times)}, out in {max(times, default=0):.1f} s")  # noqa: T201
+    lost = sum(len(each.lost) > 0 for _, each in found)
+    print(  # noqa: T201
+        f"{len(found)} moments, {lost} with a commit lost, {broken} in all that broke the"
+        f" law, {late} with a survivor out later than the timeout and a second"
+    )
 
 
 if __name__ == "__main__":

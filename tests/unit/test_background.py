@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that agree by files: who is waited for, for how long, and what is said of who is not."""
+
+import re
+
+import pytest
+
+import accelfn as af
+from accelfn.checkpoint import background, disk
+from accelfn.checkpoint.background import Talk, talk_directory
+from accelfn.checkpoint.commit import Save
+
+
+@pytest.fixture
+def talks(tmp_path):
+    """Return what makes a rank's part of a talk of three."""
+
+    def make(rank, patience=60.0):
+        save = Save(final=tmp_path / "step-00000002", step=2, rank=rank, size=3)
+        return Talk(save=save, patience=patience)
+
+    talk_directory(tmp_path / "step-00000002").mkdir()
+    return make
+
+
+def said(talk):
+    """Return how a rank's first turn fails."""
+    with pytest.raises((af.PeerFailedError, af.CheckpointWriteError)) as caught:
+        talk("write its file", "ok")
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_whoever_says_nothing_in_time_is_named(talks):
+    """B1: within the world's timeout, with the save, and what was waited for."""
+    words = (
+        r"PeerFailedError: The save of step 2 was not seen to its end: rank 1 of 3 waited"
+        r" in 'save: write its file', but ranks 0 and 2 failed, left or did not arrive"
+        r" within 0\.[0-9]+ s\."
+    )
+    assert re.match(words, said(talks(1, patience=0.1)))
+
+
+def test_a_process_that_ended_is_named_at_once(talks):
+    """B1: its file is let go, whatever the timeout; one that has spoken before is not gone."""
+    talks(2).begin().close()
+    disk.tell(talk_directory(talks(2).save.final) / "1-2", "ok")
+    held, gone = talks(1).begin(), talks(0).begin()
+    gone.close()
+    assert "but the process of rank 0 has ended." in said(talks(1))
+    held.close()
+
+
+def test_a_lock_of_another_mount_tells_nothing(talks, monkeypatch):
+    """B1: there it may be free, and its holder alive."""
+    talks(0).begin().close()
+    monkeypatch.setattr(disk, "_mount", lambda _: b"elsewhere")
+    assert "ranks 0 and 2 failed, left or did not" in said(talks(1, patience=0.1))
+
+
+def test_nobody_waits_long_when_one_is_known_to_be_gone(talks, monkeypatch):
+    """B1: then those that have not spoken are given a moment."""
+    monkeypatch.setattr(background, "_GRACE", 0.1)
+    talk = talks(1, patience=1e6)
+    talk.hurried_at = 0.0
+    assert "ranks 0 and 2 failed, left or did not" in said(talk)
+
+
+@pytest.mark.parametrize("text", ["rank 0 failed: ValueError: boom", ""])
+def test_a_writer_that_ended_is_believed(talks, text):
+    """B2: with what it said, or that there was no room to say it."""
+    talks(0).end(text)
+    assert said(talks(1)) == "CheckpointWriteError: " + (
+        text
+        or "The state of step 2 was not saved: rank 0 failed, and had no room to say why"
+    )
