@@ -13,8 +13,13 @@ from typing import Any
 from hypothesis import settings
 
 _NUMBERS = {
-    15: ("laws.test_draws::test_each_part_tells_apart_or_changes_nothing",),
+    15: (
+        "laws.test_callers::test_whatever_has_its_name_is_on_the_disk",
+        "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
+    ),
     20: (
+        "laws.test_callers::test_whatever_is_cut_off_is_there_whole_or_not",
+        "laws.test_callers::test_whatever_looks_at_buffers_sees_those_of_rank_0",
         "laws.test_checked::test_checking_changes_nothing",
         "laws.test_collectives::test_texts_arrive_whole",
         "laws.test_compiling::test_compiling_changes_nothing",

@@ -4,6 +4,7 @@
 from tests.mutants import (
     of_advice,
     of_batchnorm,
+    of_callers,
     of_collectives,
     of_compiling,
     of_compression,
@@ -39,6 +40,7 @@ MUTANTS = [
     *of_draws.MUTANTS,
     *of_same_data.MUTANTS,
     *of_batchnorm.MUTANTS,
+    *of_callers.MUTANTS,
     *of_compression.MUTANTS,
     *of_reducing.MUTANTS,
     *of_in_backward.MUTANTS,
