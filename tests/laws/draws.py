@@ -99,6 +99,11 @@ def state_at(
     )
 
 
+def batch_of(world: af.World) -> torch.Tensor:
+    """Return a rank's own samples."""
+    return torch.full((4, 2), 1.0 + world.rank)
+
+
 # Of a state
 
 
@@ -115,7 +120,7 @@ def in_a_loss(place: Place, world: af.World) -> Draws:
         return model(batch).mean()
 
     state = state_at(place, world, None, af.accumulate(num_micro_batches=2))
-    af.make_step(loss_fn)(state, [torch.ones(2, 2)] * 2)
+    af.make_step(loss_fn)(state, [batch_of(world)] * 2)
     return noted[place.micro_batch]
 
 
@@ -168,7 +173,7 @@ Noting = af.transform(_Noting)
 def in_a_transform(place: Place, world: af.World) -> Draws:
     noted: dict[str, Draws] = {}
     state = state_at(place, world, None, Noting(noted=noted))
-    af.make_step(lambda model, batch: model(batch).mean())(state, torch.ones(4, 2))
+    af.make_step(lambda model, batch: model(batch).mean())(state, batch_of(world))
     return noted[place.purpose]
 
 
@@ -178,7 +183,7 @@ def of_powersgd(place: Place, world: af.World) -> Draws:
     state = state_at(place, world, _Two, compress)
     table = torch.arange(64.0).reshape(8, 8).sin()
     step = af.make_step(lambda model, _: sum((p * table).sum() for p in model.both))
-    state, _ = step(state, torch.ones(4, 2))
+    state, _ = step(state, batch_of(world))
     slot = state.slots[place.purpose]
     return tuple(slot["q"][f"both.{place.index % 2}"].flatten().tolist())
 

@@ -246,8 +246,8 @@ MUTANTS = [
         test=limits.test_records_keep_every_field,
         args={"kind": "dataclass", "given": "set"},
         place=tree._map_record,
-        old="object.__setattr__(mapped, name, new)",
-        new="name in type(record).__match_args__ and object.__setattr__(mapped, name, new)",
+        old="_set_fields(record)",
+        new="((k, v) for k, v in _set_fields(record) if k in type(record).__match_args__)",
     ),
     Mutant(
         name="entries meet by insertion",
