@@ -385,6 +385,17 @@ class TrainState:
 
 fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
 """Set a new state's fields; for the step, which can do without a look at the call."""
+_FIELDS = tuple((each.name, each.alias) for each in attrs.fields(TrainState))
+
+
+def changed(state: TrainState, **fields: Any) -> TrainState:
+    """Return the state with other fields; `attrs.evolve` for the step, as `fill`."""
+    made = object.__new__(TrainState)
+    for name, alias in _FIELDS:
+        if alias not in fields:
+            fields[alias] = getattr(state, name)
+    fill(made, **fields)
+    return made
 
 
 def check_state(call: str, value: object) -> None:

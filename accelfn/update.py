@@ -26,7 +26,7 @@ from accelfn.loss import Metrics, Number
 from accelfn.modes import own_modes
 from accelfn.skipping import counts_after, decided
 from accelfn.spans import span
-from accelfn.state import OptState, TrainState, check_state, fill
+from accelfn.state import OptState, TrainState, changed, check_state, fill
 from accelfn.transform import chain
 from accelfn.world import World
 
@@ -282,7 +282,7 @@ def _skipped(
             kept = _with(kept, each.name, slot)
     given.give_away()
     engine_of(state).discard()
-    after = attrs.evolve(
+    after = changed(
         state,
         cursor=state.cursor if grads.cursor is None else grads.cursor,
         step=state.step,
@@ -316,7 +316,7 @@ def _called(state: TrainState, field: str, owners: Iterable[Any]) -> TrainState:
 
 def with_own_slot(state: TrainState, name: str, slot: Any) -> TrainState:
     """Return the state with a transform's slot; None leaves it without one."""
-    return attrs.evolve(state, slots=_with(dict(state.slots), name, slot))
+    return changed(state, slots=_with(dict(state.slots), name, slot))
 
 
 def _with(slots: dict[str, Any], name: str, slot: Any) -> dict[str, Any]:
