@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelfn import streams
 from accelfn.arguments import why_not
 from accelfn.errors import ModelError, StateError
+from accelfn.given import refuse_given, seal_model
 
 _GIVEN = WeakIdKeyDictionary()  # parameters that a state took
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -104,13 +105,10 @@ def materialize(
             " torch.nn.Module, or a factory that takes no argument and returns one."
         )
         raise ModelError(msg)
+    refuse_given(module)
     _check(module)
     _check_in_one_place(module)
-    module = module.to(device)
-    if not module.training:
-        # from_pretrained hands out models in evaluation mode; a loop would call train().
-        module.train()
-    return module
+    return module.to(device)
 
 
 def _check_in_one_place(module: nn.Module) -> None:
@@ -143,6 +141,9 @@ def skeleton_of(module: nn.Module) -> Skeleton:
             " attributes."
         )
         raise ModelError(msg) from error
+    if not bare.training:
+        # from_pretrained hands out models in evaluation mode; a loop would call train().
+        bare.train()
     names = {id(param): name for name, param in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     persistent = set(module.state_dict(keep_vars=True))
@@ -190,10 +191,11 @@ def _parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     return made
 
 
-def give_away(module: nn.Module) -> None:
-    """Note that a state owns the tensors of a module from now on."""
+def give_away(module: nn.Module, name: str) -> None:
+    """Let a state of a name own the tensors of a module from now on, and nobody use it."""
     for param in module.parameters():
         _GIVEN[param] = True
+    seal_model(module, name)
 
 
 def _check(module: nn.Module) -> None:

@@ -22,6 +22,7 @@ from accelfn.data import Data
 from accelfn.definition import Definition, as_data, check_schedule, checked_world
 from accelfn.draws import shared_draws
 from accelfn.errors import ArgumentError, CallError
+from accelfn.given import seal_optimizer
 from accelfn.hyper import of_next_update
 from accelfn.lease import Lease
 from accelfn.model import (
@@ -143,7 +144,9 @@ class TrainState:
             ),
         )
         state = state if setup is None else state.with_setup(chain(setup))
-        give_away(module)
+        give_away(module, name)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            seal_optimizer(optimizer, name)
         return state
 
     @property

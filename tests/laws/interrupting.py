@@ -199,7 +199,9 @@ def rank(number: int, port: int, pipe: Connection) -> None:
         try:
             pipe.send("go")
             loop("ddp", holder, "")
-        except (KeyboardInterrupt, af.PeerFailedError):
+        except (KeyboardInterrupt, af.Error):
+            # its own may come after it has heard of the other's
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             pipe.send(judged(holder, expected, "ddp"))
 
 

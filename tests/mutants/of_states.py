@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a state is between its steps: what transforms draw, who may still use it."""
 
-from accelfn import draws, holding, lease, salvaging, state, update, views
+from accelfn import draws, given, holding, lease, model, salvaging, state, update, views
 from accelfn.engine import in_backward
-from tests.laws import test_ctrl_c, test_interrupted, test_shared_draws
+from tests.laws import test_ctrl_c, test_given, test_interrupted, test_shared_draws
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -151,5 +151,50 @@ MUTANTS = [
         place=salvaging.salvage,
         old="newest.lease.check()",
         new="pass",
+    ),
+    Mutant(
+        name="only the whole is given away",
+        says="parts of a model that was given to a state can still be used",
+        law="L22",
+        test=test_given.test_a_model_that_was_given_raises,
+        place=given.seal_model,
+        old="for each in module.modules() if _has_tensors(each)",
+        new="for each in [module] if _has_tensors(each)",
+    ),
+    Mutant(
+        name="activations are given away",
+        says="a part without tensors, which other models share, can be used no more",
+        law="L22",
+        test=test_given.test_a_model_that_was_given_raises,
+        place=given._has_tensors,
+        old="return any(",
+        new="return True or any(",
+    ),
+    Mutant(
+        name="an optimizer that trains nothing",
+        says="a ready optimizer can be set and stepped after it was given away, to no effect",
+        law="L22",
+        test=test_given.test_an_optimizer_that_was_given_raises,
+        place=given.seal_optimizer,
+        old="_seal(optimizer, GivenOptimizer, state)",
+        new="pass",
+    ),
+    Mutant(
+        name="given away in vain",
+        says="a model that create refuses has been put into training mode",
+        law="L22",
+        test=test_given.test_a_refused_model_is_as_it_was,
+        place=model.skeleton_of,
+        old="    if not bare.training:\n",
+        new="    if not module.train().training:\n",
+    ),
+    Mutant(
+        name="two copies of a model",
+        says="what was given away keeps the tensors that it had",
+        law="L22",
+        test=test_given.test_what_was_given_keeps_nothing_alive,
+        place=given._seal,
+        old="    held.clear()\n",
+        new="",
     ),
 ]

@@ -321,10 +321,15 @@ def test_a_model_belongs_to_one_state() -> None:
     net = nn.Linear(2, 1)
     with pytest.raises(OptimizerError):
         create(model=net, optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    copied, weight = copy.deepcopy(net), net.weight
     create(model=net)  # an attempt that failed has not taken it
-    with pytest.raises(ModelError, match="another state's already: weight, bias"):
+    with pytest.raises(ModelError, match="It is another state's already, 'state'"):
         create(model=net)
-    create(model=copy.deepcopy(net))
+    create(model=copied)
+    copied = nn.Linear(2, 1)
+    copied.weight = weight
+    with pytest.raises(ModelError, match="another state's already: weight"):
+        create(model=copied)
     shared = functools.partial(nn.Sequential, nn.Linear(2, 1))
     with pytest.raises(ModelError, match="not a partial over modules"):
         simulate(2, lambda world: create(model=shared, world=world))
