@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
-from accelfn.arguments import is_integer, is_number
+from accelfn.arguments import integer, is_integer, is_number
 from accelfn.cursor import Cursor
 from accelfn.data.budget import budget
 from accelfn.data.cut import REMAINDERS
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from accelfn.data.dataset import Data
 
 _STREAMS_ONLY = ("sharded", "dispatch", "replay")
+_MOST_WORKERS = 4096
+"""More cores than a machine has."""
 
 
 def is_batch_size(_owner: object, _field: object, value: object) -> None:
@@ -29,6 +31,17 @@ def is_batch_size(_owner: object, _field: object, value: object) -> None:
         msg = (
             f"af.Data(batch_size={value!r}): expected an integer of at least 1, or"
             " af.budget(costs, limit=...)."
+        )
+        raise ArgumentError(msg)
+
+
+def is_num_workers(owner: object, field: Any, value: object) -> None:
+    """Refuse what is no number of processes, and more than there can be."""
+    integer(0, "a number of processes")(owner, field, value)
+    if is_integer(value, _MOST_WORKERS + 1):
+        msg = (
+            f"af.Data(num_workers={value}): expected {_MOST_WORKERS} processes at most, and"
+            " no more than this one may use cores."
         )
         raise ArgumentError(msg)
 
@@ -69,6 +82,9 @@ def check_options(data: "Data") -> None:
     if data.collate is not None and not callable(data.collate):
         msg = f"af.Data(collate={data.collate!r}): expected a function."
         raise ArgumentError(msg)
+    if isinstance(data.dataset, type(data)):
+        msg = f"af.Data: a {type(data).__name__} cannot be read by index; give its dataset."
+        raise DataError(msg)
     _check_loader(data.dataset)
     _check_order(data)
     _check_batching(data)

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from accelfn import streams, words
-from accelfn.arguments import check_integer, integer, truth
+from accelfn.arguments import check_integer, truth
 from accelfn.calling import called
 from accelfn.cursor import Cursor
 from accelfn.data.alike import Looks
@@ -23,6 +23,7 @@ from accelfn.data.checks import (
     check_stream_start,
     is_batch_size,
     is_duration,
+    is_num_workers,
     is_order,
     is_remainder,
     is_text,
@@ -83,7 +84,8 @@ class Data:
             epoch's order, cyclically; those repeats count in its mean, and evaluation
             leaves them out. "drop": it is left out.
         collate: makes a batch of a list of samples; default torch's.
-        num_workers: processes that read ahead; 0 reads in this one.
+        num_workers: processes that read ahead, of each rank; 0 reads in this one. More than
+            it may use cores is said in an `af.Warning`, where reading begins.
         order: one of `af.orders`, or a user's own, `(seed, epoch, n) -> indices`.
         batch_sampler: a torch batch sampler, or anything with a length that yields lists of
             indices: each is an update. Instead of all of the above but `collate` and
@@ -117,9 +119,7 @@ class Data:
     shuffle: bool = _flag()
     remainder: str = attrs.field(default="short", validator=is_remainder, kw_only=True)
     collate: Collate | None = attrs.field(default=None, kw_only=True)
-    num_workers: int = attrs.field(
-        default=0, validator=integer(0, "a number of processes"), kw_only=True
-    )
+    num_workers: int = attrs.field(default=0, validator=is_num_workers, kw_only=True)
     order: Order | OrderFunction | None = attrs.field(default=None, kw_only=True)
     batch_sampler: Any = attrs.field(default=None, kw_only=True)
     timeout: float = attrs.field(default=300.0, validator=is_duration, kw_only=True)

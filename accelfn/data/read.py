@@ -14,7 +14,7 @@ from accelfn.data.batch import Batch, Filler
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Fetch, Task, nothing
 from accelfn.data.sources import shown
-from accelfn.data.workers import Place, watched
+from accelfn.data.workers import Place, nothing_said, watched
 
 Pair: TypeAlias = tuple[Portion, list[Any]]
 """What was to be read, and the values of its micro-batches."""
@@ -98,16 +98,17 @@ def in_workers(
 def _loader(
     dataset: Any, num_workers: int, timeout: float, sampler: Any = None
 ) -> "DataLoader[Any]":
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=_as_is,
-        timeout=timeout,
-        # DataLoader draws a base seed from the global generator unless it has its own
-        generator=torch.Generator().manual_seed(0),
-    )
+    with nothing_said():
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=_as_is,
+            timeout=timeout,
+            # DataLoader draws a base seed from the global generator unless it has its own
+            generator=torch.Generator().manual_seed(0),
+        )
 
 
 def _in_flight(sent: Iterable[Portion]) -> str:

@@ -15,7 +15,7 @@ from accelfn.data.plan import Plan
 from accelfn.data.read import Pair, in_workers, read_ahead, read_here
 from accelfn.data.sharded import Sharded
 from accelfn.data.stream import Share, Stream, read_stream, say_cost
-from accelfn.data.workers import Place
+from accelfn.data.workers import Place, say_too_many
 from accelfn.world import World
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class Reading:
 
 def pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
     """Yield what this rank takes of each update, and its values, on the CPU."""
+    if reading.world.is_main:
+        say_too_many(data.num_workers)
     if data.is_stream:
         return _stream_pairs(data, reading)
     taken, fetch = _portions(data, reading), Fetch(data.source, data.collate)

@@ -23,7 +23,7 @@ from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Collate
 from accelfn.data.plan import Plan
 from accelfn.data.stream import Opened, check_promise, say_cost, stateless
-from accelfn.data.workers import Place, watched
+from accelfn.data.workers import Place, nothing_said, watched
 from accelfn.errors import DataError
 from accelfn.world import World
 
@@ -201,7 +201,8 @@ class Sharded:
         )
 
         key = self._key(start.epoch)
-        with warnings.catch_warnings():  # torchdata calls what torch deprecates
+        with nothing_said():
+            # torchdata calls what torch deprecates
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = StatefulDataLoader(
                 Counted(

@@ -6,14 +6,17 @@ step, say. Here it is raised where a batch is asked for, with what was being rea
 ending the workers needs attributes of torch's iterators that are not public.
 """
 
+import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
 from torch.utils.data._utils import signal_handling
 
+from accelfn.advice import advise
 from accelfn.errors import DataError
 
 _torch: Any = signal_handling
@@ -26,6 +29,27 @@ class Place:
     rank: int
     size: int
     update: int
+
+
+def say_too_many(num_workers: int) -> None:
+    """Warn of more processes than this one may use cores."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    # of the process: threads, as simulated ranks are, may be kept to fewer
+    num_cores = len(affinity(os.getpid())) if affinity else os.cpu_count() or 1
+    if num_workers > num_cores:
+        advise(
+            f"af.Data(num_workers={num_workers}): this process may use {num_cores} cores, so"
+            " its workers wait for one another, and training for them. Write"
+            f" num_workers={num_cores} or fewer."
+        )
+
+
+@contextmanager
+def nothing_said() -> Generator[None]:
+    """Let torch say nothing of the number of workers, as it does of a new loader, and later."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
 
 
 def watched(
@@ -43,7 +67,8 @@ def watched(
         DataError: a worker was killed or did not answer. What a dataset raises is raised as
             it is.
     """
-    values = iter(loader)
+    with nothing_said():
+        values = iter(loader)
     try:
         while True:
             try:

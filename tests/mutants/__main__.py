@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from rich.console import Console
 
+import accelfn as af
 from accelfn.testing.plugin import register_profiles
 
 register_profiles(replace=True)
@@ -29,7 +30,7 @@ def main() -> int:
     from tests.mutants.page import PAGE, page
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "This DataLoader will create")
+    warnings.filterwarnings("ignore", category=af.Warning)
     console = Console(highlight=False)
     start, outcomes = time.perf_counter(), []
     for mutant in MUTANTS:

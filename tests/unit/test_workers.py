@@ -279,3 +279,23 @@ def test_breaking_off_ends_the_workers():
     assert len(running - before) == 2
     left = {child.pid for child in torch.multiprocessing.active_children()}
     assert not left - before
+
+
+def test_more_workers_than_there_can_be():
+    """B8: a number that no machine has cores for is refused, and no process is started."""
+    for number in (2**63, 4097):
+        with pytest.raises(af.ArgumentError, match="4096 processes at most"):
+            af.Data(torch.ones(4, 1), batch_size=2, num_workers=number)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_more_workers_than_cores(size):
+    """B8: it is told where reading begins, in simulated worlds too; as many as cores are not."""
+    cores = len(os.sched_getaffinity(0))
+    data = partial(af.Data, torch.arange(4.0).reshape(4, 1), batch_size=2)
+    simulate(size, lambda world: read(data(num_workers=min(cores, 2)), world=world))
+    with pytest.warns(
+        af.Warning, match=rf"may use {cores} cores(.|\n)*={cores} or"
+    ) as told:
+        simulate(size, lambda world: read(data(num_workers=cores + 1), world=world))
+    assert len(told) == 1
