@@ -47,6 +47,7 @@ ROWS = {
     "check_replicas": af.chain(DDP, af.check_replicas(every=1)),
     "ema": af.chain(DDP, af.ema(0.5)),
     "ema, slow": af.chain(DDP, af.ema(0.998)),
+    "plateau": af.chain(DDP, af.plateau(0.5, patience=0)),
     "sync_batchnorm": af.chain(DDP, af.sync_batchnorm()),
     "compress, fp16": af.chain(DDP, af.compress("fp16")),
     "compress, bf16": af.chain(DDP, af.compress("bf16")),

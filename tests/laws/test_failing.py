@@ -17,7 +17,7 @@ import accelfn as af
 from accelfn.fields import FIELDS
 from accelfn.testing import simulate
 from accelfn.transform import transform
-from tests.laws.worlds import DDP, Found
+from tests.laws.worlds import Found
 from tests.strategies import OPTIMIZERS, differences, model, tensors
 
 BEFORE = (
@@ -130,7 +130,7 @@ class Play:
             optimizer=OPTIMIZERS[self.optimizer],
             setup=af.chain(
                 af.accumulate(num_micro_batches=self.parts),
-                DDP if world.size > 1 else None,
+                af.wrap_ddp() if world.size > 1 else None,
                 af.autocast("fp16", init_scale=8.0) if self.scaled else None,
                 *setup,
             ),
