@@ -210,13 +210,20 @@ def _merged(
     transform: Any, slots: list[Any], source: Source
 ) -> tuple[list[float], Any]:
     try:
-        return transform.merge(slots)
+        weights, slot = transform.merge(slots)
     except Exception as error:
         msg = (
             f"{source.folder}: {transform.name} cannot merge what its ranks saved:"
             f" {error!r}."
         )
         raise CheckpointError(msg) from error
+    if len(weights) != len(slots):
+        msg = (
+            f"{source.folder}: {transform!r}.merge gave {len(weights)} weights for the"
+            f" slots of {len(slots)} ranks; expected one for each."
+        )
+        raise CheckpointError(msg)
+    return weights, slot
 
 
 def _averaging(state: TrainState, source: Source) -> Source:

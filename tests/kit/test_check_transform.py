@@ -3,8 +3,10 @@
 
 import os
 import random
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -319,9 +321,256 @@ class OpenOption:
         return grads, slot
 
 
+@af.transform
+class ScalesTheMicroBatches:
+    """Changes what a step is given, on its way to the loss."""
+
+    def value_and_grad(self, inner):
+        def scaled(state, batch, *extras, **how):
+            batch.micro_batches[0][0].mul_(0.5)
+            return inner(state, batch, *extras, **how)
+
+        return scaled
+
+
+_by_step: dict[tuple[int, ...], Any] = {}
+
+
+@af.transform
+class RemembersByStep:
+    """Keeps the last gradients outside its slot, where a run from the start finds its own."""
+
+    def grads(self, grads, slot, state):
+        place = (state.world.size, state.world.rank, state.step)
+        last = _by_step.get((*place[:2], state.step - 1), grads.tensors)
+        _by_step[place] = grads.map(torch.clone).tensors
+        return grads.with_tensors(
+            {n: g + last[n] / 2 for n, g in grads.tensors.items()}
+        ), slot
+
+
+@af.transform
+class DropsAGradient:
+    """Lets a parameter go untrained."""
+
+    def grads(self, grads, slot, state):
+        kept = {n: g for n, g in grads.tensors.items() if n != "head.bias"}
+        return grads.with_tensors(kept), slot
+
+
+@af.transform
+class EvaluatesLess:
+    """Evaluates a parameter less than there are."""
+
+    def eval_params(self, state, slot):
+        return {n: p for n, p in state.params.items() if n != "head.bias"}
+
+
+@af.transform
+class CountsTwice:
+    """Moves the number of updates, and with it the schedule."""
+
+    def after_update(self, state, slot):
+        return attrs.evolve(state, step=state.step + 1), slot
+
+
+@af.transform
+class AnotherSeed:
+    """Moves the seed."""
+
+    def after_update(self, state, slot):
+        return attrs.evolve(state, seed=state.seed + 1), slot
+
+
+@af.transform
+class FadesAsItIsEvaluated:
+    """Moves its slot whenever it is evaluated."""
+
+    def init(self, state):
+        return {name: param.clone() for name, param in state.params.items()}
+
+    def after_update(self, state, slot):
+        for name, param in state.params.items():
+            slot[name].lerp_(param, 0.5)
+        return state, slot
+
+    def eval_params(self, state, slot):
+        for average in slot.values():
+            average.mul_(0.75)
+        return slot
+
+
+@af.transform
+class HalvesAtTheEnd:
+    """Owes something at the end, however often it is paid."""
+
+    def finalize(self, state, slot):
+        return state.with_params({n: p / 2 for n, p in state.params.items()}), slot
+
+
+@af.transform
+class OneShareForAll:
+    """Lets all ranks read the first one's share."""
+
+    def data(self, plan):
+        return attrs.evolve(plan, rank=0)
+
+
+@af.transform
+class AShareForNobody:
+    """Cuts a batch into one share more than there are ranks."""
+
+    def data(self, plan):
+        return attrs.evolve(plan, num_shares=plan.num_shares + 1)
+
+
+@af.transform
+class ForgetsItsSlot:
+    """Gives back nothing for its slot."""
+
+    def init(self, state):
+        return {"sum": torch.zeros(())}
+
+    def grads(self, grads, slot, state):
+        return grads.map(lambda g: g / 2), None
+
+
+@af.transform
+class MergesOne:
+    """Has a number of its own on each rank, and merges as if there were one rank."""
+
+    def init(self, state):
+        return {"seen": torch.zeros(())}
+
+    def after_update(self, state, slot):
+        return state, {"seen": slot["seen"] + 1 + state.world.rank}
+
+    def merge(self, slots):
+        return [1.0], slots[0]
+
+
+@af.transform
+class CannotMerge:
+    """Has a number of its own on each rank, and raises when they are merged."""
+
+    def init(self, state):
+        return {"seen": torch.zeros(())}
+
+    def after_update(self, state, slot):
+        return state, {"seen": slot["seen"] + 1 + state.world.rank}
+
+    def merge(self, slots):
+        raise KeyError(slots)
+
+
+@af.transform
+class AddsToNothing:
+    """Takes gradients anew for each micro-batch."""
+
+    def value_and_grad(self, inner):
+        def anew(state, batch, *extras, sync=True, **_):
+            return inner(state, batch, *extras, sync=sync)
+
+        return anew
+
+
+@af.transform
+class AlwaysTalks:
+    """Lets every micro-batch cross the ranks."""
+
+    def value_and_grad(self, inner):
+        def talking(state, batch, *extras, into=None, **_):
+            return inner(state, batch, *extras, into=into)
+
+        return talking
+
+
+@af.transform
+class TakesNoExtras:
+    """Wraps losses of a model and a batch only."""
+
+    def loss(self, loss_fn):
+        def plain(model, batch):
+            return loss_fn(model, batch)
+
+        return plain
+
+
+@af.transform
+class LosesExtras:
+    """Keeps what the step was given for the loss."""
+
+    def loss(self, loss_fn):
+        return lambda model, batch, *_: loss_fn(model, batch)
+
+
+@af.transform
+class ReportsOnOneRank:
+    """Reports a value on one rank only."""
+
+    def grads(self, grads, slot, state):
+        return (grads.with_metrics(seen=1.0) if state.world.is_main else grads), slot
+
+
+@af.transform
+class SetsADtype:
+    """Leaves another default dtype to all."""
+
+    def hyper(self, state, slot):
+        torch.set_default_dtype(torch.float64)
+        return {"lr": 0.1}
+
+
+@af.transform
+class SetsThreads:
+    """Leaves another number of threads."""
+
+    def hyper(self, state, slot):
+        torch.set_num_threads(3)
+        return {"lr": 0.1}
+
+
+@af.transform
+class SetsDeterminism:
+    """Leaves torch deterministic."""
+
+    def hyper(self, state, slot):
+        torch.use_deterministic_algorithms(mode=True)
+        return {"lr": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _settings_kept() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=False)
+
+
 @pytest.mark.parametrize(
     ("planted", "law"),
     [
+        (ScalesTheMicroBatches(), "inputs_unchanged"),
+        (RemembersByStep(), "forks_apart"),
+        (DropsAGradient(), "drops_nothing"),
+        (EvaluatesLess(), "drops_nothing"),
+        (CountsTwice(), "drops_nothing"),
+        (AnotherSeed(), "drops_nothing"),
+        (FadesAsItIsEvaluated(), "evaluates_purely"),
+        (HalvesAtTheEnd(), "owes_once"),
+        (OneShareForAll(), "shares"),
+        (AShareForNobody(), "shares"),
+        (ForgetsItsSlot(), "own_slot"),
+        (MergesOne(), "loads_anywhere"),
+        (CannotMerge(), "loads_anywhere"),
+        (AddsToNothing(), "passes_on"),
+        (AlwaysTalks(), "passes_on"),
+        (TakesNoExtras(), "passes_on"),
+        (LosesExtras(), "passes_on"),
+        (ReportsOnOneRank(), "replicas_agree"),
+        (SetsADtype(), "leaves_settings"),
+        (SetsThreads(), "leaves_settings"),
+        (SetsDeterminism(), "leaves_settings"),
         (OpenOption(["a"]), "value"),
         (DecaysParams(), "inputs_unchanged"),
         (ScalesTheBatch(), "inputs_unchanged"),
@@ -334,7 +583,7 @@ class OpenOption:
         (DrawsOutsideAStream(), "own_randomness"),
         (MovesAGenerator(), "own_randomness"),
         (NoiseByRank(), "replicas_agree"),
-        (LosesItsSlot(), "resumes"),
+        (LosesItsSlot(), "forks_apart"),
         (CannotBeSaved(), "resumes"),
         (KeepsWhatItGivesUp(), "replicas_agree"),
     ],

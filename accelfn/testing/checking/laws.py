@@ -34,12 +34,37 @@ def memory_in_state(subject: Subject) -> str | None:
 
 
 def forks_apart(subject: Subject) -> str | None:
-    """Runs from copies of one state, update by update in turns, do not meet."""
-    for rank, (one, two) in enumerate(subject.forks()):
-        broken = differ([one], [two], "two forks of one state, run in turns,")
-        if broken:
-            return f"on rank {rank}, {broken} {_REMEMBER}"
-    return None
+    """A copy trains as its original does, while a twin of it trains, in turns, elsewhere."""
+    plain = [history[:-1] for history in subject.plain]
+    broken = differ(
+        plain,
+        subject.fork(),
+        "a run and a copy of it, beside whose updates others ran,",
+    )
+    return f"{broken} {_REMEMBER}" if broken else None
+
+
+def leaves_settings(subject: Subject) -> str | None:
+    """The process's settings, such as torch's default dtype, stay as they are."""
+
+    def rank(world: World) -> str | None:
+        before = {name: get() for name, (get, _, _) in _SETTINGS.items()}
+        try:
+            for _, put, tried in _SETTINGS.values():
+                put(tried)
+            for _ in subject.advance(subject.start(world), 0, 2):
+                pass
+            for name, (get, _, tried) in _SETTINGS.items():
+                if get() != tried:
+                    return (
+                        f"it sets {name} to {get()}, for all that runs in the process."
+                    )
+        finally:
+            for name, (_, put, _) in _SETTINGS.items():
+                put(before[name])
+        return None
+
+    return next(filter(None, simulate(subject.size, rank)), None)
 
 
 def no_environment(subject: Subject) -> str | None:
@@ -92,7 +117,8 @@ def any_schedule(subject: Subject) -> str | None:
 def replicas_agree(subject: Subject) -> str | None:
     """Ranks hold the same parameters, optimizer state and slots, bit by bit.
 
-    Slots of a transform that says how they are merged may be each rank's own.
+    Slots of a transform that says how they are merged may be each rank's own, as values of
+    metrics are, but not their names.
     """
     first, *others = subject.plain
     for rank, other in enumerate(others, start=1):
@@ -120,6 +146,7 @@ def resumes(subject: Subject) -> str | None:
 
 COMMON: Mapping[str, Law] = {
     "memory_in_state": memory_in_state,
+    "leaves_settings": leaves_settings,
     "no_environment": no_environment,
     "own_randomness": own_randomness,
     "forks_apart": forks_apart,
@@ -152,6 +179,29 @@ def differ(one: Sequence[History], two: Sequence[History], what: str) -> str | N
     return None
 
 
+_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
+    "torch's default dtype": (
+        *(torch.get_default_dtype, torch.set_default_dtype),
+        torch.float32,
+    ),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads, 1),
+    "torch's deterministic algorithms": (
+        *(
+            torch.are_deterministic_algorithms_enabled,
+            torch.use_deterministic_algorithms,
+        ),
+        False,
+    ),
+    "torch's precision of products": (
+        *(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "highest",
+    ),
+    "whether gradients are taken": (
+        *(torch.is_grad_enabled, torch.set_grad_enabled),
+        True,
+    ),
+}
+"""How settings are read and written, and what they are while a law looks."""
 _ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
@@ -184,9 +234,12 @@ def _generators() -> dict[str, Any]:
 
 
 def _shared(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks hold alike: not metrics, batch statistics, slots to be merged."""
+    """Return what all ranks hold alike: not metrics, batch statistics, slots to be merged.
+
+    Of metrics it is the names.
+    """
     own = ("metrics", "buffers", "own ")
-    return {
+    return {name: "reported" for name in held if name.startswith("metrics")} | {
         name: leaf
         for name, leaf in held.items()
         if not name.rpartition(".")[2].startswith(own) and not name.startswith(own)

@@ -112,7 +112,7 @@ class Problem:
                 if state.setup.having("observe"):
                     state = observe(state, 1.0)  # it gets no better
                 yield state, metrics
-                if state.step == last:
+                if state.step >= last:
                     return
 
 

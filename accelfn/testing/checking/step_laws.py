@@ -37,9 +37,10 @@ def check_step(
     | --- | --- |
     | `returns_states` | it returns states like those it was given, none of them given away |
     | `memory_in_state` | the same state gives the same run, as often as it is run |
+    | `leaves_settings` | torch's settings, such as the default dtype, stay as they are |
     | `no_environment` | environment variables, `RANK` say, change nothing |
     | `own_randomness` | the process's random generators are neither read nor moved |
-    | `forks_apart` | runs from copies of one state, taken in turns, do not meet |
+    | `forks_apart` | a copy trains as its original does, while another trains in turns |
     | `any_schedule` | in whichever order ranks have their turns, the run is the same |
     | `replicas_agree` | ranks hold the same parameters, optimizer state and slots |
     | `resumes` | saved and loaded after any update, the run goes on bit by bit |

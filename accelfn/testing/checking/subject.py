@@ -96,20 +96,23 @@ class Subject:
 
         return list(self._simulated(rank))
 
-    def forks(self) -> list[tuple[History, History]]:
-        """Return the histories of two runs from copies of one state, update by update."""
+    def fork(self) -> list[History]:
+        """Return a history that goes on with a copy after update 1, whose twin trains too.
 
-        def rank(world: World) -> tuple[History, History]:
-            states = self.start(world)
-            for after, _ in self.advance(states, 0, 1):
+        The twin has other parameters, and takes each of its updates right after.
+        """
+
+        def rank(world: World) -> History:
+            states, history = self.start(world), list[Mapping[str, Any]]()
+            for after, metrics in self.advance(states, 0, 1):
                 states = after
-            copies = [tree.tree_map(TrainState.copy, states) for _ in range(2)]
-            runs = [self.advance(copy, 1, self.updates - 1) for copy in copies]
-            found: tuple[History, History] = ([], [])
-            for both in zip(*runs, strict=True):
-                for history, (after, metrics) in zip(found, both, strict=True):
-                    history.append(held(after, metrics))
-            return found
+                history.append(held(states, metrics))
+            copies = [tree.tree_map(fork, states) for fork in (TrainState.copy, _twin)]
+            run, twin = (self.advance(copy, 1, self.updates - 1) for copy in copies)
+            for after, metrics in run:
+                next(twin, None)
+                history.append(held(after, metrics))
+            return history
 
         return list(self._simulated(rank))
 
@@ -127,6 +130,14 @@ class Subject:
 
 _OWN = "own "
 """Begins the name of what is a rank's own, of a transform with `merge`."""
+
+
+def _twin(state: TrainState) -> TrainState:
+    """Return a copy with other parameters."""
+    moved = {
+        n: p * 1.25 if p.is_floating_point() else p for n, p in state.params.items()
+    }
+    return state.copy().with_params(moved)
 
 
 def leaves(states: States) -> list[tuple[str, TrainState]]:

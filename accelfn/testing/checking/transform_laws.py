@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_transform`: the laws that every transform keeps, held against one of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -13,11 +13,9 @@ from accelfn.grads import Grads
 from accelfn.state import TrainState
 from accelfn.testing.checking.acting import Acted, acted, idle
 from accelfn.testing.checking.laws import COMMON, Law, first_broken
+from accelfn.testing.checking.method_laws import method_laws
 from accelfn.testing.checking.problems import PROBLEMS, Problem
-from accelfn.testing.checking.reducing import held_to_mean
 from accelfn.testing.checking.subject import Subject
-from accelfn.testing.checking.watching import watched
-from accelfn.testing.simulation.simulate import simulate
 from accelfn.transform import chain, is_transform
 from accelfn.transform import transform as transform_of
 from accelfn.transforms.ddp import wrap_ddp
@@ -48,11 +46,18 @@ def check_transform(
     | --- | --- |
     | `value` | it is compared and hashed by its options |
     | `inputs_unchanged` | a method changes in place its own slot and gradients, no more |
-    | `own_slot` | it adds its own slot and no other |
+    | `own_slot` | it adds its own slot and no other, and keeps it |
+    | `drops_nothing` | no gradient, no parameter, and no number of the state's is lost or moved |
+    | `shares` | by `data`, ranks together read each sample of a batch once |
+    | `passes_on` | what wraps a loss or `value_and_grad` passes on extras, `into=` and `sync=` |
+    | `evaluates_purely` | `eval_params` between updates changes nothing of the run |
+    | `owes_once` | `finalize` again changes nothing |
+    | `loads_anywhere` | with a slot, it is saved on some ranks and loaded on more and on fewer |
     | `memory_in_state` | the same state gives the same run, as often as it is run |
+    | `leaves_settings` | torch's settings, such as the default dtype, stay as they are |
     | `no_environment` | environment variables, `RANK` say, change nothing |
     | `own_randomness` | the process's random generators are neither read nor moved |
-    | `forks_apart` | runs from copies of one state, taken in turns, do not meet |
+    | `forks_apart` | a copy trains as its original does, while another trains in turns |
     | `any_schedule` | in whichever order ranks have their turns, the run is the same |
     | `replicas_agree` | ranks hold the same parameters, optimizer state and slots; those of a \
 transform with `merge` may be each rank's own |
@@ -84,8 +89,10 @@ transform with `merge` may be each rank's own |
         msg = f"check_transform({transform!r}): expected a transform; see af.transform."
         raise ArgumentError(msg)
     members = transform.transforms if isinstance(transform, chain) else (transform,)
-    given_up = _given_up(members)
+    given_up = chain(*members).gives_up()
     laws = {**_own_laws(members), **COMMON}
+    if "loads_anywhere" in laws:  # what resumes nowhere is told so first
+        laws["loads_anywhere"] = laws.pop("loads_anywhere")
     unknown = sorted(given_up.keys() - laws.keys() - {"acts"})
     if unknown:
         msg = (
@@ -109,10 +116,6 @@ transform with `merge` may be each rank's own |
                 f" keeps it in all {len(subjects)} cases. Take it out of gives_up."
             )
             raise LawError(msg)
-
-
-def _given_up(members: Sequence[Any]) -> Mapping[str, str]:
-    return chain(*members).gives_up()
 
 
 def _setup(members: Sequence[Any]) -> chain:
@@ -216,46 +219,7 @@ def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
         del subject
         return next(filter(None, map(_not_a_value, members)), None)
 
-    def inputs_unchanged(subject: Subject) -> str | None:
-        seen: list[str] = []
-        tried = _setup([watched(each, seen.append) for each in members])
-
-        def start(world: World) -> Any:
-            return subject.start(world).with_setup(tried)
-
-        attrs.evolve(subject, start=start).histories()
-        return f"{seen[0]}. Return new tensors instead." if seen else None
-
-    def own_slot(subject: Subject) -> str | None:
-        names = {each.name for each in _setup(members).transforms}
-
-        def rank(world: World) -> list[str]:
-            states = subject.start(world)
-            for after, _ in subject.advance(states, 0, 1):
-                states = after
-            return sorted(set(states.slots) - names)
-
-        others = simulate(subject.size, rank)[0]
-        return f"it made the slots {others}, not its own." if others else None
-
-    def reduces_to_mean(subject: Subject) -> str | None:
-        if not any(has_field(each, "reduce") for each in members):
-            return None
-        seen: list[str] = []
-        tried = _setup([held_to_mean(each, seen.append) for each in members])
-
-        def start(world: World) -> Any:
-            return subject.start(world).with_setup(tried)
-
-        attrs.evolve(subject, start=start).histories()
-        return f"{seen[0]}." if seen else None
-
-    return {
-        "value": value,
-        "inputs_unchanged": inputs_unchanged,
-        "own_slot": own_slot,
-        "reduces_to_mean": reduces_to_mean,
-    }
+    return {"value": value, **method_laws(members, _setup)}
 
 
 def _not_a_value(transform: Any) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelfn import tree
+from accelfn.data import Batch
 from accelfn.grads import Grads
 from accelfn.state import TrainState
 
@@ -18,6 +19,9 @@ Seen: TypeAlias = Callable[[str], None]
 
 _IN_PLACE = frozenset({"after_update", "finalize"})
 """Methods that are given the state's tensors, to be changed in place."""
+
+
+_NEW = "Return new tensors instead."
 
 
 def watched(transform: Any, seen: Seen) -> Any:
@@ -52,7 +56,7 @@ def _watch_method(field: str, method: Callable[..., Any], seen: Seen) -> Any:
         keep = _kept(given, own=self.name, field=field)
         returned = method(self, *given)
         for name in keep():
-            seen(f"{self!r}.{field} changed {name} in place")
+            seen(f"{self!r}.{field} changed {name} in place. {_NEW}")
         return returned
 
     return call
@@ -70,7 +74,7 @@ def _watch_wrapper(field: str, method: Callable[..., Any], seen: Seen) -> Any:
             keep = _kept(given, own="", field=field)
             returned = wrapped(*given, **named)
             for name in keep():
-                seen(f"{self!r}.{field} changed {name} in place")
+                seen(f"{self!r}.{field} changed {name} in place. {_NEW}")
             return returned
 
         return watched_call
@@ -117,6 +121,8 @@ def _guarded(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
     if isinstance(value, Grads) or field in _OWN_ARGUMENTS:
         return {}
+    if isinstance(value, Batch):
+        value = value.micro_batches
     leaves = tree.tensor_leaves(value)
     return {f"tensor {i} of the batch": leaf for i, leaf in enumerate(leaves)}
 

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws about single methods of a transform, each held where a transform has the method."""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from accelfn.batches import batches
+from accelfn.checkpoint import load, save
+from accelfn.errors import CompositionError
+from accelfn.fields import has_field
+from accelfn.grads import Grads
+from accelfn.state import TrainState
+from accelfn.step import make_step
+from accelfn.testing.checking.laws import Law, differ
+from accelfn.testing.checking.reducing import held_to_mean
+from accelfn.testing.checking.subject import Subject, held
+from accelfn.testing.checking.watching import Seen, subclassed, watched
+from accelfn.testing.comparing.entries import first_difference
+from accelfn.testing.simulation.simulate import simulate
+from accelfn.transform import chain
+from accelfn.transform import transform as transform_of
+from accelfn.transforms.accumulate import accumulate
+from accelfn.update import finalize
+from accelfn.views import eval_params
+from accelfn.world import World
+
+Around: TypeAlias = Callable[[Sequence[Any]], chain]
+"""Returns the whole setup around some transforms."""
+
+
+def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
+    """Return, by name, the laws about methods that some transforms have."""
+
+    def have(*fields: str) -> bool:
+        return any(has_field(each, field) for each in members for field in fields)
+
+    def told_by(watch: Callable[[Any, Seen], Any]) -> Law:
+        """Return the law that nothing is told in a run of watched transforms."""
+
+        def law(subject: Subject) -> str | None:
+            seen: list[str] = []
+            tried = around([watch(each, seen.append) for each in members])
+
+            def start(world: World) -> TrainState:
+                return subject.start(world).with_setup(tried)
+
+            attrs.evolve(subject, start=start).histories()
+            return seen[0] if seen else None
+
+        return law
+
+    laws: dict[str, tuple[tuple[str, ...], Law]] = {
+        "inputs_unchanged": ((), told_by(watched)),
+        "own_slot": ((), _own_slot(members, around)),
+        "drops_nothing": ((), told_by(_watched_for_loss)),
+        "reduces_to_mean": (("reduce",), told_by(held_to_mean)),
+        "shares": (("data",), _shares),
+        "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
+        "evaluates_purely": (("eval_params",), _evaluates_purely),
+        "owes_once": (("finalize",), _owes_once),
+        "loads_anywhere": (("init",), _loads_anywhere),
+    }
+    return {
+        name: law
+        for name, (fields, law) in laws.items()
+        if not fields or have(*fields) or name in chain(*members).gives_up()
+    }
+
+
+def _own_slot(members: Sequence[Any], around: Around) -> Law:
+    """It adds its own slot and no other, keeps it, and leaves the state's numbers alone."""
+
+    def law(subject: Subject) -> str | None:
+        setup = around(members).transforms
+        names = {each.name for each in setup}
+        expected = {each.name for each in setup if has_field(each, "init")}
+
+        def rank(world: World) -> str | None:
+            state = subject.start(world)
+            made = {name for name in expected if state.slots[name] is not None}
+            for after, _ in subject.advance(state, 0, 1):
+                state = after
+            others = sorted(set(state.slots) - names)
+            if others:
+                return f"it made the slots {others}, not its own."
+            lost = sorted(name for name in made if state.slots.get(name) is None)
+            if lost:
+                return (
+                    f"the slot {lost[0]!r}, which init made, was None after an update."
+                    " Return the slot that was given, or the next one."
+                )
+            return None
+
+        return simulate(subject.size, rank)[0]
+
+    return law
+
+
+_NUMBERS = ("step", "num_skipped", "cursor", "seed")
+
+
+def _watched_for_loss(transform: Any, seen: Seen) -> Any:
+    """Return an equal transform that tells of gradients, parameters and numbers it loses."""
+    methods: dict[str, Callable[..., Any]] = {}
+    kind = type(transform)
+
+    def checked(field: str, lost: Callable[[Any, Any], str | None]) -> None:
+        method = getattr(kind, field, None)
+        if not callable(method):
+            return
+
+        @wraps(method)
+        def call(self: Any, value: Any, *given: Any) -> Any:
+            returned = method(self, value, *given)
+            told = lost(value, returned)
+            if told:
+                seen(f"{self!r}.{field} {told}")
+            return returned
+
+        methods[field] = call
+
+    checked("grads", _lost_gradient)
+    checked("eval_params", _lost_parameter)
+    checked("after_update", _changed_number)
+    checked("finalize", _changed_number)
+    return subclassed(transform, methods)
+
+
+def _lost_gradient(grads: Grads, returned: tuple[Grads, Any]) -> str | None:
+    lost = sorted(grads.tensors.keys() - returned[0].tensors.keys())
+    if not lost:
+        return None
+    return (
+        f"drops the gradient of {lost[0]!r}, which is not trained then. Give zeros, or"
+        " freeze it: state.with_trainable."
+    )
+
+
+def _lost_parameter(state: TrainState, returned: Mapping[str, Any]) -> str | None:
+    lost = sorted(state.params.keys() - returned.keys())
+    return f"leaves out the parameter {lost[0]!r}." if lost else None
+
+
+def _changed_number(state: TrainState, returned: tuple[TrainState, Any]) -> str | None:
+    for name in _NUMBERS:
+        if getattr(returned[0], name) != getattr(state, name):
+            return f"changes state.{name}, which is the step's own to move."
+    return None
+
+
+def _shares(subject: Subject) -> str | None:
+    """Ranks together read each sample of a batch once, as one rank alone does."""
+
+    def rank(world: World) -> list[list[int]]:
+        state, found = subject.start(world), list[list[int]]()
+        for batch in islice(batches(state), subject.updates):
+            parts = zip(batch.parts_indices, batch.weights, strict=True)
+            found.append([i for rows, w in parts if w != 0 for i in rows.tolist()])
+        return found
+
+    def plain(world: World) -> list[list[int]]:
+        state = subject.start(world).with_setup(chain())
+        found = islice(batches(state), subject.updates)
+        return [batch.indices.tolist() for batch in found]
+
+    (wanted,) = simulate(1, plain)
+    for update, each in enumerate(zip(*simulate(subject.size, rank), strict=True)):
+        read = sorted(index for rows in each for index in rows)
+        if read != sorted(wanted[update]):
+            return (
+                f"in update {update} ranks read the samples {read}, not each of"
+                f" {sorted(wanted[update])} once. Parts of a plan are its batch together."
+            )
+    return None
+
+
+def _passes_on(members: Sequence[Any], around: Around) -> Law:
+    """What wraps a loss or a gradient passes on extras, `into=` and `sync=`."""
+    splits = any(has_field(each, "data") for each in members)
+    outside = None if splits else accumulate(num_micro_batches=2)
+
+    def law(subject: Subject) -> str | None:
+        arrived, extras = list[_Arrived](), list[tuple[Any, ...]]()
+
+        def loss(model: torch.nn.Module, batch: Any, *given: Any) -> Any:
+            extras.append(given)
+            inputs, targets = batch
+            return (model(inputs) - targets).square().sum(1).mean()
+
+        def rank(world: World) -> None:
+            state = subject.start(world)
+            try:
+                setup = chain(outside, around(members), _innermost(arrived))
+            except CompositionError:
+                return  # it goes with no micro-batches
+            state = state.with_setup(setup)
+            make_step(loss)(state, next(iter(batches(state))), _EXTRA)
+
+        try:
+            simulate(subject.size, rank)
+        except TypeError as error:
+            return (
+                "what wraps a loss or value_and_grad does not take what it is called with,"
+                f" (model, batch, *extras) or (state, batch, *extras, into=, sync=): {error}"
+            )
+        if any(given != (_EXTRA,) for given in extras):
+            return "a loss was not given the step's extras: pass *extras on."
+        return None if outside is None else _lost_of_parts(arrived)
+
+    return law
+
+
+_EXTRA = "an extra"
+_Arrived: TypeAlias = tuple[bool, bool]
+"""Whether there was something to add to, and whether ranks were to communicate."""
+
+
+def _innermost(arrived: list[_Arrived]) -> Any:
+    """Return a transform that sees how the innermost function is called."""
+
+    @transform_of
+    class innermost:
+        def value_and_grad(self, inner: Any) -> Any:
+            def seeing(*given: Any, into: Any = None, sync: bool = True) -> Any:
+                arrived.append((into is not None, sync))
+                return inner(*given, into=into, sync=sync)
+
+            return seeing
+
+    return innermost()
+
+
+def _lost_of_parts(arrived: Sequence[_Arrived]) -> str | None:
+    if arrived and not any(adds for adds, _ in arrived):
+        return "what is to be added to was lost: pass into= on to the inner function."
+    if arrived and all(sync for _, sync in arrived):
+        return "every micro-batch communicated: pass sync= on to the inner function."
+    return None
+
+
+def _evaluates_purely(subject: Subject) -> str | None:
+    """Evaluating between updates changes nothing of the run."""
+
+    def rank(world: World) -> list[Mapping[str, Any]]:
+        found: list[Mapping[str, Any]] = []
+        for state, metrics in subject.advance(subject.start(world), 0, subject.updates):
+            found.append(held(state, metrics))
+            for _ in range(2):
+                eval_params(state)
+        return found
+
+    again = list(simulate(subject.size, rank, sums="ring"))
+    plain = [history[:-1] for history in subject.plain]
+    broken = differ(plain, again, "a run and the same run, evaluated between updates,")
+    return f"{broken} Return new tensors from eval_params." if broken else None
+
+
+def _owes_once(subject: Subject) -> str | None:
+    """What is owed is owed once: `finalize` again changes nothing."""
+
+    def rank(world: World) -> str | None:
+        state = subject.start(world)
+        for after, _ in subject.advance(state, 0, subject.updates):
+            state = after
+        state = finalize(state)
+        once = held(state, {})
+        return first_difference(once, held(finalize(state), {}))
+
+    broken = next(filter(None, simulate(subject.size, rank, sums="ring")), None)
+    if not broken:
+        return None
+    return f"finalize of what finalize returned is something else: {broken}"
+
+
+def _loads_anywhere(subject: Subject) -> str | None:
+    """Saved on some ranks, it is loaded on more and on fewer, with the same places in it."""
+
+    def saved(folder: Path, world: World) -> None:
+        state = subject.start(world)
+        for after, _ in subject.advance(state, 0, 2):
+            state = after
+        save(state, folder)
+
+    def loaded(folder: Path, world: World) -> None:
+        state = load(subject.start(world), folder)
+        for after, _ in subject.advance(state, 2, 1):
+            state = after
+
+    for size in {1, subject.size + 1}:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "saved"
+            simulate(subject.size, lambda world, at=path: saved(at, world))
+            try:
+                simulate(size, lambda world, at=path: loaded(at, world))
+            except Exception as error:  # noqa: BLE001 - whatever it is, its own ranks had none
+                return (
+                    f"saved on {subject.size} and gone on with on {size}, the run raised"
+                    f" {type(error).__name__}: {error} Where ranks hold slots that differ,"
+                    " merge(slots) returns a weight for each, and one slot for all."
+                )
+    return None
