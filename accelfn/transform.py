@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import (
     TYPE_CHECKING,
     Any,
+    NoReturn,
     Protocol,
     TypeVar,
     cast,
@@ -23,7 +24,7 @@ import attrs
 
 from accelfn import words
 from accelfn.calling import called
-from accelfn.errors import ArgumentError, CompositionError
+from accelfn.errors import ArgumentError, CallError, CompositionError
 from accelfn.fields import FIELDS, check_fields, has_field
 from accelfn.slots import is_slot_name
 from accelfn.words import foreign
@@ -102,12 +103,18 @@ def transform(cls: type[T]) -> type[T]:
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
+    named.__add__ = named.__or__ = named.__rshift__ = _not_by_operator
     return called(attrs.frozen(cls, repr=False, field_transformer=_keyword_only))
 
 
 def is_transform(value: object) -> bool:
     """Return whether `value` was made by `transform`, or is a chain."""
     return getattr(type(value), "__accelfn_transform__", False)
+
+
+def _not_by_operator(self: object, other: object) -> NoReturn:
+    msg = f"{self!r} and {other!r}: transforms are composed by af.chain(first, second)."
+    raise CallError(msg)
 
 
 def _is_name(owner: object, _field: object, value: object) -> None:
@@ -193,6 +200,7 @@ class chain:
     """
 
     __accelfn_transform__ = True
+    __add__ = __or__ = __rshift__ = _not_by_operator
 
     transforms: tuple[Transform, ...]
     _owners: dict[str, tuple[Any, ...]] = attrs.field(
