@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from accelfn import streams, tree
+from accelfn.advice import advise
 from accelfn.arguments import why_not
 from accelfn.backward import wrap_loss
 from accelfn.calling import called
@@ -56,7 +57,8 @@ def evaluate(
 
     Raises:
         ReplicaMismatchError: the ranks hold other samples, or the same in another order.
-        LossError: `fn` returned something else, or no scalar.
+        LossError: `fn` returned something else, or no scalar. An integer tensor, which is a
+            count and no mean, is warned of.
     """
     check_state("af.evaluate(state, data, fn)", state)
     _check_function(fn, extras)
@@ -215,9 +217,23 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
                 " dict of them, or af.Loss."
             )
             raise LossError(msg)
+        if weight > 1 and _is_count(value):
+            advise(
+                f"{getattr(fn, '__qualname__', repr(fn))} returned an integer tensor for"
+                f" {name!r}, a count or a sum, of which evaluate takes the mean as if it"
+                " were one over each batch. Return that mean,"
+                " (found == targets).float().mean() say, or totals with their weight:"
+                f" af.Loss(total, len(targets), {name}=count)."
+            )
     return Metrics(
         {name: WeightedSum(value * weight, weight) for name, value in means.items()}
     )
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a scalar is an integer tensor, which no mean of several is."""
+    whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return whole and not value.is_complex() and value.dtype is not torch.bool
 
 
 def _measure_of(fn: EvaluateFunction) -> str:

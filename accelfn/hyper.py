@@ -12,6 +12,7 @@ from accelfn.draws import shared_draws
 from accelfn.errors import OptimizerError
 from accelfn.fields import check_returned
 from accelfn.optimizer import STRUCTURE, Assignments, Hyper
+from accelfn.schedules.advice import advise_of_end
 
 if TYPE_CHECKING:
     from accelfn.state import TrainState
@@ -32,6 +33,26 @@ def hyper_of(state: "TrainState", slots: Mapping[str, Any]) -> Hyper:
             # what is set again is set last, under whichever of its names
             hyper = {k: v for k, v in hyper.items() if k not in found} | {**found}
     return hyper
+
+
+def planned_for(
+    state: "TrainState", slots: Mapping[str, Any]
+) -> tuple[Assignments, Hyper]:
+    """Return what the schedule and the transforms set for the update that is taken now."""
+    planned, hyper = scheduled(state), hyper_of(state, slots)
+    rate = planned.get((0, "lr"))
+    # a rate that is a tensor may be on a device, which nobody waits for
+    if type(rate) is float and rate == 0.0:
+        _notice_end(state, hyper)
+    return planned, hyper
+
+
+def _notice_end(state: "TrainState", hyper: Hyper) -> None:
+    """Warn of a schedule that is over, unless transforms set rates."""
+    definition = state.definition
+    sets = {where if isinstance(where, str) else where[-1] for where in hyper}
+    if definition.rates is not None and definition.world.rank == 0 and "lr" not in sets:
+        advise_of_end(definition.rates, state.step, definition.cache)
 
 
 def scheduled(state: "TrainState") -> Assignments:

@@ -20,7 +20,7 @@ from accelfn.errors import GradsError, StateDonatedError
 from accelfn.fields import pair
 from accelfn.grads import Grads, divide_
 from accelfn.holding import held
-from accelfn.hyper import hyper_of, scheduled
+from accelfn.hyper import planned_for
 from accelfn.lease import Lease
 from accelfn.loss import Metrics, Number
 from accelfn.modes import own_modes
@@ -84,7 +84,7 @@ def _updated(
     # private fields are read here: properties would check the lease field by field
     slots = state._slots  # pyright: ignore[reportPrivateUsage]
     slots = {**slots, **grads.slots} if grads.slots else slots
-    planned, hyper = scheduled(state), hyper_of(state, slots)
+    planned, hyper = planned_for(state, slots)
     grads, slots = _reduced(state, grads, setup, slots)
     given = grads
     try:
@@ -139,7 +139,7 @@ def step_in_backward(
         def begin() -> None:
             lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
 
-        engine.plan(state, scheduled(state), hyper_of(state, slots), hold, begin)
+        engine.plan(state, *planned_for(state, slots), hold, begin)
         try:
             metrics, grads = compute()
         except BaseException:

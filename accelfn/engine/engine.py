@@ -31,6 +31,7 @@ from accelfn.fields import check_returned
 from accelfn.grads import Grads
 from accelfn.loss import Metrics, Number
 from accelfn.optimizer import Assignments, Hyper
+from accelfn.schedules.advice import advise_of_rates
 from accelfn.state import OptState, TrainState
 from accelfn.transform import chain
 
@@ -371,6 +372,8 @@ def engine_of(state: TrainState) -> Engine:
     if "engine" not in cache:
         state.lease.check()
         setup, world = state.definition.setup, state.definition.world
+        if world.rank == 0:
+            advise_of_rates(state.definition.schedule)
         chosen = setup.having("engine")
         if world.size > 1 and (chosen or setup.having("reduce")):
             check_definitions(state)

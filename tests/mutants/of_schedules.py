@@ -5,9 +5,10 @@ import inspect
 
 from accelfn import hyper, observing, optimizer, update
 from accelfn.checkpoint import fields
-from accelfn.schedules import of_torch
+from accelfn.engine import engine
+from accelfn.schedules import advice, of_torch
 from accelfn.transforms import plateau
-from tests.laws import test_plateau, test_torch_schedules
+from tests.laws import test_plateau, test_schedule_advice, test_torch_schedules
 from tests.mutants.mutant import Mutant
 
 STEPPED = test_torch_schedules.test_from_torch_is_the_scheduler_stepped
@@ -102,8 +103,8 @@ MUTANTS = [
         law="L19",
         test=test_torch_schedules.test_from_torch_in_backward,
         place=update.step_in_backward,
-        old="scheduled(state)",
-        new="{}",
+        old="*planned_for(state, slots)",
+        new="{}, {}",
     ),
     Mutant(
         name="what follows a metric is stepped without",
@@ -186,5 +187,59 @@ MUTANTS = [
         place=inspect.unwrap(observing.observe),
         old='if setup.having("engine") or setup.having("reduce"):',
         new="if True:",
+    ),
+    Mutant(
+        name="rates pass for factors",
+        says="a schedule of absolute learning rates trains next to nothing, untold",
+        law="L19",
+        test=test_schedule_advice.test_rates_for_factors_are_told,
+        place=advice.advise_of_rates,
+        old="0 < peak < _LEAST_PEAK",
+        new="0 < peak < _LEAST_PEAK / 10",
+    ),
+    Mutant(
+        name="warm-ups pass for rates",
+        says="a schedule that begins low is warned of, however high it rises",
+        law="L19",
+        test=test_schedule_advice.test_factors_are_never_told,
+        place=advice._factors,
+        old="(*range(100), *sorted(far))",
+        new="range(10)",
+    ),
+    Mutant(
+        name="torch's rates pass for factors",
+        says="a torch scheduler whose rates are small, as rates are, is warned of",
+        law="L19",
+        test=test_schedule_advice.test_schedulers_of_torch_are_not_told,
+        place=advice.advise_of_end,
+        old="_SHORT, update // 10",
+        new="1, update // 10",
+    ),
+    Mutant(
+        name="the end is told again and again",
+        says="each update at a rate of 0 is warned of",
+        law="L19",
+        test=test_schedule_advice.test_a_schedule_that_ends_before_the_run,
+        place=advice.advise_of_end,
+        old='cache[_NEXT] = float("inf")',
+        new="cache[_NEXT] = update + 1",
+    ),
+    Mutant(
+        name="the end of what is not taken",
+        says="a schedule's end is warned of where a transform sets the rates",
+        law="L19",
+        test=test_schedule_advice.test_rates_of_a_transform_are_its_own,
+        place=hyper._notice_end,
+        old='"lr" not in sets',
+        new="sets is not None",
+    ),
+    Mutant(
+        name="all ranks tell",
+        says="what all ranks would say is said by each",
+        law="L2",
+        test=test_schedule_advice.test_one_rank_tells,
+        place=engine.engine_of,
+        old="if world.rank == 0:",
+        new="if world.rank >= 0:",
     ),
 ]

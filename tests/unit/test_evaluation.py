@@ -98,10 +98,26 @@ def test_forms_of_a_measure():
     """A scalar of a function without a name is a value; numbers and tensors are taken."""
     state = make()
     assert af.evaluate(state, data(), lambda *_: 3) == {"value": 3.0}
-    measures = lambda *_: {"a": 1.5, "b": torch.tensor(2)}  # noqa: E731
+    measures = lambda *_: {"a": 1.5, "b": torch.tensor(2.0)}  # noqa: E731
     assert af.evaluate(state, data(), measures) == {"a": 1.5, "b": 2.0}
     extra = lambda _model, _batch, number: number  # noqa: E731
     assert af.evaluate(state, data(), extra, 7) == {"value": 7.0}
+
+
+def test_a_count_is_no_mean():
+    """A10: an integer tensor over several samples is told; what may be a mean is not."""
+    state = make()
+    count = lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).sum()  # noqa: E731
+    with pytest.warns(af.Warning, match=r"'value', a count or a sum.*af\.Loss"):
+        af.evaluate(state, data(), count)
+    with pytest.warns(af.Warning, match=r"'right', a count or a sum"):
+        af.evaluate(state, data(), lambda *given: {"right": count(*given)})
+    af.evaluate(state, data(1), count)  # of one sample, it is the mean
+    af.evaluate(state, data(1), lambda *given: count(*given) == 1)
+    af.evaluate(state, data(), lambda *given: count(*given).float())  # nobody can tell
+    af.evaluate(
+        state, data(), lambda *given: af.Loss(count(*given), 4, n=count(*given))
+    )
 
 
 @given(

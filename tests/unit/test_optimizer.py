@@ -477,3 +477,29 @@ def test_optimizer_given_away_is_not_used_again():
     )
     STEP(state, X)
     assert rate == groups[0]["lr"]
+
+
+def given_away():
+    """Return a ready optimizer that a state was made of."""
+    model = seeded()
+    optimizer = optim.Adam([{"params": model.parameters(), "lr": 0.1}])
+    af.TrainState.create(model=model, optimizer=optimizer)
+    return optimizer
+
+
+CHANGES = {
+    "a rate": lambda given: given.param_groups[0].__setitem__("lr", 0.2),
+    "several": lambda given: given.param_groups[0].update(lr=0.2),
+    "one taken out": lambda given: given.param_groups[0].pop("lr"),
+    "a torch scheduler": lambda given: optim.lr_scheduler.StepLR(given, 3),
+    "more parameters": lambda given: given.add_param_group({"params": [X]}),
+    "a state dict": lambda given: given.load_state_dict(given.state_dict()),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changes_of_an_optimizer_given_away(case):
+    """A10: what is set in an optimizer after `create` would have no effect, and is refused."""
+    optimizer = given_away()
+    with pytest.raises(af.OptimizerError, match="given"):
+        CHANGES[case](optimizer)
