@@ -128,6 +128,7 @@ _NUMBERS = {
         "laws.test_purity::test_forks_do_not_meet",
     ),
     150: (
+        "laws.test_same_data::test_ranks_with_another_order_are_told",
         "laws.test_dividing::test_the_weight_is_not_rounded",
         "laws.test_ranks_data::test_elastic_runs_see_each_sample_once",
         "laws.test_streams::test_saving_and_peeking_change_nothing",
