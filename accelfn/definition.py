@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelfn.advice import advise
 from accelfn.data import Data, Plan
 from accelfn.errors import ArgumentError
 from accelfn.fields import check_returned
@@ -91,3 +92,20 @@ def as_data(data: Any) -> Data | None:
         " batch_size=...), a torch DataLoader or None."
     )
     raise ArgumentError(msg)
+
+
+def say_batch_size(given: Any, definition: Definition) -> None:
+    """Warn of a DataLoader whose batch size may be meant for one rank or micro-batch."""
+    plan, size = definition.plan, getattr(given, "batch_size", None)
+    parts = plan.num_shares * plan.num_micro_batches
+    if not isinstance(given, torch.utils.data.DataLoader) or size is None or parts == 1:
+        return
+    if definition.world.is_main:
+        advise(
+            f"TrainState.create(data=DataLoader): its batch size, {size}, is the number of"
+            f" samples of an update, over {plan.num_shares} ranks and"
+            f" {plan.num_micro_batches} micro-batches together. If that is meant, write"
+            f" data=af.Data.from_loader(loader). If {size} is what one rank takes in one"
+            " micro-batch, as with Accelerate, write data=af.Data.from_loader(loader,"
+            f" num_ranks=world.size, num_micro_batches={plan.num_micro_batches})."
+        )

@@ -19,7 +19,13 @@ from accelfn.arguments import check_word, is_integer
 from accelfn.calling import called
 from accelfn.cursor import Cursor
 from accelfn.data import Data
-from accelfn.definition import Definition, as_data, check_schedule, checked_world
+from accelfn.definition import (
+    Definition,
+    as_data,
+    check_schedule,
+    checked_world,
+    say_batch_size,
+)
 from accelfn.draws import shared_draws
 from accelfn.errors import ArgumentError, CallError
 from accelfn.given import seal_optimizer
@@ -100,7 +106,9 @@ class TrainState:
                 `partial(torch.optim.AdamW, lr=3e-4)`, or a ready torch optimizer over the
                 parameters of a model instance, which is given away like that.
             schedule: update number -> factor of the learning rate; see `af.schedules`.
-            data: `af.Data`, a torch DataLoader (see `Data.from_loader`), or None.
+            data: `af.Data`, a torch DataLoader (see `Data.from_loader`), or None. A loader's
+                batch size is that of an update: where the setup splits it, an `af.Warning`
+                says so, and what to write.
             setup: transforms; the same as `setup(TrainState.create(...))`.
             world: default `World.single()`.
             seed: of parameters, sample order and every draw in a step.
@@ -144,6 +152,7 @@ class TrainState:
             ),
         )
         state = state if setup is None else state.with_setup(chain(setup))
+        say_batch_size(data, state.definition)
         give_away(module, name)
         if isinstance(optimizer, torch.optim.Optimizer):
             seal_optimizer(optimizer, name)

@@ -217,7 +217,13 @@ class Data:
 
     @classmethod
     @called
-    def from_loader(cls, loader: "DataLoader[Any]", *, num_ranks: int = 1) -> Self:
+    def from_loader(
+        cls,
+        loader: "DataLoader[Any]",
+        *,
+        num_ranks: int = 1,
+        num_micro_batches: int = 1,
+    ) -> Self:
         """Return what a torch DataLoader says, with its batch size as samples per update.
 
         Kept: dataset, batch size, sampler or batch sampler, drop_last, collate_fn,
@@ -228,11 +234,12 @@ class Data:
         Args:
             loader: of torch, or torchdata's StatefulDataLoader.
             num_ranks: where the loader's batch size is one rank's: of how many.
+            num_micro_batches: where it is one micro-batch's: of how many.
 
         Raises:
             DataError: it gives each rank a part already, or does not batch.
         """
-        return cls(**options_of(loader, num_ranks))
+        return cls(**options_of(loader, num_ranks, num_micro_batches))
 
     @property
     def is_stream(self) -> bool:

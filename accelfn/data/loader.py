@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a torch DataLoader says, in the words of `Data`."""
 
+from math import prod
 from typing import Any, cast
 
 import attrs
@@ -28,7 +29,7 @@ _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
 """What says which batches a loader gives, and is not read."""
 
 
-def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
+def options_of(loader: Any, num_ranks: int, num_micro_batches: int) -> dict[str, Any]:
     """Return the arguments of `Data` that a loader stands for.
 
     Raises:
@@ -38,7 +39,11 @@ def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
         msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
         raise DataError(msg)
     _refuse_own_iteration(loader)
-    check_integer("from_loader", "num_ranks", num_ranks, 1, "a number of ranks")
+    counts = {"num_ranks": num_ranks, "num_micro_batches": num_micro_batches}
+    for name, count in counts.items():
+        check_integer(
+            "from_loader", name, count, 1, name.replace("num_", "a number of ")
+        )
     _say_what_is_lost(loader)
     collate = loader.collate_fn
     options = {
@@ -47,16 +52,16 @@ def options_of(loader: Any, num_ranks: int) -> dict[str, Any]:
         "num_workers": loader.num_workers,
         **({"timeout": loader.timeout} if loader.timeout else {}),
     }
-    return options | _batching(loader, num_ranks)
+    return options | _batching(loader, counts)
 
 
-def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
-    size = loader.batch_size
+def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, Any]:
+    size, parts = loader.batch_size, prod(counts.values())
     if is_stream(loader.dataset):
         if size is None:
-            return {"batch_size": num_ranks, "collate": _Lone(loader.collate_fn)}
+            return {"batch_size": parts, "collate": _Lone(loader.collate_fn)}
         remainder = "drop" if loader.drop_last else "short"
-        return {"batch_size": size * num_ranks, "remainder": remainder}
+        return {"batch_size": size * parts, "remainder": remainder}
     refuse_distributed(loader.sampler)
     batches = loader.batch_sampler
     if is_plain(batches, BatchSampler) and size is not None:
@@ -64,7 +69,7 @@ def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
         shuffled = isinstance(order, Shuffled)
         kept = None if isinstance(order, (Shuffled, Sequential)) else order
         return {
-            "batch_size": size * num_ranks,
+            "batch_size": size * parts,
             "shuffle": shuffled,
             "order": kept,
             "remainder": "drop" if loader.drop_last else "short",
@@ -75,10 +80,11 @@ def _batching(loader: "DataLoader[Any]", num_ranks: int) -> dict[str, Any]:
             " af.Data(dataset, batch_size=...)."
         )
         raise DataError(msg)
-    if num_ranks != 1:
+    if parts != 1:
+        name = next(name for name, count in counts.items() if count != 1)
         msg = (
-            f"from_loader(num_ranks={num_ranks}): a batch of {type(batches).__name__} is an"
-            " update's, over all ranks; leave num_ranks out."
+            f"from_loader({name}={counts[name]}): a batch of {type(batches).__name__} is an"
+            f" update's, over all ranks and micro-batches; leave {name} out."
         )
         raise DataError(msg)
     return {"batch_sampler": batches}

@@ -250,7 +250,7 @@ REFUSED = {
     "own batches of ranks": (
         lambda: DataLoader(X, batch_sampler=[[0], [1]]),
         {"num_ranks": 2},
-        "num_ranks=2.*over all ranks; leave num_ranks out",
+        "num_ranks=2.*over all ranks and micro-batches; leave num_ranks out",
     ),
     "nothing left": (
         lambda: DataLoader(X, batch_size=11, drop_last=True),
@@ -363,3 +363,44 @@ def test_a_loader_that_collates_in_its_own_way():
     """A subclass that only makes other batches of the samples is obeyed."""
     first, *_ = values(Collating(X, batch_size=3))
     assert first == [[0.0], [2.0], [4.0]]
+
+
+def test_batch_size_of_a_micro_batch():
+    """D: with num_micro_batches too, the loader's batch size is one rank's micro-batch's."""
+    loader = DataLoader(X, batch_size=4)
+    data = af.Data.from_loader(loader, num_ranks=3, num_micro_batches=2)
+    assert data.batch_size == 24
+    with pytest.raises(af.ArgumentError, match=r"num_micro_batches=0.*micro_batches"):
+        af.Data.from_loader(loader, num_micro_batches=0)
+    own = DataLoader(X, batch_sampler=[[0, 1], [2]])
+    with pytest.raises(af.DataError, match="leave num_micro_batches out"):
+        af.Data.from_loader(own, num_micro_batches=2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_loader_that_is_split_is_told(size, parts):
+    """D: a bare loader's batch size is told where ranks or micro-batches share it, once."""
+    setup = af.chain(af.shard_data(), af.accumulate(num_micro_batches=parts))
+    loader = DataLoader(X, batch_size=4)
+
+    def create(world, data):
+        return af.TrainState.create(
+            model=lambda: nn.Linear(1, 1),
+            optimizer=torch.optim.SGD,
+            data=data,
+            world=world,
+            setup=setup,
+        ).data.batch_size
+
+    made = af.Data.from_loader(loader)
+    assert set(simulate(size, lambda world: create(world, made)).results) == {4}
+    if size * parts == 1:
+        assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
+        return
+    words = (
+        rf"4, is(.|\n)*{size} ranks and {parts} micro(.|\n)*num_micro_batches={parts}\)"
+    )
+    with pytest.warns(af.Warning, match=words) as told:
+        assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
+    assert len(told) == 1
