@@ -255,3 +255,36 @@ def test_a_norm_is_not_kept_in_16_bits(
         assert (
             not rows or float((grad.double() - 2.0 * 24576 / norm).abs().max()) <= unit
         )
+
+
+@given(
+    dtype=st.sampled_from(ALL),
+    weights=st.lists(
+        st.sampled_from([1, 257, 70_000, 2**24 + 1]), min_size=2, max_size=3
+    ),
+)
+def test_ranks_are_averaged_by_any_weight(
+    dtype: torch.dtype, weights: list[int]
+) -> None:
+    """A weight that a parameter's dtype cannot hold counts as it is."""
+
+    def train(world: af.World) -> torch.Tensor:
+        state = af.TrainState.create(
+            model=lambda: nn.ParameterList([torch.zeros(2, dtype=dtype)]),
+            optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+            setup=af.local_sgd(sync_every=1),
+            world=world,
+        )
+        weight = weights[world.rank]
+        slope = -world.rank * weight / 1024  # a total that float16 can hold
+        step = af.make_step(
+            lambda net, _: af.Loss((_as_real(net[0]) * slope).sum(), weight)
+        )
+        # of a complex number, both parts have this gradient
+        state, _ = step(state, None)
+        return _as_real(state.params["0"])
+
+    mean = sum(rank * w for rank, w in enumerate(weights)) / sum(weights)
+    for found in simulate(len(weights), train):
+        unit = 4 * torch.finfo(dtype).eps * len(weights)
+        assert float((found * 1024 - mean).abs().max()) <= unit

@@ -170,6 +170,23 @@ def test_ranks_go_together_again_when_they_agree(
     assert found[0] == found[1]
 
 
+@given(size=st.integers(2, 3), apart=st.integers(0, 3), seed=st.integers(0, 9))
+def test_what_is_averaged_stays(size: int, apart: int, seed: int) -> None:
+    """Behind an average finalize moves no bit and asks no rank; nor does a second finalize."""
+    rows, local = rows_of(seed), af.local_sgd(sync_every=2)
+
+    def train(world: af.World) -> None:
+        state = trained(create(world, local), rows, apart)
+        if apart % 2:
+            state = af.finalize(state)
+        before = number(state)
+        assert number(af.finalize(state)) == before
+
+    log = simulate(size, train).log
+    averages = [each for each in log if each.label == "local_sgd"]
+    assert len(averages) == (apart + 1) // 2
+
+
 @given(
     start=st.integers(0, 3),
     every=st.integers(1, 4),

@@ -26,7 +26,7 @@ from tests.laws.worlds import single
 
 FROM_THE_LEFT = (
     *("init", "data", "hyper", "loss_scale", "grads", "after_update", "after_skip"),
-    *("eval_params", "finalize"),
+    *("observe", "eval_params", "finalize"),
 )
 FROM_THE_RIGHT = ("loss", "value_and_grad", "runner")
 """Wrappers: the leftmost is outermost, so it is made last."""
@@ -91,6 +91,9 @@ class Notes:
         self._note("eval_params", slot)
         return state.params
 
+    def observe(self, state: af.TrainState, slot: Any, value: float) -> Any:
+        return self._note("observe", slot)
+
     def finalize(self, state: af.TrainState, slot: Any) -> Any:
         return state, self._note("finalize", slot)
 
@@ -154,6 +157,7 @@ def played(setup: list[Any], num_updates: int) -> tuple[af.TrainState, list[Any]
     state, step = create(*setup), af.make_step(mean)
     for _ in range(num_updates):
         state, _ = step(state, next(iter(af.batches(state))))
+    state = af.observe(state, 1.0) if state.setup.having("observe") else state
     af.eval_params(state)
     return af.finalize(state), list(LOG)
 
@@ -172,7 +176,7 @@ def test_each_field_has_its_order(
     _, log = played(setup, num_updates)
     skipped = len(at & set(range(num_updates)))
     times = dict.fromkeys(FROM_THE_LEFT + FROM_THE_RIGHT, num_updates)
-    times |= {"init": 1, "eval_params": 1, "finalize": 1}
+    times |= {"init": 1, "observe": 1, "eval_params": 1, "finalize": 1}
     times |= {field: min(num_updates, 1) for field in FROM_THE_RIGHT}
     times |= {"after_skip": skipped, "after_update": num_updates - skipped}
     for field, count in times.items():
@@ -182,7 +186,7 @@ def test_each_field_has_its_order(
         assert owners * count == [name for name, called in log if called == field]
 
 
-SLOTTED = ("init", "grads", "after_update", "after_skip", "finalize")
+SLOTTED = ("init", "grads", "after_update", "after_skip", "observe", "finalize")
 
 
 @st.composite
@@ -218,7 +222,7 @@ def test_each_has_its_own_slot(setup: list[Notes], skips: list[bool]) -> None:
                 expected = told(tried, "after_update")
             elif "after_skip" in each.fields:
                 expected = told(tried, "after_skip")
-        expected = told(expected, "finalize")
+        expected = told(told(expected, "observe"), "finalize")
         assert expected == state.slots.get(each.name)
     # what is there is not begun again, None neither
     assert dict(state.with_setup(state.setup).slots) == dict(state.slots)
@@ -227,7 +231,7 @@ def test_each_has_its_own_slot(setup: list[Notes], skips: list[bool]) -> None:
 PRINTED = {
     field: rf"(\w+)\.{field}\b"
     for field in FROM_THE_LEFT + FROM_THE_RIGHT
-    if field not in ("init", "eval_params", "finalize")
+    if field not in ("init", "observe", "eval_params", "finalize")
 } | {"after_skip": r"# if skipped, it ends here: (\w+)"}
 
 

@@ -55,6 +55,15 @@ MUTANTS = [
         new="state.step == 0",
     ),
     Mutant(
+        name="an average of what is averaged",
+        says="finalize averages again what has just been averaged",
+        law="L10",
+        test=test_exchanging.test_what_is_averaged_stays,
+        place=local_sgd.local_sgd.finalize,
+        old='if state.step > slot["since"]:',
+        new="if True:",
+    ),
+    Mutant(
         name="checks an update late",
         says="replicas are compared behind the update after each multiple",
         law="L2",

@@ -63,6 +63,15 @@ MUTANTS = [
         new="self.divisor",
     ),
     Mutant(
+        name="a stand-in is counted",
+        says="the sample that stands in for an empty share is in the running statistics",
+        law="L7",
+        test=test_gradients.test_a_stand_in_is_in_no_buffer,
+        place=engine.Engine.value_and_grad,
+        old="written = {**kept, **of_all}",
+        new="pass",
+    ),
+    Mutant(
         name="what was left out is applied",
         says="a gradient that a transform left out is the one that the backward pass left",
         law="L26",

@@ -4,7 +4,7 @@
 from accelfn import backward, grads, hyper, update, views
 from accelfn.engine import compression, ddp, engine
 from accelfn.transform import _piped
-from accelfn.transforms import clip, ema
+from accelfn.transforms import clip, ema, local_sgd
 from tests.laws import test_dtypes, test_pairs, test_skipping
 from tests.mutants.mutant import Mutant
 
@@ -129,6 +129,15 @@ MUTANTS = [
         place=clip._norms_of_16_bits,
         old="if not narrow:",
         new="if True:",
+    ),
+    Mutant(
+        name="weights in 16 bits",
+        says="ranks are averaged by weights that are rounded to the parameters' dtype",
+        law="L10",
+        test=test_dtypes.test_ranks_are_averaged_by_any_weight,
+        place=local_sgd.average_,
+        old="wide = dtype if dtype.itemsize >= 4 else torch.float32",
+        new="wide = dtype",
     ),
     Mutant(
         name="an average in 16 bits",
