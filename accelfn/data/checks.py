@@ -85,6 +85,9 @@ def check_options(data: "Data") -> None:
     if isinstance(data.dataset, type(data)):
         msg = f"af.Data: a {type(data).__name__} cannot be read by index; give its dataset."
         raise DataError(msg)
+    if isinstance(data.dataset, type(data)):
+        msg = "af.Data: it was given an af.Data; give the dataset itself, data.dataset."
+        raise ArgumentError(msg)
     _check_loader(data.dataset)
     _check_order(data)
     _check_batching(data)
@@ -116,9 +119,6 @@ def check_indexed(data: "Data") -> None:
 
 def _check_loader(dataset: Any) -> None:
     """Refuse a DataLoader whose batches would be taken for samples."""
-    if hasattr(dataset, "updates_per_epoch"):  # an af.Data
-        msg = "af.Data: it was given an af.Data; give the dataset itself, data.dataset."
-        raise ArgumentError(msg)
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         kind = type(cast("Any", dataset)).__name__
         msg = (
