@@ -73,7 +73,9 @@ class accumulate:
         """Cut a share into micro-batches."""
         if self.num_micro_batches is None:
             return attrs.evolve(plan, micro_batch_size=self.micro_batch_size)
-        return attrs.evolve(plan, num_micro_batches=self.num_micro_batches)
+        return attrs.evolve(
+            plan, num_micro_batches=self.num_micro_batches, micro_batch_size=None
+        )
 
     def value_and_grad(self, inner: ValueAndGrad) -> ValueAndGrad:
         """Run the inner function once a micro-batch, adding up."""

@@ -391,6 +391,24 @@ def test_loss_scales_are_multiplied(scales: list[float], parts: int) -> None:
     assert number(af.apply_grads(state, grads)) == 1.0 - float(X.mean())
 
 
+@given(
+    counts=st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=3)
+)
+def test_the_last_accumulation_cuts(counts: list[tuple[bool, int]]) -> None:
+    """Of several, by number or by size, the last one cuts a share, and nothing is lost."""
+    several = [
+        af.accumulate(**{option: count}, name=f"a{i}")
+        for i, (by_size, count) in enumerate(counts)
+        for option in ["micro_batch_size" if by_size else "num_micro_batches"]
+    ]
+    state, last = create(*several), create(several[-1])
+    batch, alone = (next(iter(af.batches(each))) for each in (state, last))
+    assert batch.weights == alone.weights
+    _, grads = af.value_and_grad(mean)(state, batch)
+    assert grads.num_micro_batches == len(alone.weights)
+    assert math.isclose(number(af.apply_grads(state, grads)), 1.0 - float(X.mean()))
+
+
 @transform
 class Scales:
     """Multiply losses."""

@@ -4,7 +4,7 @@
 from accelfn import backward, grads, hyper, update, views
 from accelfn.engine import compression, ddp, engine
 from accelfn.transform import _piped
-from accelfn.transforms import clip, ema, local_sgd
+from accelfn.transforms import accumulate, clip, ema, local_sgd
 from tests.laws import test_dtypes, test_pairs, test_skipping
 from tests.mutants.mutant import Mutant
 
@@ -55,6 +55,15 @@ MUTANTS = [
         place=hyper.hyper_of,
         old="hyper = {k: v for k, v in hyper.items() if k not in found} | {**found}",
         new="hyper.update(found)",
+    ),
+    Mutant(
+        name="a size stays",
+        says="a size of micro-batches wins over a number that a later transform gives",
+        law="L30",
+        test=test_pairs.test_the_last_accumulation_cuts,
+        place=accumulate.accumulate.data,
+        old=", micro_batch_size=None",
+        new="",
     ),
     Mutant(
         name="a skip keeps what it was given",
