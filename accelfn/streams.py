@@ -5,19 +5,26 @@ A key is a 64-bit integer mixed from named parts. `stream` sets torch's default 
 from a key and puts them back after, so code that draws from them (dropout, `torch.randn`)
 needs no change, and a resumed run draws what the uninterrupted one draws.
 
+A process has each default generator once, so one thread at a time may be in a stream: another
+one's draws would be the first's, and the states that are put back would go back in time.
+
 torch's CPU generator keeps only the low 32 bits of a seed. Keys are mixed so that different
 ones differ in those bits too, but for one pair in 2**32; no more can be had of 32 bits.
 """
 
 import hashlib
+import os
 import random
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
+
+from accelfn.errors import WorldError
 
 _MASK = (1 << 64) - 1
 
@@ -64,7 +71,7 @@ class stream(AbstractContextManager[None]):
     with its code out of the processor's caches.
     """
 
-    __slots__ = ("_others", "_saved", "_saved_others", "_seed")
+    __slots__ = ("_others", "_saved", "_saved_others", "_seed", "_taken")
 
     def __init__(self, seed: int, device: torch.device) -> None:
         """Take a key and the device whose code will draw."""
@@ -73,6 +80,9 @@ class stream(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         """Keep the generators' states, and seed them."""
+        taken = self._taken = _turn
+        if not taken.acquire(blocking=False):
+            _refuse()
         self._saved = _default.get_state()
         _default.manual_seed(self._seed)
         if self._others:
@@ -86,9 +96,32 @@ class stream(AbstractContextManager[None]):
         if self._others:
             for each, saved in zip(self._others, self._saved_others, strict=True):
                 each.set_state(saved)
+        self._taken.release()
 
 
 _default = torch.default_generator
+_turn = threading.RLock()
+"""Had by the thread that draws; simulated ranks, which are threads, have one each."""
+
+
+def _begin_anew() -> None:
+    """Let a process that was forked, in which no other thread lives, draw."""
+    global _turn  # noqa: PLW0603 - as the generators are
+    _turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def _refuse() -> NoReturn:
+    msg = (
+        "This thread would draw at random while another thread of this process does, in a"
+        " step, in af.evaluate, in af.rng, or where it reads data that draw: torch's default"
+        " generators are the process's, so each would get the other's numbers. Let one wait"
+        " for the other, or run each in a process of its own; to read ahead, write"
+        " af.Data(num_workers=...)."
+    )
+    raise WorldError(msg)
 
 
 class drawing(AbstractContextManager["drawing"]):
@@ -99,10 +132,13 @@ class drawing(AbstractContextManager["drawing"]):
     its state.
     """
 
-    __slots__ = ("_numpy", "_python", "_torch")
+    __slots__ = ("_numpy", "_python", "_taken", "_torch")
 
     def __enter__(self) -> Self:
         """Keep the generators' states."""
+        taken = self._taken = _turn
+        if not taken.acquire(blocking=False):
+            _refuse()
         self._torch = _default.get_state()
         self._python = random.getstate()
         legacy, spare = _legacy(), _spare()
@@ -123,6 +159,7 @@ class drawing(AbstractContextManager["drawing"]):
         _default.set_state(self._torch)
         random.setstate(self._python)
         _legacy().set_bit_generator(self._numpy)
+        self._taken.release()
 
 
 @cache

@@ -112,6 +112,8 @@ _NUMBERS = {
         "laws.test_streams::test_dispatched_is_as_if_each_read",
         "laws.test_streams::test_ranks_with_unequal_streams_see_each_sample_once",
         "laws.test_streams::test_unequal_streams_go_on_where_they_were_cut",
+        "laws.test_threads::test_a_second_thread_is_refused",
+        "laws.test_threads::test_one_thread_may_draw_within_its_draws",
         "laws.test_sync_batchnorm::test_a_micro_batch_is_that_of_all_ranks",
         "laws.test_sync_batchnorm::test_it_costs_two_collectives_a_layer",
         "laws.test_sync_batchnorm::test_ranks_normalise_as_one",

@@ -1,9 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a state is between its steps: what transforms draw, who may still use it."""
 
-from accelfn import draws, given, holding, lease, model, salvaging, state, update, views
+from accelfn import (
+    draws,
+    given,
+    holding,
+    lease,
+    model,
+    salvaging,
+    state,
+    streams,
+    update,
+    views,
+)
 from accelfn.engine import in_backward
-from tests.laws import test_ctrl_c, test_given, test_interrupted, test_shared_draws
+from tests.laws import (
+    test_ctrl_c,
+    test_given,
+    test_interrupted,
+    test_shared_draws,
+    test_threads,
+)
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -196,5 +213,32 @@ MUTANTS = [
         place=given._seal,
         old="    held.clear()\n",
         new="",
+    ),
+    Mutant(
+        name="two threads in one stream",
+        says="a thread seeds the generators that another one is drawing from",
+        law="L50",
+        test=test_threads.test_a_second_thread_is_refused,
+        place=streams.stream.__enter__,
+        old="taken = self._taken = _turn",
+        new="taken = self._taken = threading.RLock()",
+    ),
+    Mutant(
+        name="a reader in another's stream",
+        says="a thread that reads data seeds the generators that another one is drawing from",
+        law="L50",
+        test=test_threads.test_a_second_thread_is_refused,
+        place=streams.drawing.__enter__,
+        old="taken = self._taken = _turn",
+        new="taken = self._taken = threading.RLock()",
+    ),
+    Mutant(
+        name="a thread in its own way",
+        says="what a thread draws inside of what it draws is refused",
+        law="L50",
+        test=test_threads.test_one_thread_may_draw_within_its_draws,
+        place=streams.stream.__enter__,
+        old="    _refuse()",
+        new="    pass\n    if taken._recursion_count() > 1:\n        _refuse()",
     ),
 ]

@@ -10,6 +10,7 @@ the default device) belong to a thread: ranks enter the caller's.
 import os
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -32,8 +33,9 @@ from accelfn.testing.simulation.registry import Registry
 
 _GROUPS = (distributed_c10d, "_world")
 _FILTERS = (warnings, "filters")
+_TURN = (streams, "_turn")
 _ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
-    *(_GROUPS, _FILTERS),
+    *(_GROUPS, _FILTERS, _TURN),
     *((warnings, "showwarning"), (warnings, "_showwarnmsg_impl")),
     *((sys, "stdout"), (sys, "stderr")),
     (_device, "CURRENT_DEVICE"),
@@ -92,6 +94,7 @@ class Ambient:
             seed_rank(self._seed, rank)
             setattr(*_FILTERS, list(warnings.filters))
             setattr(*_GROUPS, self._registries[rank])
+            setattr(*_TURN, threading.RLock())
         else:
             kept.put_back()
 
