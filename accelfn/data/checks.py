@@ -85,9 +85,6 @@ def check_options(data: "Data") -> None:
     if isinstance(data.dataset, type(data)):
         msg = f"af.Data: a {type(data).__name__} cannot be read by index; give its dataset."
         raise DataError(msg)
-    if isinstance(data.dataset, type(data)):
-        msg = "af.Data: it was given an af.Data; give the dataset itself, data.dataset."
-        raise ArgumentError(msg)
     _check_loader(data.dataset)
     _check_order(data)
     _check_batching(data)

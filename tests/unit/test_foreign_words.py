@@ -141,7 +141,7 @@ def test_a_record_is_no_container(case):
 
 def test_a_data_of_data():
     """What cannot be iterated over is no dataset either."""
-    with pytest.raises(af.ArgumentError, match=r"give the dataset itself"):
+    with pytest.raises(af.DataError, match="give its dataset"):
         af.Data(DATA, batch_size=2)
 
 
