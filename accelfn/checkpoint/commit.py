@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 import torch
@@ -169,7 +169,7 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
         try:
             file = files.write(save.partial / name, mine, metadata)
         except OSError as error:
-            raise explained(error, save.partial / name, mine) from error
+            explain(error, save.partial / name, mine)
         return json.dumps(file.to_plain())
 
     written = save.agreed(exchange, "write its file", write_file)
@@ -284,16 +284,16 @@ def _mine(
     return {name: tensor for name, tensor in tensors.items() if name in mine}
 
 
-def explained(
+def explain(
     error: OSError, path: Path, tensors: Mapping[str, torch.Tensor]
-) -> OSError:
-    """Return the error with how much room there was."""
+) -> NoReturn:
+    """Raise the error, where a disk is full with how much room there was."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return error
+        raise error
     needed = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
     try:
         free = shutil.disk_usage(path.parent).free
     except OSError:
-        return error
+        raise error from None
     reason = f"{os.strerror(error.errno)} (needs {needed:,} bytes, {free:,} are free)"
-    return OSError(error.errno, reason, str(path))
+    raise OSError(error.errno, reason, str(path)) from error

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, NoReturn, TypeAlias
 
 Chunk: TypeAlias = bytes | memoryview
 
@@ -48,7 +48,7 @@ def write(path: Path, chunks: Iterable[Chunk]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise _named(error, path) from error
+        _raise_named(error, path)
 
 
 def flush(directory: Path) -> None:
@@ -57,7 +57,7 @@ def flush(directory: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        raise _named(error, directory) from error
+        _raise_named(error, directory)
     finally:
         os.close(handle)
 
@@ -194,8 +194,8 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb", buffering=0)
 
 
-def _named(error: OSError, path: Path) -> OSError:
-    """Return the error with the path in it, which a failed write or flush does not say."""
+def _raise_named(error: OSError, path: Path) -> NoReturn:
+    """Raise the error with the path in it, which a failed write or flush does not say."""
     if error.filename is not None or error.errno is None:
-        return error
-    return OSError(error.errno, os.strerror(error.errno), str(path))
+        raise error
+    raise OSError(error.errno, os.strerror(error.errno), str(path)) from error

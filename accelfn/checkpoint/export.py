@@ -233,7 +233,7 @@ def _writing(
             try:
                 files.write(path, held, {"format": "pt"})
             except OSError as error:
-                raise commit.explained(error, path, held) from error
+                commit.explain(error, path, held)
 
     return write
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -53,6 +53,7 @@ def causes(error: BaseException | None) -> list[BaseException]:
     error=st.sampled_from(sorted(ERRORS)),
     async_=st.booleans(),
 )
+@example(size=1, rank=0, what="write its file", error="OSError", async_=False)
 def test_a_save_names_whose_error_it_was(
     size: int, rank: int, what: str, error: str, async_: bool
 ) -> None:
