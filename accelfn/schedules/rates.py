@@ -39,7 +39,7 @@ class FactorRates:
     def __init__(self, factor: Schedule, optimizer: Optimizer) -> None:
         """Take the function, and the rates."""
         self._factor = factor
-        self._rates: list[Any] = []
+        self._rates: list[tuple[tuple[int, str], Any]] = []
         for i, group in enumerate(optimizer.param_groups):
             if "lr" not in group:
                 known = sorted(group.keys() - STRUCTURE)
@@ -49,7 +49,7 @@ class FactorRates:
                     " transform's hyper."
                 )
                 raise OptimizerError(msg)
-            self._rates.append(group["lr"])
+            self._rates.append(((i, "lr"), group["lr"]))
 
     def __call__(self, update: int) -> Assignments:
         """Return the rates of an update.
@@ -64,4 +64,4 @@ class FactorRates:
                 " number, the factor of the learning rate."
             )
             raise ArgumentError(msg)
-        return {(i, "lr"): rate * factor for i, rate in enumerate(self._rates)}
+        return {at: rate * factor for at, rate in self._rates}
