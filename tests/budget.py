@@ -149,7 +149,6 @@ _NUMBERS = {
         "laws.test_equivalence::test_adding_what_is_a_mean_already",
         "laws.test_equivalence::test_ranks_and_micro_batches_are_neutral_up_to_rounding",
         "laws.test_gathering::test_split_gives_all_and_changes_nothing",
-        "laws.test_interrupted::test_a_step_that_raises_leaves_a_state_or_none",
         "laws.test_optimizers::test_equal_parts_are_one_optimizer",
         "laws.test_orders::test_an_index_alone_is_the_one_in_sequence",
         "laws.test_orders::test_budgets_are_kept_and_used",

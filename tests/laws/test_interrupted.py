@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,7 +129,15 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(other, draw(st.integers(0, 2)), draw(whole))
 
 
+def half(optimizer: str, updates: int) -> Case:
+    """Return an update of which gradients are known."""
+    run = Other(batch_size=4, n=8, dyadic=False, loss="squared", optimizer=optimizer)
+    return Case(run, updates, is_whole=False)
+
+
 @given(case=cases(), part=st.floats(0, 1, exclude_max=True))
+@example(half("past", 1), 0.5)  # it has written, and nobody counted
+@example(half("decay", 2), 0.2)  # it has not, and an update before has
 def test_a_step_that_raises_leaves_a_state_or_none(case: Case, part: float) -> None:
     """Wherever it raises, the state is as it was, bitwise, and goes on so; or is refused.
 
