@@ -119,9 +119,10 @@ def test_equal_updates_are_listed_once(tmp_path):
     assert text_of(simulate(2, training(run, mean_every=3)), tmp_path) == (
         "2 ranks\n"
         "\n"
-        "before any update: 7 calls, 738 bytes\n"
+        "before any update: 8 calls, 746 bytes\n"
         "  all_gather, 8 bytes, 'compare definitions'\n"
         "  all_gather, 533 bytes, 'compare definitions'\n"
+        "  all_gather, 8 bytes, 'compare data'\n"
         "  all_gather, 8 bytes, 'compare replicas'\n"
         "  all_gather, 129 bytes, 'compare replicas'\n"
         "  all_gather, 32 bytes, 'compare replicas'\n"
