@@ -163,6 +163,12 @@ COUNTS = {
     "af.World(local_size=)": Count(lambda n: af.World(local_size=n), 1),
     "af.World(node_rank=)": Count(lambda n: af.World(node_rank=n), 0),
     "af.seek(samples)": Count(lambda n: af.seek(state(), n), 0),
+    "af.Data.from_loader(num_micro_batches=)": Count(
+        lambda n: af.Data.from_loader(
+            torch.utils.data.DataLoader(range(8)), num_micro_batches=n
+        ),
+        1,
+    ),
     "af.accumulate(num_micro_batches=)": Count(
         lambda n: af.accumulate(num_micro_batches=n), 1
     ),
