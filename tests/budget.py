@@ -18,6 +18,8 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_pairs::test_values_flow_from_the_left",
+        "laws.test_pairs::test_wrappers_nest",
         "laws.test_callers::test_whatever_is_cut_off_is_there_whole_or_not",
         "laws.test_callers::test_whatever_looks_at_buffers_sees_those_of_rank_0",
         "laws.test_checked::test_checking_changes_nothing",
