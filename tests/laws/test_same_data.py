@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that share data hold the same samples at the same indices, or are told before."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -263,3 +264,63 @@ def test_a_sample_that_cannot_be_read_is_no_difference_by_itself() -> None:
     others = [numbers, [0, 5, 4, 3, 2, 1]]
     (said,) = told(2, lambda rank: Unreadable(others[rank], 1 - rank), "ddp")
     assert "rank 1: sample 1: " in said
+
+
+HELD = (
+    st.integers(),
+    st.text(),
+    st.binary(),
+    st.floats(allow_nan=False),
+    st.lists(st.integers(), min_size=1),
+)
+
+
+@st.composite
+def held(draw: st.DrawFn) -> tuple[list[Any], list[Any]]:
+    """Draw two lists of as many objects of one kind."""
+    kind, n = draw(st.sampled_from(HELD)), draw(st.integers(1, 4))
+    rows = st.lists(kind, min_size=n, max_size=n)
+    return draw(rows), draw(rows)
+
+
+def objects_of(values: list[Any]) -> Any:
+    """Return an array of objects, each of which lies where no other array has it."""
+    array = np.empty(len(values), object)
+    array[:] = [None] * len(values)
+    for i, each in enumerate(values):
+        array[i] = pickle.loads(pickle.dumps(each))  # noqa: S301 - it was just made
+    return array
+
+
+def fields_of(values: list[Any]) -> Any:
+    """Return a structured array with a field of objects."""
+    array = np.zeros(len(values), [("number", np.int64), ("held", object)])
+    array["held"] = objects_of(values)
+    return array
+
+
+SHAPES: dict[str, Callable[[list[Any]], Any]] = {
+    "array": objects_of,
+    "matrix": lambda values: objects_of(values)[:, None],
+    "array in an array": lambda values: objects_of([objects_of(values)]),
+    "fields": fields_of,
+    "a row of fields": lambda values: list(fields_of(values)),
+}
+
+
+@given(rows=held(), shape=st.sampled_from(list(SHAPES)), by=st.sampled_from([*SETUPS]))
+def test_objects_are_known_by_what_they_hold(
+    rows: tuple[list[Any], list[Any]], shape: str, by: str
+) -> None:
+    """Arrays of objects that were made anew are the same data, and of others are other data."""
+    one, other = rows
+    make = SHAPES[shape]
+    prints = [
+        af.Data([make(each)], batch_size=1).facts["fingerprint"]
+        for each in (one, one, other)
+    ]
+    assert prints[0] == prints[1]
+    assert (prints[0] == prints[2]) == (repr(one) == repr(other))
+    assert told(2, lambda _: [make(one)], by) == {""}
+    (said,) = told(2, lambda rank: [make(rows[rank])], by)
+    assert bool(said) == (repr(one) != repr(other))

@@ -119,4 +119,22 @@ MUTANTS = [
         old="if not _has_failed(each)",
         new="",
     ),
+    Mutant(
+        name="objects are known by where they lie",
+        says="of an array of objects their addresses are compared",
+        law="L36",
+        test=test_same_data.test_objects_are_known_by_what_they_hold,
+        place=fingerprint.bytes_of,
+        old="and leaf.dtype.hasobject",
+        new="and False",
+    ),
+    Mutant(
+        name="all objects are alike",
+        says="of an array of objects its shape alone is compared",
+        law="L36",
+        test=test_same_data.test_objects_are_known_by_what_they_hold,
+        place=fingerprint._bytes_of_objects,
+        old='told += _digest(b"".join(leaves))',
+        new="leaves.close()",
+    ),
 ]
