@@ -18,7 +18,6 @@ import random
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -129,10 +128,10 @@ class drawing(AbstractContextManager["drawing"]):
 
     Inside a `with` block `begin(seed)` sets all three, any number of times; they are put back
     after it. numpy's is exchanged for another, which is a hundred times cheaper than to copy
-    its state.
+    its state. Blocks may lie in one another, as data that are read by other data do.
     """
 
-    __slots__ = ("_numpy", "_python", "_taken", "_torch")
+    __slots__ = ("_normal", "_numpy", "_python", "_spare", "_taken", "_torch")
 
     def __enter__(self) -> Self:
         """Keep the generators' states."""
@@ -141,11 +140,10 @@ class drawing(AbstractContextManager["drawing"]):
             _refuse()
         self._torch = _default.get_state()
         self._python = random.getstate()
-        legacy, spare = _legacy(), _spare()
-        self._numpy = legacy.get_bit_generator()
-        if self._numpy is spare:  # inside another block
-            spare = np.random.MT19937(0)
-        legacy.set_bit_generator(spare)
+        legacy = _legacy()
+        self._numpy, self._normal = legacy.get_bit_generator(), normal_of_numpy()
+        self._spare = _spares.pop() if _spares else np.random.MT19937(0)
+        legacy.set_bit_generator(self._spare)
         return self
 
     def begin(self, seed: int) -> None:
@@ -159,13 +157,48 @@ class drawing(AbstractContextManager["drawing"]):
         _default.set_state(self._torch)
         random.setstate(self._python)
         _legacy().set_bit_generator(self._numpy)
+        put_back_normal_of_numpy(self._normal)
+        _spares.append(self._spare)
         self._taken.release()
 
 
-@cache
-def _spare() -> Any:
-    """Return what takes the place of numpy's generator; made once, for that takes 0.1 ms."""
-    return np.random.MT19937(0)
+_spares: list[Any] = []
+"""What takes the place of numpy's generator and is in no block; to make one takes 0.1 ms."""
+
+
+class _NoBits:
+    """Stands in for numpy's generator of bits, whose state takes 30 µs to read or set."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What numpy adds its number to, so another one each time."""
+        return {"bit_generator": "MT19937", "state": None}
+
+    @state.setter
+    def state(self, value: object) -> None: ...
+
+
+_NO_BITS = _NoBits()
+
+
+def normal_of_numpy() -> dict[str, Any]:
+    """Return what numpy keeps beside its bits: the second normal number of a pair."""
+    legacy = _legacy()._rand
+    bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
+    try:
+        return legacy.get_state(legacy=False)
+    finally:
+        legacy._bit_generator = bits
+
+
+def put_back_normal_of_numpy(normal: dict[str, Any]) -> None:
+    """Let numpy have that number again, which it forgets with its generator."""
+    legacy = _legacy()._rand
+    bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
+    try:
+        legacy.set_state(normal)
+    finally:
+        legacy._bit_generator = bits
 
 
 def _legacy() -> Any:

@@ -3,8 +3,10 @@
 
 import functools
 import itertools
+import random
 from contextlib import suppress
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +82,30 @@ def test_a_stream_leaves_the_generator_as_it_was(
             torch.rand(1 // (not raises))
         found += torch.rand(3).tolist()
     assert torch.rand(6, generator=generator).tolist() == found
+
+
+def rolled() -> Draws:
+    """Draw from each default generator, of numpy's a normal number, which come in pairs."""
+    drawn = np.random.random(), np.random.standard_normal()  # noqa: NPY002
+    return torch.rand(1).item(), *drawn, random.random()  # noqa: S311
+
+
+def drawn_within(seeds: list[int]) -> list[Draws]:
+    """Return what each of several blocks draws that lie in one another, the outermost first."""
+    if not seeds:
+        return []
+    with streams.drawing() as draws:
+        draws.begin(seeds[0])
+        before = rolled()
+        inner = drawn_within(seeds[1:])
+        return [before + rolled(), *inner]
+
+
+@given(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=5))
+def test_blocks_that_draw_within_one_another_are_apart(seeds: list[int]) -> None:
+    """However deep blocks that read data lie in one another, each draws what it would alone."""
+    found = drawn_within(seeds)
+    assert found == [draws for seed in seeds for draws in drawn_within([seed])]
 
 
 class Drawing(torch.nn.Module):

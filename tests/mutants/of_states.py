@@ -18,6 +18,7 @@ from tests.laws import (
     test_ctrl_c,
     test_given,
     test_interrupted,
+    test_randomness,
     test_shared_draws,
     test_threads,
 )
@@ -231,6 +232,24 @@ MUTANTS = [
         place=streams.drawing.__enter__,
         old="taken = self._taken = _turn",
         new="taken = self._taken = threading.RLock()",
+    ),
+    Mutant(
+        name="blocks share a spare",
+        says="a block that reads data draws with the generator of one that it lies in",
+        law="L50",
+        test=test_randomness.test_blocks_that_draw_within_one_another_are_apart,
+        place=streams.drawing.__enter__,
+        old="set_bit_generator(self._spare)",
+        new="set_bit_generator(globals().setdefault('_one', self._spare))",
+    ),
+    Mutant(
+        name="a normal number is forgotten",
+        says="of two normal numbers that numpy draws the second is lost where data are read",
+        law="L50",
+        test=test_randomness.test_blocks_that_draw_within_one_another_are_apart,
+        place=streams.drawing.__exit__,
+        old="put_back_normal_of_numpy(self._normal)",
+        new="pass",
     ),
     Mutant(
         name="a thread in its own way",

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import numpy as np
@@ -59,7 +59,7 @@ class _Kept:
             generator=torch.default_generator.get_state(),
             python=random.getstate(),
             bits=mtrand.get_bit_generator(),
-            normal=_legacy_normal(),
+            normal=streams.normal_of_numpy(),
             dtype=torch.get_default_dtype(),
             attributes=[getattr(module, name) for module, name in _ATTRIBUTES],
         )
@@ -68,7 +68,7 @@ class _Kept:
         torch.default_generator.set_state(self.generator)
         random.setstate(self.python)
         mtrand.set_bit_generator(self.bits)
-        _set_legacy_normal(self.normal)
+        streams.put_back_normal_of_numpy(self.normal)
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
         for (module, name), value in zip(_ATTRIBUTES, self.attributes, strict=True):
@@ -175,36 +175,3 @@ def _leave_function_modes() -> None:
     """Leave all that this thread is in: its end must not find any."""
     while overrides._get_current_function_mode_stack():
         overrides._pop_mode()
-
-
-class _NoBits:
-    """Stands in for numpy's generator of bits, whose state takes 30 µs to read or set."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"bit_generator": "MT19937", "state": None}
-
-    @state.setter
-    def state(self, value: object) -> None: ...
-
-
-_NO_BITS = cast("np.random.BitGenerator", _NoBits())
-
-
-def _legacy_normal() -> dict[str, Any]:
-    """Return what numpy keeps beside its bits: the second normal number of a pair."""
-    drawing = mtrand._rand
-    bits, drawing._bit_generator = drawing._bit_generator, _NO_BITS
-    try:
-        return drawing.get_state(legacy=False)
-    finally:
-        drawing._bit_generator = bits
-
-
-def _set_legacy_normal(state: dict[str, Any]) -> None:
-    drawing = mtrand._rand
-    bits, drawing._bit_generator = drawing._bit_generator, _NO_BITS
-    try:
-        drawing.set_state(state)
-    finally:
-        drawing._bit_generator = bits
