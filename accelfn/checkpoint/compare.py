@@ -105,9 +105,9 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path) -> None
 def check_transforms(state: TrainState, manifest: Manifest, folder: Path) -> None:
     """Refuse slots of transforms that are gone, and transforms whose slot is missing."""
     mine = {each.name for each in state.setup}
-    slots = {unit.removeprefix("slots.") for unit in manifest.trees}
-    gone = [n for n in manifest.transforms if n in slots and n not in mine]
-    new = [each.name for each in state.setup.having("init") if each.name not in slots]
+    saved = manifest.slots
+    gone = [n for n in manifest.transforms if n in saved and n not in mine]
+    new = [each.name for each in state.setup.having("init") if each.name not in saved]
     if gone or new:
         msg = (
             f"{folder}: the setup differs from the saved one: slots of transforms that"

@@ -47,10 +47,11 @@ class Source:
 
     def fields(self) -> dict[str, Any]:
         """Return all fields."""
+        merged = {f"slots.{name}" for name in self.slots}
         trees = {
             unit: tree
             for unit, tree in self.manifest.trees_of(self.rank).items()
-            if unit.removeprefix("slots.") not in self.slots
+            if unit not in merged
         }
         names = {name for tree in trees.values() for name in tensors_in(tree)}
         fields = decoded(trees, self.tensors(names))
@@ -192,7 +193,7 @@ def _sharded(state: TrainState) -> Mapping[str, torch.Tensor]:
 
 def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
     """Return the transforms that make one slot of those that were saved."""
-    saved = {e for e in manifest.transforms if f"slots.{e}" in manifest.trees}
+    saved = manifest.slots & set(manifest.transforms)
     return [e for e in state.setup.having("merge") if e.name in saved]
 
 

@@ -186,6 +186,12 @@ class Manifest:
         return common | dict(self.trees_by_rank[rank] if apart else {})
 
     @property
+    def slots(self) -> frozenset[str]:
+        """The names of the slots, of transforms and of the user's own."""
+        slots = (unit for unit in self.trees if unit.startswith("slots."))
+        return frozenset(unit.removeprefix("slots.") for unit in slots)
+
+    @property
     def differs(self) -> tuple[str, ...]:
         """The units in which ranks differed."""
         trees = {unit for trees in self.trees_by_rank for unit in trees}

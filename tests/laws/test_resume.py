@@ -3,6 +3,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.checkpoint.fields import FIELDS
 from accelfn.testing import simulate, strategies
 from accelfn.testing.simulation.sums import Sums
 from tests.catalog import stacks
@@ -234,3 +236,56 @@ def test_ranks_that_differ_in_what_has_no_mean_are_refused() -> None:
             af.CheckpointError, match=r"3 ranks whose slots\.mine differed"
         ):
             simulate(2, load)
+
+
+@af.transform
+class Counting:
+    """Counts updates, on any number of ranks, under any name."""
+
+    name: str = "count"
+
+    def init(self, state: af.TrainState) -> torch.Tensor:
+        return torch.zeros(())
+
+    def after_update(self, state: af.TrainState, slot: Any) -> tuple[Any, Any]:
+        return state, slot + 1
+
+    def merge(self, slots: list[Any]) -> tuple[list[float], Any]:
+        return [1.0] * len(slots), slots[0]
+
+
+@given(
+    name=st.sampled_from([*FIELDS, "ema", "slots.step", "0"]),
+    updates=st.integers(0, 1),
+    sizes=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3)]),
+    bare=st.booleans(),
+)
+def test_a_transform_may_be_called_as_a_field_is(
+    name: str, updates: int, sizes: tuple[int, int], *, bare: bool
+) -> None:
+    """Under any name a slot is saved and loaded, on any ranks, and missed where it was not."""
+    bases = [af.shard_data(), af.wrap_ddp()]
+    plain, counting = (
+        Run(n=24, setup=af.chain(*bases)),
+        af.chain(*bases, Counting(name=name)),
+    )
+    run = attrs.evolve(plain, setup=counting)
+    with tempfile.TemporaryDirectory() as folder:
+        to = str(Path(folder) / "saved")
+
+        def save(world: af.World) -> Found:
+            own = plain if bare else run
+            state, _ = own.train(own.state(world), updates)
+            af.save(state, to)
+            return tensors(state)
+
+        def load(world: af.World) -> Found:
+            return tensors(af.load(stranger(run, world), to))
+
+        (saved, *_) = simulate(sizes[0], save)
+        if bare:
+            with pytest.raises(af.CheckpointError, match=f"saved slot \\['{name}'\\]"):
+                simulate(sizes[1], load)
+            return
+        for loaded in simulate(sizes[1], load):
+            assert differences(saved, loaded) == []

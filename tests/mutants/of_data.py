@@ -247,6 +247,15 @@ MUTANTS = [
         new="if not merging:\n        return source\n    if without:",
     ),
     Mutant(
+        name="a field passes for a slot",
+        says="a transform that is called as a field is goes on without the slot it has not",
+        law="L41",
+        test=test_resume.test_a_transform_may_be_called_as_a_field_is,
+        place=Manifest.slots,
+        old='(unit for unit in self.trees if unit.startswith("slots."))',
+        new="self.trees",
+    ),
+    Mutant(
         name="an alias is lost",
         says="one tensor in two places is saved, and loaded, as two",
         law="L41",
