@@ -71,10 +71,14 @@ class LiveOptimizer:
         self._found: list[dict[str, Any]] = []
         self._waiting: set[int] = set()
         places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
-        self._places = {
-            id(param): (places[id(group)], part)
+        self._parts = {
+            places[id(group)]: part
             for part in parts_of(self._torch)
             for group in part.param_groups
+        }
+        self._places = {
+            id(param): (i, self._parts[i])
+            for i, group in enumerate(self._torch.param_groups)
             for param in group["params"]
         }
 
@@ -190,9 +194,8 @@ class LiveOptimizer:
 
         Groups of which no parameter had a gradient are stepped so, for they may count.
         """
-        parts = dict(self._places.values())
         for index in sorted(self._waiting):
-            part, group = parts[index], self._torch.param_groups[index]
+            part, group = self._parts[index], self._torch.param_groups[index]
             groups, part.param_groups = part.param_groups, [group]
             try:
                 bare_step(part)()

@@ -50,10 +50,18 @@ def is_head(name: str, param: torch.Tensor) -> bool:
     return name.startswith("head")
 
 
+def with_empty_groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return an optimizer whose first and last groups have no parameters, and count."""
+    params = [param for _, param in named]
+    groups = [{"params": each} for each in ([], params[:1], params[1:], [])]
+    return Counting(groups, lr=0.25)
+
+
 MORE: dict[str, Any] = {
     "fused": functools.partial(torch.optim.AdamW, lr=0.05, fused=True),
     "foreach": functools.partial(torch.optim.Adam, lr=0.05, foreach=True),
     "counting": functools.partial(Counting, lr=0.25),
+    "empty groups": with_empty_groups,
     "parts": af.partition(
         (is_head, functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)),
         (..., OPTIMIZERS["adamw"]),

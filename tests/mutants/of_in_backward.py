@@ -27,6 +27,15 @@ MUTANTS = [
         new="pass",
     ),
     Mutant(
+        name="empty groups do not count",
+        says="a group without parameters, which may count updates, is not stepped",
+        law="L24",
+        test=test_in_backward.test_it_is_the_plain_update,
+        place=live_optimizer.LiveOptimizer.begin,
+        old="set(range(len(self._found)))",
+        new="{i for i, _ in self._places.values()}",
+    ),
+    Mutant(
         name="replicas drift",
         says="a parameter is stepped by its own rank's gradient",
         law="L2",
