@@ -3,6 +3,7 @@
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import attrs
@@ -52,7 +53,7 @@ class clip_grad_norm:
         For shards one number crosses the ranks.
 
     Raises:
-        OptimizerError: by group, where one's name is what another, without one, is called.
+        OptimizerError: by group, where two have one name, or one's is the other's number.
 
     References:
         Pascanu et al. 2013, "On the difficulty of training recurrent neural networks".
@@ -84,15 +85,17 @@ class clip_grad_norm:
         return grads.with_metrics(grad_norm=total, **norms), None
 
     def _check_state(self, state: TrainState) -> None:
-        """Refuse a group that is named as another, which has no name, is called."""
-        groups = state.definition.optimizer.param_groups
-        names = {str(each["name"]) for each in groups if "name" in each}
+        """Refuse groups that would be clipped as one: of one name, or one's the other's number."""
+        groups = state.definition.optimizer.param_groups if self.per_group else []
+        found: dict[str, int] = {}
         for i, group in enumerate(groups):
-            if self.per_group and "name" not in group and str(i) in names:
+            label = _label(i, group)
+            if found.setdefault(label, i) != i:
                 msg = (
-                    f"{self!r}: the optimizer's parameter group {i} has no name, and another"
-                    f' is named {str(i)!r}: both would be metrics["grad_norm.{i}"]. Give it'
-                    " a name, or the other another."
+                    f"{self!r}: the optimizer's parameter groups {found[label]} and {i} are"
+                    f" both called {label!r}, and both norms would be"
+                    f' metrics["grad_norm.{label}"]. A group without a "name" is called by'
+                    " its number. Give each a name of its own."
                 )
                 raise OptimizerError(msg)
 
@@ -138,8 +141,13 @@ def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
         owned = (names[id(param)] for param in group["params"])
         present = [name for name in owned if name in grads.tensors]
         if present:
-            found.setdefault(str(group.get("name", i)), []).extend(present)
+            found[_label(i, group)] = present
     return found
+
+
+def _label(index: int, group: Mapping[str, Any]) -> str:
+    """Return what a parameter group's norm is called by."""
+    return str(group.get("name", index))
 
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -5,6 +5,7 @@ import functools
 import math
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +111,40 @@ def test_clipping_by_group(
         assert math.isclose(float(found.metrics[key]), before, rel_tol=1e-12)
     total = norm_of(clipped(values), p)
     assert math.isclose(float(found.metrics["grad_norm"]), total, rel_tol=1e-12)
+
+
+@given(
+    names=st.lists(
+        st.sampled_from([None, "a", "b", "0", "1", 1]), min_size=1, max_size=4
+    )
+)
+def test_groups_that_would_be_one_are_refused(names: list[Any]) -> None:
+    """Of groups by themselves each has a name or number that no other has, or is refused."""
+
+    def grouped(params: list) -> torch.optim.Optimizer:
+        groups = [{"params": [each]} for each in params]
+        for group, name in zip(groups, names, strict=True):
+            group.update({} if name is None else {"name": name})
+        return torch.optim.SGD(groups, lr=1.0)
+
+    def clipping(**options: bool) -> set[str]:
+        state = af.TrainState.create(
+            model=lambda: nn.ParameterList([torch.ones(2) for _ in names]),
+            optimizer=grouped,
+            setup=af.clip_grad_norm(0.5, **options),
+            world=single(),
+        )
+        step = af.make_step(lambda net, _: sum(param.sum() for param in net))
+        return set(step(state, None)[1])
+
+    assert clipping() == {"loss", "grad_norm"}
+    labels = [str(i if name is None else name) for i, name in enumerate(names)]
+    if len(set(labels)) == len(labels):
+        norms = {f"grad_norm.{label}" for label in labels}
+        assert clipping(per_group=True) == {"loss", "grad_norm", *norms}
+        return
+    with pytest.raises(af.OptimizerError, match=r"parameter groups \d and \d"):
+        clipping(per_group=True)
 
 
 @given(values=drawn, bad=st.sampled_from([math.inf, -math.inf, math.nan]), p=NORMS)

@@ -21,7 +21,7 @@ def test_a_name_that_is_another_groups_number() -> None:
         return af.TrainState.create(model=make, optimizer=optimizer, setup=setup)
 
     clip = af.clip_grad_norm(0.1, per_group=True)
-    with pytest.raises(af.OptimizerError, match=r"group 1 has no name.*named '1'"):
+    with pytest.raises(af.OptimizerError, match="groups 0 and 1 are both called '1'"):
         create(clip)
     create(af.clip_grad_norm(0.1))
     step = af.make_step(lambda model, x: model(x).square().mean())
