@@ -440,17 +440,23 @@ SETTINGS = st.lists(
 ).map(tuple)
 
 
-@given(settings=st.lists(SETTINGS, max_size=3), scheduled=st.booleans())
+@given(
+    settings=st.lists(SETTINGS, max_size=3),
+    scheduled=st.booleans(),
+    names=st.sampled_from([(None, "head"), ("head", "head"), ("body", "head")]),
+)
 def test_the_last_one_that_sets_a_hyperparameter_wins(
-    settings: list[tuple], scheduled: bool
+    settings: list[tuple], scheduled: bool, names: tuple[str | None, str]
 ) -> None:
-    """Whatever name it was set by: of all groups, of one by its index, or by its name."""
+    """Whatever name it was set by: of all groups, of one by its index, or of all of a name."""
 
     def grouped(named: list) -> torch.optim.Optimizer:
         groups = [
             {"params": [named[0][1]], "lr": 0.125},
-            {"params": [named[1][1]], "lr": 0.0625, "name": "head"},
+            {"params": [named[1][1]], "lr": 0.0625},
         ]
+        for group, name in zip(groups, names, strict=True):
+            group.update({"name": name} if name else {})
         return torch.optim.SGD(groups, momentum=0.25)
 
     rates = {0: 0.125, 1: 0.0625}
@@ -460,7 +466,7 @@ def test_the_last_one_that_sets_a_hyperparameter_wins(
         for where, value in dict(each).items():
             group, key = where if isinstance(where, tuple) else (None, where)
             into = rates if key == "lr" else momenta
-            into |= {i: value for i in (0, 1) if group in (None, i, (None, "head")[i])}
+            into |= {i: value for i in (0, 1) if group in (None, i, names[i])}
     state = af.TrainState.create(
         model=lambda: nn.ParameterList(torch.zeros(2).double().unbind()),
         optimizer=grouped,

@@ -57,6 +57,15 @@ MUTANTS = [
         new="hyper.update(found)",
     ),
     Mutant(
+        name="the first of a name",
+        says="of parameter groups of one name a transform sets the first alone",
+        law="L30",
+        test=test_pairs.test_the_last_one_that_sets_a_hyperparameter_wins,
+        place=hyper._chosen,
+        old="    return found",
+        new="    return found[:1]",
+    ),
+    Mutant(
         name="a size stays",
         says="a size of micro-batches wins over a number that a later transform gives",
         law="L30",
