@@ -101,7 +101,7 @@ def bytes_of(leaf: Any) -> bytes:
     if isinstance(leaf, np.ndarray):
         return f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes()
     if isinstance(leaf, (str, int, float, bool, bytes, type(None), np.generic)):
-        return repr(leaf).encode()
+        return f"{leaf!r};".encode()
     return f"<{type(leaf).__qualname__}>".encode()
 
 

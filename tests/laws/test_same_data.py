@@ -324,3 +324,19 @@ def test_objects_are_known_by_what_they_hold(
     assert told(2, lambda _: [make(one)], by) == {""}
     (said,) = told(2, lambda rank: [make(rows[rank])], by)
     assert bool(said) == (repr(one) != repr(other))
+
+
+@given(
+    digits=st.text("123456789", min_size=3, max_size=6),
+    cuts=st.lists(st.integers(1, 5), min_size=2, max_size=2),
+)
+def test_digits_that_are_cut_elsewhere_are_other_data(
+    digits: str, cuts: list[int]
+) -> None:
+    """To a checkpoint a sample of 1 and 23 is another one than a sample of 12 and 3."""
+    cuts = [min(cut, len(digits) - 1) for cut in cuts]
+    samples = [(int(digits[:cut]), int(digits[cut:])) for cut in cuts]
+    one, other = (
+        af.Data([each], batch_size=1).facts["fingerprint"] for each in samples
+    )
+    assert (one == other) == (samples[0] == samples[1])

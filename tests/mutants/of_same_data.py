@@ -129,6 +129,15 @@ MUTANTS = [
         new="and False",
     ),
     Mutant(
+        name="numbers run together",
+        says="where a number of a sample ends and the next one begins is not looked at",
+        law="L36",
+        test=test_same_data.test_digits_that_are_cut_elsewhere_are_other_data,
+        place=fingerprint.bytes_of,
+        old='f"{leaf!r};"',
+        new="repr(leaf)",
+    ),
+    Mutant(
         name="all objects are alike",
         says="of an array of objects its shape alone is compared",
         law="L36",
