@@ -132,7 +132,7 @@ def test_n5_weights_that_sum_to_0(nobody: bool) -> None:
         return af.Loss((model(rows).sum(1) * weight).sum(), weight.sum())
 
     def run(world: af.World) -> tuple[torch.Tensor, float]:
-        state = create(DDP, world=world)
+        state = create(af.wrap_ddp(), world=world)
         weight = torch.full((4,), float(world.rank == 1 and not nobody))
         before = state.params["weight"].clone()
         state, metrics = af.make_step(loss)(state, (ROWS, weight))
@@ -307,7 +307,7 @@ def test_n13_nobody_else_draws() -> None:
     def run(world: af.World) -> Any:
         torch.manual_seed(world.rank)
         before = torch.get_rng_state()
-        state = create(DDP, net, world=world)
+        state = create(af.wrap_ddp(), net, world=world)
         state, _ = af.make_step(mean_loss)(state, ROWS)
         assert torch.equal(before, torch.get_rng_state())
         return state.params["0.weight"].clone()
@@ -347,7 +347,7 @@ def test_n14_modes_of_the_caller() -> None:
             torch.autocast("cpu", torch.bfloat16),
         ):
             with mode:
-                state = create(DDP, world=world)
+                state = create(af.wrap_ddp(), world=world)
                 state, _ = af.make_step(mean_loss)(state, ROWS)
                 found.append(state.params["weight"].clone())
         return found

@@ -151,11 +151,11 @@ def a_round(state):
 )
 def test_what_a_transform_returns_is_looked_at(name, value):
     """A method that forgot its return is named, with what it is to return."""
-    state = create(transform_of(**{name: value}))
+    wrong = transform_of(**{name: value})
     with pytest.raises(
         af.ArgumentError, match=rf"Wrong\(\)\.{name} returned .*expected"
     ):
-        a_round(state)
+        a_round(create(wrong))
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), "x", None])
