@@ -333,7 +333,10 @@ MUTANTS = [
         test=test_faults.test_a_save_in_which_a_rank_fails_leaves_nothing_or_all,
         place=commit.write,
         old='written = save.agreed(exchange, "write its file", write_file)',
-        new="written = [write_file()] * save.size",
+        new=(
+            'written = save.agreed(exchange, "write its file", write_file)'
+            " if save.rank else [write_file()] * save.size"
+        ),
     ),
     Mutant(
         name="files are not flushed",

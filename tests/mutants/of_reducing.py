@@ -4,7 +4,7 @@
 from accelfn import grads, hyper, update
 from accelfn.collectives import replicas
 from accelfn.testing.simulation import sayings
-from tests.laws import test_random_setups, test_reducing
+from tests.laws import test_random_setups, test_reducing, test_torch_schedules
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -75,7 +75,7 @@ MUTANTS = [
         name="skipped updates move the rate",
         says="an update takes the rate of how many were tried, not of how many were taken",
         law="L19",
-        test=test_random_setups.test_it_trains_what_a_plain_loop_trains,
+        test=test_torch_schedules.test_from_torch_is_the_scheduler_stepped,
         place=hyper.scheduled,
         old="rates(state.step)",
         new="rates(state.num_tried)",
