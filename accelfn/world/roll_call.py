@@ -19,6 +19,8 @@ from accelfn.world.connection import LEFT
 _LOOKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
 """Seconds: a store at which nobody is at home may keep its caller for ever."""
+_LINGERS = 2.0
+"""Seconds: other ranks come to their timeouts later, on a busy machine much later."""
 
 
 @frozen(kw_only=True)
@@ -94,14 +96,16 @@ class RollCall:
         """Keep the store, where this rank has failed that does, until others have spoken."""
         failed = self._told is not None and self._told.how != LEFT
         if failed and self._rank == 0 and self.rank_0_keeps_it:
-            self._heard(lambda _: False)
+            self._heard(lambda _: False, within=_LINGERS)
 
     def _heard(
-        self, is_enough: Callable[[dict[int, Standing]], bool]
+        self,
+        is_enough: Callable[[dict[int, Standing]], bool],
+        within: float = _ANSWERS_WITHIN,
     ) -> dict[int, Standing] | None:
         heard: dict[int, Standing] = {}
         has_answered, has_gone = threading.Event(), threading.Event()
-        until = time.monotonic() + _ANSWERS_WITHIN
+        until = time.monotonic() + within
 
         def listen() -> None:
             try:
@@ -118,7 +122,7 @@ class RollCall:
         listening = threading.Thread(target=listen, daemon=True)
         listening.start()
         # a store whose host was stopped, or cut off, never answers
-        listening.join(2 * _ANSWERS_WITHIN)
+        listening.join(within + _ANSWERS_WITHIN)
         is_known = has_answered.is_set() and not has_gone.is_set()
         return dict(heard) if is_known else None
 

@@ -49,7 +49,7 @@ SIMPLEST = {
         programs(),
         Program(
             Samples([[0, 0, 0]], [[0, 0]]),
-            setup=af.wrap_ddp(),
+            setup=af.chain(af.shard_data(), af.wrap_ddp()),
             batch_size=1,
             updates=1,
         ),

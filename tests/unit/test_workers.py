@@ -128,11 +128,11 @@ def test_rank_and_update_are_those_of_the_state():
 def test_a_worker_that_ends_while_the_step_computes():
     """Its end is raised where the next batch is asked for, not in the middle of a step."""
     state = make(af.Data(Items(kill), batch_size=1, num_workers=1))
-    computed = []
+    computed, before = [], set(torch.multiprocessing.active_children())
 
     def loop():
         for batch in af.batches(state, epochs=1):
-            (worker,) = torch.multiprocessing.active_children()
+            (worker,) = {*torch.multiprocessing.active_children()} - before
             if batch.indices == 5:  # the sample that kills is asked for
                 # handlers run between any two of these, SIGCHLD's too
                 wait_until(partial(is_gone, worker.pid))
