@@ -6,8 +6,11 @@ import functools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.collectives.replicas import checksum
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
 
@@ -157,3 +160,38 @@ def test_what_a_dtype_holds_fills_up(dtype, value):
 
     (found,) = simulate(2, fn)[0][1:]
     assert str(torch.tensor(value).to(dtype)) == str(found)
+
+
+@given(
+    lengths=st.lists(st.tuples(*[st.integers(0, 3)] * 3), min_size=1, max_size=3),
+)
+def test_tensors_of_a_tree_may_have_lengths_of_their_own(lengths):
+    """Each tensor of a ragged tree is joined by its own number of rows on each rank."""
+    trees = [
+        [
+            torch.full((n, place + 1), 10.0 * rank + place)
+            for place, n in enumerate(each)
+        ]
+        for rank, each in enumerate(lengths)
+    ]
+    expected = [torch.cat(rows) for rows in zip(*trees, strict=True)]
+
+    def fn(world):
+        return af.gather_ragged(trees[world.rank], world)
+
+    for found in simulate(len(trees), fn):
+        for rows, own in zip(expected, found, strict=True):
+            assert torch.equal(rows, own)
+
+
+@given(
+    chunks=st.permutations(range(4)),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_a_checksum_tells_where_parts_of_a_large_tensor_stand(chunks, dtype):
+    """Chunks that change places are another tensor; only the same tensor has its checksum."""
+    length = 1 << 15
+    tensor = torch.arange(4 * length).remainder(251).to(dtype)
+    moved = torch.cat([tensor.split(length)[each] for each in chunks])
+    is_same = torch.equal(tensor, moved)
+    assert is_same == (int(checksum(tensor)) == int(checksum(moved)))
