@@ -199,6 +199,31 @@ def test_cast(saved):
     assert "cast params.0.weight: saved as torch.float32, expected" in str(loaded)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [
+        (torch.float32, torch.int64),
+        (torch.float64, torch.bool),
+        (torch.bfloat16, torch.uint8),
+        (torch.complex64, torch.float64),
+        (torch.complex64, torch.int32),
+    ],
+)
+def test_cast_to_a_kind_that_has_less(tmp_path, dtype, other):
+    """`cast=True` makes no integers of floats and no real numbers of complex ones."""
+
+    def having(dtype):
+        made = net()
+        made.register_buffer("table", torch.ones(2, dtype=dtype))
+        return made
+
+    af.save(fresh(model=partial(having, dtype)), tmp_path / "saved")
+    state = fresh(model=partial(having, other))
+    for only in ("buffers", FIELDS[:2]):
+        with pytest.raises(af.CheckpointError, match=rf"table saved as {dtype}"):
+            af.load(state, tmp_path / "saved", only=only, cast=True)
+
+
 def test_opt_state_of_a_state_that_has_not_begun(saved):
     """Entries that an optimizer will make are places for what is saved."""
     state = fresh()

@@ -2,6 +2,7 @@
 """What `local_sgd` averages where no rank has seen a sample, and what it leaves alone."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,3 +53,38 @@ def test_hyperparameters_stay() -> None:
         return state.opt_state["<group 0>"]["lr"].item()
 
     assert set(simulate(3, go)) == {torch.tensor(0.1).item()}
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1)])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_what_was_just_averaged_goes_to_other_ranks(
+    sizes: tuple[int, int], updates: int, tmp_path: Path
+) -> None:
+    """Saved just after an average, what ranks have of their own is loaded as its plain mean."""
+    step = af.make_step(lambda model, x: model(x).square().mean())
+
+    def create(world: af.World) -> af.TrainState:
+        return af.TrainState.create(
+            model=lambda: nn.Linear(2, 1),
+            optimizer=torch.optim.Adam,  # whose moments are each rank's own
+            setup=af.local_sgd(sync_every=1),
+            world=world,
+        )
+
+    def held(state: af.TrainState) -> torch.Tensor:
+        moments = (state.opt_state["weight"][m] for m in ("exp_avg", "exp_avg_sq"))
+        return torch.cat([state.params["weight"].clone(), *moments])
+
+    def save(world: af.World) -> torch.Tensor:
+        state = create(world)
+        for _ in range(updates):
+            state, _ = step(state, torch.full((3, 2), world.rank + 1.0))
+        af.save(state, tmp_path / "saved")
+        return held(state)
+
+    def load(world: af.World) -> torch.Tensor:
+        return held(af.load(create(world), tmp_path / "saved"))
+
+    expected = torch.stack(list(simulate(sizes[0], save))).mean(0)
+    for found in simulate(sizes[1], load):
+        assert torch.allclose(expected, found, rtol=1e-5, atol=0)
