@@ -5,6 +5,8 @@ import functools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
@@ -219,3 +221,31 @@ def test_ranks_that_meet_in_mid_forward_leave_no_trace():
 
     simulate(2, train)
     assert nn.parallel.DistributedDataParallel._active_ddp_module is None
+
+
+@given(
+    counts=st.lists(st.integers(1, 3), min_size=2, max_size=3), size=st.integers(1, 3)
+)
+def test_gradients_are_left_on_a_rank_under_accumulate(counts, size):
+    """Several calls, all but the last with `sync=False`, are one call with all micro-batches."""
+    compute = af.value_and_grad(lambda model, batch: model(batch).square().mean())
+
+    def gradients(world):
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 1),
+            optimizer=torch.optim.SGD,
+            setup=af.chain(af.accumulate(micro_batch_size=1), af.wrap_ddp()),
+            world=world,
+        )
+        rows = torch.arange(2.0 * sum(counts)).reshape(-1, 1, 2) + world.rank
+        _, whole = compute(state.copy(), list(rows))
+        grads = None
+        *others, last = rows.split(counts)
+        for part in others:
+            _, grads = compute(state, list(part), into=grads, sync=False)
+        _, grads = compute(state, list(last), into=grads)
+        found = (af.apply_grads(state.copy(), each) for each in (whole, grads))
+        return [each.params["weight"].clone() for each in found]
+
+    for whole, found in simulate(size, gradients):
+        assert torch.allclose(whole, found)
