@@ -121,6 +121,8 @@ _NUMBERS = {
         "laws.test_sync_batchnorm::test_ranks_normalise_as_one",
         "laws.test_sync_batchnorm::test_running_statistics_agree",
         "laws.test_updates::test_the_norm_is_of_the_whole_gradient",
+        "unit.test_checkpoint::test_a_save_is_due_when_its_period_is_over",
+        "unit.test_checkpoint::test_what_is_kept_of_any_saves",
     ),
     30: (
         "laws.test_compression::test_a_total_overflows_no_sooner_than_its_mean",

@@ -5,7 +5,9 @@ import itertools
 import json
 import math
 import os
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -332,6 +334,65 @@ def test_metric_of_keep_best_that_is_somewhere(tmp_path, capsys, given):
     """Where a checkpoint has it, or none is removed, there is nothing to say."""
     stored(tmp_path, *given, keep_best="acc")
     assert capsys.readouterr().err == ""
+
+
+def small():
+    """Return a state that is soon saved."""
+    return fresh(model=partial(nn.Linear, 3, 1), setup=None)
+
+
+MEASURED = st.sampled_from([None, math.nan, 1.0, 2.0])
+
+
+@given(
+    saves=st.dictionaries(st.integers(0, 5), MEASURED, min_size=2, max_size=4),
+    keep=st.integers(1, 2),
+    best_is=st.sampled_from(["min", "max"]),
+)
+def test_what_is_kept_of_any_saves(tmp_path_factory, saves, keep, best_is):
+    """In any order of steps the newest stay, the best number, and what was just saved."""
+    there, state = {}, small()
+    with af.CheckpointStore(
+        tmp_path_factory.mktemp("runs"),
+        keep=keep,
+        keep_best="loss",
+        best_is=best_is,
+        async_=False,
+    ) as store:
+        for step, loss in saves.items():
+            metrics = None if loss is None else {"loss": loss}
+            store.save(attrs.evolve(state, step=step), metrics=metrics)
+            there[step] = loss
+            kept = {step, *sorted(there)[-keep:]}
+            sign = 1 if best_is == "min" else -1
+            measured = [
+                (sign * number, each)
+                for each, number in there.items()
+                if number is not None and not math.isnan(number)
+            ]
+            kept |= {each for _, each in sorted(measured)[:1]}
+            there = {each: there[each] for each in kept}
+            assert store.steps == tuple(sorted(there))
+
+
+@given(waits=st.lists(st.sampled_from([0, 4, 6, 10, 25]), min_size=1, max_size=5))
+def test_a_save_is_due_when_its_period_is_over(tmp_path_factory, waits):
+    """By `every=timedelta`, one is due so long after the last, or after the store was made."""
+    now, last, state = 0.0, 0.0, small()
+    clock = SimpleNamespace(monotonic=lambda: now)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accelfn.checkpoint.store.time", clock)
+        store = af.CheckpointStore(
+            tmp_path_factory.mktemp("runs"), every=timedelta(seconds=10), async_=False
+        )
+        with store:
+            for step, waited in enumerate(waits, start=1):
+                now += waited
+                state = attrs.evolve(state, step=step)
+                assert store.due(state) == (now - last >= 10)
+                if store.due(state):
+                    store.save(state)
+                    last = now
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
