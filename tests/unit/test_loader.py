@@ -3,8 +3,11 @@
 
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -19,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
+from accelfn.data.orders.samplers import drawn_once, order_of_sampler
 from accelfn.testing import simulate
 
 torch.set_num_threads(1)
@@ -404,3 +408,20 @@ def test_a_loader_that_is_split_is_told(size, parts):
     with pytest.warns(af.Warning, match=words) as told:
         assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
     assert len(told) == 1
+
+
+@given(
+    n=st.integers(1, 12),
+    num=st.integers(1, 12),
+    replacement=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_a_random_sampler_draws_what_it_is_told_to(n, num, replacement, seed):
+    """With replacement, or of another number than there are, it is drawn from, not shuffled."""
+    sampler = RandomSampler(range(n), replacement=replacement, num_samples=num)
+    found = order_of_sampler(sampler, n).of_epoch(n, seed=seed, epoch=0)
+    if num == n and not replacement:
+        assert sorted(found(np.arange(n))) == list(range(n))
+        return
+    drawn = drawn_once(sampler, seed=seed, epoch=0)
+    assert found(np.arange(num)).tolist() == drawn
