@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
@@ -60,6 +62,31 @@ def test_clip_grad_norm(bound, norm_type):
     expected = min(float(norm), bound)
     found = float(torch.nn.utils.get_total_norm(moved, norm_type))
     assert pytest.approx(expected, rel=1e-4) == found
+
+
+@given(
+    norm_type=st.sampled_from([0.5, 1, 1.5, 2, 3, math.inf]),
+    bound=st.sampled_from([0.01, 1.0, math.inf]),
+    cut=st.integers(1, 3),
+)
+def test_norms_of_groups_are_the_norm(norm_type, bound, cut):
+    """By group too, the whole norm that is told is the p-norm of all gradients."""
+
+    def by_group(named):
+        params = [param for _, param in named]
+        return SGD([{"params": params[:cut]}, {"params": params[cut:]}])
+
+    whole, parts = (
+        STEP(
+            make(
+                af.clip_grad_norm(bound, norm_type=norm_type, per_group=per_group),
+                make_optimizer=by_group,
+            ),
+            X,
+        )[1]
+        for per_group in (False, True)
+    )
+    assert float(parts["grad_norm"]) == pytest.approx(float(whole["grad_norm"]), 1e-5)
 
 
 def test_clip_within_the_bound_is_bitwise_nothing():
