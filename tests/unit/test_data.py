@@ -8,6 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -536,3 +538,42 @@ def test_loader_that_is_none():
     """Something else in its place is refused."""
     with pytest.raises(af.Error, match="from_loader"):
         af.Data.from_loader([1, 2, 3])
+
+
+class Drawn(Dataset):
+    """Samples that are drawn at random, each after its dataset's number and its own."""
+
+    def __init__(self, which, length):
+        self.which, self.length = which, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.which, index, float(torch.rand((), dtype=torch.float64))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=2, max_size=3),
+    size=st.integers(1, 3),
+    batch_size=st.integers(1, 6),
+)
+def test_what_samples_of_a_mix_draw(lengths, size, batch_size):
+    """No two samples of a mix share a draw, and ranks draw what one process does."""
+    parts = [Drawn(which, length) for which, length in enumerate(lengths)]
+    data = af.Data.mix(parts, batch_size=batch_size)
+
+    def epoch(world):
+        state = make(data, world=world, setup=af.shard_data())
+        return [
+            sample
+            for batch in af.batches(state, epochs=1)
+            for sample in af.gather_valid(
+                torch.stack([each.double() for each in batch.value], 1), batch, world
+            ).tolist()
+        ]
+
+    (expected,) = simulate(1, epoch)
+    assert len({draw for *_, draw in expected}) == sum(lengths)
+    for found in simulate(size, epoch):
+        assert found == expected

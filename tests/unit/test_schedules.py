@@ -292,3 +292,40 @@ def test_rate_of_each_update():
         moved.append(bias - float(state.params["bias"]))
     assert rates == [0.5, 0.375, 0.25, 0.125, 0.0]
     assert rates == pytest.approx(moved, abs=1e-6)
+
+
+@given(num_warmup=st.integers(0, 50), num_more=st.integers(1, 50))
+def test_a_warm_up_is_a_straight_line(num_warmup, num_more):
+    """It rises by equal steps, from the first update on, to 1 at the first update after it."""
+    factor = schedules.warmup_cosine(num_warmup, num_warmup + num_more)
+    line = [i / (num_warmup + 1) for i in range(1, num_warmup + 2)]
+    assert [factor(i) for i in range(num_warmup + 1)] == pytest.approx(line, rel=1e-12)
+
+
+class Moves(lr_scheduler.LRScheduler):
+    """Raises the momentum of some groups at some updates, and nothing before."""
+
+    def __init__(self, optimizer, at):
+        self.at = at
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        for group, at in zip(self.optimizer.param_groups, self.at, strict=True):
+            if self.last_epoch >= at:
+                group["momentum"] = 0.5 + self.last_epoch / 1000
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@given(
+    at=st.lists(st.integers(0, 6), min_size=1, max_size=2),
+    asked=st.lists(st.integers(0, 8), min_size=1, max_size=3),
+)
+def test_a_momentum_that_moves_late(at, asked):
+    """Until a scheduler first moves a momentum, it is the given one; then that of the update."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(()))]} for _ in at]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.25)
+    rates = schedules.from_torch(partial(Moves, at=at)).on(optimizer)
+    for update in asked:
+        for i, first in enumerate(at):
+            expected = 0.25 if update < first else 0.5 + update / 1000
+            assert rates(update).get((i, "momentum"), 0.25) == expected
