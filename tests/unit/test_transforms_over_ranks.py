@@ -232,12 +232,15 @@ def test_gradients_are_left_on_a_rank_under_accumulate(counts, size):
 
     def gradients(world):
         state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 1),
+            model=lambda: nn.Linear(2, 1, dtype=torch.float64),
             optimizer=torch.optim.SGD,
             setup=af.chain(af.accumulate(micro_batch_size=1), af.wrap_ddp()),
             world=world,
         )
-        rows = torch.arange(2.0 * sum(counts)).reshape(-1, 1, 2) + world.rank
+        rows = (
+            torch.arange(2 * sum(counts), dtype=torch.float64).reshape(-1, 1, 2)
+            + world.rank
+        )
         _, whole = compute(state.copy(), list(rows))
         grads = None
         *others, last = rows.split(counts)
