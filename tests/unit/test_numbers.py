@@ -124,7 +124,10 @@ def test_n4_what_is_no_loss(loss: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize("nobody", [True, False])
-def test_n5_weights_that_sum_to_0(nobody: bool) -> None:
+@pytest.mark.parametrize(
+    "beside", [af.identity(), af.optimizer_in_backward(), af.compress("bf16")], ids=repr
+)
+def test_n5_weights_that_sum_to_0(nobody: bool, beside: Any) -> None:
     """N5: a rank without weight adds nothing; without any, gradients are 0 and not NaN."""
 
     def loss(model: nn.Module, batch: Any) -> af.Loss:
@@ -132,7 +135,7 @@ def test_n5_weights_that_sum_to_0(nobody: bool) -> None:
         return af.Loss((model(rows).sum(1) * weight).sum(), weight.sum())
 
     def run(world: af.World) -> tuple[torch.Tensor, float]:
-        state = create(af.wrap_ddp(), world=world)
+        state = create(af.chain(af.wrap_ddp(), beside), world=world)
         weight = torch.full((4,), float(world.rank == 1 and not nobody))
         before = state.params["weight"].clone()
         state, metrics = af.make_step(loss)(state, (ROWS, weight))
