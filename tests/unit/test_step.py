@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -474,15 +476,19 @@ def test_reduced_gradients_are_not_added_to_nor_reduced_again():
     assert state.copy().step == 0
 
 
-def test_gradients_survive_others():
+@given(others=st.lists(st.sampled_from(["own", "fork's", "applied"]), max_size=3))
+def test_gradients_survive_others(others):
     """Gradients kept while others are taken and applied are bitwise what they were."""
     compute = af.value_and_grad(loss)
     state = make()
     fork = state.copy()
     _, kept = compute(state, X)
     before = plain(kept.tensors), plain(kept.buffers)
-    STEP(fork, X + 1)
-    compute(state, X + 2)
+    for i, other in enumerate(others):
+        if other == "applied":
+            fork, _ = STEP(fork, X + i + 1)
+        else:
+            compute(state if other == "own" else fork, X + i + 1)
     assert before == (plain(kept.tensors), plain(kept.buffers))
     assert values(STEP(make(), X)[0]) == values(af.apply_grads(state, kept))
 
