@@ -175,6 +175,64 @@ def test_updates_in_a_backward_pass_need_ranks_that_reduce():
     simulate(2, train)
 
 
+class Refuses(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(_ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        raise ZeroDivisionError
+
+
+def breaks_forward(model, x):
+    model(x)
+    raise ZeroDivisionError
+
+
+def breaks_backward(model, x):
+    return model[1](Refuses.apply(model[0](x))).square().mean()
+
+
+def leaves_one_out(model, x):
+    return model[1](x).square().mean()
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-5])
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        (breaks_forward, ZeroDivisionError),
+        (breaks_backward, ZeroDivisionError),
+        (leaves_one_out, af.GradsError),
+    ],
+)
+def test_a_broken_pass_leaves_no_trace_over_ranks(broken, error, bucket_cap_mb):
+    """A loss that raises on all ranks costs its call: the next step is as if it were the first."""
+    setup = af.wrap_ddp(bucket_cap_mb=bucket_cap_mb)
+
+    def train(world, *, breaks):
+        net = lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # noqa: E731
+        state = create(world, net, setup)
+        share = torch.arange(8.0).reshape(4, 2)[world.rank :: 2].contiguous()
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        for _ in range(2):
+            if breaks:
+                with pytest.raises(error):
+                    af.make_step(broken)(state, share)
+            state, _ = step(state, share)
+        return state.params
+
+    found, expected = (
+        simulate(2, functools.partial(train, breaks=breaks)).results
+        for breaks in (True, False)
+    )
+    for one, two in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in two)
+
+
 @pytest.mark.parametrize("flipped", [False, True])
 def test_norms_between_compiled_graphs(flipped):
     """Compiled in pieces, layers meet between these, wherever the two stand."""
