@@ -210,3 +210,33 @@ def test_methods_return_a_value_and_a_slot():
         af.make_step(lambda model, x: model(x).mean())(state, torch.ones(3, 2))
     assert state.step == 0
     state.copy()
+
+
+@af.transform
+class Draws:
+    """Draw in every update."""
+
+    def grads(self, grads, slot, state):
+        del slot, state
+        return grads, torch.rand(())
+
+
+def one_weight(setup, seed=0):
+    return af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 1, bias=False),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.5),
+        setup=setup,
+        seed=seed,
+    )
+
+
+def test_draws_are_of_the_seed_that_was_loaded(tmp_path):
+    """A state that is loaded draws by its own seed, though another has drawn before it."""
+    step = af.make_step(lambda model, x: model(x).sum())
+    state, _ = step(one_weight(Draws(), seed=1), torch.ones(1, 1))
+    other, _ = step(one_weight(Draws(), seed=2), torch.ones(1, 1))
+    af.save(state, tmp_path / "saved")
+    loaded = af.load(other, tmp_path / "saved")
+    state, _ = step(state, torch.ones(1, 1))
+    loaded, _ = step(loaded, torch.ones(1, 1))
+    assert loaded.slots[Draws().name] == state.slots[Draws().name]
