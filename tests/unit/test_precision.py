@@ -10,12 +10,16 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
+from accelfn import skipping
 from accelfn.engine import float8
 from accelfn.errors import ArgumentError, LossError, ModelError, NonFiniteGradsError
+from accelfn.testing import assert_states_equal
 from accelfn.transform import transform
 
 
@@ -39,7 +43,7 @@ def batch(rows: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
 def create(*setup: object, **options: Any) -> af.TrainState:
     return af.TrainState.create(
         model=options.pop("model", net),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        optimizer=options.pop("optimizer", functools.partial(torch.optim.SGD, lr=0.1)),
         setup=af.chain(*setup),
         **options,
     )
@@ -273,6 +277,54 @@ def test_what_is_counted_nowhere_is_divided_by_1() -> None:
     state, metrics = af.make_step(loss, count=lambda _: 0)(state, batch())
     assert all(torch.equal(before[n], p) for n, p in state.params.items())
     assert float(metrics["loss"]) == 0.0
+
+
+@pytest.mark.parametrize("after", [af.ema(0.5), af.local_sgd(sync_every=2)], ids=repr)
+def test_what_follows_updates_follows_none_that_a_device_skips(
+    after: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a device could skip by itself, averages count as where the host decides."""
+
+    def train() -> Any:
+        state = create(
+            af.autocast("fp16", init_scale=8.0),
+            after,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1, fused=True),
+        )
+        for factor in (1.0, math.inf, 1.0):
+            step = af.make_step(lambda m, b, f=factor: loss_fn(m, b) * f)
+            state, _ = step(state, batch())
+        return state, af.eval_params(state)
+
+    host, expected = train()
+    monkeypatch.setattr(skipping, "_reads_at_once", lambda _: False)
+    device, found = train()
+    assert (device.step, device.num_skipped) == (host.step, host.num_skipped) == (2, 1)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert_states_equal(host, device)
+
+
+@given(counts=st.lists(st.sampled_from([0, 1, 3]), min_size=1, max_size=4))
+def test_a_count_of_0_weighs_nothing(counts: list[int]) -> None:
+    """Loss and gradients are the loss function's own, whichever of its counts are 0."""
+
+    def loss(model: nn.Module, batch: Any, told: dict[str, float]) -> torch.Tensor:
+        assert told == {f"{i}": each or 1 for i, each in enumerate(counts)}
+        shares = (each / told[f"{i}"] for i, each in enumerate(counts))
+        return loss_fn(model, batch) * sum(shares)
+
+    state, factor = create(), sum(map(bool, counts))
+    metrics, grads = af.value_and_grad(
+        loss, count=lambda _: {f"{i}": each for i, each in enumerate(counts)}
+    )(state, batch())
+    plain, expected = af.value_and_grad(loss_fn)(state, batch())
+    assert float(metrics["loss"]) == pytest.approx(float(plain["loss"]) * factor)
+    before = {n: p.clone() for n, p in state.params.items()}
+    after = af.apply_grads(state, grads)
+    for name, grad in expected.tensors.items():
+        moved = (before[name] - after.params[name]) / 0.1
+        mean = grad / (1 if expected.is_mean else expected.weight)
+        assert torch.allclose(moved, mean * factor, atol=1e-5)
 
 
 def large() -> nn.Module:
