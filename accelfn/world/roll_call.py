@@ -89,7 +89,8 @@ class RollCall:
         return self._heard(
             lambda heard: (
                 self._size == 2 or any(not h.is_waiting for h in heard.values())
-            )
+            ),
+            within=_ANSWERS_WITHIN,
         )
 
     def linger(self) -> None:
@@ -99,9 +100,7 @@ class RollCall:
             self._heard(lambda _: False, within=_LINGERS)
 
     def _heard(
-        self,
-        is_enough: Callable[[dict[int, Standing]], bool],
-        within: float = _ANSWERS_WITHIN,
+        self, is_enough: Callable[[dict[int, Standing]], bool], *, within: float
     ) -> dict[int, Standing] | None:
         heard: dict[int, Standing] = {}
         has_answered, has_gone = threading.Event(), threading.Event()

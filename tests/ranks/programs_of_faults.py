@@ -65,7 +65,8 @@ def live(
 ) -> None:
     """Make the calls on one rank, and send how that ended."""
     torch.set_num_threads(1)
-    roll_call._ANSWERS_WITHIN = SECONDS  # all that live speak, however busy the machine
+    # all that live speak, however busy the machine
+    roll_call._ANSWERS_WITHIN = roll_call._LINGERS = 2 * SECONDS
     place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -84,6 +85,9 @@ def live(
     except (ValueError, af.Error) as error:
         said = f"{type(error).__name__}: {error}"
     if opens == "torch":
+        calls_roll = world.connection.roll_call
+        if calls_roll is not None:  # whoever opened the group keeps its store as long
+            calls_roll.linger()
         dist.destroy_process_group()
     world.close()  # as the interpreter's end would
     pipe.send(said)
