@@ -8,6 +8,7 @@ import atexit
 import gc
 import os
 import sys
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +23,8 @@ from accelfn.errors import ArgumentError, WorldError
 from accelfn.words import foreign
 from accelfn.world.connection import LEFT, Connection
 
+_SETTLES = 0.05
+"""Seconds: on a busy machine, until each thread has had its turn."""
 _LONGEST = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""
 
@@ -227,6 +230,9 @@ class World:
         gc.collect()
         if ours:
             dist.destroy_process_group()
+        # DistributedDataParallel leaves Gloo's threads behind (torch 2.13). One that has not yet
+        # freed the last sum would want the interpreter's lock when there is none, and abort
+        time.sleep(_SETTLES)
         if roll_call is not None:
             roll_call.linger()
 
