@@ -27,9 +27,10 @@ def seal_model(module: nn.Module, state: str) -> None:
         _seal(each, GivenModel, state)
 
 
-def seal_optimizer(optimizer: Optimizer, state: str) -> None:
-    """Let nobody use an optimizer that a state has copied."""
-    _seal(optimizer, GivenOptimizer, state)
+def seal_optimizer(source: object, state: str) -> None:
+    """Let nobody use an optimizer that a state has copied; a factory of one stays as it is."""
+    if isinstance(source, Optimizer):
+        _seal(source, GivenOptimizer, state)
 
 
 def refuse_given(module: nn.Module) -> None:

@@ -67,6 +67,14 @@ def of_next_update(state: "TrainState", slots: Mapping[str, Any]) -> Assignments
     return assigned(groups, scheduled(state), hyper_of(state, slots))
 
 
+def rates_of_next_update(
+    state: "TrainState", slots: Mapping[str, Any]
+) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group in a state's next update."""
+    now, groups = of_next_update(state, slots), state.definition.optimizer.param_groups
+    return tuple(float(now.get((i, "lr"), g["lr"])) for i, g in enumerate(groups))
+
+
 def assigned(
     groups: Sequence[Mapping[str, Any]], planned: Assignments, hyper: Hyper
 ) -> Assignments:

@@ -6,7 +6,6 @@ JAX's donated buffers are: after it, the old records raise, and the new one owns
 The lease belongs to the tensors, so all records that share them go together.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, Self, TypeAlias
@@ -29,7 +28,7 @@ from accelfn.definition import (
 from accelfn.draws import shared_draws
 from accelfn.errors import ArgumentError, CallError
 from accelfn.given import seal_optimizer
-from accelfn.hyper import of_next_update
+from accelfn.hyper import rates_of_next_update
 from accelfn.lease import Lease
 from accelfn.model import (
     ModelSource,
@@ -154,8 +153,7 @@ class TrainState:
         state = state if setup is None else state.with_setup(chain(setup))
         say_batch_size(data, state.definition)
         give_away(module, name)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            seal_optimizer(optimizer, name)
+        seal_optimizer(optimizer, name)
         return state
 
     @property
@@ -225,9 +223,8 @@ class TrainState:
     @property
     def num_tried(self) -> int:
         """How many updates were taken or skipped; it tells the draws of each apart."""
-        if isinstance(self._step, Skips):
-            return self._step.tried
-        return self._step + self._num_skipped
+        step = self._step
+        return step.tried if isinstance(step, Skips) else step + self._num_skipped
 
     @property
     def skips(self) -> Skips | None:
@@ -240,10 +237,7 @@ class TrainState:
 
         The schedule's; where a transform's `hyper` sets others, those.
         """
-        now = of_next_update(self, self._slots)
-        groups = enumerate(self.definition.optimizer.param_groups)
-        found = (now.get((i, "lr"), group["lr"]) for i, group in groups)
-        return tuple(map(float, found))
+        return rates_of_next_update(self, self._slots)
 
     @called
     def copy(self) -> Self:
@@ -295,9 +289,7 @@ class TrainState:
         self.lease.check()
         check_params(params, self._params)
         with own_modes(self.world.device):
-            return self.viewing(
-                {name: tree.clone(params[name]) for name in self._params}
-            )
+            return self.viewing({n: tree.clone(params[n]) for n in self._params})
 
     def viewing(self, params: Mapping[str, torch.Tensor]) -> Self:
         """Return the state with these very parameters; to look at, not to step."""
@@ -333,11 +325,8 @@ class TrainState:
         composed = chain(setup)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
-        state = attrs.evolve(
-            self,
-            slots=slots,
-            definition=attrs.evolve(self.definition, setup=composed),
-        )
+        definition = attrs.evolve(self.definition, setup=composed)
+        state = attrs.evolve(self, slots=slots, definition=definition)
         checks = (getattr(each, "_check_state", None) for each in composed)
         for check in filter(None, checks):
             check(state)
@@ -393,21 +382,6 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
-
-
-fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
-"""Set a new state's fields; for the step, which can do without a look at the call."""
-_FIELDS = tuple((each.name, each.alias) for each in attrs.fields(TrainState))
-
-
-def changed(state: TrainState, **fields: Any) -> TrainState:
-    """Return the state with other fields; `attrs.evolve` for the step, as `fill`."""
-    made = object.__new__(TrainState)
-    for name, alias in _FIELDS:
-        if alias not in fields:
-            fields[alias] = getattr(state, name)
-    fill(made, **fields)
-    return made
 
 
 def check_state(call: str, value: object) -> None:

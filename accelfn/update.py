@@ -26,7 +26,8 @@ from accelfn.loss import Metrics, Number
 from accelfn.modes import own_modes
 from accelfn.skipping import counts_after, decided
 from accelfn.spans import span
-from accelfn.state import OptState, TrainState, changed, check_state, fill
+from accelfn.state import OptState, TrainState, check_state
+from accelfn.succession import changed, fill
 from accelfn.transform import chain
 from accelfn.world import World
 
@@ -391,10 +392,8 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         all_reduce_([*totals.values(), counts], world, label="sync_grads")
         # a parameter that took part on no rank has no gradient
         if len(grads.tensors) < len(names):
-            found = counts[1:].tolist()
-            totals = {
-                n: totals[n] for n, some in zip(names, found, strict=True) if some
-            }
+            took_part = zip(names, counts[1:].tolist(), strict=True)
+            totals = {name: totals[name] for name, some in took_part if some}
     return attrs.evolve(
         grads, tensors=totals, divisor=counts[0], is_mean=False, reduced=True
     )

@@ -17,6 +17,7 @@ import torch
 
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint.commit import Contents, Save
+from accelfn.collectives.missing import named
 from accelfn.errors import CheckpointWriteError, PeerFailedError
 
 _PATIENCE = 600.0
@@ -124,22 +125,17 @@ class Talk:
         self, gone: list[int], absent: list[int], what: str, begun: float
     ) -> str:
         if gone:
-            how = f"the process of {_named(gone)} has ended"
+            how = f"the process of {named(gone)} has ended"
         else:
             waited = time.monotonic() - begun
             how = (
-                f"{_named(absent)} failed, left or did not arrive within {waited:.3g} s"
+                f"{named(absent)} failed, left or did not arrive within {waited:.3g} s"
             )
         return (
             f"The save of step {self.save.step} was not seen to its end: rank"
             f" {self.save.rank} of {self.save.size} waited in 'save: {what}', but {how}."
             " Look at its output for the cause."
         )
-
-
-def _named(ranks: list[int]) -> str:
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 _ENDED, _HELD = "ended", "held"
@@ -161,7 +157,7 @@ class Writing:
         self,
         save: Save,
         contents: Contents,
-        then: Callable[[], object],
+        then: Callable[[], None],
         *,
         patience: float | None,
     ) -> None:
@@ -198,7 +194,7 @@ class Writing:
             held = self._talk.begin()
             commit.write(self.save, self._contents, self._talk)
             # there it is: what is said now is said by rank 0, and asks for no other's file
-            self.save.agreed(lambda _, text: [text], "read it back", self._read_back)
+            self.save.agreed(lambda _, text: [text], "read it back", self._then)
         except CheckpointWriteError as error:
             self._error = error  # all ranks have it
         except PeerFailedError as error:
@@ -211,9 +207,6 @@ class Writing:
             if held is not None:
                 held.close()
             self._done.set()
-
-    def _read_back(self) -> None:
-        self._then()
 
     def _alone(self, error: BaseException) -> CheckpointWriteError:
         """Return what ends this rank's part, and no other's, as an error of the save."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`missing`: whom ranks waited for in vain, as far as they can tell each other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -45,7 +45,7 @@ def _told(world: World, label: str, heard: Mapping[int, Standing]) -> str:
     if gone:
         said = f"{_listed(gone)}."
     elif silent:
-        said = f"{_named(silent)} {_GONE}. {_LOOK}"
+        said = f"{named(silent)} {_GONE}. {_LOOK}"
     else:
         said = "no rank failed: one came later than the timeout, or their connection broke."
     return f"{said} Elsewhere, {_listed(astray)}." if astray else said
@@ -65,7 +65,8 @@ def _wake(world: World) -> None:
                 group.recv([torch.empty(1)], peer, 0).wait(_AT_ONCE)
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Return what a sentence calls some ranks."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import attrs
 import numpy as np
 
-from accelfn import streams, words
+from accelfn import words
 from accelfn.arguments import check_integer, truth
 from accelfn.calling import called
 from accelfn.cursor import Cursor
@@ -30,7 +30,7 @@ from accelfn.data.checks import (
 )
 from accelfn.data.cut import Cut, EvenCut
 from accelfn.data.device import on_device
-from accelfn.data.epoch import Epoch, sampled_epoch
+from accelfn.data.epoch import Epoch, epoch_of
 from accelfn.data.fetch import Collate
 from accelfn.data.fingerprint import fingerprint_of, form_of
 from accelfn.data.length import promised_length
@@ -376,23 +376,7 @@ class Data:
 
     def epoch(self, *, seed: int, number: int = 0) -> Epoch:
         """Return one pass over the data: which index comes where, and where batches end."""
-        key = streams.key(seed, "data", number)
-        if self.batch_sampler is not None:
-            return sampled_epoch(
-                self.batch_sampler, len(self.source), seed=seed, number=number, key=key
-            )
-        size = self.batch_size if isinstance(self.batch_size, int) else None
-        order = self.ordering.of_epoch(
-            len(self.source), seed=seed, epoch=number, batch_size=size
-        )
-        n = len(self)
-        if size is not None:
-            return Epoch(number, n, order, self._cut(number, seed), key)
-        cut = cast("budget", self.batch_size).cut(order(np.arange(n)))
-        made = Epoch(number, n, order, cut, key)
-        if getattr(self.ordering, "shuffles_batches", False):
-            made = made.shuffled_batches(streams.key(seed, "batches", number))
-        return made
+        return epoch_of(self, seed=seed, number=number)
 
     def read(self, reading: Reading) -> Iterator[Batch]:
         """Yield a rank's batches, on its device."""

@@ -2,18 +2,23 @@
 """An epoch as a value: which dataset index stands at each position, and where batches end."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import attrs
 import numpy as np
 
+from accelfn import streams
 from accelfn.cursor import Cursor
-from accelfn.data.cut import Cut, Span, UnevenCut
+from accelfn.data.cut import Cut, EvenCut, Span, UnevenCut
 from accelfn.data.orders.order import AtPositions, checked, looked_up
 from accelfn.data.orders.samplers import drawn_once
 from accelfn.data.permutation import Indices, shuffled
 from accelfn.data.plan import Plan
 from accelfn.errors import DataError
+
+if TYPE_CHECKING:
+    from accelfn.data.budget import budget
+    from accelfn.data.dataset import Data
 
 _FIRST_BLOCK, _BLOCK = 4_096, 65_536
 """Positions whose order is computed at once: few at first, so that a start is quick."""
@@ -59,7 +64,25 @@ class Epoch:
         )
 
 
-def sampled_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
+def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
+    """Return one pass over the data, for a state of a seed."""
+    key, n = streams.key(seed, "data", number), len(data.source)
+    if data.batch_sampler is not None:
+        return _sampled(data.batch_sampler, n, seed=seed, number=number, key=key)
+    size = data.batch_size if isinstance(data.batch_size, int) else None
+    order = data.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=size)
+    num_samples = len(data)
+    if size is not None:
+        cut = EvenCut(num_samples, size, data.remainder)
+        return Epoch(number, num_samples, order, cut, key)
+    cut = cast("budget", data.batch_size).cut(order(np.arange(num_samples)))
+    made = Epoch(number, num_samples, order, cut, key)
+    if getattr(data.ordering, "shuffles_batches", False):
+        made = made.shuffled_batches(streams.key(seed, "batches", number))
+    return made
+
+
+def _sampled(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
     """Return the epoch that a batch sampler over n samples draws.
 
     Raises:

@@ -361,13 +361,13 @@ ROWS = [
         name="samples",
         draws=on_rank(sample(lambda: af.Data(Items(), batch_size=4), slice(3))),
         apart="seed epoch index rank",
-        at="data.dataset.Data.epoch data.fetch.Fetch.__call__",
+        at="data.epoch.epoch_of data.fetch.Fetch.__call__",
     ),
     Row(
         name="samples of a loader",
         draws=on_rank(sample(as_a_loader(Items()), slice(3))),
         apart="seed epoch index rank",
-        at="data.dataset.Data.epoch data.fetch.Fetch.__call__",
+        at="data.epoch.epoch_of data.fetch.Fetch.__call__",
     ),
     Row(
         name="samples of a stream",
@@ -426,7 +426,7 @@ ROWS = [
         name="turns of batches of a budget",
         draws=ends_by_cost,
         apart="seed epoch",
-        at="data.dataset.Data.epoch",
+        at="data.epoch.epoch_of",
     ),
     Row(
         name="zipped",

@@ -2,7 +2,7 @@
 """Bugs in what draws are a function of."""
 
 from accelfn import evaluation, views
-from accelfn.data.dataset import Data
+from accelfn.data import epoch
 from accelfn.data.mixed import Mixed
 from accelfn.data.orders import samplers
 from accelfn.data.orders.buckets import bucketed
@@ -75,7 +75,7 @@ MUTANTS = [
         "turns of batches of a budget",
         name="budgets take turns alike",
         says="the batches of a budget come in the same order in every epoch",
-        place=Data.epoch,
+        place=epoch.epoch_of,
         old='streams.key(seed, "batches", number)',
         new='streams.key(seed, "batches")',
     ),

@@ -194,7 +194,7 @@ MUTANTS = [
         law="L22",
         test=test_given.test_an_optimizer_that_was_given_raises,
         place=given.seal_optimizer,
-        old="_seal(optimizer, GivenOptimizer, state)",
+        old="_seal(source, GivenOptimizer, state)",
         new="pass",
     ),
     Mutant(

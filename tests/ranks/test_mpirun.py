@@ -15,9 +15,7 @@ MPIRUN = Path(sys.executable).with_name("mpirun")  # of the package openmpi
 HYDRA = shutil.which("mpiexec.hydra")
 
 pytestmark = pytest.mark.ranks(2)
-open_mpi = pytest.mark.skipif(
-    not MPIRUN.exists(), reason="the package openmpi is not installed"
-)
+open_mpi = pytest.mark.skipif(not MPIRUN.exists(), reason="no package openmpi")
 mpich = pytest.mark.skipif(HYDRA is None, reason="MPICH is not installed")
 
 

@@ -14,9 +14,7 @@ from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.ranks(2),
-    pytest.mark.skipif(
-        bool(slurm.MISSING), reason=f"not installed: {', '.join(slurm.MISSING)}"
-    ),
+    pytest.mark.skipif(bool(slurm.MISSING), reason=f"no {', '.join(slurm.MISSING)}"),
 ]
 LAUNCH = [sys.executable, "-m", "accelfn.cli", "launch"]
 ONE_MACHINE = ["0 of 2, 0 of 2 on machine 0", "1 of 2, 1 of 2 on machine 0"]

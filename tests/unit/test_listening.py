@@ -22,9 +22,7 @@ SOON = timedelta(seconds=30)
 
 pytestmark = [
     pytest.mark.ranks(2),
-    pytest.mark.skipif(
-        sys.platform != "linux", reason="the system's tables are Linux's"
-    ),
+    pytest.mark.skipif(sys.platform != "linux", reason="the tables are Linux's"),
 ]
 
 
