@@ -120,10 +120,11 @@ class Engine:
     ) -> tuple[Metrics, Grads]:
         """Run the loss forward and backward, adding to `into`; the state stays as it was."""
         self.bind(state)
-        connection = self._connection
-        connection.step, connection.is_between = state.num_tried, False
+        connection, tried = self._connection, state.num_tried
+        connection.step, connection.is_between = tried, False
         self._take_in(into, loss_scale)
-        seed = self._seed(state, 0 if into is None else into.num_micro_batches)
+        num_before = 0 if into is None else into.num_micro_batches
+        seed = streams.fold(streams.fold(self._stream(state), tried), num_before)
         kept = {} if into is None else into.buffers
         if samples.known == 0:  # an empty share's stand-in is not counted in buffers
             kept = tree.clone(dict(kept))
@@ -162,8 +163,8 @@ class Engine:
             buffers=self._live_buffers,
             reduced=averaged is not None or self._world_size == 1,
             cursor=cursor,
-            num_micro_batches=1 if into is None else into.num_micro_batches + 1,
-            update=state.num_tried,
+            num_micro_batches=num_before + 1,
+            update=tried,
             trained=state.definition.skeleton.trainable,
             finite_loss=read.is_finite and (into is None or into.finite_loss),
             slots={} if compression is None else compression.end(),
@@ -302,16 +303,15 @@ class Engine:
             raise LossError(msg)
         return found
 
-    def _seed(self, state: TrainState, micro_batch: int) -> int:
+    def _stream(self, state: TrainState) -> int:
+        """Return the key of all that this rank's losses draw."""
         if self._stream_of[0] != state.seed:
             world, name = state.definition.world, state.definition.name
             self._stream_of = (
                 state.seed,
                 streams.key(state.seed, name, "loss", world.rank),
             )
-        return streams.fold(
-            streams.fold(self._stream_of[1], state.num_tried), micro_batch
-        )
+        return self._stream_of[1]
 
     def _take_in(self, into: Grads | None, loss_scale: torch.Tensor | None) -> None:
         """Put the gradients that are to be added to where a backward pass adds."""

@@ -3,9 +3,12 @@
 
 Before torch's Adam calls its kernel it gathers gradients and state from each parameter,
 at every step. For a small network that takes as long as the kernel. In the steady loop
-these are the very tensors of the step before, so they are gathered once.
+these are the very tensors of the step before, so they are gathered once. Each parameter has
+a count of its updates, a tensor; the kernel's caller adds 1 to each, which takes as long again.
+Here they are views of one tensor, to which 1 is added once.
 """
 
+from collections.abc import Iterable
 from typing import Any, Self, TypeAlias, cast
 
 import torch
@@ -16,14 +19,16 @@ from accelfn import foreach
 _MEANT = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
 """Options of a group that are read at each step."""
 _OTHERS = ("amsgrad", "capturable", "differentiable")
-Group: TypeAlias = tuple[dict[str, Any], Any, tuple[list[torch.Tensor], ...]]
+Group: TypeAlias = tuple[
+    dict[str, Any], Any, tuple[list[torch.Tensor], ...], torch.Tensor
+]
 
 
 class FusedAdam:
     """The kernel calls of one optimizer, as long as its state's tensors stay."""
 
     def __init__(self, groups: list[Group]) -> None:
-        """Take options, kernel, and parameters with their state, of each group."""
+        """Take options, kernel, parameters with their state, and counts, of each group."""
         self._groups = groups
 
     @classmethod
@@ -39,11 +44,14 @@ class FusedAdam:
                 return None
             if not all(entries) or len({(p.device, p.dtype) for p in params}) != 1:
                 return None
+            if len({_kind(entry["step"]) for entry in entries}) != 1:
+                return None
+            counts = _joined(entries)
             names = ("exp_avg", "exp_avg_sq", "step")
             state = tuple([entry[name] for entry in entries] for name in names)
             adamw = group["decoupled_weight_decay"]
             kernel = foreach.fused_adamw_ if adamw else foreach.fused_adam_
-            found.append((group, kernel, (params, *state)))
+            found.append((group, kernel, (params, *state), counts))
         return cls(found)
 
     @staticmethod
@@ -55,13 +63,13 @@ class FusedAdam:
         self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> bool:
         """Update the parameters; return False, and do nothing, where some have no gradient."""
-        grads = [[p.grad for p in params] for _, _, (params, *_) in self._groups]
+        grads = [[p.grad for p in params] for _, _, (params, *_), _ in self._groups]
         if any(grad is None for each in grads for grad in each):
             return False
         with torch.no_grad():
-            for (group, kernel, lists), own in zip(self._groups, grads, strict=True):
-                params, exp_avgs, exp_avg_sqs, steps = lists
-                foreach.add_(steps, 1)
+            for each, own in zip(self._groups, grads, strict=True):
+                group, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = each
+                counts.add_(1)
                 beta1, beta2 = group["betas"]
                 kernel(
                     *(params, own, exp_avgs, exp_avg_sqs, [], steps),
@@ -76,5 +84,18 @@ class FusedAdam:
                     found_inf=found_inf,
                 )
                 if found_inf is not None:  # it left all as it was
-                    foreach.add_(steps, [found_inf] * len(steps), alpha=-1)
+                    counts.sub_(found_inf)
         return True
+
+
+def _kind(count: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return count.shape, count.dtype, count.device
+
+
+def _joined(entries: Iterable[dict[str, Any]]) -> torch.Tensor:
+    """Return the parameters' counts as one tensor, of which each entry gets a view."""
+    with torch.no_grad():
+        counts = torch.stack([entry["step"] for entry in entries])
+    for entry, own in zip(entries, counts.unbind(), strict=True):
+        entry["step"] = own
+    return counts

@@ -33,4 +33,13 @@ MUTANTS = [
         old="[p.grad for p in params]",
         new="[torch.zeros_like(p) if p.grad is None else p.grad for p in params]",
     ),
+    Mutant(
+        name="counts of the step before",
+        says="what is saved of a fused optimizer's counts stands still",
+        law="L22",
+        test=test_kernels.test_fused_steps_are_torchs_own,
+        place=fused_adam._joined,
+        old="counts.unbind()",
+        new="counts.clone().unbind()",
+    ),
 ]

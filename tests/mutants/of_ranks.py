@@ -386,9 +386,10 @@ MUTANTS = [
         says="a draw depends on how often any rank of the process has drawn",
         law="L23",
         test=test_interleaving.test_any_order_of_ranks_gives_the_same,
-        place=engine.Engine._seed,
-        old="state.num_tried), micro_batch",
-        new="next(self._seed.__func__.__dict__.setdefault('n', iter(range(10**9))))), 0",
+        place=engine.Engine.value_and_grad,
+        old="self._stream(state), tried), num_before",
+        new="self._stream(state), next(self._stream.__func__.__dict__.setdefault('n',"
+        " iter(range(10**9))))), 0",
     ),
     Mutant(
         name="a failed average goes unnoticed",
