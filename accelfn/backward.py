@@ -8,6 +8,7 @@ import torch
 from accelfn.arguments import why_not
 from accelfn.calling import called
 from accelfn.counts import Count, Counts, counted, of_shares
+from accelfn.cursor import Cursor
 from accelfn.data import Batch
 from accelfn.draws import shared_draws
 from accelfn.engine.engine import engine_of
@@ -173,9 +174,8 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         alone = stays_local or state.definition.world.size == 1
         lone = into is None and sync and alone
         if isinstance(batch, Batch):
-            _check_follows(state, batch, into)
             samples = Samples(batch.value, extras, batch.weights[0], lone, judged)
-            cursor = batch.cursor
+            cursor = _cursor_after(state, batch, into)
         else:
             samples = Samples(batch, extras, None, lone, judged)
             cursor = None if into is None else into.cursor
@@ -226,14 +226,22 @@ def _loss_scale(state: TrainState, owners: tuple[Any, ...]) -> torch.Tensor:
     return scale
 
 
-def _check_follows(state: TrainState, batch: Batch, into: Grads | None) -> None:
-    start = batch.start
-    if (
-        start is None
-        or start == state.cursor
-        or (into is not None and start == into.cursor)
-    ):
-        return
+def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:
+    """Return where the data stand after a batch; one that is taken twice moves them once.
+
+    Raises:
+        BatchError: it begins neither where the state stands nor where the gradients do, and
+            is not the one that was added last.
+    """
+    start, after = batch.start, batch.cursor
+    before = None if into is None else into.cursor
+    if start is None or after is None:
+        return before
+    if start == before or (start == state.cursor and before is None):
+        return after
+    # or another part of the last one
+    if before is not None and (start == state.cursor or after == before):
+        return max(before, after, key=lambda each: (each.epoch, each.samples))
     msg = (
         f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
         f" state stands at epoch {state.cursor.epoch} sample {state.cursor.samples}."

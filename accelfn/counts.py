@@ -101,7 +101,8 @@ def _of_part(count: Count, part: Any) -> dict[str, float] | None:
     """Return the counts of a micro-batch; None for an empty share's stand-in."""
     if not isinstance(part, Batch):
         return _checked(count, count(part))
-    return _checked(count, count(part.value)) if part.weights[0] else None
+    is_stand_in = part.weights[0] == 0
+    return None if is_stand_in else _checked(count, count(part.value))
 
 
 def _checked(count: Count, returned: Any) -> dict[str, float]:

@@ -4,6 +4,7 @@
 from typing import Any
 
 import attrs
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -85,3 +86,39 @@ def test_a_count_of_samples_is_the_mean(run: Run, size: int) -> None:
     for (one, loss), (two, mean) in zip(counted, plain, strict=True):
         assert differences(one, two, within=1e-9) == []
         assert close_means(loss, mean)
+
+
+@given(sizes=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), max_size=3))
+def test_what_each_rank_reads_for_itself_is_counted(sizes: list[list[int]]) -> None:
+    """Over `af.lockstep` an update's counts are those of the ranks that still have a batch."""
+    sizes = sizes or [[2]]
+
+    def rows(rank: int, turn: int) -> Any:
+        x = torch.arange(1.0, 2 * sizes[rank][turn] + 1, dtype=torch.float64)
+        x = (x * (rank + 2) + turn).sin().reshape(-1, 2) * 2
+        return x, x.cos()
+
+    def of_turn(turn: int) -> Any:
+        having = [rows(r, turn) for r, own in enumerate(sizes) if turn < len(own)]
+        return tuple(map(torch.cat, zip(*having, strict=True)))
+
+    def trained(world: af.World, batches: Any) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 2, dtype=torch.float64),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            setup=af.wrap_ddp(),
+            world=world,
+        )
+        step = af.make_step(both, count=count)
+        for batch in batches:
+            state, _ = step(state, batch)
+        return dict(state.params)
+
+    want = trained(single(), map(of_turn, range(max(map(len, sizes)))))
+
+    def on_rank(world: af.World) -> dict[str, torch.Tensor]:
+        own = (rows(world.rank, turn) for turn in range(len(sizes[world.rank])))
+        return trained(world, af.lockstep(own, world, ends="last"))
+
+    for got in simulate(len(sizes), on_rank).results:
+        assert differences(want, got, within=1e-9) == []

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import attrs
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,11 +20,14 @@ from tests.strategies import LOSSES, Run, differences, tensors
 WEIGHTS = st.lists(st.sampled_from([0, 0, 0.5, 3]), min_size=1, max_size=3)
 
 
-def number(world: af.World, *setup: object) -> af.TrainState:
+def number(
+    world: af.World, *setup: object, data: af.Data | None = None
+) -> af.TrainState:
     """Return the state of one number, 1, that decays."""
     return af.TrainState.create(
         model=lambda: nn.ParameterList([torch.ones((), dtype=torch.float64)]),
         optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.25),
+        data=data,
         setup=af.chain(*setup),
         world=world,
     )
@@ -211,3 +215,33 @@ def test_a_state_is_what_it_holds(taken: set[str], optimizer: str) -> None:
     expected = tensors(step(fresh, batch)[0])
     af.build(one)  # now the engine holds what it shares
     assert differences(expected, tensors(step(mixed, batch)[0])) == []
+
+
+@given(turns=st.lists(st.integers(-1, 3), min_size=1, max_size=5), parts=st.booleans())
+def test_batches_that_are_added_follow_one_another(
+    turns: list[int], *, parts: bool
+) -> None:
+    """Added is what begins where the state stands, or the gradients; the furthest counts.
+
+    Plain values (-1) and batches of `af.lockstep` count for no samples.
+    """
+    data = af.Data(torch.ones(8, dtype=torch.float64), batch_size=2, shuffle=False)
+    world = af.World.single(device="cpu")
+    setup = af.accumulate(micro_batch_size=1) if parts else None
+    state = number(world, setup, data=data)
+    batches = list(af.batches(state, epochs=1))
+    value = [torch.ones(1)] * 2 if parts else torch.ones(2)
+    plain = [value, next(iter(af.lockstep([value], world)))]
+    compute = af.value_and_grad(lambda net, x: (net[0] * x).mean())
+    grads, stands = None, 0
+    for i, turn in enumerate(turns):
+        batch = plain[i % 2] if turn < 0 else batches[turn]
+        if turn > 0 and turn not in (stands, stands - 1):
+            with pytest.raises(af.BatchError, match=f"sample {2 * turn}"):
+                compute(state, batch, into=grads)
+            continue
+        _, grads = compute(state, batch, into=grads)
+        stands = max(stands, turn + 1)
+    if grads is not None:
+        after = af.apply_grads(state, grads)
+        assert after.cursor.epoch * 8 + after.cursor.samples == 2 * stands

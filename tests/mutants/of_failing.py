@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show behind a failure or a skip, and in gradients taken by hand."""
 
-from accelfn import backward, grads, update
+from accelfn import backward, counts, grads, update
 from accelfn.engine import engine
-from tests.laws import test_failing, test_gradients, test_skipping
+from tests.laws import test_counts, test_failing, test_gradients, test_skipping
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -106,5 +106,32 @@ MUTANTS = [
         place=engine.Engine.value_and_grad,
         old="read.is_finite and (into is None or into.finite_loss)",
         new="read.is_finite",
+    ),
+    Mutant(
+        name="any batch follows any",
+        says="a batch that comes too early is added to gradients, and what is between is lost",
+        law="L3",
+        test=test_gradients.test_batches_that_are_added_follow_one_another,
+        place=backward._cursor_after,
+        old="start == before or",
+        new="before is not None or",
+    ),
+    Mutant(
+        name="the last one added is where data stand",
+        says="a batch that is added again moves the data back, so that others come twice",
+        law="L3",
+        test=test_gradients.test_batches_that_are_added_follow_one_another,
+        place=backward._cursor_after,
+        old="return max(before, after, key=lambda each: (each.epoch, each.samples))",
+        new="return after",
+    ),
+    Mutant(
+        name="a rank's own batch for a stand-in",
+        says="what a rank reads for itself is not counted",
+        law="L3",
+        test=test_counts.test_what_each_rank_reads_for_itself_is_counted,
+        place=counts._of_part,
+        old="part.weights[0] == 0",
+        new="not part.weights[0]",
     ),
 ]
