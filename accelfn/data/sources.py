@@ -185,10 +185,10 @@ class Items:
         while type(dataset) is Subset:  # its __getitems__ hides the samples, as Stack's
             within = [int(dataset.indices[i]) for i in within]
             dataset = cast("Any", dataset).dataset
-        fetch_all = getattr(dataset, "__getitems__", None)
-        if callable(fetch_all) and type(dataset) is not StackDataset:
+        fetch_all = _fetching_all(dataset)
+        if fetch_all is not None:
             begin(0)
-            return _fetched(cast("Any", fetch_all), type(dataset).__name__, within)
+            return _fetched(fetch_all, type(dataset).__name__, within)
         items: list[Any] = []
         for place, index in enumerate(within):
             begin(place)
@@ -258,6 +258,23 @@ def source_of(dataset: Any) -> Source:
     if all(hasattr(dataset, mark) for mark in marks):
         return Table(dataset)
     return Items(dataset)
+
+
+def _fetching_all(dataset: Any) -> Callable[[list[int]], Any] | None:
+    """Return what fetches many items at once, if it is the dataset's own.
+
+    A subclass with an `__getitem__` alone, or one that hands on attributes, has that of
+    another class, which knows nothing of it; torch's DataLoader reads past such a one.
+    """
+    fetch_all = getattr(dataset, "__getitems__", None)
+    if not callable(fetch_all) or type(dataset) is StackDataset:
+        return None
+    for fields in (getattr(dataset, "__dict__", {}), *map(vars, type(dataset).__mro__)):
+        if "__getitems__" in fields:
+            return cast("Callable[[list[int]], Any]", fetch_all)
+        if "__getitem__" in fields:
+            return None
+    return None
 
 
 def rows_of(dataset: Any) -> Rows | None:

@@ -73,6 +73,26 @@ def test_a_mean_of_narrow_floats_does_not_overflow(
     simulate(size, fn)
 
 
+@given(
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    data=st.data(),
+)
+def test_a_mean_of_narrow_floats_is_rounded_once(
+    dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """However many ranks add what each addition in 16 bits would lose."""
+    few = st.integers(0, 3).map(lambda ones: 1.0 + ones * torch.finfo(dtype).eps)
+    drawn = data.draw(st.lists(few, min_size=2, max_size=5))
+    large = data.draw(st.sampled_from([0.0, 64.0, 256.0]))
+    given = torch.tensor([large, *drawn]).to(dtype)
+    exact = given.double().mean().to(dtype)
+
+    def fn(world: af.World) -> None:
+        assert torch.equal(af.reduce(given[world.rank], world, "mean"), exact)
+
+    simulate(len(given), fn)
+
+
 floats = st.sampled_from(
     [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1.5, -2.0, 65504.0, 6e-8]
 )

@@ -3,8 +3,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +26,8 @@ PARTS: dict[str, list[Callable[[], Any]]] = {
         lambda: partial(SGD, lr=torch.tensor(0.3)),
         lambda: partial(SGD, lr=0.1, momentum=0.5),
         lambda: partial(ADAM, lr=0.1),
+        lambda: partial(ADAM, lr=0.1, betas=(0.9, 0.99)),
+        lambda: partial(ADAM, lr=0.1, amsgrad=True),
     ],
     "setup": [
         lambda: SHARED,
@@ -88,6 +92,16 @@ def test_definitions_that_differ_are_refused(
     assert len(set(said)) == 1
     assert said[0].startswith("The ranks hold states that differ")
     assert all(f"\n  rank {rank}: " in said[0] for rank in range(size))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_any_two_that_differ_are_told_apart(part: str) -> None:
+    """Each of what a part may be is another than each of the rest, to both ranks."""
+    common = dict.fromkeys(PARTS, 0)
+    for one, two in combinations(range(len(PARTS[part])), 2):
+        said = trained([{**common, part: one}, {**common, part: two}])
+        assert said[0] == said[1]
+        assert said[0].startswith("The ranks hold states that differ"), (one, two)
 
 
 def test_data_of_each_rank_may_be_its_own() -> None:

@@ -56,6 +56,21 @@ def saved_until(disk: Disk, cut_at: int, *, async_: bool) -> list[int]:
     return said
 
 
+def failing(_: str) -> None:
+    """Fail as a disk does."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def failed_in(store: af.CheckpointStore, step: int) -> bool:
+    """Save a step; return whether it failed."""
+    try:
+        store.save(state_of(step))
+        store.wait()
+    except af.CheckpointWriteError:
+        return True
+    return False
+
+
 def checkpoints(tree: Tree) -> dict[int, Tree]:
     """Return what has a checkpoint's name."""
     run = tree.get("run", {})
@@ -97,6 +112,42 @@ def test_every_crash_leaves_what_was_saved(async_: bool) -> None:
                 after_restart(tree)
     assert crashes > 60
     assert states > 2000
+
+
+@by_way
+def test_every_error_is_told_or_harmless(async_: bool) -> None:
+    """At each act of a save, an error leaves it there whole, or not there and said to fail.
+
+    What fails may be tried again at once.
+    """
+    told = 0
+    with lent() as real:
+        for at in range(200):
+            root = real / f"disk {at}"
+            root.mkdir()
+            disk = Disk(root)
+            with watched(disk):
+                store = af.CheckpointStore(disk.root / "run", keep=9, async_=async_)
+                store.save(state_of(1))
+                store.wait()
+                planned = len(disk.acts) + at
+                disk.happens[planned] = failing
+                failed = failed_in(store, 2)
+                if len(disk.acts) <= planned:  # there are no more acts
+                    assert not failed
+                    break
+                told += failed
+                assert store.steps == ((1,) if failed else (1, 2))
+                # where ranks agreed is removed by the next save, if it could not be
+                left = store.directory.glob(".tmp-step*")
+                assert all(path.suffix == ".talk" for path in left)
+                if failed:
+                    assert not failed_in(store, 2)
+                store.close()
+            for step in store.steps:
+                assert is_of(store.directory / f"step-{step:08d}", step)
+    assert at > 10
+    assert told > 5
 
 
 class Histories(RuleBasedStateMachine):

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 import accelfn as af
+from accelfn.data.zipped import Zipped
 from accelfn.testing import simulate
 from tests.laws.reading import in_legs, joined, own, plain, read
 from tests.laws.worlds import single
@@ -175,6 +176,34 @@ def test_every_order_is_that_of_one_process(
     assert plain(rest) == plain(alone[at + 1 :])
 
 
+@given(data=ordered(), size=st.integers(1, 4))
+def test_every_order_is_evaluated_on_each_sample_once(data: af.Data, size: int) -> None:
+    """Whatever is drawn, left out or repeated in training: held out, each sample counts once."""
+
+    def rank(world: af.World) -> tuple[list[int], float]:
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 1, 1),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            setup=af.shard_data(),
+            world=world,
+        )
+        seen = af.predict(state, data, lambda _, batch: batch)
+        counted = af.evaluate(
+            state, data, lambda _, batch: af.Loss(batch.double().sum(), len(batch))
+        )
+        return [int(each) for each in seen], float(counted["loss"])
+
+    shown = data.source.parts["a"] if isinstance(data.source, Zipped) else data.source
+    n = len(shown)
+    for seen, mean in simulate(size, rank):
+        assert mean == pytest.approx(sum(seen) / len(data.source))
+        assert seen[:n] == list(range(n))
+        # of datasets side by side, a shorter one begins again when all of it was seen
+        repeats = Counter(seen)
+        assert max(repeats.values()) - min(repeats.values()) <= 1
+        assert len(seen) == len(data.source)
+
+
 # shuffled
 
 NEAR_POWERS = st.builds(
@@ -317,8 +346,8 @@ def test_batches_of_a_window_come_in_any_order() -> None:
 
 
 @given(
-    costs=LENGTHS,
-    more=st.integers(0, 60),
+    costs=LENGTHS | LENGTHS.map(lambda few: few * 9),
+    more=st.integers(0, 60) | st.sampled_from([900, 9000]),
     padded=st.booleans(),
     shuffle=st.booleans(),
     seed=SEEDS,
@@ -346,6 +375,21 @@ def test_budgets_are_kept_and_used(
     found = [own([batch]) for batch in read(single(), bucketed, epochs=1, seed=seed)]
     assert sorted(flat(found)) == list(range(len(costs)))
     assert all(cost(batch) <= limit for batch in found)
+
+
+@given(costs=LENGTHS, more=st.integers(0, 60), seed=SEEDS)
+def test_budgets_of_buckets_are_of_like_samples(
+    costs: list[int], more: int, seed: int
+) -> None:
+    """In one window, no sample is in a batch of shorter ones while they are in longer ones'."""
+    order = af.orders.bucketed(costs, window=len(costs))
+    budget = af.budget(costs, limit=max(costs) + more)
+    data = numbers(len(costs), order, batch_size=budget)
+    found = [own([batch]) for batch in read(single(), data, epochs=1, seed=seed)]
+    spans = sorted(
+        (min(each), max(each)) for each in ([costs[i] for i in b] for b in found)
+    )
+    assert all(one[1] <= two[0] for one, two in pairwise(spans))
 
 
 # samplers

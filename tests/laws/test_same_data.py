@@ -215,6 +215,47 @@ def test_orders_of_each_rank_are_seen(seeds: list[int]) -> None:
         assert "order of the first epoch" in said.pop()
 
 
+@given(
+    n=st.integers(4, 20),
+    by=st.sampled_from(["budget", "batches"]),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+def test_batches_of_each_rank_are_seen(
+    n: int, by: str, data: st.DataObject, *, shuffle: bool
+) -> None:
+    """A3: ranks that cut the same samples into other batches are told; alike, they are not."""
+    costs = data.draw(st.lists(st.integers(1, 4), min_size=n, max_size=n))
+    other = data.draw(st.sampled_from([costs, costs[::-1]]))
+    cuts: list[list[list[int]]] = []
+
+    def rank(world: af.World) -> str:
+        own, options = (costs, other)[world.rank], {}
+        if by == "budget":
+            options = {"batch_size": af.budget(own, limit=8), "shuffle": shuffle}
+        else:
+            ends = np.cumsum(own).clip(max=n)
+            parts = np.split(np.arange(n), ends[ends < n])
+            options = {"batch_sampler": [p.tolist() for p in parts if len(p)]}
+        made = af.Data(torch.arange(float(n))[:, None], **options)
+        cuts.append([list(span) for span in made.epoch(seed=0).cut.spans(0)])
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 1, 1),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=made,
+            setup=SETUPS["ddp"],
+            world=world,
+        )
+        try:
+            af.build(state)
+        except ReplicaMismatchError as error:
+            return str(error)
+        return ""
+
+    (said,) = set(simulate(2, rank).results)
+    assert bool(said) == (cuts[0] != cuts[1])
+
+
 def test_data_that_name_themselves_are_compared_by_name() -> None:
     """A3: samples that differ on purpose pass under one name, and not under two."""
     paths = [Files([0, 1]), Files([2, 3])]

@@ -156,6 +156,7 @@ def test_one_job_saves_to_a_directory(who: str) -> None:
     make, refused = HOLDERS[who]
     with lent() as root:
         (root / ".lock").write_text(make())
+        (root / ".tmp-step-00000001").mkdir()
         store = af.CheckpointStore(root)
         if refused is None:
             with redirect_stderr(StringIO()) as said:
@@ -166,7 +167,8 @@ def test_one_job_saves_to_a_directory(who: str) -> None:
         else:
             with pytest.raises(af.errors.DirectoryInUseError, match=refused):
                 store.save(state_of(1))
-            assert [path.name for path in root.iterdir()] == [".lock"]
+            left = sorted(path.name for path in root.iterdir())
+            assert left == [".lock", ".tmp-step-00000001"]
 
 
 @given(st.one_of(st.binary(), st.binary().map(lambda raw: b'{"host": "' + raw)))
@@ -177,6 +179,23 @@ def test_a_lock_of_any_bytes_is_somebodys(raw: bytes) -> None:
         with pytest.raises(af.errors.DirectoryInUseError, match=r"remove .*\.lock"):
             af.CheckpointStore(root, async_=False).save(state_of(1))
         assert (root / ".lock").read_bytes() == raw
+
+
+def test_a_forked_process_holds_no_lock() -> None:
+    """A child that closes the store that it has from its parent takes nothing from it."""
+    with lent() as root:
+        first = af.CheckpointStore(root, async_=False)
+        first.save(state_of(1))
+        child = os.fork()
+        if child == 0:
+            try:
+                first.close()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(af.errors.DirectoryInUseError, match="is in use"):
+            af.CheckpointStore(root, async_=False).save(state_of(2))
+        first.close()
 
 
 @pytest.mark.parametrize("ends", ["close", "collect"])

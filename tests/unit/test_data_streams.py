@@ -404,3 +404,30 @@ def test_a_rank_that_has_ended_stands_in():
     assert [weights for weights, _ in first] == [(2,), (0,), (0,)]
     assert [kept for _, kept in first] == [[0, 1, 0, 1], [2, 3], [4, 5]]
     assert [kept for _, kept in first] == [kept for _, kept in second]
+
+
+@pytest.mark.parametrize("kind", [KeyError, af.DataError, MemoryError])
+def test_a_dispatched_stream_that_raises(kind):
+    """Its error is rank 0's; the others are told of it, and wait for nothing."""
+
+    class Breaks(Plain):
+        def __iter__(self):
+            yield from list(super().__iter__())[:5]
+            raise kind("shard 7")
+
+    def rank(world):
+        batches = iter(
+            af.batches(make(af.Data(Breaks(9), batch_size=4, dispatch=True), world))
+        )
+        next(batches)
+        with pytest.raises(kind if world.is_main else af.DataError) as caught:
+            next(batches)
+        return str(caught.value)
+
+    own, *told = simulate(3, rank)
+    assert "shard 7" in own
+    for each in told:
+        assert each.startswith(
+            f"Rank 0, which reads for all, could not: {kind.__name__}"
+        )
+        assert "shard 7" in each

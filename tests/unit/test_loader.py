@@ -199,6 +199,8 @@ def test_loader_of_a_stream(drop):
     """A stream's loader says batch size and remainder."""
     loader = DataLoader(Stream(), batch_size=3, drop_last=drop)
     assert [[0, 1, 2], [3, 4, 5], [6]][: 3 - drop] == values(loader)
+    data = af.Data.from_loader(loader, num_ranks=2, num_micro_batches=5)
+    assert data.batch_size == 30
 
 
 def test_loader_of_a_stream_of_batches():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.testing import simulate
 
 torch.set_num_threads(1)
 
@@ -304,3 +305,28 @@ def test_metrics_sum():
         parts[0]["los"]
     with pytest.raises(af.ArgumentError, match="list"):
         af.mean(parts, af.World.single(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: (model(batch) + 7).square().mean(),
+        lambda model, batch: af.Loss(
+            (model(batch) + 7).square().sum(), len(batch), seen=9.0
+        ),
+    ],
+    ids=["mean", "Loss"],
+)
+def test_an_empty_share_reports_nothing(loss):
+    """What stands in for samples is in no metric: each is 0 there, and weighs nothing."""
+
+    def rank(world):
+        setup = af.chain(af.shard_data(), af.wrap_ddp())
+        state = make(data=af.Data(X[:2], batch_size=2), setup=setup, world=world)
+        _, metrics = af.make_step(loss)(state, next(iter(af.batches(state))))
+        own = {name: float(mean) for name, mean in metrics.items()}
+        return own, {n: float(m) for n, m in af.mean(metrics, world).items()}
+
+    (one, mean), (two, _), (none, _) = simulate(3, rank)
+    assert set(none.values()) == {0.0}
+    assert mean == pytest.approx({name: (one[name] + two[name]) / 2 for name in one})

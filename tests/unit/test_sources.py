@@ -74,6 +74,32 @@ def test_memory_mapped_array(wrap, workers, tmp_path):
         assert torch.equal(X[batch.indices], value)
 
 
+class Doubled(Subset):
+    """Changes items, as a transform on a part of a dataset does."""
+
+    def __getitem__(self, index):
+        return 2 * super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class HandsOn:
+    """Changes items of a dataset, and has all else of it."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return -self.dataset[index]
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+
 KINDS = {
     "list": (list(range(10, 20)), lambda i: 10 + i),
     "range": (range(10, 20), lambda i: 10 + i),
@@ -85,6 +111,15 @@ KINDS = {
     "Subset of Subset": (
         Subset(Subset(list(X), range(9, -1, -1)), range(9, -1, -1)),
         lambda i: X[i],
+    ),
+    "Subset with items of its own": (Doubled(X, range(10)), lambda i: 2 * X[i]),
+    "Subset of such a one": (
+        Subset(Doubled(list(X), range(9, -1, -1)), range(9, -1, -1)),
+        lambda i: 2 * X[i],
+    ),
+    "items of its own around a Subset": (
+        HandsOn(Subset(list(X), range(10))),
+        lambda i: -X[i],
     ),
     "Subset from the end": (Subset(X, range(-10, 0)), lambda i: X[i]),
     "Subset by array": (Subset(X.numpy(), np.arange(10)), lambda i: X[i]),

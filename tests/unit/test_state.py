@@ -387,11 +387,21 @@ def test_fields_cannot_be_set():
         state.params["0.bias"] = X
 
 
+class Box:
+    """An object of the user's, in a slot."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
 def test_a_copy_keeps_what_is_one_tensor():
     """A slot that is a parameter follows it after a copy, too."""
     state = make()
     name = next(iter(state.params))
-    state = state.with_slot("mine", {"same": state.params[name], "objects": [{1: 2}]})
+    mine = {"same": state.params[name], "objects": [Box()]}
+    state = state.with_slot("mine", mine)
     copied = state.copy()
     assert copied.slots["mine"]["same"] is copied.params[name]
     assert copied.params[name] is not state.params[name]
