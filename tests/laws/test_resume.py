@@ -2,6 +2,7 @@
 """load(save(s)) is s, bitwise, and a run that is cut and resumed is the uninterrupted one."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,39 @@ def test_ranks_that_differ_are_averaged(
             expected = {name: ranks[0][name] for name in params}
             assert differences(expected, params, within=1e-9) == []
             assert after["step"] == 4
+
+
+@given(
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    ones=st.lists(st.integers(1, 3), min_size=2, max_size=4),
+    large=st.sampled_from([0.0, 64.0, 256.0]),
+)
+def test_a_mean_of_narrow_parameters_is_rounded_once(
+    dtype: torch.dtype, ones: list[int], large: float
+) -> None:
+    """However many ranks had what each addition in 16 bits would lose."""
+    had = torch.tensor([large, *ones]).to(dtype)
+
+    def state_of(world: af.World) -> af.TrainState:
+        return af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1, bias=False, dtype=dtype),
+            optimizer=partial(torch.optim.SGD, lr=0.0),
+            setup=af.local_sgd(sync_every=9),
+            world=world,
+        )
+
+    def save(world: af.World) -> None:
+        step = af.make_step(lambda model, x: model(x).mean())
+        state, _ = step(state_of(world), torch.ones(1, 1, dtype=dtype))
+        own = {"weight": had[world.rank].reshape(1, 1)}
+        af.save(state.with_params(own), to)
+
+    with tempfile.TemporaryDirectory() as folder:
+        to = str(Path(folder) / "saved")
+        simulate(len(had), save)
+        loaded = af.load(state_of(af.World.single(device="cpu")), to)
+    exact = had.double().mean().to(dtype)
+    assert loaded.params["weight"].item() == exact.item()
 
 
 def test_ranks_that_differ_in_what_has_no_mean_are_refused() -> None:

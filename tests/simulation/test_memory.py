@@ -51,11 +51,12 @@ def test_a_result_is_nan_until_it_is_waited_for(kind, dtype):
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
 )
-def test_an_integer_result_is_far_off_until_it_is_waited_for(dtype):
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_integer_result_is_far_off_until_it_is_waited_for(dtype, number):
     """Where there is no NaN, the extreme integer, and booleans flipped."""
 
     def fn(world):
-        x = torch.ones(3).to(dtype)
+        x = torch.full((3,), number).to(dtype)
         work = dist.all_reduce(x, dist.ReduceOp.MAX, group=world.group, async_op=True)
         before = x.clone()
         work.wait()
@@ -63,7 +64,7 @@ def test_an_integer_result_is_far_off_until_it_is_waited_for(dtype):
 
     for before, after in simulate(2, fn):
         assert not (before == after).any()
-        assert after.tolist() == [1, 1, 1]
+        assert after.tolist() == [number] * 3
 
 
 def test_inputs_are_copied_when_they_are_posted():

@@ -4,6 +4,7 @@
 import re
 
 import pytest
+import torch
 
 import accelfn as af
 from accelfn.checkpoint import background, disk
@@ -73,3 +74,20 @@ def test_a_writer_that_ended_is_believed(talks, text):
         text
         or "The state of step 2 was not saved: rank 0 failed, and had no room to say why"
     )
+
+
+def test_a_copy_is_of_the_kind_that_the_tensor_is_now():
+    """Memory is used again for a tensor of the same shape and dtype, and for no other."""
+    buffers, seen = background.Buffers(), []
+    for each in (
+        torch.arange(3.0) + 1 / 3,
+        torch.arange(3.0) + 2 / 3,
+        torch.arange(3.0, dtype=torch.float64) + 1 / 3,
+        torch.arange(3),
+        torch.arange(4) + 5,
+    ):
+        (copied,) = buffers.copies_of({"x": each}).values()
+        assert copied.dtype is each.dtype
+        assert torch.equal(copied, each)
+        seen.append(copied)
+    assert seen[0] is seen[1]

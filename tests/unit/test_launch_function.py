@@ -40,13 +40,18 @@ def test_results_and_surroundings(capfd):
         torch.manual_seed(0)
         os.environ["CHANGED"] = "1"
         sys.stdout.write(f"rank {world.rank} works\n")
-        return {"sum": af.reduce(given * factor * world.rank, world), "n": world.size}
+        return {
+            "sum": af.reduce(given * factor * world.rank, world),
+            "n": world.size,
+            "waits": world.connection.timeout(world.device),
+        }
 
     before = observed()
-    first, second = af.launch(work, 2.0, nproc=2, device="cpu")
+    first, second = af.launch(work, 2.0, nproc=2, device="cpu", timeout=77)
     assert observed() == before
     for found in (first, second):
         assert found["n"] == 2
+        assert found["waits"] == 77.0
         assert found["sum"].equal(given * 2.0)
     out = capfd.readouterr().out
     assert sorted(out.splitlines()) == [

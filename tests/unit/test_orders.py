@@ -163,6 +163,16 @@ def test_own_orders_that_give_no_indices(given):
         read(data)
 
 
+@pytest.mark.parametrize(
+    "given", [X > 1, [True] * 10, np.arange(10.0), range(-1, 9), range(1, 11)]
+)
+def test_own_orders_that_give_no_places(given):
+    """A mask, fractions and places that are not there are refused with what was given."""
+    data = af.Data(X, batch_size=2, order=lambda *_: given)
+    with pytest.raises(af.DataError, match=r"expected integers from 0 to 9"):
+        read(data)
+
+
 class Backwards:
     """A lazy order: a class whose instances are sequences."""
 

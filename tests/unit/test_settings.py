@@ -211,6 +211,7 @@ def test_config_sets_and_takes_out(capsys):
     assert read(Path("accelfn.toml")) == {"nproc": 4, "max_restarts": 1}
     capsys.readouterr()
     assert "Did you mean 'nproc'" in refused(capsys, "config", "--set", "nprocs=2")
+    assert "Did you mean 'nproc'" in refused(capsys, "config", "--set", "nprocs=")
     assert "nproc is 'two'" in refused(capsys, "config", "--set", "nproc=two")
     assert "NAME=VALUE" in refused(capsys, "config", "--set", "nproc")
     both = ("--set", "rdzv_endpoint=h:1", "--set", "machine_rank=0")
