@@ -318,6 +318,7 @@ class Histories(RuleBasedStateMachine):
     def rot(self, data: st.DataObject) -> None:
         """A bit of a checkpoint changes."""
         self.landed()
+        assert self.store.steps == tuple(sorted(self.there))
         step = data.draw(st.sampled_from(sorted(set(self.there) - self.rotten)))
         folder = self.store.directory / f"step-{step:08d}"
         path = data.draw(st.sampled_from(sorted(folder.iterdir())))
