@@ -5,6 +5,7 @@ All are `af.Warning`, so one filter takes them: `warnings.simplefilter("error", 
 makes each an error. Python says one once for the line of the user's that it is about.
 """
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from accelfn.errors import Warning as AdviceWarning
 if TYPE_CHECKING:
     from types import FrameType
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 def advise(message: str) -> None:

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from accelfn.arguments import is_number
-from accelfn.collectives import all_reduce_
+from accelfn.collectives import sum_named
 from accelfn.data import Batch
 from accelfn.errors import LossError
 from accelfn.loss import Loss, Number
@@ -46,6 +46,7 @@ def counted(count: Count, parts: Sequence[Any], world: World) -> Counts:
 
     Raises:
         LossError: `count` gave something that is no count, or other names than before.
+        CollectiveMismatchError: ranks counted as much, but under other names.
     """
     totals: dict[str, float] | None = None
     for part in parts:
@@ -60,10 +61,10 @@ def counted(count: Count, parts: Sequence[Any], world: World) -> Counts:
         stand_in = _checked(count, count(parts[0].value))
         totals = dict.fromkeys(stand_in, 0)
     if world.size > 1:
-        sums = torch.tensor(list(totals.values()), dtype=torch.float64)
-        sums = sums.to(world.device)
-        all_reduce_([sums], world, label="count the update")
-        totals = dict(zip(totals, sums.tolist(), strict=True))
+        named = {name: (each,) for name, each in totals.items()}
+        label = "count the update"
+        sums = sum_named(named, world, kind="count", label=label, what="counts")
+        totals = {name: each for name, (each,) in sums.items()}
     # what is divided by a count of 0 is 0, and stays that
     told: dict[str, Number] = {name: each or 1 for name, each in totals.items()}
     return Counts(told.get(_ALONE, told), sum(totals.values()))

@@ -128,6 +128,15 @@ class Grads:
             return torch.where(self.divisor == 0, 1, self.divisor)
         return self.divisor or 1
 
+    @property
+    def scale(self) -> Number:
+        """What the tensors are the mean's multiples by: 1, once they were divided."""
+        if self.is_mean:
+            return 1
+        if self.loss_scale is None:
+            return self.denominator
+        return self.loss_scale.double() * self.denominator
+
     def give_away(self) -> None:
         """Let these gradients be used no more; they and their kin raise from now on."""
         self.lease.end(GradsError, _GIVEN, update=self.update)

@@ -93,7 +93,8 @@ def _updated(
         is_plain = grads.loss_scale is None and not setup.having("grads")
         later = is_plain and engine.divides(grads.divisor)
         if grads.tensors and not grads.is_mean and not later:
-            _divide_(grads)
+            # of a weight of 0 they are zeros, and stay that
+            divide_(grads.tensors.values(), grads.scale)
             grads = attrs.evolve(grads, is_mean=True, loss_scale=None)
         grads, slots = _transformed(state, grads, setup, slots)
         skip, flag = decided(state, grads, slots)
@@ -247,14 +248,6 @@ def _unreduced(world: World) -> str:
         " af.wrap_ddp() or af.local_sgd(sync_every=...) to the setup, or call"
         " af.sync_grads(state, grads) before apply_grads."
     )
-
-
-def _divide_(grads: Grads) -> None:
-    """Make gradients of totals those of the mean, in place; of a weight of 0, zeros."""
-    divisor = grads.denominator
-    if grads.loss_scale is not None:
-        divisor = grads.loss_scale.double() * divisor
-    divide_(grads.tensors.values(), divisor)
 
 
 def _transformed(

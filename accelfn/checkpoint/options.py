@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from accelfn.arguments import is_integer
 from accelfn.checkpoint import disk
@@ -86,10 +86,22 @@ def _mode_near(directory: Path) -> str:
     return ""
 
 
+def _text(name: object) -> str:
+    if not isinstance(name, str):  # 1 and "1" would be one
+        raise TypeError
+    return name
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, (str, bool)):  # which float takes, too
+        raise TypeError
+    return float(value)
+
+
 def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Return metrics as floats."""
     try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
+        return {_text(name): _float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError, AttributeError) as error:
         msg = (
             f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"

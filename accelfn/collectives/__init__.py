@@ -17,6 +17,7 @@ from accelfn.collectives.packed import pack as pack
 from accelfn.collectives.packed import print_once as print_once
 from accelfn.collectives.packed import scatter_bytes as scatter_bytes
 from accelfn.collectives.packed import sum_ as sum_
+from accelfn.collectives.packed import sum_named as sum_named
 from accelfn.collectives.packed import unpack_ as unpack_
 from accelfn.collectives.replicas import check_replicas as check_replicas
 from accelfn.collectives.replicas import check_rows as check_rows

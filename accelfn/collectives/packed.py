@@ -7,7 +7,7 @@ non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from accelfn.calling import called
 from accelfn.collectives.agreed import agreed, alike, check_world
 from accelfn.collectives.naming import naming
 from accelfn.errors import ArgumentError, CollectiveMismatchError
-from accelfn.loss import Metrics
+from accelfn.loss import Metrics, Number
 from accelfn.world import World
 
 
@@ -233,29 +233,51 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
     if not isinstance(metrics, Metrics):
         msg = f"af.mean: expected Metrics, got {type(metrics).__name__}; add several first."
         raise ArgumentError(msg)
-    names = sorted(metrics)  # the same order on all ranks
-    if not names:
+    if not metrics:
         return {}
-    label = "mean of metrics"
-    world = agreed(world, "mean", label, dict.fromkeys(names))
-    pairs = [(metrics.sums[name].total, metrics.sums[name].weight) for name in names]
-    numbers = [x for pair in pairs for x in pair]
+    pairs = {name: (each.total, each.weight) for name, each in metrics.sums.items()}
+    sums = sum_named(pairs, world, kind="mean", label="mean of metrics", what="metrics")
+    return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
+
+
+def sum_named(
+    numbers: Mapping[str, Sequence[Number]],
+    world: World,
+    *,
+    kind: str,
+    label: str,
+    what: str,
+) -> dict[str, list[float]]:
+    """Return the sums over all ranks of some numbers under each name.
+
+    Args:
+        numbers: as many under each name; ranks may have the names in any order.
+        world: whose ranks add.
+        kind: of the collective, and its label.
+        label: what the ranks are doing.
+        what: the names are of.
+
+    Raises:
+        CollectiveMismatchError: ranks have as many, but other names.
+    """
+    names = sorted(numbers)  # the same order on all ranks
+    world = agreed(world, kind, label, dict.fromkeys(names))
     # float64 where the device has it; MPS, which has not, is no device of a world
     flat = torch.stack(
         [
             torch.as_tensor(x, dtype=torch.float64, device=world.device)
             .detach()
             .reshape(())
-            for x in (*_told(names), *numbers)
+            for x in (*_told(names), *(x for name in names for x in numbers[name]))
         ]
     )
     sum_(flat, world, label=label)
-    sums: list[float] = flat.tolist()
-    if _differ(sums[:6], world):
-        _refuse_names(names, world, label)
-    totals = dict(zip(names, zip(sums[6::2], sums[7::2], strict=True), strict=True))
-    means = {name: total / w if w else 0.0 for name, (total, w) in totals.items()}
-    return {name: means[name] for name in metrics}
+    told = flat.tolist()
+    if _differ(told[:6], world):
+        _refuse_names(names, world, label, what)
+    parts = iter(told[6:])
+    sums = {name: [next(parts) for _ in numbers[name]] for name in names}
+    return {name: sums[name] for name in numbers}
 
 
 def _told(names: Sequence[str]) -> list[int]:
@@ -276,12 +298,12 @@ def _differ(sums: Sequence[float], world: World) -> bool:
     return any(world.size * squares != total**2 for total, squares in pairs)
 
 
-def _refuse_names(names: list[str], world: World, label: str) -> NoReturn:
+def _refuse_names(names: list[str], world: World, label: str, what: str) -> NoReturn:
     told = gather_text(json.dumps(names), world, label=label)
     rows = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(told))
     msg = (
-        f"Rank {world.rank} of {world.size}: the ranks have metrics of different names, of"
-        f" which there is no mean:\n{rows}"
+        f"Rank {world.rank} of {world.size}: the ranks have {what} of different names,"
+        f" which cannot be added:\n{rows}"
     )
     raise CollectiveMismatchError(msg)
 

@@ -85,8 +85,11 @@ class budget:
 
     def _fitting(self, costs: Indices) -> int:
         """Return how many of these, from the first on, fit together."""
-        if self.padded:
-            spent = np.maximum.accumulate(costs) * np.arange(1, len(costs) + 1)
-        else:
+        limit = min(self.limit, np.iinfo(np.int64).max)
+        if self.padded:  # divided, for a product may be beyond 64 bits
+            longest = np.maximum(np.maximum.accumulate(costs), 1)
+            beyond = np.arange(1, len(costs) + 1) > limit // longest
+        else:  # the first sum that is beyond 64 bits has their sign
             spent = np.cumsum(costs)
-        return int(np.searchsorted(spent, self.limit, side="right"))
+            beyond = (spent > limit) | (spent < 0)
+        return int(beyond.argmax()) if beyond.any() else len(costs)

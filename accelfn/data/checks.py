@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from accelfn.arguments import integer, is_integer, is_number
 from accelfn.cursor import Cursor
 from accelfn.data.budget import budget
-from accelfn.data.cut import REMAINDERS
+from accelfn.data.cut import REMAINDERS, Cut
 from accelfn.data.length import promised_length
 from accelfn.data.orders.samplers import refuse_distributed
 from accelfn.data.stream import stateless
@@ -216,12 +216,13 @@ def check_stream(data: "Data") -> None:
         raise DataError(msg)
 
 
-def check_sample(start: Cursor, used: int) -> None:
-    """Refuse a cursor behind the end of its epoch, of which so many samples are used."""
-    if start.samples >= used:
+def check_sample(start: Cursor, cut: Cut) -> None:
+    """Refuse a cursor from which no batch of its epoch is left."""
+    if not cut.num_batches(start.samples):
         msg = (
             f"The cursor stands at sample {start.samples} of epoch {start.epoch}, but an"
-            f" epoch of this data has {used}. Was the dataset or its batch size changed?"
+            f" epoch of this data has {cut.end(0)} in its batches, and none is left. Was the"
+            " dataset or its batch size changed?"
         )
         raise BatchError(msg)
 

@@ -17,9 +17,8 @@ REMAINDERS = ("short", "pad", "drop")
 class Cut(Protocol):
     """An epoch's updates, as spans of its positions."""
 
-    @property
-    def used(self) -> int:
-        """How many of the epoch's own samples are in its batches."""
+    def end(self, start: int) -> int:
+        """Return where the epoch's own samples end that batches from `start` on have."""
         ...
 
     def num_batches(self, start: int) -> int:
@@ -52,21 +51,26 @@ class EvenCut:
             return self.num_samples // self.batch_size
         return -(-self.num_samples // self.batch_size)
 
-    @property
-    def used(self) -> int:
-        """How many of the epoch's own samples are used; fewer than all only with "drop"."""
-        return min(self.num_samples, self.updates_per_epoch * self.batch_size)
+    def end(self, start: int) -> int:
+        """Return where the epoch's own samples end that batches from `start` on have.
+
+        That is the end of all, but with "drop", where those of a short batch are left out.
+        """
+        if self.remainder != "drop":
+            return self.num_samples
+        left = max(0, self.num_samples - start)
+        return start + left - left % self.batch_size
 
     def num_batches(self, start: int) -> int:
         """Return how many batches are left from position `start` on."""
-        return max(0, -(-(self.used - start) // self.batch_size))
+        return max(0, -(-(self.end(start) - start) // self.batch_size))
 
     def spans(self, start: int) -> Iterator[Span]:
         """Yield the batches from position `start` on; a padded one goes beyond the end."""
-        used = self.used
-        while start < used:
+        end = self.end(start)
+        while start < end:
             stop = start + self.batch_size
-            yield start, (stop if self.remainder == "pad" else min(stop, used))
+            yield start, (stop if self.remainder == "pad" else min(stop, end))
             start = stop
 
 
@@ -76,9 +80,8 @@ class UnevenCut:
 
     stops: npt.NDArray[np.int64]
 
-    @property
-    def used(self) -> int:
-        """How many samples the epoch's batches have."""
+    def end(self, start: int) -> int:
+        """Return where the batches from `start` on end."""
         return int(self.stops[-1]) if len(self.stops) else 0
 
     def num_batches(self, start: int) -> int:

@@ -392,7 +392,7 @@ class Data:
         if self.is_stream:
             check_stream_start(self, start)
         elif start.samples:
-            check_sample(start, self._cut(start.epoch, seed).used)
+            check_sample(start, self._cut(start.epoch, seed))
 
 
 _SOURCES = (Joined, Zipped)

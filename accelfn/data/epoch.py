@@ -132,7 +132,7 @@ class Portion(NamedTuple):
 def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
     """Yield what this rank takes of an epoch's updates from a cursor on."""
     block, first, last, size = np.empty(0, np.int64), 0, 0, _FIRST_BLOCK
-    num_samples, used, key = epoch.num_samples, epoch.cut.used, epoch.key
+    num_samples, end, key = epoch.num_samples, epoch.cut.end(start.samples), epoch.key
     following = Cursor(epoch.number + 1)
     for low, high in epoch.cut.spans(start.samples):
         if not first <= low <= high <= last:
@@ -148,6 +148,6 @@ def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
             # an empty part reads the sample beside it
             at = (begin if stop > begin or begin < high else high - 1) - first
             indices.append(block[at : at + (stop - begin or 1)])
-        after = Cursor(epoch.number, high) if high < used else following
+        after = Cursor(epoch.number, high) if high < end else following
         yield Portion(start, after, high - low, spans, tuple(indices), num_samples, key)
         start = after

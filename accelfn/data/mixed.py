@@ -13,10 +13,14 @@ from torch.utils._pytree import tree_structure
 from torch.utils.data import default_collate
 
 from accelfn import streams, tree
+from accelfn.arguments import is_number
 from accelfn.data.orders.order import AtPositions, Order, Sequential, Shuffled
 from accelfn.data.permutation import Indices, shuffled
 from accelfn.data.sources import Begin, Rows, Source, collated, source_of
 from accelfn.errors import ArgumentError, DataError
+
+_LARGEST_BLOCK = 1 << 24
+"""Positions that are shared out at once, in 128 MiB."""
 
 
 def mixed(datasets: Any, *, weights: Any, shuffle: bool) -> tuple["Joined", "Mixed"]:
@@ -36,7 +40,7 @@ def mixed(datasets: Any, *, weights: Any, shuffle: bool) -> tuple["Joined", "Mix
         raise DataError(msg)
     shares = lengths if weights is None else _listed(weights)
     fits = len(shares) == len(sources) and all(
-        isinstance(each, (int, float)) and 0 < each < float("inf") for each in shares
+        is_number(each) and 0 < each < float("inf") for each in shares
     )
     if not fits:
         msg = (
@@ -45,7 +49,15 @@ def mixed(datasets: Any, *, weights: Any, shuffle: bool) -> tuple["Joined", "Mix
         )
         raise ArgumentError(msg)
     inner = Shuffled() if shuffle else Sequential()
-    return Joined(sources), Mixed(lengths, shares, inner)
+    order = Mixed(lengths, shares, inner)
+    if order.block > _LARGEST_BLOCK:
+        of_whom = "the datasets' lengths" if weights is None else f"{weights!r}"
+        msg = (
+            f"af.Data.mix(weights={of_whom}): the least would come less than once in"
+            f" {_LARGEST_BLOCK // 4:,} samples. Give it a larger weight, or leave it out."
+        )
+        raise ArgumentError(msg)
+    return Joined(sources), order
 
 
 def _listed(weights: Any) -> tuple[Any, ...]:

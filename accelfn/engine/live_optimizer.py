@@ -206,6 +206,7 @@ class LiveOptimizer:
     def finish(self) -> State:
         """Return the optimizer's state by name, after a step."""
         self._is_watched = False
+        self._put_back()
         entries = len(self._torch.state)
         if (
             self._note_changes()
@@ -263,6 +264,23 @@ class LiveOptimizer:
             else:
                 group[key] = self._expected[i][key] = value
         self._assigned = hyper
+
+    def _put_back(self) -> None:
+        """Let tensors that were set for this update have their own values in the state.
+
+        They are the state's, so nothing else knows of a copy, or of what was loaded, that
+        they were set.
+        """
+        if not self._assigned:
+            return
+        left: Assignments = {}
+        for (i, key), value in self._assigned.items():
+            own = self._base[i][key]
+            if isinstance(own, torch.Tensor):
+                self._torch.param_groups[i][key].fill_(own)
+            else:
+                left[i, key] = value
+        self._assigned = left
 
     def _note_changes(self) -> bool:
         """Note what the step itself changed in the parameter groups."""

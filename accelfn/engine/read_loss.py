@@ -91,7 +91,7 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
             )
         weight = _detached(returned.weight)
         sums = {
-            name: WeightedSum(*entry)
+            name: WeightedSum(_detached(entry[0]), _detached(entry[1]))
             if isinstance(entry, tuple)
             else WeightedSum(_detached(entry), weight)
             for name, entry in totals.items()

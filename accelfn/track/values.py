@@ -130,6 +130,11 @@ def _float(value: Any) -> float:
     return float(value.item() if isinstance(value, np.ndarray) else value)
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense, and on a device that keeps values."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
 def check_image(name: str, image: object) -> None:
     """Refuse what is no image.
 
@@ -141,13 +146,11 @@ def check_image(name: str, image: object) -> None:
         or image.ndim != 3
         or image.shape[0] not in (1, 3, 4)
         or not image.numel()
+        or not has_values(image)
         or not (image.dtype == torch.uint8 or image.is_floating_point())
     ):
-        shown = (
-            f"a tensor of shape {tuple(image.shape)}, {image.dtype}"
-            if isinstance(image, torch.Tensor)
-            else type(image).__name__
-        )
+        is_tensor = isinstance(image, torch.Tensor)
+        shown = _shown(image) if is_tensor else type(image).__name__
         msg = (
             f"images: {name!r} is {shown}; expected a tensor (channels, height, width)"
             " with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1."
@@ -163,6 +166,7 @@ def pixels(name: str, image: torch.Tensor) -> Pixels:
     """
     image = image.detach().cpu()
     if image.is_floating_point():
+        image = image.double()
         low, high = float(image.min()), float(image.max())
         if not (low >= 0 and high <= 1):
             msg = (
@@ -170,7 +174,7 @@ def pixels(name: str, image: torch.Tensor) -> Pixels:
                 " are from 0, black, to 1."
             )
             raise ArgumentError(msg)
-        image = (image.double() * 255).round().to(torch.uint8)
+        image = (image * 255).round().to(torch.uint8)
     return image.permute(1, 2, 0).contiguous().numpy()
 
 
@@ -182,7 +186,7 @@ def check_samples(name: str, values: object) -> None:
     """
     if (
         not isinstance(values, torch.Tensor)
-        or values.layout != torch.strided
+        or not has_values(values)
         or not values.numel()
         or values.is_complex()
     ):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn import words
-from accelfn.arguments import is_integer
+from accelfn.arguments import is_integer, is_number
 from accelfn.calling import called
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.words import foreign
@@ -160,7 +160,7 @@ class World:
             WorldError: a variable is missing, malformed or contradicts another, or the
                 backend or the device cannot be had. Nothing falls back in silence.
         """
-        if not isinstance(timeout, (int, float)) or not 0 < timeout < _LONGEST:
+        if not is_number(timeout) or not 0 < timeout < _LONGEST:
             msg = (
                 f"World.from_env(timeout={timeout!r}): expected a positive number of"
                 " seconds."

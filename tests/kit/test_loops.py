@@ -511,3 +511,20 @@ def test_what_quantities_cannot_read_is_refused():
     for source in (MODEL.state_dict(), None):
         with pytest.raises(af.ArgumentError, match="expected a torch module"):
             quantities(source, optimizer)
+
+
+@pytest.mark.parametrize("weight", [1, 4])
+@pytest.mark.parametrize("setup", [None, af.autocast("fp16", init_scale=1024.0)])
+def test_quantities_of_gradients_are_those_of_the_mean(setup, weight):
+    """Whatever the loss was scaled by, and however much it weighs."""
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(2, 1), optimizer=torch.optim.SGD, setup=setup
+    )
+
+    def loss(model, batch):
+        return af.Loss(model(batch).mean() * weight, weight)
+
+    _, grads = af.value_and_grad(loss)(state, torch.ones(4, 2))
+    told = quantities(grads=grads)["grads"]
+    assert told["weight"].flatten().tolist() == [1.0, 1.0]
+    assert told["bias"].tolist() == [1.0]

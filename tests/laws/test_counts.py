@@ -31,8 +31,13 @@ def both(net: nn.Module, batch: Any, counts: dict[str, float]) -> af.Loss:
     return af.Loss(share, 1, seen=(float(len(x)), 1), size=size / counts["size"])
 
 
+def count_on(world: af.World) -> Any:
+    """Return what counts, in an order of each rank's own."""
+    return lambda batch: dict(sorted(count(batch).items(), reverse=world.rank % 2 == 1))
+
+
 def trained(world: af.World, run: Run) -> Any:
-    state, step = run.state(world), af.make_step(both, count=count)
+    state, step = run.state(world), af.make_step(both, count=count_on(world))
     means = []
     for batch, _ in zip(af.batches(state), range(run.updates), strict=False):
         state, metrics = step(state, batch)
@@ -122,3 +127,31 @@ def test_what_each_rank_reads_for_itself_is_counted(sizes: list[list[int]]) -> N
 
     for got in simulate(len(sizes), on_rank).results:
         assert differences(want, got, within=1e-9) == []
+
+
+@given(names=st.lists(st.sampled_from(["a", "b", "c"]), min_size=2, max_size=3))
+def test_counts_of_other_names_are_told(names: list[str]) -> None:
+    """Ranks that count as much under other names do not get one another's numbers."""
+
+    def fn(world: af.World) -> str:
+        world.connection.tells_structure = False  # as in a world of real processes
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(1, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            setup=af.wrap_ddp(),
+            world=world,
+        )
+        step = af.make_step(
+            lambda net, x, counts: net(x).sum() / counts[names[world.rank]],
+            count=lambda x: {names[world.rank]: len(x)},
+        )
+        try:
+            step(state, torch.ones(2, 1))
+        except af.CollectiveMismatchError as error:
+            return str(error)
+        return ""
+
+    for told in simulate(len(names), fn):
+        rows = [f'\n  rank {rank}: ["{name}"]' for rank, name in enumerate(names)]
+        assert bool(told) == (len(set(names)) > 1)
+        assert not told or all(row in told for row in rows)

@@ -223,15 +223,26 @@ def test_elastic_runs_see_each_sample_once(
 def test_a_run_goes_on_at_any_sample(
     data: af.Data, size: int, draw: st.DataObject
 ) -> None:
-    """From any sample of an epoch on, a batch's or not, the rest of the order comes."""
-    whole = [i for batch in read(single(), data) for i in own(batch)]
-    used = len(whole) // 2
-    at = draw.draw(st.integers(0, used - 1))
+    """From any sample of an epoch on, a batch's or not, the rest of the order comes.
+
+    With "drop" as much of it as whole batches have.
+    """
+    all_kept = attrs.evolve(data, remainder="short")
+    whole = [i for batch in read(single(), all_kept) for i in own(batch)]
+    n, least = len(whole) // 2, data.batch_size if data.remainder == "drop" else 1
+    at = draw.draw(st.integers(0, n - least))
     epoch = draw.draw(st.integers(0, 1))
     start = af.Cursor(epoch, at)
     ranks = list(simulate(size, lambda world: read(world, data, start=start)))
-    rest = [i for update in joined(ranks) for i in update]
-    assert rest == whole[epoch * used + at :]
+    found = joined(ranks)
+    expected: list[int] = []
+    for begin in [epoch * n + at, *([n] if epoch == 0 else [])]:
+        end = (begin // n + 1) * n
+        left = (end - begin) % data.batch_size if least > 1 else 0
+        expected += whole[begin : end - left]
+    assert [i for update in found for i in update] == expected
+    if data.remainder == "drop":
+        assert {len(update) for update in found} == {data.batch_size}
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -3,6 +3,7 @@
 
 import functools
 import math
+import tempfile
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.strategies import LOSSES, Run, differences, runs, tensors
 Tensors = dict[str, torch.Tensor]
 NORMS = st.sampled_from([1.0, 2.0, 3.0, math.inf])
 PLAIN = functools.partial(torch.optim.SGD, lr=1.0)
+RATES = st.sampled_from([2.0, torch.tensor(2.0, dtype=torch.float64)])
 elements = st.integers(-12, 12).map(float)
 
 
@@ -216,15 +218,18 @@ def test_ema_closed_form(run: Run, size: int, parts: int, decay: float) -> None:
     does=st.lists(st.sampled_from(["step", "look", "fail", "fork"]), max_size=6),
     parts=st.integers(1, 3),
     size=st.sampled_from([1, 2]),
+    rate=RATES,
 )
-def test_the_schedule_follows_updates(does: list[str], parts: int, size: int) -> None:
+def test_the_schedule_follows_updates(
+    does: list[str], parts: int, size: int, rate: Any
+) -> None:
     """The rate is that of the update number: no call, failure or fork moves it."""
     setup = af.chain(af.accumulate(num_micro_batches=parts), DDP)
 
     def play(world: af.World) -> None:
         state = af.TrainState.create(
             model=lambda: nn.Linear(1, 1, bias=False).double(),
-            optimizer=functools.partial(torch.optim.SGD, lr=2.0),
+            optimizer=functools.partial(torch.optim.SGD, lr=rate),
             schedule=lambda update: 2.0 ** -(update + 1),
             data=af.Data(torch.ones(8, 1).double(), batch_size=4),
             setup=setup,
@@ -264,3 +269,49 @@ def test_the_schedule_follows_updates(does: list[str], parts: int, size: int) ->
         assert state.step == does.count("step")
 
     simulate(size, play)
+
+
+@af.transform
+class Sets:
+    """Sets the rate in some updates."""
+
+    at: frozenset[int]
+
+    def hyper(self, state: af.TrainState, slot: Any) -> dict[str, float]:
+        return {"lr": 2.0**-state.step} if state.step in self.at else {}
+
+
+@given(
+    at=st.frozensets(st.integers(0, 5)),
+    between=st.lists(st.sampled_from(["", "copy", "load", "bare"]), max_size=6),
+    rate=RATES,
+)
+def test_what_was_set_leaves_nothing(
+    at: frozenset[int], between: list[str], rate: Any
+) -> None:
+    """A rate that is set for an update holds for it alone, be it a tensor of the optimizer's.
+
+    Whether the state is copied, saved and loaded, or the transform taken off, behind it.
+    """
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1, bias=False).double(),
+        optimizer=functools.partial(torch.optim.SGD, lr=rate),
+        setup=Sets(at),
+        world=single(),
+    )
+    step = af.make_step(lambda net, x: net(x).mean())  # whose gradient is 1
+    place = state.params["weight"].item()
+    for i, how in enumerate(between):
+        now = 2.0**-i if i in at and len(state.setup) else 2.0
+        assert state.lrs == (now,)
+        state, _ = step(state, torch.ones(1, 1).double())
+        place -= now
+        assert math.isclose(place, state.params["weight"].item(), abs_tol=1e-12)
+        if how == "copy":
+            state = state.copy()
+        elif how == "load":
+            with tempfile.TemporaryDirectory() as folder:
+                af.save(state, f"{folder}/saved")
+                state = af.load(state, f"{folder}/saved")
+        elif how == "bare":
+            state = state.with_setup(None)

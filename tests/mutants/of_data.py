@@ -78,8 +78,8 @@ MUTANTS = [
         law="L39",
         test=test_ranks_data.test_len_is_honest_from_any_cursor,
         place=cut.EvenCut.num_batches,
-        old="-(-(self.used - start) // self.batch_size)",
-        new="(self.used - start) // self.batch_size",
+        old="-(-(self.end(start) - start) // self.batch_size)",
+        new="(self.end(start) - start) // self.batch_size",
     ),
     Mutant(
         name="len is rank 0's affair",

@@ -2,18 +2,21 @@
 """Bugs at the edge of what is drawn: one dtype of several, one act of many, one of two kinds."""
 
 from accelfn.checkpoint import disk, elastic, lock
-from accelfn.collectives import reductions
-from accelfn.data import alike, dataset
+from accelfn.collectives import packed, reductions
+from accelfn.data import alike, cut, dataset
 from accelfn.data.orders import buckets
-from accelfn.engine import agreement
+from accelfn.engine import agreement, live_optimizer
 from tests.laws import (
     test_collectives_at_limits,
+    test_counts,
     test_definitions,
     test_disk,
     test_orders,
+    test_ranks_data,
     test_resume,
     test_same_data,
     test_store,
+    test_updates,
 )
 from tests.mutants.mutant import Mutant
 
@@ -91,5 +94,41 @@ MUTANTS = [
         place=lock.Lock.release,
         old="self.pid == os.getpid()",
         new="self.pid",
+    ),
+    Mutant(
+        name="a tensor stays as it was set",
+        says="a rate that a transform set is that of a copy's next update, too",
+        law="L19",
+        test=test_updates.test_what_was_set_leaves_nothing,
+        place=live_optimizer.LiveOptimizer._put_back,
+        old="not self._assigned",
+        new="self._assigned",
+    ),
+    Mutant(
+        name="counts meet by insertion",
+        says="ranks that count in another order get one another's sums",
+        law="L3",
+        test=test_counts.test_several_denominators_are_those_of_the_whole_update,
+        place=packed.sum_named,
+        old="names = sorted(numbers)",
+        new="names = list(numbers)",
+    ),
+    Mutant(
+        name="counts of whatever comes",
+        says="counts of different names are added up",
+        law="L55",
+        test=test_counts.test_counts_of_other_names_are_told,
+        place=packed.sum_named,
+        old="_differ(told[:6], world)",
+        new="not told",
+    ),
+    Mutant(
+        name="a short batch behind a cursor",
+        says="with drop, a run that goes on within a batch has a short one",
+        law="L35",
+        test=test_ranks_data.test_a_run_goes_on_at_any_sample,
+        place=cut.EvenCut.end,
+        old="start + left - left % self.batch_size",
+        new="self.num_samples - self.num_samples % self.batch_size",
     ),
 ]

@@ -122,8 +122,8 @@ OF_ORDERS = [
         law="L35",
         test=test_orders.test_budgets_are_kept_and_used,
         place=budget._fitting,
-        old='int(np.searchsorted(spent, self.limit, side="right"))',
-        new="max(1, int(np.searchsorted(spent, self.limit)))",
+        old="int(beyond.argmax()) if",
+        new="max(1, int(beyond.argmax()) - 1) if",
     ),
     Mutant(
         name="a sampler's epoch is not set",
@@ -431,8 +431,8 @@ OF_RESUMING = [
         law="L45",
         test=test_ranks_data.test_elastic_runs_see_each_sample_once,
         place=cut.EvenCut.spans,
-        old="used = self.used",
-        new="used = self.used + start",
+        old="end = self.end(start)",
+        new="end = self.end(start) + start",
     ),
     Mutant(
         name="a cut is moved to a batch's start",
@@ -440,8 +440,8 @@ OF_RESUMING = [
         law="L42",
         test=test_ranks_data.test_a_run_goes_on_at_any_sample,
         place=cut.EvenCut.spans,
-        old="used = self.used",
-        new="used, start = self.used, start // self.batch_size * self.batch_size",
+        old="end = self.end(start)",
+        new="end, start = self.end(start), start // self.batch_size * self.batch_size",
     ),
     Mutant(
         name="a worker's draws",

@@ -67,9 +67,9 @@ MUTANTS = [
         says="gradients are divided by a weight that is one too many",
         law="L3",
         test=test_random_setups.test_it_trains_what_a_plain_loop_trains,
-        place=update._divide_,
-        old="divisor = grads.denominator",
-        new="divisor = grads.denominator + 1",
+        place=grads.Grads.scale,
+        old="return self.denominator",
+        new="return self.denominator + 1",
     ),
     Mutant(
         name="skipped updates move the rate",

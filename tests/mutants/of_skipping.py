@@ -103,9 +103,9 @@ MUTANTS = [
         says="gradients are not divided by the loss scale before they are clipped",
         law="L16",
         test=test_skipping.test_a_scale_that_is_a_power_of_2_changes_no_bit,
-        place=update._divide_,
-        old="divisor = grads.loss_scale.double() * divisor",
-        new="pass",
+        place=grads.Grads.scale,
+        old="self.loss_scale.double() * self.denominator",
+        new="self.denominator",
     ),
     Mutant(
         name="micro-batches share the scale",

@@ -41,14 +41,15 @@ MUTANTS = [
         place=update._updated,
         old="""\
         if grads.tensors and not grads.is_mean and not later:
-            _divide_(grads)
+            # of a weight of 0 they are zeros, and stay that
+            divide_(grads.tensors.values(), grads.scale)
             grads = attrs.evolve(grads, is_mean=True, loss_scale=None)
         grads, slots = _transformed(state, grads, setup, slots)
 """,
         new="""\
         grads, slots = _transformed(state, grads, setup, slots)
         if grads.tensors and not grads.is_mean and not later:
-            _divide_(grads)
+            divide_(grads.tensors.values(), grads.scale)
             grads = attrs.evolve(grads, is_mean=True)
 """,
     ),

@@ -677,3 +677,15 @@ def test_no_code_is_run(saved):
     torch.save({"a": torch.ones(1)}, saved / "rank-00000.safetensors")
     with pytest.raises(af.CheckpointError, match="safetensors"):
         af.load(fresh(), saved)
+
+
+@pytest.mark.parametrize(
+    "metrics", [3, {"a": "3"}, {"a": True}, {1: 2.0}, {"a": None}, [("a", 1.0)]]
+)
+def test_metrics_of_a_save_are_numbers_by_name(metrics, tmp_path):
+    """Texts, truths and names that are none are refused with what was given."""
+    with (
+        af.CheckpointStore(tmp_path) as store,
+        pytest.raises(af.ArgumentError, match=r"metrics=.*expected numbers by name"),
+    ):
+        store.save(fresh(), metrics=metrics)

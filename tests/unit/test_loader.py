@@ -2,6 +2,7 @@
 """`Data.from_loader`: what a torch DataLoader says is kept, or said to be lost."""
 
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -427,3 +428,18 @@ def test_a_random_sampler_draws_what_it_is_told_to(n, num, replacement, seed):
         return
     drawn = drawn_once(sampler, seed=seed, epoch=0)
     assert found(np.arange(num)).tolist() == drawn
+
+
+def test_a_warning_is_of_the_users_line(tmp_path):
+    """Wherever the user's code lies, beside the package under a name like its own too."""
+    script = "def make(data, loader): return data.from_loader(loader)\n"
+    beside = Path(af.__file__).parent
+    for place in (
+        tmp_path / "train.py",
+        beside.with_name(f"{beside.name}_runs") / "x.py",
+    ):
+        found = {}
+        exec(compile(script, str(place), "exec"), found)  # noqa: S102 - it is its place
+        with pytest.warns(af.Warning, match="worker_init_fn") as told:
+            found["make"](af.Data, DataLoader(X, worker_init_fn=print))
+        assert [Path(each.filename) for each in told] == [place]

@@ -330,3 +330,22 @@ def test_an_empty_share_reports_nothing(loss):
     (one, mean), (two, _), (none, _) = simulate(3, rank)
     assert set(none.values()) == {0.0}
     assert mean == pytest.approx({name: (one[name] + two[name]) / 2 for name in one})
+
+
+def test_what_is_reported_keeps_no_graph():
+    """No metric, of whichever weight, has a gradient: added up over a run they are numbers."""
+
+    def loss(model, batch):
+        out = model(batch)
+        return af.Loss(
+            out.sum(),
+            out.abs().sum(),
+            size=out.square().sum(),
+            own=(out.sum(), out.std()),
+        )
+
+    _, metrics = af.make_step(loss)(make(), X)
+    for each in metrics.sums.values():
+        parts = (each.amount, each.weight, each.total)
+        assert not any(torch.is_tensor(part) and part.requires_grad for part in parts)
+    assert not any(mean.requires_grad for mean in metrics.values())

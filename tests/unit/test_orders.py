@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders, budgets, mixes and zips: their arguments, and what says that they are wrong."""
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -83,6 +84,30 @@ def test_tensors_arrays_and_lists_are_alike():
             for size, order in [(af.budget(values, limit=4), make_order(values))]
         ]
         assert orders[0] == orders[1] == orders[2]
+
+
+def test_weights_of_any_size_are_shares():
+    """Those whose sum no float holds draw as smaller ones do."""
+    large, small = (
+        af.orders.weighted(np.array([1.0, 3.0, 0.0, 4.0]) * scale)
+        for scale in (4e307, 1.0)
+    )
+    found = [
+        read(
+            af.Data(range(4), batch_size=100, order=attrs.evolve(each, num_samples=100))
+        )
+        for each in (large, small)
+    ]
+    assert found[0][0].indices.tolist() == found[1][0].indices.tolist()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_budget_of_any_size_is_kept(padded):
+    """Costs whose sum or product no integer of 64 bits holds do not fit together."""
+    for limit in (2**62, 2**63 - 1, 2**70):
+        costs = af.budget([2**62] * 6, limit=limit, padded=padded)
+        stops = costs.cut(np.arange(6)).stops
+        assert stops.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_weights_are_copied():
@@ -230,6 +255,17 @@ MIXES = {
         af.ArgumentError,
         [X, X],
         {"weights": [1, 0]},
+    ),
+    "weights=[True, 2])": (af.ArgumentError, [X, X], {"weights": [True, 2]}),
+    "weights=[1, 1e-09]): the least would come": (
+        af.ArgumentError,
+        [X, X],
+        {"weights": [1, 1e-9]},
+    ),
+    "weights=[1e+300, 1e-300]): the least": (
+        af.ArgumentError,
+        [X, X],
+        {"weights": [1e300, 1e-300]},
     ),
     "weights=[1, nan])": (af.ArgumentError, [X, X], {"weights": [1, np.nan]}),
     "weights='ab')": (af.ArgumentError, [X, X], {"weights": "ab"}),

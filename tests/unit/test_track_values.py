@@ -91,3 +91,33 @@ def test_settings_of_one_number_are_numbers(given, kept):
     tracker.hyperparameters({"a": given})
     found = tracker.backends["in_memory"].hyperparameters["a"]
     assert (type(found), found) == (type(kept), kept)
+
+
+NO_VALUES = {
+    "meta": torch.empty((1, 2, 2), device="meta"),
+    "sparse": torch.zeros(1, 2, 2).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", NO_VALUES)
+def test_what_has_no_values_is_refused(kind):
+    """On all ranks, before rank 0 would fail to read it."""
+    tracker = af.track.in_memory(world=WORLD)
+    with pytest.raises(af.ArgumentError, match="images: 'x' is a tensor of shape"):
+        tracker.images({"x": NO_VALUES[kind]}, 1)
+    with pytest.raises(af.ArgumentError, match="histograms: 'x'"):
+        tracker.histograms({"x": NO_VALUES[kind]}, 1)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.float16, torch.bfloat16]
+)
+def test_numbers_of_any_size_are_seen(dtype):
+    """Images and histograms may be of any floating-point numbers."""
+    image = torch.tensor([[[0.0, 1.0], [0.5, 0.25]]]).to(dtype)
+    tracker = af.track.in_memory(world=WORLD)
+    tracker.images({"x": image}, 1)
+    tracker.histograms({"x": image}, 1)
+    kept = tracker.backends["in_memory"]
+    assert kept.images["x"][1].reshape(-1).tolist() == [0, 255, 128, 64]
+    assert kept.histograms["x"][1].tolist() == [0.0, 1.0, 0.5, 0.25]

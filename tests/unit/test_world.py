@@ -204,7 +204,7 @@ def test_rank_that_waits_alone(env, monkeypatch, rank, says):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "60"])
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "60", True])
 def test_timeout_is_a_positive_number_of_seconds(env, timeout):
     """A timeout that is no positive, finite number of seconds is refused with its value."""
     env(RANK=0, WORLD_SIZE=1, **rendezvous())

@@ -32,7 +32,10 @@ def _as_weights(values: Any) -> Floats:
             " of 0 or more for each sample, not all 0."
         )
         raise ArgumentError(msg)
-    return weights.astype(np.float64)
+    weights = weights.astype(np.float64)
+    with np.errstate(over="ignore"):
+        has_sum = np.isfinite(weights.sum())
+    return weights if has_sum else weights / weights.max() / len(weights)
 
 
 @called
