@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 
 from accelfn import tree
 from accelfn.collectives import all_gather, first_difference, gather_text
+from accelfn.data.fetch import nothing
 from accelfn.data.fingerprint import bytes_of, form_of, places_of, sample_at
 from accelfn.data.mixed import Joined
 from accelfn.data.orders.order import Sequential, Shuffled
@@ -182,7 +183,7 @@ def _in_memory(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
     if isinstance(source, Rows):
         size = sum(t[:1].nbytes for t in tree.tensor_leaves(source.tensors))
         rows = _spaced(len(source), max(1, _BYTES // max(1, size)))
-        yield f"{len(rows)} of its rows", lambda: source.batch(rows, lambda _: None)
+        yield f"{len(rows)} of its rows", lambda: source.batch(rows, nothing)
     dataset: Any = source.dataset if isinstance(source, Items) else None
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices

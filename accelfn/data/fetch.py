@@ -34,7 +34,8 @@ class Fetch:
 
     What a dataset draws from torch's, numpy's or Python's default generator (augmentation)
     comes from (seed, epoch, position), so it does not depend on workers, ranks or
-    micro-batches. A `__getitems__` of the dataset's own draws for all its samples at once:
+    micro-batches; of datasets side by side each has draws of its own. A `__getitems__` of
+    the dataset's own draws for all its samples at once:
     there it comes from the first position.
     """
 
@@ -52,8 +53,9 @@ class Fetch:
             return self.source.batch(task.indices, nothing)
         with streams.drawing() as draws:
 
-            def begin(place: int) -> None:
-                draws.begin(streams.fold(task.key, task.first + place))
+            def begin(place: int, part: int = 0) -> None:
+                key = streams.fold(task.key, task.first + place)
+                draws.begin(streams.fold(key, part) if part else key)
 
             if self.collate is None:
                 return self.source.batch(task.indices, begin)
@@ -61,5 +63,5 @@ class Fetch:
             return collated(self.collate, samples, task.indices)
 
 
-def nothing(_place: int) -> None:
+def nothing(_place: int, _part: int = 0) -> None:
     """Set no generator: nothing draws."""

@@ -78,8 +78,12 @@ def places_of(source: Source) -> list[int]:
 def sample_at(source: Source, place: int) -> Any:
     """Return a sample; what it draws from default generators is the same each time."""
     with streams.drawing() as draws:
-        draws.begin(0)
-        return source.samples(np.array([place]), lambda _: draws.begin(0))[0]
+
+        def begin(_place: int, _part: int = 0) -> None:
+            draws.begin(0)
+
+        begin(0)
+        return source.samples(np.array([place]), begin)[0]
 
 
 def _hash_of(sample: Any) -> bytes:

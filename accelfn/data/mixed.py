@@ -86,7 +86,7 @@ class Joined:
         """Return the samples, each of its own part."""
         found: list[Any] = [None] * len(indices)
         for part, here, own in self._by_part(indices):
-            samples = part.samples(own, lambda i, here=here: begin(int(here[i])))
+            samples = part.samples(own, lambda i, _=0, here=here: begin(int(here[i])))
             for place, sample in zip(here.tolist(), samples, strict=True):
                 found[place] = sample
         return found

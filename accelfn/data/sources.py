@@ -9,7 +9,7 @@ map-style dataset is asked through `__getitems__` where it has one, else item by
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import attrs
 import numpy as np
@@ -28,8 +28,13 @@ from accelfn.data.length import promised_length
 from accelfn.data.permutation import Indices
 from accelfn.errors import DataError
 
-Begin: TypeAlias = Callable[[int], object]
-"""Called with a sample's place in the micro-batch before the sample is read."""
+
+class Begin(Protocol):
+    """Called before a sample is read."""
+
+    def __call__(self, place: int, part: int = 0, /) -> object:
+        """Take its place in the micro-batch; of datasets side by side, the number too."""
+        ...
 
 
 class Source(Protocol):

@@ -47,7 +47,7 @@ class Zipped:
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return dicts with a sample of each."""
         columns = [
-            part.samples(np.ascontiguousarray(indices[:, i]), begin)
+            part.samples(np.ascontiguousarray(indices[:, i]), _of_part(begin, i))
             for i, part in enumerate(self.parts.values())
         ]
         return [
@@ -58,9 +58,14 @@ class Zipped:
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return a dict with a batch of each."""
         return {
-            name: part.batch(np.ascontiguousarray(indices[:, i]), begin)
+            name: part.batch(np.ascontiguousarray(indices[:, i]), _of_part(begin, i))
             for i, (name, part) in enumerate(self.parts.items())
         }
+
+
+def _of_part(begin: Begin, number: int) -> Begin:
+    """Let datasets side by side draw other numbers than one another."""
+    return lambda place, _=0: begin(place, number)
 
 
 @attrs.frozen
