@@ -51,6 +51,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "hooked": hooked,
     "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.BatchNorm1d(3)),
+    "a norm without parameters": lambda: nn.Sequential(
+        nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3)
+    ),
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
     "parallel": lambda: nn.DataParallel(nn.Linear(3, 3)),
     "evaluated": lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval(),
@@ -122,6 +125,19 @@ def test_a_model_that_was_given_raises(
     assert SHARED.pop("gelu").eval()(torch.zeros(1)) == 0
     with pytest.raises(af.ModelError, match="another state's already"):
         af.TrainState.create(model=nn.Sequential(given), optimizer=make)
+
+
+@pytest.mark.parametrize("kind", UNTRAINED)
+def test_every_part_is_given(kind: str) -> None:
+    """A5: what holds tensors of any kind, however deep, is the state's; the rest is everybody's."""
+    model = made(kind)
+    parts = list(model.modules())
+    holds = [bool([*each.parameters(), *each.buffers()]) for each in parts]
+    make = functools.partial(torch.optim.Adam, lr=0.1)
+    state = af.TrainState.create(model=model, optimizer=make)
+    for part, is_held in zip(parts, holds, strict=True):
+        assert ("given to the state" in repr(part)) == is_held
+    assert state.step == 0
 
 
 @given(

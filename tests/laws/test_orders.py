@@ -204,6 +204,21 @@ def test_every_order_is_evaluated_on_each_sample_once(data: af.Data, size: int) 
         assert len(seen) == len(data.source)
 
 
+@given(
+    n=st.integers(4000, 30_000),
+    batch_size=st.integers(700, 9000),
+    start=st.integers(0, 3999),
+    shuffle=st.booleans(),
+)
+def test_no_sample_is_lost_between_blocks(
+    n: int, batch_size: int, start: int, *, shuffle: bool
+) -> None:
+    """However batches lie across the blocks in which a long order is computed."""
+    data = af.Data(torch.arange(n), batch_size=batch_size, shuffle=shuffle)
+    batches = read(single(), data, epochs=1, start=af.Cursor(0, start))
+    assert flat([own([batch]) for batch in batches]) == order_of(data, 0)[start:]
+
+
 # shuffled
 
 NEAR_POWERS = st.builds(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store's saves are agreed by all ranks, hold what was given, and are one job's at a time."""
 
+import atexit
 import errno
 import gc
 import json
 import os
+import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from io import StringIO
@@ -133,10 +135,22 @@ def lock_of(**other: object) -> str:
         return json.dumps(json.loads(Lock.of(root).text) | other)
 
 
+def unburied() -> dict[str, object]:
+    """Return what a lock says of a child that has ended, for which nobody has waited."""
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    begun = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[19]
+    atexit.register(os.waitpid, child, 0)
+    return {"pid": child, "begun": begun}
+
+
 HOLDERS = {
     "alive": (lock_of, "held by .*:[0-9]+ since 2"),
     "dead": (lambda: lock_of(begun="0"), None),
     "gone": (lambda: lock_of(pid=2**22 + 1), None),
+    "not waited for": (lambda: lock_of(**unburied()), None),
     "another host's": (
         lambda: lock_of(host="elsewhere", begun="0"),
         "held by elsewhere:",
@@ -198,7 +212,7 @@ def test_a_forked_process_holds_no_lock() -> None:
         first.close()
 
 
-@pytest.mark.parametrize("ends", ["close", "collect"])
+@pytest.mark.parametrize("ends", ["close", "collect", "error"])
 def test_one_store_saves_to_a_directory(ends: str) -> None:
     """A second store of the same process waits for the first one's end."""
     with lent() as root:
@@ -210,8 +224,12 @@ def test_one_store_saves_to_a_directory(ends: str) -> None:
         assert second.steps == (1,)
         if ends == "close":
             first.close()
-        del first
-        gc.collect()
+        elif ends == "error":
+            with pytest.raises(KeyError), first:
+                raise KeyError
+        else:
+            del first
+            gc.collect()
         second.save(state_of(2))
         second.close()
         assert second.steps == (1, 2)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs at the edge of what is drawn: one dtype of several, one act of many, one of two kinds."""
 
+from accelfn import given
 from accelfn.checkpoint import disk, elastic, lock
 from accelfn.collectives import packed, reductions
-from accelfn.data import alike, cut, dataset
+from accelfn.data import alike, cut, dataset, epoch
 from accelfn.data.orders import buckets
 from accelfn.engine import agreement, live_optimizer
 from tests.laws import (
@@ -11,6 +12,7 @@ from tests.laws import (
     test_counts,
     test_definitions,
     test_disk,
+    test_given,
     test_orders,
     test_ranks_data,
     test_resume,
@@ -68,6 +70,24 @@ MUTANTS = [
         new="order=self.order",
     ),
     Mutant(
+        name="windows of broken batches",
+        says="batches lie across the windows that were sorted, and mix lengths",
+        law="L40",
+        test=test_orders.test_buckets_are_sorted_windows,
+        place=buckets.bucketed.of_epoch,
+        old="-(-self.window // step) * step",
+        new="max(self.window, step)",
+    ),
+    Mutant(
+        name="an end of a block for the end of a batch",
+        says="samples of a batch that lies across two blocks of a long order are lost",
+        law="L39",
+        test=test_orders.test_no_sample_is_lost_between_blocks,
+        place=epoch.portions,
+        old="not first <= low <= high <= last",
+        new="not first <= low < last or high > num_samples",
+    ),
+    Mutant(
         name="samples take turns in a window",
         says="a bucketed budget has long and short samples in one batch",
         law="L39",
@@ -85,6 +105,16 @@ MUTANTS = [
         place=disk.rename,
         old="new.rename(path)",
         new="pass",
+    ),
+    Mutant(
+        name="statistics alone are nobody's",
+        says="a part of a given model that has buffers and no parameters can be used",
+        law="L22",
+        test=test_given.test_every_part_is_given,
+        args={"kind": "a norm without parameters"},
+        place=given._has_tensors,
+        old="any(True for each in (params, buffers) for _ in each)",
+        new="any(True for _ in params)",
     ),
     Mutant(
         name="a child lets the lock go",

@@ -157,3 +157,28 @@ def test_no_buffer_at_all() -> None:
     state = af.TrainState.create(model=lambda: Bare(2, 1), optimizer=SGD)
     with pytest.raises(af.ModelError, match="'later' was registered"):
         af.make_step(loss_fn)(state, torch.ones(3, 2))
+
+
+def test_a_buffer_that_is_set_to_the_batch_leaves_the_batch_alone() -> None:
+    """What the forward pass assigns is copied: no later pass writes the user's tensors."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.register_buffer("last", torch.zeros(3, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x
+            return self.layer(x)
+
+    state = af.TrainState.create(model=Last, optimizer=SGD)
+    step, look = af.make_step(loss_fn), af.value_and_grad(loss_fn)
+    batches = [torch.full((3, 2), float(i)) for i in range(1, 4)]
+    for i, batch in enumerate(batches, start=1):
+        for each in batches:
+            look(state, each)
+        state, _ = step(state, batch)
+        assert torch.equal(state.buffers["last"], torch.full((3, 2), float(i)))
+        for j, each in enumerate(batches, start=1):
+            assert torch.equal(each, torch.full((3, 2), float(j)))

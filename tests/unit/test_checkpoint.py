@@ -689,3 +689,14 @@ def test_metrics_of_a_save_are_numbers_by_name(metrics, tmp_path):
         pytest.raises(af.ArgumentError, match=r"metrics=.*expected numbers by name"),
     ):
         store.save(fresh(), metrics=metrics)
+
+
+def test_a_transform_without_a_slot_may_go(tmp_path):
+    """Nothing of it was saved, so nothing is missed; one with a slot is refused by name."""
+    clipped = af.chain(af.clip_grad_norm(1.0), af.ema(0.5))
+    state = fresh().with_setup(clipped)
+    af.save(state, tmp_path / "saved")
+    bare = fresh().with_setup(af.ema(0.5))
+    assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
+    with pytest.raises(af.CheckpointError, match=r"are gone \['ema'\]"):
+        af.load(fresh().with_setup(None), tmp_path / "saved")

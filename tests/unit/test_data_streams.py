@@ -431,3 +431,62 @@ def test_a_dispatched_stream_that_raises(kind):
             f"Rank 0, which reads for all, could not: {kind.__name__}"
         )
         assert "shard 7" in each
+
+
+class Keeps(Stateful):
+    """Goes on in the very dict that it is given, as some datasets do."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.given = state
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            if hasattr(self, "given"):
+                for name in self.given:
+                    self.given[name] = -1
+            yield sample
+
+
+def test_a_stream_does_not_change_a_cursor():
+    """Whatever it does to the dict that it is given, a state can be read again from there."""
+    data = af.Data(Keeps(10), batch_size=2)
+    cursor = read(data)[1].cursor
+    rest = flat(read(data, cursor=cursor))
+    assert rest == flat(read(data, cursor=cursor)) == [[4, 5], [6, 7], [8, 9]]
+
+
+def test_a_stream_is_evaluated_from_its_beginning():
+    """However far it was read before, by an earlier evaluation or by the training."""
+    data = af.Data(Stateful(7), batch_size=3)
+    state = make(data)
+    for _ in range(2):
+        seen = [float(each) for each in af.predict(state, data, lambda _, x: x)]
+        assert seen == list(range(7))
+    batches = iter(af.batches(state))
+    next(batches)
+    seen = [float(each) for each in af.predict(state, data, lambda _, x: x)]
+    assert seen == list(range(7))
+
+
+class Turning(Plain):
+    """Begins elsewhere in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        numbers = [(i + 2 * self.epoch) % self.n for i in range(self.n)]
+        return iter([torch.tensor([float(i)]) for i in numbers])
+
+
+def test_a_resumed_epoch_is_filled_from_its_own_beginning():
+    """Padding repeats the samples with which this epoch began, not those of another."""
+    data = af.Data(Turning(7), batch_size=3, remainder="pad", replay=True)
+    whole = flat(read(data, epochs=3))
+    assert whole[5] == [1.0, 2.0, 3.0]
+    for epoch in range(3):
+        rest = flat(read(data, cursor=af.Cursor(epoch, 3), epochs=3))
+        assert rest == whole[3 * epoch + 1 :]

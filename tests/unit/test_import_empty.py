@@ -284,3 +284,25 @@ def test_what_another_function_reads_is_sent_there(tmp_path):
         for wrong in named.keys() - {right}:
             with pytest.raises(af.CheckpointError, match=named[right]):
                 wrong(path)
+
+
+def test_what_is_frozen_stays_frozen(tmp_path):
+    """A parameter that the factory makes without a gradient has none in the model."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+            self.free = nn.Parameter(torch.ones(2))
+            self.held = nn.Linear(2, 2)
+            self.held.requires_grad_(requires_grad=False)
+
+    path = written(Half(), tmp_path / "model.safetensors")
+    model = af.import_model(Half, path)
+    trained = {name: each.requires_grad for name, each in model.named_parameters()}
+    assert trained == {
+        "fixed": False,
+        "free": True,
+        "held.weight": False,
+        "held.bias": False,
+    }

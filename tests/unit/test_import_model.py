@@ -663,3 +663,17 @@ def test_a_file_of_torch_that_is_cut_off_is_refused(tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(af.CheckpointError, match=re.escape(str(path))):
             af.import_torch_weights(nn.Linear(2, 2), path)
+
+
+def test_a_tensor_is_read_where_the_index_says(tmp_path):
+    """Of one that lies in two files, that of the file which the index names."""
+    index = sharded(nn.Linear(2, 2), tmp_path / "model")
+    places = json.loads(index.read_text())["weight_map"]
+    for name, other in (("bias", places["weight"]), ("weight", places["bias"])):
+        held = safetensors.torch.load_file(index.parent / other)
+        true = safetensors.torch.load_file(index.parent / places[name])[name]
+        held[name] = torch.full_like(true, 9.0)
+        safetensors.torch.save_file(held, index.parent / other)
+        model = nn.Linear(2, 2)
+        af.import_model(model, index)
+        assert torch.equal(getattr(model, name), true)

@@ -16,6 +16,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -154,6 +155,8 @@ def test_sampler_over_some():
     sampler = SubsetRandomSampler([1, 2, 3, 8])
     drawn = indices(DataLoader(X, batch_size=3, sampler=sampler))
     assert sorted(drawn[0] + drawn[1]) == [1, 2, 3, 8]
+    in_order = SequentialSampler(range(5))
+    assert indices(DataLoader(X, batch_size=3, sampler=in_order)) == [[0, 1, 2], [3, 4]]
 
 
 def test_sampler_with_a_generator():

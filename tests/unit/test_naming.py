@@ -52,3 +52,22 @@ def test_other_failures_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="of another kind") as caught:
         simulate(2, fail)
     assert not isinstance(caught.value, PeerFailedError)
+
+
+def test_blocks_lie_in_one_another() -> None:
+    """What is done inside another thing is that one again afterwards, also when it failed."""
+
+    def run(world: af.World) -> list[str | None]:
+        connection = world.connection
+        seen = [connection.label]
+        with naming("outer", world):
+            with naming("inner", world):
+                seen.append(connection.label)
+            seen.append(connection.label)
+            with pytest.raises(KeyError), naming("failing", world):
+                raise KeyError
+            seen.append(connection.label)
+        return [*seen, connection.label]
+
+    for seen in simulate(2, run):
+        assert seen == [None, "inner", "outer", "outer", None]

@@ -298,6 +298,10 @@ def test_config_writes_the_defaults():
     assert main(["config", "--default", "--config", "other.toml"]) == 0
     defaults = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
     assert read(Path("other.toml")) == defaults
+    Path("begun.toml").write_text("[launch]\nnproc = 3\nmax_restarts = 2\n")
+    assert main(["config", "--default", "--config", "begun.toml"]) == 0
+    begun = {**defaults, "nproc": 3, "max_restarts": 2}
+    assert read(Path("begun.toml")) == begun
     assert not Path("accelfn.toml").exists()
 
 

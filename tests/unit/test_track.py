@@ -122,6 +122,11 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
     log = af.track.read(path)
     assert log.metrics["loss"] == {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 9: 2.0}
     assert (log.superseded, log.resumed) == (3, (4,))
+    with af.track.jsonl(path, world=WORLD, step=0) as tracker:
+        tracker({"loss": 3.0}, 20)
+    log = af.track.read(path)
+    assert log.metrics["loss"] == {20: 3.0}
+    assert (log.superseded, log.resumed) == (8, (0,))
 
 
 @pytest.mark.parametrize(
