@@ -2,6 +2,7 @@
 """Hypothesis profiles, one torch thread, a warm import of what the tests use."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import settings
 from accelfn.testing.plugin import register_profiles
 
 torch.set_num_threads(1)
+# a shell has what it starts in the background ignore Ctrl-C, which tests wait for
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAIT = {
     *("test_failures", "test_faults", "test_launching", "test_orphans", "test_stops"),

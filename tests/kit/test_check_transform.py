@@ -620,6 +620,27 @@ def test_what_happens_late_is_seen(every: int) -> None:
         check_transform(DriftsAtLast(every), sizes=(2,))
 
 
+@af.transform
+class DriftsAfterwards:
+    """Acts once, on all ranks alike, and by the rank in the update behind that."""
+
+    at: int
+
+    def after_update(self, state, slot):
+        moves = {self.at: 1, self.at + 1: state.world.rank}.get(state.step, 0)
+        if moves:
+            moved = {n: p + moves for n, p in state.params.items()}
+            state = state.with_params(moved)
+        return state, slot
+
+
+@pytest.mark.parametrize("at", [4, 5, 7])
+def test_what_happens_behind_the_first_act_is_seen(at: int) -> None:
+    """D: another update follows the one in which the last of the methods first acted."""
+    with pytest.raises(LawError, match="'replicas_agree'"):
+        check_transform(DriftsAfterwards(at), sizes=(2,), problems=(Problem(),))
+
+
 def test_an_average_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """D: `local_sgd(8)` is checked through an average, and with an update owed at the end."""
     seen: list[int] = []
