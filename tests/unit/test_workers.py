@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes that are killed, hang or raise: who, when and what is said at once."""
 
+import gc
 import os
 import re
 import signal
 import time
+import warnings
 from functools import partial
 
 import attrs
@@ -18,6 +20,15 @@ from accelfn.testing import simulate
 from tests.waiting import is_gone, wait_until
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Drop what torch opened to look for the cause when a worker's death interrupted it."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def make(data, **options):
