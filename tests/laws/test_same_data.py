@@ -88,6 +88,18 @@ def told(
     return set(simulate(size, rank).results)
 
 
+def built(data: af.Data, world: af.World) -> str:
+    """Build a state over data; return what a rank is told if it is refused."""
+    state = af.TrainState.create(
+        model=partial(torch.nn.Linear, 1, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=data,
+        setup=SETUPS["ddp"],
+        world=world,
+    )
+    return _raised(lambda _: af.build(state), world)
+
+
 def _first(batch: Any) -> torch.Tensor:
     return batch["number"] if isinstance(batch, dict) else batch
 
@@ -195,18 +207,7 @@ def test_orders_of_each_rank_are_seen(seeds: list[int]) -> None:
             batch_size=4,
             sampler=SubsetRandomSampler(picked[world.rank].tolist()),
         )
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 1, 1),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=af.Data.from_loader(loader),
-            setup=SETUPS["ddp"],
-            world=world,
-        )
-        try:
-            af.build(state)
-        except ReplicaMismatchError as error:
-            return str(error)
-        return ""
+        return built(af.Data.from_loader(loader), world)
 
     said = set(simulate(2, rank).results)
     if seeds[0] == seeds[1]:
@@ -239,18 +240,7 @@ def test_batches_of_each_rank_are_seen(
             options = {"batch_sampler": [p.tolist() for p in parts if len(p)]}
         made = af.Data(torch.arange(float(n))[:, None], **options)
         cuts.append([list(span) for span in made.epoch(seed=0).cut.spans(0)])
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 1, 1),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=made,
-            setup=SETUPS["ddp"],
-            world=world,
-        )
-        try:
-            af.build(state)
-        except ReplicaMismatchError as error:
-            return str(error)
-        return ""
+        return built(made, world)
 
     (said,) = set(simulate(2, rank).results)
     assert bool(said) == (cuts[0] != cuts[1])
@@ -273,7 +263,7 @@ def test_data_that_name_themselves_are_compared_by_name() -> None:
     assert all("data, fingerprint: 0" in said for said in run.results)
 
 
-def _raised(fn: Callable[[af.World], None], world: af.World) -> str:
+def _raised(fn: Callable[[af.World], object], world: af.World) -> str:
     try:
         fn(world)
     except ReplicaMismatchError as error:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
+from tests.breaking import Refuses
 
 torch.set_num_threads(1)
 
@@ -73,18 +74,6 @@ def values(state):
 
 
 # Steps that raise.
-
-
-class Refuses(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(_ctx, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(_ctx, _grad):
-        raise ZeroDivisionError
 
 
 def late_error(model, batch):

@@ -11,6 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.breaking import Refuses
 
 LOW_RANK = af.compress("powersgd")
 IN_BACKWARD = af.optimizer_in_backward()
@@ -173,18 +174,6 @@ def test_updates_in_a_backward_pass_need_ranks_that_reduce():
         return state.params
 
     simulate(2, train)
-
-
-class Refuses(torch.autograd.Function):
-    """The identity, whose backward pass raises."""
-
-    @staticmethod
-    def forward(_ctx, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(_ctx, _grad):
-        raise ZeroDivisionError
 
 
 def breaks_forward(model, x):
