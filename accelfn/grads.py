@@ -130,7 +130,7 @@ class Grads:
 
     @property
     def scale(self) -> Number:
-        """What the tensors are the mean's multiples by: 1, once they were divided."""
+        """What the tensors are to be divided by for those of the mean; 1 if they were."""
         if self.is_mean:
             return 1
         if self.loss_scale is None:

@@ -253,9 +253,9 @@ def sum_named(
     Args:
         numbers: as many under each name; ranks may have the names in any order.
         world: whose ranks add.
-        kind: of the collective, and its label.
+        kind: which collective this is, where ranks compare their calls.
         label: what the ranks are doing.
-        what: the names are of.
+        what: the things that have these names, as an error calls them.
 
     Raises:
         CollectiveMismatchError: ranks have as many, but other names.
