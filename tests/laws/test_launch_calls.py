@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a launch, words of launchers, ends of ranks: all that one says, drawn together."""
+
+import json
+import signal
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import attrs
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from accelfn.cli import main
+from accelfn.launching.agent import Ended
+from accelfn.launching.failures import by_cause, report
+from accelfn.launching.settings import OPTIONS, Settings, written
+from accelfn.world.environment import asked_size, read_place
+from tests.laws.disks import lent
+
+# settings
+
+GOOD: dict[str, list[Any]] = {
+    "nproc": ["auto", 1, 2, 7],
+    "num_machines": [1, 2, 3, "1:1", "2:4"],
+    "machine_rank": [0, 1, 2],
+    "main_address": ["127.0.0.1", "localhost"],
+    "main_port": [1, 29400, 65535],
+    "rdzv_endpoint": ["127.0.0.1:29400", "localhost:1"],
+    "rdzv_backend": ["c10d"],
+    "rdzv_id": ["mine", "7"],
+    "join_timeout": [1, 7.5, 1000000],
+    "max_restarts": [0, 3],
+}
+BAD: dict[str, list[Any]] = {
+    "nproc": [0, -1, "many", 1.5],
+    "num_machines": [0, "2:1", "0:2", ":", "1:2:3"],
+    "machine_rank": [-1, 0.5],
+    "main_address": ["", "a\tb"],
+    "main_port": [0, 65536],
+    "rdzv_endpoint": [""],
+    "rdzv_backend": ["static", ""],
+    "rdzv_id": [""],
+    "join_timeout": [0.5, 1000001, "soon"],
+    "max_restarts": [-1, "often"],
+}
+KINDS = {
+    "alone": ("nproc", "max_restarts"),
+    "numbered": ("nproc", "num_machines", "machine_rank", "main_address", "main_port"),
+    "elastic": (
+        *("nproc", "num_machines", "rdzv_endpoint", "rdzv_backend", "rdzv_id"),
+        "join_timeout",
+    ),
+    "any": tuple(OPTIONS),
+}
+
+
+@st.composite
+def given_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw settings that often go together."""
+    names = KINDS[draw(st.sampled_from(sorted(KINDS)))]
+    found: dict[str, Any] = {}
+    for name in names:
+        if draw(st.sampled_from([True, True, False])):
+            found[name] = draw(st.sampled_from(GOOD[name]))
+    if draw(st.sampled_from([False] * 7 + [True])):
+        name = draw(st.sampled_from(names))
+        found[name] = draw(st.sampled_from(BAD[name]))
+    return found
+
+
+def may_be(values: Mapping[str, Any], sources: Mapping[str, str]) -> bool:
+    """Whether these settings can be, each for itself and together."""
+    if any(value in BAD[name] for name, value in values.items()):
+        return False
+    numbered = {"machine_rank", "main_address", "main_port"} & values.keys()
+    elastic = {"rdzv_endpoint", "rdzv_backend", "rdzv_id"} & values.keys()
+    count = values.get("num_machines", 1)
+    if elastic:
+        return not numbered and {"rdzv_endpoint", "rdzv_id"} <= elastic
+    if isinstance(count, str):
+        return False
+    if count > 1:
+        needed = {"machine_rank", "main_address"} <= numbered
+        return needed and values["machine_rank"] < count
+    if numbered and sources["num_machines"] == "default":
+        return False
+    return values.get("machine_rank", 0) < 1
+
+
+def meeting(values: Mapping[str, Any]) -> list[str]:
+    """Return the line that says how machines meet, if they do."""
+    count = values.get("num_machines", 1)
+    if "rdzv_endpoint" in values:
+        fewest, _, most = str(count).rpartition(":")
+        where = values["rdzv_endpoint"]
+        meets = f"meets {fewest or most} to {most} machines at {where}"
+        return [meets] if int(most) > 1 else []
+    address, port = values.get("main_address"), values.get("main_port")
+    if count == 1 and address is None and port is None:
+        return []
+    where = f"{address or '127.0.0.1'}:{port or (0 if count == 1 else 29500)}"
+    return [f"meets as {values.get('machine_rank', 0)} of {count} at {where}"]
+
+
+@given(
+    line=given_settings(),
+    file=given_settings(),
+    both=st.sampled_from(["line", "file"]),
+)
+def test_a_launch_is_what_its_settings_say(
+    line: dict[str, Any], file: dict[str, Any], both: str
+) -> None:
+    """Each is the command line's, or the file's, or the default; together they can be, or not."""
+    if both == "line":
+        file = {name: value for name, value in file.items() if name in line}
+    words = [f"{'--' + n.replace('_', '-')}={value}" for n, value in line.items()]
+    with lent() as root:
+        path = root / "settings.toml"
+        path.write_text(written(file), encoding="utf-8")
+        sources = {
+            name: "command line"
+            if name in line
+            else str(path)
+            if name in file
+            else "default"
+            for name in OPTIONS
+        }
+        out, err = StringIO(), StringIO()
+        with (
+            redirect_stdout(out),
+            redirect_stderr(err),
+            mock.patch.dict("os.environ", {"OMP_NUM_THREADS": "1"}),
+        ):
+            code = main(["launch", "--config", str(path), "--show", *words])
+    bad = any(value in BAD[name] for name, value in file.items())
+    values = {**file, **line}
+    if bad or not may_be(values, sources):
+        assert code == 2, out.getvalue()
+        assert err.getvalue().count("\n") == 1
+        return
+    assert code == 0, err.getvalue()
+    rows = out.getvalue().splitlines()
+    for row, (name, option) in zip(rows, OPTIONS.items(), strict=False):
+        value = values.get(name, option.default)
+        shown = [] if value is None else [str(value)]
+        assert row.split() == [name, *shown, *sources[name].split()]
+    nproc = 1 if values.get("nproc", "auto") == "auto" else values["nproc"]
+    started = f"starts {nproc} process{'es' if nproc > 1 else ''} on this machine"
+    more = [row for row in rows[len(OPTIONS) :] if not row.startswith("sets ")]
+    assert more == [started, *meeting(values)]
+
+
+@given(line=given_settings())
+def test_machines_meet_as_they_were_told(line: dict[str, Any]) -> None:
+    """What torch is given: numbers, counts, names and patience."""
+    if not may_be(
+        line, {"num_machines": "line" if "num_machines" in line else "default"}
+    ):
+        return
+    found = Settings.of({n: str(value) for n, value in line.items()}, {}, "").machines()
+    count = line.get("num_machines", 1)
+    fewest, _, most = str(count).rpartition(":")
+    assert (found.fewest, found.most) == (int(fewest or most), int(most))
+    assert found.address == "127.0.0.1"
+    if "rdzv_endpoint" in line:
+        assert (found.backend, found.rank) == ("c10d", None)
+        assert (found.endpoint, found.run_id) == (
+            line["rdzv_endpoint"],
+            line["rdzv_id"],
+        )
+        assert found.join_seconds == line.get("join_timeout", 300)
+        return
+    assert found.rank == line.get("machine_rank", 0)
+    if {"main_address", "main_port"} & line.keys():
+        assert found.join_seconds == line.get("join_timeout", 300)
+
+
+# words of launchers
+
+MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
+
+
+def by_torchrun(rank: int, local: int, node: int, tasks: list[int]) -> dict[str, str]:
+    return numbers(
+        RANK=rank,
+        WORLD_SIZE=sum(tasks),
+        LOCAL_RANK=local,
+        LOCAL_WORLD_SIZE=tasks[node],
+        GROUP_RANK=node,
+    )
+
+
+def by_open_mpi(rank: int, local: int, node: int, tasks: list[int]) -> dict[str, str]:
+    found = numbers(
+        RANK=rank, SIZE=sum(tasks), LOCAL_RANK=local, LOCAL_SIZE=tasks[node]
+    )
+    named = {f"OMPI_COMM_WORLD_{name}": value for name, value in found.items()}
+    return named | {"GROUP_RANK": str(node)} if len(set(tasks)) > 1 else named
+
+
+def by_mpich(rank: int, local: int, node: int, tasks: list[int]) -> dict[str, str]:
+    named = by_open_mpi(rank, local, node, tasks)
+    of_mpich = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return dict(zip([*of_mpich, "GROUP_RANK"], named.values(), strict=False))
+
+
+def by_srun(rank: int, local: int, node: int, tasks: list[int]) -> dict[str, str]:
+    runs = [(count, len(list(alike))) for count, alike in groupby(tasks)]
+    return numbers(
+        SLURM_PROCID=rank,
+        SLURM_NTASKS=sum(tasks),
+        SLURM_STEP_NUM_TASKS=sum(tasks),
+        SLURM_LOCALID=local,
+        SLURM_NODEID=node,
+        SLURM_JOB_ID=77,
+    ) | {
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(
+            str(count) if times == 1 else f"{count}(x{times})" for count, times in runs
+        ),
+        "SLURM_STEP_NODELIST": f"gpu[07-{6 + len(tasks):02d}]"
+        if tasks[1:]
+        else "gpu07",
+    }
+
+
+def numbers(**values: int) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+BY = {"torchrun": by_torchrun, "Open MPI": by_open_mpi, "SLURM": by_srun}
+BY["MPICH or Intel MPI"] = by_mpich
+
+
+@given(
+    tasks=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    launcher=st.sampled_from(sorted(BY)),
+    outer=st.booleans(),
+    at=st.integers(0, 11),
+    told=st.booleans(),
+)
+def test_a_rank_is_where_its_launcher_says(
+    tasks: list[int], launcher: str, outer: bool, at: int, told: bool
+) -> None:
+    """Of any machines and ranks, also where SLURM has started the launcher itself."""
+    places = [
+        (node, local) for node, count in enumerate(tasks) for local in range(count)
+    ]
+    rank = at % len(places)
+    node, local = places[rank]
+    env = BY[launcher](rank, local, node, tasks)
+    asked = asked_size(env)[1]
+    many = len(places) > 1
+    is_told = told or launcher == "torchrun" or (launcher != "SLURM" and many)
+    if outer:
+        env = by_srun(0, 0, 0, [1]) | env
+    place = read_place(env | (MASTER if is_told else {}))
+    assert place is not None
+    assert place.launcher == launcher
+    assert (place.rank, place.size, asked) == (rank, len(places), len(places))
+    assert (place.local_rank, place.local_size) == (local, tasks[node])
+    assert place.node_rank == node
+    meets = many or launcher == "torchrun"
+    assert place.is_alone != meets
+    if meets and is_told:
+        assert (place.address, place.port) == ("head", 4000)
+    elif meets:
+        everyone = {
+            (other.address, other.port)
+            for r, (n, i) in enumerate(places)
+            if (other := read_place(BY[launcher](r, i, n, tasks)))
+        }
+        assert everyone == {(place.address, place.port)}
+        assert place.address == ("gpu07" if tasks[1:] else "127.0.0.1")
+
+
+# ends of ranks
+
+
+@attrs.frozen
+class End:
+    """How a rank ended.
+
+    Attributes:
+        how: "finished", "raised", "lost" a peer, "killed", "exited", "stopped", or "went on"
+            until it was ended.
+        at: when, in seconds.
+        place: which line raised.
+    """
+
+    how: str
+    at: float
+    place: int
+
+    @property
+    def by_itself(self) -> bool:
+        return self.how in ("raised", "lost", "killed", "exited")
+
+    @property
+    def error(self) -> str:
+        return {"raised": "ValueError: boom", "lost": "PeerFailedError: gone"}.get(
+            self.how, ""
+        )
+
+    @property
+    def traceback(self) -> str:
+        if not self.error:
+            return ""
+        return f'Traceback:\n  File "train.py", line {self.place}\n{self.error}'
+
+    @property
+    def status(self) -> int:
+        """As of a process: a signal is negative."""
+        killed = {"killed": -signal.SIGKILL, "stopped": -signal.SIGTERM}
+        ended = {"went on": -signal.SIGTERM, "exited": 7}
+        return {**killed, **ended}.get(self.how, 1)
+
+    def failure(self, local: int, root: Path) -> ProcessFailure:
+        """Return what torch notices of it."""
+        file = root / f"error-{local}.json"
+        if self.error:
+            details = {"py_callstack": self.traceback, "time": self.at, "status": 1}
+            details["timestamp"] = int(self.at)  # which torch reads
+            said = {"message": {"message": self.error, "extraInfo": details}}
+            file.write_text(json.dumps(said), encoding="utf-8")
+        return ProcessFailure(local, 100 + local, self.status, str(file))
+
+
+ENDS = st.builds(
+    End,
+    how=st.sampled_from(
+        ["finished", "raised", "lost", "lost", "killed", "exited", "stopped", "went on"]
+    ),
+    at=st.integers(1, 9).map(float),
+    place=st.integers(1, 2),
+)
+
+
+def order_of(ends: Mapping[int, End]) -> list[list[int]]:
+    """Return ranks that did not finish: causes, waited for, who lost a peer, others."""
+    failed = {rank: end for rank, end in ends.items() if end.how != "finished"}
+    causes = [r for r, e in failed.items() if e.by_itself and e.how != "lost"]
+    # if nobody failed for a reason of its own, those are blamed that went on
+    waited = ["stopped"] if causes else ["stopped", "went on"]
+    return [
+        sorted(causes, key=lambda rank: failed[rank].at),
+        [r for r, e in failed.items() if e.how in waited],
+        sorted(
+            (r for r, e in failed.items() if e.how == "lost"),
+            key=lambda rank: failed[rank].at,
+        ),
+        [r for r, e in failed.items() if e.how == "went on" and causes],
+    ]
+
+
+@given(
+    ends=st.dictionaries(st.integers(0, 5), ENDS, min_size=1, max_size=5),
+    others=st.booleans(),
+)
+def test_the_cause_of_a_failure_comes_first(ends: dict[int, End], others: bool) -> None:
+    """Whoever failed first for a reason of its own; each rank is told once, with its end."""
+    local = {rank: number for number, rank in enumerate(ends)}
+    failed = {rank: end for rank, end in ends.items() if end.how != "finished"}
+    if not any(end.by_itself for end in failed.values()):
+        return  # then the launcher ends nobody
+    watch = SimpleNamespace(
+        failed_at={local[r]: e.at for r, e in failed.items() if e.by_itself},
+        stopped={local[r] for r, e in failed.items() if e.how == "stopped"},
+        stacks={local[r]: f"at {r}" for r, e in failed.items() if e.how == "went on"},
+    )
+    with lent() as root:
+        torchs = {rank: end.failure(local[rank], root) for rank, end in failed.items()}
+        found = by_cause(torchs, cast("Any", watch))
+    groups, left = order_of(ends), [each.rank for each in found]
+    for group in groups:
+        mine, left = left[: len(group)], left[len(group) :]
+        assert set(mine) == set(group)
+        times = [ends[rank].at for rank in mine if ends[rank].by_itself]
+        assert times == sorted(times)
+    assert left == []
+    first = found[0]
+    text = report(found, ranks=list(ends), started=0.0)
+    assert text.startswith(f"rank {first.rank} failed first (")
+    end = ends[first.rank]
+    said = {
+        "raised": "exit code 1",
+        "lost": "exit code 1",
+        "exited": "exit code 7",
+        "killed": "killed by SIGKILL",
+        "stopped": "stopped by SIGSTOP",
+        "went on": "the others waited for it",
+    }
+    assert said[end.how] in text.partition(",")[0]
+    assert end.how != "went on" or f"at {first.rank}" in text
+    if end.by_itself:
+        assert f"after {end.at:.1f} s" in text
+    lines = text.splitlines()
+    for rank, each in ends.items():
+        named = [line for line in lines if line.startswith(f"rank {rank} ")]
+        assert len(named) == 1
+        if each.how == "finished":
+            assert named == [f"rank {rank} had finished without an error"]
+    shown = [e for e in failed.values() if e.error]
+    if end.how == "lost":  # where all lost one another, each place is a question
+        places = {e.place for e in shown}
+    else:
+        places = {e.place for e in shown if e.how == "raised"}
+    for place in (1, 2):
+        line = f'  File "train.py", line {place}'
+        assert lines.count(line) == (place in places)
+    ended = Ended(tuple(found), tuple(ends), 0.0, others)
+    codes = {"killed": 137, "stopped": 128 + signal.SIGSTOP, "exited": 7}
+    assert ended.exit_code == {**codes, "went on": 143}.get(end.how, 1)
+    elsewhere = others and all(e.how == "lost" for e in failed.values())
+    assert ("on another machine" in ended.report.replace("\n", " ")) == elsewhere

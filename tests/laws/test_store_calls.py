@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store, all its options and calls drawn together, beside a dict of what must be there."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.collectives import gather_text
+from accelfn.testing import simulate
+from tests.laws.disks import lent
+from tests.strategies import Run, differences, tensors
+
+
+@attrs.frozen
+class Options:
+    """How a store is made."""
+
+    keep: int | None
+    keep_best: str | None
+    best_is: str
+    every: int | None
+    frozen: str
+    async_: bool
+
+    def open(self, root: Path) -> af.CheckpointStore:
+        return af.CheckpointStore(root, **attrs.asdict(self))
+
+
+@attrs.frozen
+class Save:
+    """A save of a step, with a loss or without metrics."""
+
+    step: int
+    loss: float | None
+
+
+@attrs.frozen
+class Again:
+    """The store is closed, and another is made there."""
+
+    options: Options
+
+
+@attrs.frozen
+class Restore:
+    """A step's state is restored, or the newest."""
+
+    step: int | None
+
+
+@attrs.define
+class Model:
+    """What a store must have: by step, the number of the save and its loss."""
+
+    options: Options
+    there: dict[int, tuple[int, float | None]] = attrs.field(factory=dict)
+    is_new: bool = True
+
+    def kept(self) -> set[int]:
+        keep = len(self.there) if self.options.keep is None else self.options.keep
+        return {*sorted(self.there)[max(0, len(self.there) - keep) :], *self.best()}
+
+    def best(self) -> list[int]:
+        """Return the best step; of equals, the earliest."""
+        if self.options.keep_best is None:
+            return []
+        sign = 1 if self.options.best_is == "min" else -1
+        found = [
+            (sign * loss, step)
+            for step, (_, loss) in self.there.items()
+            if loss is not None and not math.isnan(loss)
+        ]
+        return [step for _, step in sorted(found)[:1]]
+
+    def leave(self, kept: set[int]) -> None:
+        if self.options.keep is not None:
+            self.there = {step: self.there[step] for step in kept}
+
+    def save(self, each: Save, number: int) -> bool:
+        """Return whether it can be saved."""
+        if self.is_new and self.there:  # what an earlier store left is put in order
+            self.leave(self.kept())
+        self.is_new = False
+        if each.step in self.there:
+            return False
+        self.there[each.step] = number, each.loss
+        self.leave({each.step, *self.kept()})
+        return True
+
+
+def state_of(number: int, step: int, world: af.World) -> af.TrainState:
+    """Return the state of a save: what is trained says which, and what is frozen stays."""
+    state = Run(n=4, batch_size=2, kind="frozen", seed=1).state(world)
+    params = {
+        name: torch.full_like(value, number + 1) if value.requires_grad else value
+        for name, value in state.params.items()
+    }
+    return attrs.evolve(state, step=step, params=params)
+
+
+LOSSES = st.sampled_from([None, math.nan, -1.0, 1.0, 1.0, 2.0, math.inf])
+OPTIONS = st.builds(
+    Options,
+    keep=st.sampled_from([None, 1, 1, 2, 3]),
+    keep_best=st.sampled_from([None, "loss"]),
+    best_is=st.sampled_from(["min", "max"]),
+    every=st.sampled_from([None, 1, 2, 3]),
+    frozen=st.sampled_from(["write", "hash"]),
+    async_=st.booleans(),
+)
+STEPS = st.integers(0, 6)
+CALLS = st.one_of(
+    st.builds(Save, step=STEPS, loss=LOSSES),
+    st.builds(Save, step=STEPS, loss=LOSSES),
+    st.builds(Again, options=OPTIONS),
+    st.builds(Restore, step=st.one_of(st.none(), STEPS)),
+)
+
+
+@given(
+    options=OPTIONS,
+    calls=st.lists(st.tuples(CALLS, st.booleans()), min_size=1, max_size=7),
+    size=st.sampled_from([1, 1, 2, 3]),
+)
+def test_a_store_is_what_was_saved_and_kept(
+    options: Options, calls: list[tuple[Any, bool]], size: int
+) -> None:
+    """After any calls: its steps, the newest, the best, what each restores to, what is due."""
+
+    def rank(world: af.World) -> None:
+        store, model = options.open(root), Model(options)
+        first = state_of(-1, 0, world)
+        for number, (call, waits) in enumerate(calls):
+            match call:
+                case Save():
+                    saved(store, model, call, number, world)
+                case Again():
+                    store.close()
+                    model.options, model.is_new = call.options, True
+                    store = call.options.open(root)
+                case Restore(step):
+                    restored(store, model, first, step)
+            if waits:
+                store.wait()
+                agrees(store, model)
+            gather_text("", world, label="looked")  # before any goes on
+        store.close()
+        agrees(store, model)
+        gather_text("", world, label="looked")
+        for step in model.there:
+            restored(store, model, first, step)
+
+    with lent() as root:
+        simulate(size, rank)
+        assert all(path.name.startswith("step-") for path in root.iterdir())
+
+
+def saved(
+    store: af.CheckpointStore, model: Model, call: Save, number: int, world: af.World
+) -> None:
+    """Save, where the step is not there yet; else all ranks are told."""
+    state = state_of(number, call.step, world)
+    due(store, model, state)
+    metrics = None if call.loss is None else {"loss": call.loss, "other": 0.0}
+    if model.save(call, number):
+        assert store.save(state, metrics=metrics).name == f"step-{call.step:08d}"
+        return
+    with pytest.raises(af.CheckpointWriteError, match="exists already"):
+        store.save(state, metrics=metrics)
+
+
+def due(store: af.CheckpointStore, model: Model, state: af.TrainState) -> None:
+    every = model.options.every
+    if every is None:
+        with pytest.raises(af.ArgumentError, match="every="):
+            store.due(state)
+    else:
+        assert store.due(state) == (state.step > 0 and state.step % every == 0)
+
+
+def restored(
+    store: af.CheckpointStore, model: Model, first: af.TrainState, step: int | None
+) -> None:
+    """Restore a step, or the newest, and compare it with what was saved."""
+    if step is None and not model.there:
+        assert store.restore(first) is first
+        return
+    if step is not None and step not in model.there:
+        with pytest.raises(af.CheckpointError, match=f"no checkpoint of step {step};"):
+            store.restore(first, step=step)
+        return
+    chosen = max(model.there) if step is None else step
+    found = store.restore(first, step=step)
+    assert found.step == chosen
+    expected = state_of(model.there[chosen][0], chosen, first.world)
+    assert differences(tensors(expected), tensors(found)) == []
+
+
+def agrees(store: af.CheckpointStore, model: Model) -> None:
+    """Compare a directory with what must be there."""
+    steps = sorted(model.there)
+    assert list(store.steps) == steps
+    name = f"step-{steps[-1]:08d}" if steps else None
+    assert (store.latest and store.latest.name) == name
+    if model.options.keep_best is None:
+        with pytest.raises(af.ArgumentError, match="keep_best="):
+            _ = store.best
+        return
+    best = [f"step-{step:08d}" for step in model.best()]
+    assert ([store.best.name] if store.best else []) == best
