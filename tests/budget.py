@@ -158,6 +158,7 @@ _NUMBERS = {
         "laws.test_launch_calls::test_a_launch_is_what_its_settings_say",
         "laws.test_launch_calls::test_a_rank_is_where_its_launcher_says",
         "laws.test_launch_calls::test_the_cause_of_a_failure_comes_first",
+        "laws.test_load_calls::test_a_partial_load_is_what_was_asked_for",
         "laws.test_optimizers::test_equal_parts_are_one_optimizer",
         "laws.test_orders::test_an_index_alone_is_the_one_in_sequence",
         "laws.test_orders::test_buckets_are_sorted_windows",

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a whole call means: one option beside the others, one word of several."""
 
-from accelfn.checkpoint import retention
+from accelfn.checkpoint import partial, retention
 from accelfn.data import cut
 from accelfn.launching import failures, settings
 from accelfn.world import slurm
-from tests.laws import test_data_calls, test_launch_calls, test_store_calls
+from tests.laws import (
+    test_data_calls,
+    test_launch_calls,
+    test_load_calls,
+    test_store_calls,
+)
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -26,6 +31,15 @@ MUTANTS = [
         place=retention.Retention.after,
         old="{step, *self._kept()}",
         new="self._kept()",
+    ),
+    Mutant(
+        name="what is missing is let be as extra is",
+        says="a head that a checkpoint lacks is passed over though nobody allowed it",
+        law="L41",
+        test=test_load_calls.test_a_partial_load_is_what_was_asked_for,
+        place=partial.Wanted.refuses,
+        old='found.missing and self.missing == "error"',
+        new='found.missing and self.extra == "error"',
     ),
     Mutant(
         name="the file comes before the command line",
