@@ -82,20 +82,26 @@ class stream(AbstractContextManager[None]):
         taken = self._taken = _turn
         if not taken.acquire(blocking=False):
             _refuse()
-        self._saved = _default.get_state()
-        _default.manual_seed(self._seed)
-        if self._others:
-            self._saved_others = [each.get_state() for each in self._others]
-            for each in self._others:
-                each.manual_seed(self._seed)
+        try:
+            self._saved = _default.get_state()
+            _default.manual_seed(self._seed)
+            if self._others:
+                self._saved_others = [each.get_state() for each in self._others]
+                for each in self._others:
+                    each.manual_seed(self._seed)
+        except BaseException:  # a device that failed, or Ctrl-C
+            taken.release()
+            raise
 
     def __exit__(self, *error: object) -> None:
         """Put the generators back."""
-        _default.set_state(self._saved)
-        if self._others:
-            for each, saved in zip(self._others, self._saved_others, strict=True):
-                each.set_state(saved)
-        self._taken.release()
+        try:
+            _default.set_state(self._saved)
+            if self._others:
+                for each, saved in zip(self._others, self._saved_others, strict=True):
+                    each.set_state(saved)
+        finally:
+            self._taken.release()
 
 
 _default = torch.default_generator
@@ -138,12 +144,16 @@ class drawing(AbstractContextManager["drawing"]):
         taken = self._taken = _turn
         if not taken.acquire(blocking=False):
             _refuse()
-        self._torch = _default.get_state()
-        self._python = random.getstate()
-        legacy = _legacy()
-        self._numpy, self._normal = legacy.get_bit_generator(), normal_of_numpy()
-        self._spare = _spares.pop() if _spares else np.random.MT19937(0)
-        legacy.set_bit_generator(self._spare)
+        try:
+            self._torch = _default.get_state()
+            self._python = random.getstate()
+            legacy = _legacy()
+            self._numpy, self._normal = legacy.get_bit_generator(), normal_of_numpy()
+            self._spare = _spares.pop() if _spares else np.random.MT19937(0)
+            legacy.set_bit_generator(self._spare)
+        except BaseException:  # Ctrl-C
+            taken.release()
+            raise
         return self
 
     def begin(self, seed: int) -> None:
@@ -154,12 +164,14 @@ class drawing(AbstractContextManager["drawing"]):
 
     def __exit__(self, *error: object) -> None:
         """Put the generators back."""
-        _default.set_state(self._torch)
-        random.setstate(self._python)
-        _legacy().set_bit_generator(self._numpy)
-        put_back_normal_of_numpy(self._normal)
-        _spares.append(self._spare)
-        self._taken.release()
+        try:
+            _default.set_state(self._torch)
+            random.setstate(self._python)
+            _legacy().set_bit_generator(self._numpy)
+            put_back_normal_of_numpy(self._normal)
+            _spares.append(self._spare)
+        finally:
+            self._taken.release()
 
 
 _spares: list[Any] = []

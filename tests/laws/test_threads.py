@@ -4,7 +4,10 @@
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn import streams
 
 Result = list[float]
 Inside = Callable[[], None]
@@ -108,7 +112,8 @@ def test_a_second_thread_is_refused(
     thread = threading.Thread(target=lambda: found.append(run(first, seeds[0], meet)))
     thread.start()
     try:
-        begun.wait()
+        while not begun.wait(0.1):
+            assert thread.is_alive(), "the first thread was refused"
         with pytest.raises(af.WorldError, match="another thread.*process of its own"):
             CALLS[second](state, lambda: None)
         with pytest.raises(af.WorldError, match="another thread"):
@@ -126,3 +131,34 @@ def test_one_thread_may_draw_within_its_draws(call: str, inner: str, seed: int) 
     expected, seen = [run(call, seed), run(inner, 1)], []
     assert run(call, seed, lambda: seen.append(run(inner, 1))) == expected[0]
     assert seen == expected[1:]
+
+
+class Breaking:
+    """torch's generator, that Ctrl-C meets at one of its calls."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __getattr__(self, name: str) -> Any:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return getattr(torch.default_generator, name)
+
+
+@given(call=calls, seed=st.integers(0, 3), at=st.integers(0, 4))
+def test_draws_that_are_broken_off_let_others_draw(
+    call: str, seed: int, at: int
+) -> None:
+    """A8: where Ctrl-C comes as draws begin or end, another thread may draw ever after."""
+    expected, state = run(call, seed), create(lambda: None, seed)
+    with (
+        mock.patch.object(streams, "_turn", threading.RLock()),
+        ThreadPoolExecutor(1) as another,
+    ):
+        with (
+            mock.patch.object(streams, "_default", Breaking(at)),
+            suppress(KeyboardInterrupt, af.Error),
+        ):
+            CALLS[call](state, lambda: None)
+        assert another.submit(run, call, seed).result() == expected

@@ -260,4 +260,13 @@ MUTANTS = [
         old="    _refuse()",
         new="    pass\n    if taken._recursion_count() > 1:\n        _refuse()",
     ),
+    Mutant(
+        name="draws that broke off as they began go on for ever",
+        says="after one Ctrl-C in a notebook no other thread may draw",
+        law="L50",
+        test=test_threads.test_draws_that_are_broken_off_let_others_draw,
+        place=streams.stream.__enter__,
+        old="taken.release()",
+        new="pass",
+    ),
 ]
