@@ -43,6 +43,7 @@ FORMS: dict[str, Callable[[int], Any]] = {
     "array": lambda n: 10 * np.arange(n),
     "pair": lambda n: (10 * torch.arange(n), torch.arange(n) + 0.5),
     "dict": lambda n: {"x": 10 * torch.arange(n), "y": torch.arange(n) + 0.5},
+    "nested": lambda n: (10 * torch.arange(n), {"y": torch.arange(n) + 0.5}),
     "list": lambda n: [10 * i for i in range(n)],
     "subset": lambda n: Subset(
         TensorDataset(5 * torch.arange(2 * n)), list(range(0, 2 * n, 2))
@@ -191,6 +192,8 @@ class Call:
             return [*first, -len(indices)]
         if self.form in ("pair", "dict"):
             return [first, second]
+        if self.form == "nested":
+            return [first, [second]]
         wrapped = self.form == "subset" or (self.form == "tensor" and self.loader)
         return [first] if wrapped else first
 
@@ -270,7 +273,7 @@ def calls(draw: st.DrawFn) -> Call:
     n = draw(st.integers(1, 14))
     form = draw(st.sampled_from(sorted(FORMS)))
     collates = draw(st.booleans()) and form in ("list", "items", "lists")
-    if loader and form in ("pair", "dict", "array"):
+    if loader and form in ("pair", "dict", "nested", "array"):
         form = "list"  # a DataLoader takes such for datasets of two samples
     by_size = draw(st.booleans())
     return Call(

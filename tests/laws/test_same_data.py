@@ -60,13 +60,32 @@ KINDS: dict[str, Callable[[list[int]], Any]] = {
 }
 
 
+def beside(dataset: Any, **options: Any) -> af.Data:
+    """Return data of a dataset and of another beside it."""
+    names = {"number": dataset, "other": torch.arange(3.0)[:, None]}
+    return af.Data.zip(**names, **options)
+
+
+MADE: dict[str, Callable[..., af.Data]] = {
+    "alone": af.Data,
+    "mixed": lambda dataset, **options: af.Data.mix(
+        [torch.arange(3.0)[:, None], dataset], **options
+    ),
+    "beside": beside,
+}
+
+
 def told(
-    size: int, dataset_of: Callable[[int], Any], by: str, **options: Any
+    size: int,
+    dataset_of: Callable[[int], Any],
+    by: str,
+    made: str = "alone",
+    **options: Any,
 ) -> set[str]:
     """Return what ranks are told, each of whom has a dataset of its own."""
 
     def rank(world: af.World) -> str:
-        data = af.Data(dataset_of(world.rank), batch_size=5, **options)
+        data = MADE[made](dataset_of(world.rank), batch_size=5, **options)
         state = af.TrainState.create(
             model=partial(torch.nn.Linear, 1, 1),
             optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -146,14 +165,16 @@ def test_ranks_with_another_order_are_told(
     other=swapped(list(range(5000))),
     kind=st.sampled_from(["tensor", "subset of a tensor", "subset of files"]),
     by=WAYS,
+    made=st.sampled_from(sorted(MADE)),
 )
 def test_two_samples_that_changed_places_are_seen(
-    other: list[int], kind: str, by: str
+    other: list[int], kind: str, by: str, made: str
 ) -> None:
-    """A3: where reading is cheap, all places are compared, not a few."""
+    """A3: where reading is cheap, all places are compared, not a few; of each of several."""
     order = list(range(5000))
-    (said,) = told(2, lambda rank: KINDS[kind](other if rank else order), by)
+    (said,) = told(2, lambda rank: KINDS[kind](other if rank else order), by, made)
     assert said
+    assert made == "alone" or "dataset " in said
 
 
 @given(

@@ -4,6 +4,7 @@
 import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,6 +246,7 @@ ARGUMENTS = {
     "remainder None": {"remainder": None},
     "collate 42": {"collate": 42},
     "order 42": {"order": 42},
+    "order half": {"order": SimpleNamespace(of_epoch=None)},
     "shuffle yes": {"shuffle": "yes"},
     "shuffle 1": {"shuffle": 1},
     "timeout 0": {"timeout": 0},

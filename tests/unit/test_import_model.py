@@ -677,3 +677,22 @@ def test_a_tensor_is_read_where_the_index_says(tmp_path):
         model = nn.Linear(2, 2)
         af.import_model(model, index)
         assert torch.equal(getattr(model, name), true)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_without_elements_are_not_tied(device, tmp_path):
+    """Several of one shape lie at one address, and each is imported under its own name."""
+
+    def model():
+        empty = {"a": torch.empty(0, 2), "b": torch.empty(0, 2), "c": torch.ones(2)}
+        return nn.ParameterDict(empty)
+
+    saved(model(), tmp_path / "model.safetensors")
+    into = model().to(device)
+    af.import_model(into, tmp_path)
+    assert same(values(model()), values(into))
+    assert into["a"] is not into["b"]
+    held = {"a": torch.empty(0, 2), "c": torch.ones(2)}
+    safetensors.torch.save_file(held, tmp_path / "lacking.safetensors")
+    with pytest.raises(af.Error, match="missing b"):
+        af.import_model(model().to(device), tmp_path / "lacking.safetensors")

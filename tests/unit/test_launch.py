@@ -2,6 +2,7 @@
 """`accelfn launch`: the script as Python would run it, on each rank; then its end."""
 
 import json
+import logging
 import os
 import pty
 import re
@@ -229,6 +230,17 @@ def test_process_is_left_as_it_was(monkeypatch):
     assert launch_script(str(SCRIPTS / "tells.py"), [], nproc=2) == 0
     assert [signal.getsignal(number) for number in signals] == handlers
     assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_the_one_report_is_ours(capfd, caplog):
+    """What torch's launcher logs of a failure reaches no handler, and logs on afterwards."""
+    log = logging.getLogger("torch.distributed.elastic.agent")
+    with caplog.at_level(logging.INFO):
+        assert launch(2, SCRIPTS / "fails.py", "_exit") != 0
+        assert [each for each in caplog.records if each.name.startswith("torch")] == []
+        log.error("told again")
+    assert caplog.messages == ["told again"]
+    assert "failed first" in "\n".join(report(capfd))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
