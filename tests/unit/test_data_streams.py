@@ -219,6 +219,17 @@ def test_without_state_there_is_no_going_on(way):
         read(data, cursor=cursor)
 
 
+@pytest.mark.parametrize("half", ["state_dict", "load_state_dict"])
+def test_half_a_state_is_none(half):
+    """A stream that can only say where it stands, or only be put there, goes on nowhere."""
+    stream = Plain(10)
+    setattr(stream, half, lambda *_: {})
+    data = af.Data(stream, batch_size=4)
+    cursor = read(data)[0].cursor
+    with pytest.raises(af.DataError, match="is a stream without state"):
+        read(data, cursor=cursor)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_reading_again(way, caplog):
     """With replay=True the rest is the very one, and one line says what it costs."""
