@@ -24,6 +24,7 @@ PARTS: dict[str, list[Callable[[], Any]]] = {
         lambda: partial(SGD, lr=0.1),
         lambda: partial(SGD, lr=0.2),
         lambda: partial(SGD, lr=torch.tensor(0.3)),
+        lambda: partial(SGD, lr=torch.tensor(0.4)),
         lambda: partial(SGD, lr=0.1, momentum=0.5),
         lambda: partial(ADAM, lr=0.1),
         lambda: partial(ADAM, lr=0.1, betas=(0.9, 0.99)),

@@ -178,3 +178,47 @@ def test_whatever_differs_in_a_state_is_named(field: str, culprit: int) -> None:
     (text,) = told
     assert all(f"\n  rank {rank}: {field}: " in text for rank in range(3))
     assert "TrainState.create" not in text
+
+
+IN_SLOTS = st.recursive(
+    st.just("leaf"),
+    lambda inner: st.tuples(st.sampled_from(["list", "tuple", "dict"]), inner),
+    max_leaves=4,
+)
+
+
+def around(kinds: object, leaf: object) -> object:
+    """Return a leaf in containers of these kinds, behind another each time."""
+    if kinds == "leaf":
+        return leaf
+    kind, inner = kinds
+    values = [torch.ones(2), around(inner, leaf)]
+    made = {"list": list, "tuple": tuple, "dict": lambda v: dict(enumerate(v))}
+    return made[kind](values)
+
+
+@given(
+    kinds=IN_SLOTS,
+    leaf=st.sampled_from([torch.zeros(2), 0, 0.5, "text", None]),
+    size=st.integers(2, 3),
+    data=st.data(),
+)
+def test_any_leaf_of_a_slot_is_compared(
+    kinds: object, leaf: object, size: int, data: st.DataObject
+) -> None:
+    """However deep it lies, in lists, tuples and dicts, and whatever it is."""
+    culprit = data.draw(st.integers(0, size - 1))
+    other = leaf + 1 if isinstance(leaf, (torch.Tensor, int, float)) else "other"
+
+    def fn(world: af.World, *, differ: bool) -> str:
+        mine = other if differ and world.rank == culprit else leaf
+        state = Run().state(world).with_slot("mine", around(kinds, mine))
+        try:
+            af.assert_replicas_agree(state)
+        except af.ReplicaMismatchError as error:
+            return str(error)
+        return ""
+
+    assert set(simulate(size, lambda world: fn(world, differ=False))) == {""}
+    (said,) = set(simulate(size, lambda world: fn(world, differ=True)))
+    assert "slots['mine']" in said

@@ -24,17 +24,28 @@ ENDS = st.integers(1, 9) | st.integers(1, 3).map(af.epochs)
 tame = runs().filter(lambda run: run.loss != "squared" and run.kind != "tied")
 
 
+@af.transform
+class Skipping:
+    """Has the updates of these numbers, of those that were tried, skipped."""
+
+    numbers: frozenset[int]
+
+    def grads(self, grads, slot, state):
+        return grads.with_skip(state.num_tried in self.numbers, agreed=True), slot
+
+
 def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
     """Train in a loop; return the state, and what was seen every so often."""
     step, seen, told = af.make_step(LOSSES[run.loss]), af.Metrics({}), []
     in_epochs = isinstance(until, af.epochs)
     for batch in af.batches(state, epochs=until.count if in_epochs else None):
+        before = state.step
         state, metrics = step(state, batch)
         seen += metrics
         if isinstance(period, af.epochs):
             due = batch.ends_epoch and state.cursor.epoch % period.count == 0
-        else:
-            due = state.step % period == 0
+        else:  # a skipped update has no number
+            due = state.step % period == 0 and state.step > before
         if due:
             told.append((af.mean(seen, state.world), state.step))
             seen = af.Metrics({})
@@ -43,10 +54,18 @@ def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
     return state, told
 
 
-@given(run=tame, until=ENDS, period=PERIODS, size=st.integers(1, 2))
-def test_it_is_the_loop(run: Run, until: Any, period: Any, size: int) -> None:
+@given(
+    run=tame,
+    until=ENDS,
+    period=PERIODS,
+    size=st.integers(1, 2),
+    skipped=st.frozensets(st.integers(0, 9), max_size=4),
+)
+def test_it_is_the_loop(
+    run: Run, until: Any, period: Any, size: int, skipped: frozenset[int]
+) -> None:
     """The state has the same bits, and metrics are seen as often, each update's once."""
-    run = attrs.evolve(run, setup=DDP)
+    run = attrs.evolve(run, setup=af.chain(DDP, Skipping(skipped)))
 
     def fn(world: af.World) -> None:
         told: list[Any] = []
