@@ -120,6 +120,23 @@ def test_what_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> None:
     assert "No crash bundle was written" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("given", [0, 1])
+def test_states_of_which_one_is_over_are_not_saved(given: int, tmp_path: Path) -> None:
+    """The bundle tells all but the states, be it the first or the last that was given away."""
+
+    def step(states: Any, batch: Any) -> Any:
+        af.make_step(loss)(states[given], af.micro_batches(batch, 2))
+        raise KeyError
+
+    states = tuple(make(af.World.single(device="cpu"))[0] for _ in range(2))
+    with pytest.raises(KeyError) as caught:
+        crash_bundles(step, tmp_path, make=make)(states, torch.ones(4, 1))
+    assert "What the step was given is in" in caught.value.__notes__[0]
+    bundle = json.loads((tmp_path / "rank-00000.json").read_text())
+    assert bundle["states"] is None
+    assert len(bundle["setup"]) == 2
+
+
 SCRIPT = """
 import torch, accelfn as af
 from accelfn.testing import simulate

@@ -464,6 +464,20 @@ class CannotMerge:
 
 
 @af.transform
+class NotOnFewer:
+    """Knows on how many ranks it was, and cannot go on with fewer."""
+
+    def init(self, state):
+        return {"ranks": torch.tensor(state.world.size)}
+
+    def after_update(self, state, slot):
+        if state.world.size < slot["ranks"]:
+            message = "fewer ranks"
+            raise ValueError(message)
+        return state, slot
+
+
+@af.transform
 class AddsToNothing:
     """Takes gradients anew for each micro-batch."""
 
@@ -563,6 +577,7 @@ def _settings_kept() -> Iterator[None]:
         (ForgetsItsSlot(), "own_slot"),
         (MergesOne(), "loads_anywhere"),
         (CannotMerge(), "loads_anywhere"),
+        (NotOnFewer(), "loads_anywhere"),
         (AddsToNothing(), "passes_on"),
         (AlwaysTalks(), "passes_on"),
         (TakesNoExtras(), "passes_on"),

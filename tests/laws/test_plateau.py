@@ -159,16 +159,36 @@ def test_plateau_reduces_what_is_scheduled(
         assert expected == state.lrs
 
 
+@af.transform
+class Summing:
+    """Takes the sum of all ranks' gradients itself."""
+
+    def reduce(self, grads, slot, state):
+        sums = [af.all_reduce(each, state.world) for each in grads.sums.values()]
+        weight = af.all_reduce(torch.tensor(float(grads.weight)), state.world)
+        return grads.with_sums(dict(zip(grads.sums, sums, strict=True)), weight), slot
+
+
+TOGETHER = {
+    "ddp": DDP,
+    "local": af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
+    "own": af.chain(af.shard_data(), Summing()),
+}
+
+
 @given(
     given=givens(),
     values=st.lists(VALUES, min_size=2, max_size=2),
     size=st.integers(2, 3),
+    by=st.sampled_from(sorted(TOGETHER)),
 )
-def test_ranks_observe_the_same(given: Given, values: list[float], size: int) -> None:
+def test_ranks_observe_the_same(
+    given: Given, values: list[float], size: int, by: str
+) -> None:
     """Where ranks train together, one that observed another value is named, on all."""
 
     def rank(world: af.World) -> str:
-        state = given.state(world, DDP)
+        state = given.state(world, TOGETHER[by])
         try:
             af.observe(state, values[0 if world.rank == 0 else 1])
         except af.ReplicaMismatchError as error:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data of ranks: one global order for every world, and honest lengths."""
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -290,3 +292,39 @@ def test_draws_are_of_a_place(data: af.Data, size: int, parts: int) -> None:
     other = rows(single(), 2**32)
     for column in zip(*expected.values(), *other.values(), strict=True):
         assert len(set(column)) == len(expected) + len(other)
+
+
+@given(
+    lengths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    size=st.integers(1, 3),
+    ambient=st.integers(0, 3),
+    zipped=st.booleans(),
+)
+def test_draws_beside_data_that_draw_nothing(
+    lengths: tuple[int, int], size: int, ambient: int, *, zipped: bool
+) -> None:
+    """In a mix with tensors, or beside them, augmentation draws from a place's key alone."""
+    drawn, plainly = Drawing(lengths[0]), torch.ones(lengths[1], 4).double()
+    options = {"batch_size": 4, "shuffle": True}
+    if zipped:
+        data = af.Data.zip(a=drawn, b=plainly, collate=rows_of, **options)
+    else:
+        data = af.Data.mix([drawn, plainly], **options)
+
+    def rows(world: af.World) -> list[Any]:
+        torch.manual_seed(ambient)
+        before = torch.get_rng_state()
+        found = [(b.micro_batches[0][~b.filler]).tolist() for b in read(world, data)]
+        assert torch.equal(before, torch.get_rng_state())
+        return found
+
+    torch.manual_seed(7)
+    expected = rows(single())
+    ranks = list(simulate(size, rows))
+    updates = zip(*ranks, strict=True)
+    assert [[row for part in parts for row in part] for parts in updates] == expected
+
+
+def rows_of(samples: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Collate dicts as rows."""
+    return torch.stack([torch.cat([each["a"], each["b"]]) for each in samples])

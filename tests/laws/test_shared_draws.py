@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.worlds import single
+from tests.laws.disks import lent
+from tests.laws.worlds import DDP, single
 
 Drawn = dict[str, list[float]]
 
@@ -161,3 +162,54 @@ def test_draws_of_two_beginnings_differ(size: int) -> None:
     )
     assert one == two == (one[0],) * size
     assert len(set(one[0].values())) == 2
+
+
+@af.transform
+class Noisy:
+    """Draws after each update."""
+
+    def init(self, state):
+        del state
+        return torch.zeros(())
+
+    def after_update(self, state, slot):
+        return state, slot + torch.rand(())
+
+
+@given(
+    size=st.integers(1, 2),
+    seeds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    steps=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+)
+def test_what_is_loaded_draws_by_its_own_seed(
+    size: int, seeds: tuple[int, int], steps: tuple[int, int]
+) -> None:
+    """A6: loaded into a state that has drawn by another seed, a run draws as it would have."""
+    step = af.make_step(lambda model, x: model(x).square().mean())
+
+    def trained(state: af.TrainState, count: int) -> af.TrainState:
+        for _ in range(count):
+            state, _ = step(state, torch.full((2, 2), 1.0 + state.world.rank))
+        return state
+
+    def rank(world: af.World) -> None:
+        first, other = (
+            af.TrainState.create(
+                model=lambda: torch.nn.Linear(2, 1),
+                optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+                setup=af.chain(DDP, Noisy()),
+                seed=seed,
+                world=world,
+            )
+            for seed in seeds
+        )
+        saved = trained(first, steps[0])
+        af.save(saved, root / "saved")
+        other = trained(other, steps[1])
+        whole, loaded = (
+            trained(state, 1) for state in (saved, af.load(other, root / "saved"))
+        )
+        assert torch.equal(whole.slots["noisy"], loaded.slots["noisy"])
+
+    with lent() as root:
+        simulate(size, rank)

@@ -46,6 +46,14 @@ def test_one_rank_writes(records):
     assert set(told) == {0}
 
 
+def test_extra_is_the_callers(records):
+    """What is given as extra= is in the record, beside rank and world_size."""
+    log = af.logger("train", af.World.single())
+    log.info("told", extra={"run": 7, "rank": 9})
+    (record,) = [each for each in records.records if each.name == "train"]
+    assert (record.run, record.rank, record.world_size) == (7, 0, 1)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_some_ranks_write(records, schedule):
     """Then each text begins with its rank."""

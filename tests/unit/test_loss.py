@@ -225,6 +225,15 @@ def test_total_without_weight(weight):
     assert before == bits(state)
 
 
+@pytest.mark.parametrize("weight", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+@pytest.mark.parametrize("total", [0.0, math.nan, math.inf, 3.0])
+def test_a_metric_of_nothing_is_0(weight, total):
+    """Whatever a sum over no samples says, as the mean of an empty mask, its mean is 0."""
+    metrics = af.Metrics({"rare": (torch.tensor(total), weight)})
+    assert float(metrics["rare"]) == 0.0
+    assert af.mean(metrics, af.World()) == {"rare": 0.0}
+
+
 @pytest.mark.parametrize("weight", [8, 8.0, torch.tensor(8), torch.tensor([8.0])])
 def test_total_over_weight_is_the_mean(weight):
     """`Loss(sum, n)` trains as the mean does, up to rounding."""

@@ -191,6 +191,22 @@ def test_a_full_disk_ends_no_training(tmp_path):
     assert af.track.read(path).metrics["loss"] == {1: 1.0, 4: 4.0}
 
 
+def test_all_are_closed_where_warnings_are_errors():
+    """What one backend lost is raised when the others are closed, too."""
+    kept = af.track.in_memory(world=WORLD)
+    mine = af.track.custom(Broken, name="mine", world=WORLD)
+    tracker = af.track.together(mine, kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", af.TrackingWarning)
+        tracker({"loss": 1.0}, 1)
+        tracker({"loss": 2.0}, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", af.TrackingWarning)
+        with pytest.raises(af.TrackingWarning, match="mine did not take 1 of 2"):
+            tracker.close()
+    assert all(each.is_closed for each in tracker.outlets)
+
+
 def test_a_backend_that_fails_keeps_no_other_from_its_records():
     """Others get every record, closing failures are named, and the run's own error is raised."""
     broken = Broken()
