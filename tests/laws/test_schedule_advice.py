@@ -104,17 +104,35 @@ def test_schedulers_of_torch_are_not_told(name: str, data: st.DataObject) -> Non
     assert told(af.schedules.from_torch(factory), 10) == []
 
 
-@given(end=st.integers(1, 30), torchs=st.booleans())
-def test_a_schedule_that_ends_before_the_run(end: int, torchs: bool) -> None:
-    """A10: updates at a rate of 0, after it was not, are told once: ten of them, or a tenth."""
-    schedule = af.schedules.linear(end)
-    if torchs:
-        schedule = af.schedules.from_torch(
-            partial(
-                lr_scheduler.LinearLR, start_factor=1, end_factor=0, total_iters=end
-            )
-        )
-    found = told(schedule, end + 40)
+def two_groups(named: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of two groups, of a parameter each."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.1} for _, p in named])
+
+
+def ends_at(end: int, update: int) -> float:
+    return max(0.0, 1 - update / end)
+
+
+@given(end=st.integers(1, 30), by=st.sampled_from(["own", "torch", "both", "one"]))
+def test_a_schedule_that_ends_before_the_run(end: int, by: str) -> None:
+    """A10: updates at a rate of 0, after it was not, are told once: ten of them, or a tenth.
+
+    Of groups with rates of their own, all must have come to 0.
+    """
+    line = partial(ends_at, end)
+    linear = partial(
+        lr_scheduler.LinearLR, start_factor=1, end_factor=0, total_iters=end
+    )
+    schedule: Any = af.schedules.linear(end)
+    if by != "own":
+        groups = [line, line if by == "both" else partial(math.pow, 1.0)]
+        each = partial(lr_scheduler.LambdaLR, lr_lambda=groups)
+        schedule = af.schedules.from_torch(linear if by == "torch" else each)
+    optimizer = two_groups if by in ("both", "one") else None
+    found = told(schedule, end + 40, optimizer)
+    if by == "one":
+        assert found == []
+        return
     assert len(found) == 1
     ((update, said),) = found
     assert end + 10 <= update <= end + 21

@@ -174,9 +174,11 @@ def test_loss_function_that_is_none():
 
 @pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf])
 def test_weight_is_a_count(weight):
-    """A weight that is negative or not finite is refused with its value."""
+    """A weight that is negative or not finite is refused with its value, any total's."""
     with pytest.raises(af.LossError, match=r"weight="):
         af.Loss(torch.tensor(1.0), weight)
+    with pytest.raises(af.LossError, match=r"rare=\(total, weight\)"):
+        af.Loss(torch.tensor(1.0), 8, rare=(torch.tensor(1.0), weight))
 
 
 @pytest.mark.parametrize("weight", ["3", None, [3]])
