@@ -73,7 +73,8 @@ def test_a_count_of_samples_is_the_mean(run: Run, size: int) -> None:
 
     def share(net: nn.Module, batch: Any, samples: float) -> Any:
         x, y = batch
-        return (net(x) * y).sum() / samples
+        part = (net(x) * y).sum() / samples
+        return af.Loss(part, 1, again=part, third=(part / 3, 1 / 3))
 
     def with_count(world: af.World) -> Any:
         state = attrs.evolve(run, setup=DDP).state(world)
@@ -90,7 +91,9 @@ def test_a_count_of_samples_is_the_mean(run: Run, size: int) -> None:
     counted, plain = (simulate(size, each).results for each in (with_count, with_mean))
     for (one, loss), (two, mean) in zip(counted, plain, strict=True):
         assert differences(one, two, within=1e-9) == []
+        again = {name: loss.pop(name) for name in ("again", "third")}
         assert close_means(loss, mean)
+        assert close_means(loss, {"loss": again["again"]})
 
 
 @given(sizes=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), max_size=3))

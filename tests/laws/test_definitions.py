@@ -49,7 +49,23 @@ PARTS: dict[str, list[Callable[[], Any]]] = {
         lambda: af.Data(X, batch_size=8, shuffle=True),
     ],
     "seed": [lambda: 0, lambda: 1],
+    "model": [
+        lambda: partial(torch.nn.Linear, 3, 1),
+        lambda: partial(frozen, "bias"),
+        lambda: partial(frozen, "weight"),
+        lambda: partial(torch.nn.Linear, 3, 2),
+    ],
 }
+
+
+WHAT = dict.fromkeys(PARTS, "states") | {"model": "models"}
+
+
+def frozen(name: str) -> torch.nn.Module:
+    """Return a model of which a parameter is not trained."""
+    model = torch.nn.Linear(3, 1)
+    model.get_parameter(name).requires_grad_(requires_grad=False)
+    return model
 
 
 def trained(choices: list[dict[str, int]]) -> list[str]:
@@ -57,11 +73,9 @@ def trained(choices: list[dict[str, int]]) -> list[str]:
 
     def rank(world: af.World) -> str:
         chosen = {part: PARTS[part][i]() for part, i in choices[world.rank].items()}
-        state = af.TrainState.create(
-            model=partial(torch.nn.Linear, 3, 1), world=world, **chosen
-        )
         step = af.make_step(lambda model, batch: model(batch).square().mean())
         try:
+            state = af.TrainState.create(world=world, **chosen)
             af.build(state)
         except ReplicaMismatchError as error:
             return str(error)
@@ -91,7 +105,7 @@ def test_definitions_that_differ_are_refused(
     ranks[odd][part] = other
     said = trained(ranks)
     assert len(set(said)) == 1
-    assert said[0].startswith("The ranks hold states that differ")
+    assert said[0].startswith(f"The ranks hold {WHAT[part]} that differ")
     assert all(f"\n  rank {rank}: " in said[0] for rank in range(size))
 
 
@@ -102,7 +116,10 @@ def test_any_two_that_differ_are_told_apart(part: str) -> None:
     for one, two in combinations(range(len(PARTS[part])), 2):
         said = trained([{**common, part: one}, {**common, part: two}])
         assert said[0] == said[1]
-        assert said[0].startswith("The ranks hold states that differ"), (one, two)
+        assert said[0].startswith(f"The ranks hold {WHAT[part]} that differ"), (
+            one,
+            two,
+        )
 
 
 def test_data_of_each_rank_may_be_its_own() -> None:

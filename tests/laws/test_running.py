@@ -41,6 +41,7 @@ def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
     for batch in af.batches(state, epochs=until.count if in_epochs else None):
         before = state.step
         state, metrics = step(state, batch)
+        assert state.cursor == batch.cursor  # skipped or not, it was seen
         seen += metrics
         if isinstance(period, af.epochs):
             due = batch.ends_epoch and state.cursor.epoch % period.count == 0

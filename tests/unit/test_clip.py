@@ -46,3 +46,27 @@ def test_complex_gradients() -> None:
     with pytest.raises(af.GradsError, match=r"gradients of weight are complex"):
         stepped(af.clip_grad_value(0.5))
     stepped(af.clip_grad_norm(0.5))
+
+
+@pytest.mark.parametrize("used", ["a", "b"])
+def test_a_group_without_gradients(used: str) -> None:
+    """A group whose parameters take no part in a loss has no norm, and the others are clipped."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.ones(2)) for _ in range(2))
+
+    def optimizer(named: list) -> torch.optim.Optimizer:
+        groups = [{"params": [param], "name": name} for name, param in named]
+        return torch.optim.SGD(groups, lr=1.0)
+
+    clip = af.clip_grad_norm(0.5, per_group=True)
+    state = af.TrainState.create(model=Two, optimizer=optimizer, setup=clip)
+    step = af.make_step(lambda model, _: 3 * getattr(model, used).sum())
+    state, metrics = step(state, None)
+    norms = {name for name in metrics if name.startswith("grad_norm.")}
+    assert norms == {f"grad_norm.{used}"}
+    for name, param in state.params.items():
+        moved = (1 - param).norm()
+        torch.testing.assert_close(moved, torch.tensor(0.5 if name == used else 0.0))

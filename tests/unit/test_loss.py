@@ -247,6 +247,36 @@ def test_total_over_weight_is_the_mean(weight):
         torch.testing.assert_close(total.params[name], expected)
 
 
+COMBINED = {
+    "with micro-batches": (1, af.accumulate(num_micro_batches=2)),
+    "with ranks": (2, af.wrap_ddp()),
+}
+
+
+@pytest.mark.parametrize("how", COMBINED)
+def test_a_mean_over_nobody_knows_how_many(how):
+    """A mean that is combined with others needs its number; alone, or with a weight, none."""
+    size, setup = COMBINED[how]
+
+    def stepped(world, setup, loss_fn):
+        value = ["no tensor", "none"] if how == "with micro-batches" else "no tensor"
+        value = value if setup is not None else "no tensor"
+        state = make(setup=setup, world=world)
+        return float(af.make_step(loss_fn)(state, value)[1]["loss"])
+
+    def mean(model, _):
+        return model(X).mean()
+
+    def total(model, _):
+        return af.Loss(model(X).sum(), len(X))
+
+    with pytest.raises(af.BatchError, match="Cannot tell how many samples"):
+        simulate(size, lambda world: stepped(world, setup, mean))
+    alone = stepped(af.World.single(), None, mean)
+    together = simulate(size, lambda world: stepped(world, setup, total)).results
+    assert together == pytest.approx([alone] * size)
+
+
 def test_aux_has_the_weight_of_the_loss_or_its_own():
     """Further totals are means over the loss's weight, or over the one they come with."""
     _, metrics = af.make_step(

@@ -299,3 +299,28 @@ def test_gradients_are_left_on_a_rank_under_accumulate(counts, size):
 
     for whole, found in simulate(size, gradients):
         assert torch.allclose(whole, found)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+def test_batch_norms_count_batches_that_somebody_had(samples):
+    """A micro-batch without a sample on any rank moves no statistic, and is not counted."""
+
+    def train(world):
+        state = af.TrainState.create(
+            model=lambda: nn.BatchNorm1d(2),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            setup=af.chain(
+                af.shard_data(),
+                af.wrap_ddp(),
+                af.accumulate(num_micro_batches=3),
+                af.sync_batchnorm(),
+            ),
+            data=af.Data(torch.arange(8.0 * samples).view(samples, 2, 4), batch_size=8),
+            world=world,
+        )
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        state, _ = step(state, next(iter(af.batches(state))))
+        return int(state.buffers["num_batches_tracked"])
+
+    # of parts that ranks cut alike: as many as the longest share has samples, three at most
+    assert set(simulate(2, train)) == {min(3, -(-samples // 2))}
