@@ -321,3 +321,16 @@ def test_a_budget_has_no_one_number_of_updates():
     with pytest.raises(af.DataError, match=r"ask data\.num_updates\(epochs, seed="):
         _ = data.updates_per_epoch
     assert data.num_updates(2, seed=0) == len(read(data, epochs=2))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_left_of_a_budget_comes_last(seed):
+    """Batches of buckets come in any order, but the last, which may be short."""
+    costs = [1] * 10
+    data = af.Data(
+        torch.arange(10),
+        batch_size=af.budget(costs, limit=4),
+        order=af.orders.bucketed(costs, window=10),
+    )
+    spans = list(data.epoch(seed=seed).cut.spans(0))
+    assert [stop - start for start, stop in spans] == [4, 4, 2]
