@@ -81,9 +81,7 @@ from accelfn.lockstep import lockstep as lockstep
 from accelfn.loss import Loss as Loss
 from accelfn.loss import Metrics as Metrics
 from accelfn.loss import WeightedSum as WeightedSum
-from accelfn.observing import observe as observe
 from accelfn.partition import partition as partition
-from accelfn.salvaging import salvage as salvage
 from accelfn.state import TrainState as TrainState
 from accelfn.step import build as build
 from accelfn.step import make_step as make_step
@@ -103,6 +101,7 @@ from accelfn.words import NAMES as _NAMES
 from accelfn.world import World as World
 
 if _TYPE_CHECKING:
+    __version__: str
     from accelfn import track as track
     from accelfn.batch_size import find_batch_size as find_batch_size
     from accelfn.checkpoint import CheckpointStore as CheckpointStore
@@ -127,9 +126,11 @@ if _TYPE_CHECKING:
     from accelfn.logs import logger as logger
     from accelfn.lomo_optim import lomo as lomo
     from accelfn.memory import memory_estimate as memory_estimate
+    from accelfn.observing import observe as observe
     from accelfn.profiling import profile as profile
     from accelfn.running import epochs as epochs
     from accelfn.running import run as run
+    from accelfn.salvaging import salvage as salvage
     from accelfn.splitting import split as split
     from accelfn.transforms.accumulate import accumulate as accumulate
     from accelfn.transforms.accumulate import micro_batches as micro_batches
@@ -156,9 +157,8 @@ if _TYPE_CHECKING:
     from accelfn.transforms.skip import skip_nonfinite as skip_nonfinite
     from accelfn.transforms.sync_batchnorm import sync_batchnorm as sync_batchnorm
 
-__version__ = _version("accelfn")
-
-# imported when first used, for a program does without most of them
+# imported when first used, for a program does without most of them; a name that its module
+# bears too is not among them, for the import of the module would stand in its place
 _LATER = {
     "accelfn": ("track",),  # a module
     "accelfn.batch_size": ("find_batch_size",),
@@ -186,8 +186,10 @@ _LATER = {
     "accelfn.logs": ("RankLogger", "logger"),
     "accelfn.lomo_optim": ("lomo",),
     "accelfn.memory": ("memory_estimate",),
+    "accelfn.observing": ("observe",),
     "accelfn.profiling": ("profile",),
     "accelfn.running": ("epochs", "run"),
+    "accelfn.salvaging": ("salvage",),
     "accelfn.splitting": ("split",),
     "accelfn.transforms.accumulate": ("accumulate", "micro_batches"),
     "accelfn.transforms.activations": ("checkpoint_activations",),
@@ -212,6 +214,8 @@ _MODULE_OF = {name: module for module, names in _LATER.items() for name in names
 
 def __getattr__(name: str) -> object:
     """Import a name that costs time."""
+    if name == "__version__":
+        return _version("accelfn")
     if name not in _MODULE_OF:
         advice = f": {_NAMES[name]}" if name in _NAMES else ""
         msg = f"module {__name__!r} has no attribute {name!r}{advice}."

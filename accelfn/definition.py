@@ -12,8 +12,8 @@ from accelfn.data import Data, Plan
 from accelfn.errors import ArgumentError
 from accelfn.fields import check_returned
 from accelfn.model import Skeleton
-from accelfn.schedules import Schedule
 from accelfn.schedules.rates import Rates
+from accelfn.schedules.schedule import Schedule
 from accelfn.transform import chain
 from accelfn.world import World
 

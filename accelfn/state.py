@@ -39,8 +39,8 @@ from accelfn.model import (
 )
 from accelfn.modes import own_modes
 from accelfn.optimizer import OptimizerSource, prototype_of, trained_names
-from accelfn.schedules import Schedule
 from accelfn.schedules.rates import bound
+from accelfn.schedules.schedule import Schedule
 from accelfn.skips import Skips
 from accelfn.slots import carried_over, check_own_name, own_objects
 from accelfn.transform import chain

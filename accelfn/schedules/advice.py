@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelfn.advice import advise
-from accelfn.schedules.factors import Schedule
 from accelfn.schedules.of_torch import from_torch
 from accelfn.schedules.rates import Rates
+from accelfn.schedules.schedule import Schedule
 
 _LEAST_PEAK = 0.01
 """No warm-up or decay has so small a factor at all updates; most learning rates are smaller."""

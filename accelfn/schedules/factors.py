@@ -2,7 +2,7 @@
 """Pure functions from the update number to the factor of all learning rates."""
 
 import math
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import attrs
 
@@ -10,14 +10,7 @@ from accelfn.arguments import integer, is_number
 from accelfn.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.schedules.of_torch import from_torch
-
-
-class Schedule(Protocol):
-    """A pure function of the update number."""
-
-    def __call__(self, step: int, /) -> float:
-        """Return the factor for update `step`, the first being 0."""
-        ...
+from accelfn.schedules.schedule import Schedule
 
 
 def _updates(least: int) -> Any:

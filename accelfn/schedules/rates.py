@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.optimizer import STRUCTURE, Assignments
-from accelfn.schedules.factors import Schedule
 from accelfn.schedules.of_torch import from_torch
+from accelfn.schedules.schedule import Schedule
 
 
 class Rates(Protocol):
