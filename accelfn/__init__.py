@@ -16,10 +16,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import schedules as schedules
-from accelfn.backward import value_and_grad as value_and_grad
-from accelfn.batches import Batches as Batches
-from accelfn.batches import batches as batches
-from accelfn.batches import seek as seek
+from accelfn.base.words import NAMES as _NAMES
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import all_to_all as all_to_all
 from accelfn.collectives import any_rank as any_rank
@@ -29,17 +26,19 @@ from accelfn.collectives import broadcast_object as broadcast_object
 from accelfn.collectives import gather as gather
 from accelfn.collectives import gather_objects as gather_objects
 from accelfn.collectives import gather_ragged as gather_ragged
-from accelfn.collectives import mean as mean
 from accelfn.collectives import pad_across as pad_across
-from accelfn.collectives import print_once as print_once
 from accelfn.collectives import reduce as reduce
 from accelfn.collectives import scatter as scatter
-from accelfn.cursor import Cursor as Cursor
 from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
 from accelfn.data import Plan as Plan
 from accelfn.data import budget as budget
 from accelfn.data import orders as orders
+from accelfn.data.cursor import Cursor as Cursor
+from accelfn.data.lockstep import lockstep as lockstep
+from accelfn.definition.transform import Transform as Transform
+from accelfn.definition.transform import chain as chain
+from accelfn.definition.transform import transform as transform
 from accelfn.errors import ArgumentError as ArgumentError
 from accelfn.errors import BatchError as BatchError
 from accelfn.errors import CallError as CallError
@@ -75,63 +74,59 @@ from accelfn.errors import UnknownMetricError as UnknownMetricError
 from accelfn.errors import UnusedParametersError as UnusedParametersError
 from accelfn.errors import Warning as Warning  # noqa: A004 - af.Warning
 from accelfn.errors import WorldError as WorldError
-from accelfn.fused import fused as fused
-from accelfn.grads import Grads as Grads
-from accelfn.lockstep import lockstep as lockstep
-from accelfn.loss import Loss as Loss
-from accelfn.loss import Metrics as Metrics
-from accelfn.loss import WeightedSum as WeightedSum
-from accelfn.partition import partition as partition
-from accelfn.state import TrainState as TrainState
-from accelfn.step import build as build
-from accelfn.step import make_step as make_step
-from accelfn.step import release as release
-from accelfn.stopping import stopping as stopping
-from accelfn.transform import Transform as Transform
-from accelfn.transform import chain as chain
-from accelfn.transform import transform as transform
-from accelfn.update import apply_grads as apply_grads
-from accelfn.update import finalize as finalize
-from accelfn.update import sync_grads as sync_grads
-from accelfn.views import bind as bind
-from accelfn.views import eval_params as eval_params
-from accelfn.views import frozen as frozen
-from accelfn.views import rng as rng
-from accelfn.words import NAMES as _NAMES
+from accelfn.loop.batches import Batches as Batches
+from accelfn.loop.batches import batches as batches
+from accelfn.loop.batches import seek as seek
+from accelfn.loop.stopping import stopping as stopping
+from accelfn.state.grads import Grads as Grads
+from accelfn.state.mean import mean as mean
+from accelfn.state.metrics import Loss as Loss
+from accelfn.state.metrics import Metrics as Metrics
+from accelfn.state.metrics import WeightedSum as WeightedSum
+from accelfn.state.state import TrainState as TrainState
+from accelfn.state.views import bind as bind
+from accelfn.state.views import eval_params as eval_params
+from accelfn.state.views import frozen as frozen
+from accelfn.state.views import rng as rng
+from accelfn.step.apply_grads import apply_grads as apply_grads
+from accelfn.step.apply_grads import finalize as finalize
+from accelfn.step.apply_grads import sync_grads as sync_grads
+from accelfn.step.make_step import build as build
+from accelfn.step.make_step import make_step as make_step
+from accelfn.step.make_step import release as release
+from accelfn.step.value_and_grad import value_and_grad as value_and_grad
+from accelfn.structure.fused import fused as fused
+from accelfn.structure.partition import partition as partition
 from accelfn.world import World as World
 
 if _TYPE_CHECKING:
     __version__: str
     from accelfn import track as track
-    from accelfn.batch_size import find_batch_size as find_batch_size
     from accelfn.checkpoint import CheckpointStore as CheckpointStore
     from accelfn.checkpoint import Loaded as Loaded
-    from accelfn.checkpoint import export_model as export_model
-    from accelfn.checkpoint import full_params as full_params
-    from accelfn.checkpoint import import_model as import_model
     from accelfn.checkpoint import load as load
     from accelfn.checkpoint import save as save
-    from accelfn.checkpoint import save_pretrained as save_pretrained
-    from accelfn.control import assert_replicas_agree as assert_replicas_agree
-    from accelfn.control import main_first as main_first
-    from accelfn.control import on_main as on_main
-    from accelfn.control import on_rank as on_rank
-    from accelfn.control import print_in_order as print_in_order
-    from accelfn.evaluation import evaluate as evaluate
-    from accelfn.evaluation import predict as predict
-    from accelfn.foreign import import_torch_weights as import_torch_weights
-    from accelfn.gathering import gather_valid as gather_valid
+    from accelfn.data.gather_valid import gather_valid as gather_valid
+    from accelfn.data.split import split as split
     from accelfn.launching.function import launch as launch
-    from accelfn.logs import RankLogger as RankLogger
-    from accelfn.logs import logger as logger
-    from accelfn.lomo_optim import lomo as lomo
-    from accelfn.memory import memory_estimate as memory_estimate
-    from accelfn.observing import observe as observe
-    from accelfn.profiling import profile as profile
-    from accelfn.running import epochs as epochs
-    from accelfn.running import run as run
-    from accelfn.salvaging import salvage as salvage
-    from accelfn.splitting import split as split
+    from accelfn.loop.batch_size import find_batch_size as find_batch_size
+    from accelfn.loop.control import assert_replicas_agree as assert_replicas_agree
+    from accelfn.loop.control import main_first as main_first
+    from accelfn.loop.control import on_main as on_main
+    from accelfn.loop.control import on_rank as on_rank
+    from accelfn.loop.control import print_in_order as print_in_order
+    from accelfn.loop.control import print_once as print_once
+    from accelfn.loop.evaluate import evaluate as evaluate
+    from accelfn.loop.evaluate import predict as predict
+    from accelfn.loop.logs import RankLogger as RankLogger
+    from accelfn.loop.logs import logger as logger
+    from accelfn.loop.memory import memory_estimate as memory_estimate
+    from accelfn.loop.observe import observe as observe
+    from accelfn.loop.profiling import profile as profile
+    from accelfn.loop.run import epochs as epochs
+    from accelfn.loop.run import run as run
+    from accelfn.loop.salvage import salvage as salvage
+    from accelfn.structure.lomo import lomo as lomo
     from accelfn.transforms.accumulate import accumulate as accumulate
     from accelfn.transforms.accumulate import micro_batches as micro_batches
     from accelfn.transforms.activations import (
@@ -156,41 +151,37 @@ if _TYPE_CHECKING:
     from accelfn.transforms.shard import shard_data as shard_data
     from accelfn.transforms.skip import skip_nonfinite as skip_nonfinite
     from accelfn.transforms.sync_batchnorm import sync_batchnorm as sync_batchnorm
+    from accelfn.weights.export import export_model as export_model
+    from accelfn.weights.export import full_params as full_params
+    from accelfn.weights.export import save_pretrained as save_pretrained
+    from accelfn.weights.importing import import_model as import_model
+    from accelfn.weights.torch_files import import_torch_weights as import_torch_weights
 
 # imported when first used, for a program does without most of them; a name that its module
 # bears too is not among them, for the import of the module would stand in its place
 _LATER = {
-    "accelfn": ("track",),  # a module
-    "accelfn.batch_size": ("find_batch_size",),
-    "accelfn.checkpoint": (
-        "CheckpointStore",
-        "Loaded",
-        "export_model",
-        "full_params",
-        "import_model",
-        "load",
-        "save",
-        "save_pretrained",
-    ),
-    "accelfn.control": (
+    "accelfn": ("track",),
+    "accelfn.checkpoint": ("CheckpointStore", "Loaded", "load", "save"),
+    "accelfn.data.gather_valid": ("gather_valid",),
+    "accelfn.data.split": ("split",),
+    "accelfn.launching.function": ("launch",),
+    "accelfn.loop.batch_size": ("find_batch_size",),
+    "accelfn.loop.control": (
         "assert_replicas_agree",
         "main_first",
         "on_main",
         "on_rank",
         "print_in_order",
+        "print_once",
     ),
-    "accelfn.evaluation": ("evaluate", "predict"),
-    "accelfn.foreign": ("import_torch_weights",),
-    "accelfn.gathering": ("gather_valid",),
-    "accelfn.launching.function": ("launch",),
-    "accelfn.logs": ("RankLogger", "logger"),
-    "accelfn.lomo_optim": ("lomo",),
-    "accelfn.memory": ("memory_estimate",),
-    "accelfn.observing": ("observe",),
-    "accelfn.profiling": ("profile",),
-    "accelfn.running": ("epochs", "run"),
-    "accelfn.salvaging": ("salvage",),
-    "accelfn.splitting": ("split",),
+    "accelfn.loop.evaluate": ("evaluate", "predict"),
+    "accelfn.loop.logs": ("RankLogger", "logger"),
+    "accelfn.loop.memory": ("memory_estimate",),
+    "accelfn.loop.observe": ("observe",),
+    "accelfn.loop.profiling": ("profile",),
+    "accelfn.loop.run": ("epochs", "run"),
+    "accelfn.loop.salvage": ("salvage",),
+    "accelfn.structure.lomo": ("lomo",),
     "accelfn.transforms.accumulate": ("accumulate", "micro_batches"),
     "accelfn.transforms.activations": ("checkpoint_activations",),
     "accelfn.transforms.check": ("check_replicas",),
@@ -208,6 +199,9 @@ _LATER = {
     "accelfn.transforms.shard": ("shard_data",),
     "accelfn.transforms.skip": ("skip_nonfinite",),
     "accelfn.transforms.sync_batchnorm": ("sync_batchnorm",),
+    "accelfn.weights.export": ("export_model", "full_params", "save_pretrained"),
+    "accelfn.weights.importing": ("import_model",),
+    "accelfn.weights.torch_files": ("import_torch_weights",),
 }
 _MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
 

@@ -359,7 +359,7 @@ def _test(words: argparse.Namespace) -> int:
     except ValueError:
         msg = f"--nproc is {words.nproc!r}; give a whole number, 1 or more."
         raise LaunchError(msg) from None
-    test = "accelfn.launching.selftest"
+    test = "accelfn.testing.selftest"
     code = launch_script(test, [str(nproc)], nproc=nproc, module=True)
     verdict = "This machine passes." if code == 0 else "This machine fails, as above."
     sys.stdout.write(f"{verdict}\n")

@@ -11,7 +11,7 @@ import torch
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import optimizer_name
 from accelfn.errors import ArgumentError, CheckpointError
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
 
 _SHOWN = 10
 

@@ -9,14 +9,14 @@ from typing import Any
 import attrs
 import torch
 
-from accelfn import tree
+from accelfn.base import tree
+from accelfn.base.codec import decode, tensors_in
 from accelfn.checkpoint import files
 from accelfn.checkpoint.fields import decoded, encoded, fields_of
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.slices import Slice, assembled, is_sharded, like, slice_of
-from accelfn.codec import decode, tensors_in
 from accelfn.errors import CheckpointError
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
 
 
 @attrs.frozen(kw_only=True)

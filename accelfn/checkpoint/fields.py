@@ -8,12 +8,12 @@ from typing import Any, cast
 import attrs
 import torch
 
+from accelfn.base.codec import Held, Table, decode, encode, has_state
 from accelfn.checkpoint.slices import Slice, slice_of
-from accelfn.codec import Held, Table, decode, encode, has_state
-from accelfn.cursor import Cursor
+from accelfn.data.cursor import Cursor
 from accelfn.errors import CheckpointError
-from accelfn.lease import Lease
-from accelfn.state import TrainState
+from accelfn.state.lease import Lease
+from accelfn.state.state import TrainState
 
 FIELDS = (
     "params",

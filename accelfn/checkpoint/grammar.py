@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, cast
 
+from accelfn.base.codec import DEEPEST
 from accelfn.checkpoint.files import DTYPES, File
 from accelfn.checkpoint.slices import Slice, tile
-from accelfn.codec import DEEPEST
 
 Rule: TypeAlias = Callable[[Any], None]
 """Raises `_UnexpectedError` of what may not stand there."""
@@ -163,7 +163,7 @@ def _record(**rules: Rule) -> Rule:
 
 
 def _tree(value: Any, depth: int = DEEPEST, kinds: tuple[str, ...] = ()) -> None:
-    """Look at an encoded tree, as `accelfn.codec` makes them; `kinds`: of its root."""
+    """Look at an encoded tree, as `accelfn.base.codec` makes them; `kinds`: of its root."""
     if not kinds and (value is None or type(value) in (str, int, float, bool)):
         return
     kinds = kinds or tuple(_KINDS)

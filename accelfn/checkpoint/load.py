@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.elastic import source_of
 from accelfn.checkpoint.fields import with_fields
@@ -15,7 +15,7 @@ from accelfn.checkpoint.manifest import read_manifest
 from accelfn.checkpoint.options import check_path
 from accelfn.checkpoint.partial import Loaded, Wanted, load_part, with_kept
 from accelfn.errors import ArgumentError, CheckpointError
-from accelfn.state import TrainState, check_state
+from accelfn.state.state import TrainState, check_state
 
 
 @overload

@@ -14,10 +14,10 @@ from typing import Any, Self, cast
 
 import attrs
 
+from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
 from accelfn.checkpoint.files import File
 from accelfn.checkpoint.others import reader_of
-from accelfn.codec import Table, decode, encode, tensors_in
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
 FORMAT = 1

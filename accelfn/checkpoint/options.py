@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accelfn.arguments import is_integer
+from accelfn.base.arguments import is_integer
 from accelfn.checkpoint import disk
 from accelfn.errors import ArgumentError, CheckpointWriteError
 

@@ -13,7 +13,7 @@ from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.fields import FIELDS, fields_of, with_fields
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
 
 
 @attrs.frozen(kw_only=True)

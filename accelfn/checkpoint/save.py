@@ -5,15 +5,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.checkpoint import commit
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.options import check_frozen, check_path
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import gather_text
-from accelfn.optimizer import kind_of
-from accelfn.state import TrainState, check_state
+from accelfn.state.state import TrainState, check_state
+from accelfn.structure.prototype import kind_of
 
 
 @called

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
-from accelfn import words
-from accelfn.calling import called
+from accelfn.base import words
+from accelfn.base.calling import called
+from accelfn.base.words import foreign
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import keep as keeping
 from accelfn.checkpoint.background import Buffers, Writing, talk_directory
@@ -38,8 +39,7 @@ from accelfn.errors import (
     DirectoryInUseError,
     PeerFailedError,
 )
-from accelfn.state import TrainState, check_state
-from accelfn.words import foreign
+from accelfn.state.state import TrainState, check_state
 
 if TYPE_CHECKING:
     from accelfn.checkpoint.commit import Contents

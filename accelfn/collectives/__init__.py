@@ -12,9 +12,7 @@ from accelfn.collectives.packed import barrier as barrier
 from accelfn.collectives.packed import broadcast_ as broadcast_
 from accelfn.collectives.packed import gather_bytes as gather_bytes
 from accelfn.collectives.packed import gather_text as gather_text
-from accelfn.collectives.packed import mean as mean
 from accelfn.collectives.packed import pack as pack
-from accelfn.collectives.packed import print_once as print_once
 from accelfn.collectives.packed import scatter_bytes as scatter_bytes
 from accelfn.collectives.packed import sum_ as sum_
 from accelfn.collectives.packed import sum_named as sum_named

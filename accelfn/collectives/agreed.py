@@ -16,7 +16,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.collectives.calls import site, table
 from accelfn.collectives.naming import naming
 from accelfn.errors import ArgumentError, CollectiveMismatchError

@@ -9,8 +9,8 @@ import pickle as _pickle
 from collections.abc import Sequence
 from typing import Any
 
-from accelfn import codec
-from accelfn.calling import called
+from accelfn.base import codec
+from accelfn.base.calling import called
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.packed import broadcast_bytes, gather_bytes, scatter_bytes
 from accelfn.collectives.trees import check_root

@@ -17,12 +17,12 @@ from torch._utils import (
     _unflatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
 )
 
-from accelfn import foreach
-from accelfn.calling import called
+from accelfn.base import lists
+from accelfn.base.arguments import Number
+from accelfn.base.calling import called
 from accelfn.collectives.agreed import agreed, alike, check_world
 from accelfn.collectives.naming import naming
-from accelfn.errors import ArgumentError, CollectiveMismatchError
-from accelfn.loss import Metrics, Number
+from accelfn.errors import CollectiveMismatchError
 from accelfn.world import World
 
 
@@ -46,7 +46,7 @@ def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat.split(sizes)
     views = [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
-    foreach.copy_([tensor.detach() for tensor in tensors], views)
+    lists.copy_([tensor.detach() for tensor in tensors], views)
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -204,40 +204,6 @@ def barrier(world: World) -> None:
     """Wait until every rank is here."""
     check_world("barrier", world)
     all_reduce_([torch.zeros(1, device=world.device)], world, label="barrier")
-
-
-@called
-def print_once(world: World, *values: object, local: bool = False) -> None:
-    """Print on rank 0 only; with `local`, once on every machine."""
-    check_world("print_once", world)
-    if world.local_rank == 0 if local else world.is_main:
-        print(*values, flush=True)  # noqa: T201 - printing is what it is for
-
-
-@called
-def mean(metrics: Metrics, world: World) -> dict[str, float]:
-    """Return the exact mean of each metric over all ranks: the visible collective.
-
-    Totals and weights are added over ranks and divided once, so the result is the mean
-    over all that was seen, however uneven the shares. It reads the device, as a log line
-    must; a step does not.
-
-    Cost: one all-reduce of two float64 numbers a name, and six that tell the names.
-
-    Law: on any number of ranks it is the metric of the union of what they saw.
-
-    Raises:
-        CollectiveMismatchError: ranks have metrics of as many, but other names.
-        PeerFailedError: another rank failed.
-    """
-    if not isinstance(metrics, Metrics):
-        msg = f"af.mean: expected Metrics, got {type(metrics).__name__}; add several first."
-        raise ArgumentError(msg)
-    if not metrics:
-        return {}
-    pairs = {name: (each.total, each.weight) for name, each in metrics.sums.items()}
-    sums = sum_named(pairs, world, kind="mean", label="mean of metrics", what="metrics")
-    return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
 
 
 def sum_named(

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from accelfn.base.arguments import Number
 from accelfn.collectives.calls import shown
 from accelfn.collectives.packed import all_gather, gather_text
 from accelfn.errors import ReplicaMismatchError
-from accelfn.loss import Number
 from accelfn.world import World
 
 _CREATED = (

@@ -9,8 +9,8 @@ from typing import TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from accelfn import tree
-from accelfn.calling import called
+from accelfn.base import tree
+from accelfn.base.calling import called
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.naming import naming
 from accelfn.collectives.packed import pack

@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accelfn import tree
-from accelfn.arguments import is_integer
-from accelfn.calling import called
+from accelfn.base import tree
+from accelfn.base.arguments import is_integer
+from accelfn.base.calling import called
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.differentiated import gather_with_grad
 from accelfn.collectives.packed import (

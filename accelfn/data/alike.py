@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.collectives import all_gather, first_difference, gather_text
 from accelfn.data.fetch import nothing
 from accelfn.data.fingerprint import bytes_of, form_of, places_of, sample_at

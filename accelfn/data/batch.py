@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accelfn import words
-from accelfn.cursor import Cursor
+from accelfn.base import words
+from accelfn.base.words import foreign
+from accelfn.data.cursor import Cursor
 from accelfn.data.permutation import Indices
 from accelfn.errors import BatchError, CallError
-from accelfn.words import foreign
 
 Filler: TypeAlias = bool | npt.NDArray[np.bool_]
 """Whether samples are filler: all of a micro-batch, none, or one by one."""

@@ -6,8 +6,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from accelfn.arguments import integer, truth
-from accelfn.calling import called
+from accelfn.base.arguments import integer, truth
+from accelfn.base.calling import called
 from accelfn.data.cut import UnevenCut
 from accelfn.data.orders.numbers import as_counts
 from accelfn.data.permutation import Indices

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
-from accelfn.arguments import integer, is_integer, is_number
-from accelfn.cursor import Cursor
+from accelfn.base.arguments import integer, is_integer, is_number
 from accelfn.data.budget import budget
+from accelfn.data.cursor import Cursor
 from accelfn.data.cut import REMAINDERS, Cut
 from accelfn.data.length import promised_length
 from accelfn.data.orders.samplers import refuse_distributed

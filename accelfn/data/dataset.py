@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import attrs
 import numpy as np
 
-from accelfn import words
-from accelfn.arguments import check_integer, truth
-from accelfn.calling import called
-from accelfn.cursor import Cursor
+from accelfn.base import words
+from accelfn.base.arguments import check_integer, truth
+from accelfn.base.calling import called
+from accelfn.base.words import foreign
 from accelfn.data.alike import Looks
 from accelfn.data.batch import Batch
 from accelfn.data.budget import budget
@@ -28,6 +28,7 @@ from accelfn.data.checks import (
     is_remainder,
     is_text,
 )
+from accelfn.data.cursor import Cursor
 from accelfn.data.cut import Cut, EvenCut
 from accelfn.data.device import on_device
 from accelfn.data.epoch import Epoch, epoch_of
@@ -49,7 +50,6 @@ from accelfn.data.sources import Source, source_of
 from accelfn.data.stream import first_state, is_stream
 from accelfn.data.zipped import Side, Zipped, zipped
 from accelfn.errors import ArgumentError, DataError, LengthError
-from accelfn.words import foreign
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

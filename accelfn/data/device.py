@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accelfn import tree
+from accelfn.base import tree
 
 T = TypeVar("T")
 

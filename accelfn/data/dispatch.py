@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from accelfn import codec
+from accelfn.base import codec
 from accelfn.collectives import scatter_bytes
-from accelfn.cursor import Cursor
+from accelfn.data.cursor import Cursor
 from accelfn.data.epoch import Portion
 from accelfn.data.plan import Plan
 from accelfn.data.stream import Stream

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import attrs
 import numpy as np
 
-from accelfn import streams
-from accelfn.cursor import Cursor
+from accelfn.base import draws
+from accelfn.data.cursor import Cursor
 from accelfn.data.cut import Cut, EvenCut, Span, UnevenCut
 from accelfn.data.orders.order import AtPositions, checked, looked_up
 from accelfn.data.orders.samplers import drawn_once
@@ -66,7 +66,7 @@ class Epoch:
 
 def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
     """Return one pass over the data, for a state of a seed."""
-    key, n = streams.key(seed, "data", number), len(data.source)
+    key, n = draws.key(seed, "data", number), len(data.source)
     if data.batch_sampler is not None:
         return _sampled(data.batch_sampler, n, seed=seed, number=number, key=key)
     size = data.batch_size if isinstance(data.batch_size, int) else None
@@ -78,7 +78,7 @@ def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
     cut = cast("budget", data.batch_size).cut(order(np.arange(num_samples)))
     made = Epoch(number, num_samples, order, cut, key)
     if getattr(data.ordering, "shuffles_batches", False):
-        made = made.shuffled_batches(streams.key(seed, "batches", number))
+        made = made.shuffled_batches(draws.key(seed, "batches", number))
     return made
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.data.permutation import Indices
 from accelfn.data.sources import Source, collated
 
@@ -51,11 +51,11 @@ class Fetch:
         """Return the collated samples."""
         if self.is_pure:
             return self.source.batch(task.indices, nothing)
-        with streams.drawing() as draws:
+        with draws.drawing() as drawing:
 
             def begin(place: int, part: int = 0) -> None:
-                key = streams.fold(task.key, task.first + place)
-                draws.begin(streams.fold(key, part) if part else key)
+                key = draws.fold(task.key, task.first + place)
+                drawing.begin(draws.fold(key, part) if part else key)
 
             if self.collate is None:
                 return self.source.batch(task.indices, begin)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from accelfn import streams, tree
+from accelfn.base import draws, tree
 from accelfn.data.sources import Source
 from accelfn.data.zipped import Zipped
 from accelfn.errors import DataError
@@ -77,10 +77,10 @@ def places_of(source: Source) -> list[int]:
 
 def sample_at(source: Source, place: int) -> Any:
     """Return a sample; what it draws from default generators is the same each time."""
-    with streams.drawing() as draws:
+    with draws.drawing() as drawing:
 
         def begin(_place: int, _part: int = 0) -> None:
-            draws.begin(0)
+            drawing.begin(0)
 
         begin(0)
         return source.samples(np.array([place]), begin)[0]

@@ -7,8 +7,8 @@ from typing import Any, cast
 import attrs
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from accelfn.advice import advise
-from accelfn.arguments import check_integer
+from accelfn.base.advice import advise
+from accelfn.base.arguments import check_integer
 from accelfn.data.orders.order import Sequential, Shuffled
 from accelfn.data.orders.samplers import (
     is_plain,

@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_structure
 from torch.utils.data import default_collate
 
-from accelfn import streams, tree
-from accelfn.arguments import is_number
+from accelfn.base import draws, tree
+from accelfn.base.arguments import is_number
 from accelfn.data.orders.order import AtPositions, Order, Sequential, Shuffled
 from accelfn.data.permutation import Indices, shuffled
 from accelfn.data.sources import Begin, Rows, Source, collated, source_of
@@ -183,7 +183,7 @@ class Mixed:
         def own_order(which: int, turn: int) -> AtPositions:
             found = inner.get((which, turn))
             if found is None:
-                key = streams.key(seed, "mix", which)
+                key = draws.key(seed, "mix", which)
                 length = self.lengths[which]
                 found = inner[which, turn] = self.inner.of_epoch(
                     length, seed=key, epoch=turn, batch_size=None
@@ -193,7 +193,7 @@ class Mixed:
         def of_block(number: int) -> Indices:
             before, after = self.used(number), self.used(number + 1)
             counts = [stop - start for start, stop in zip(before, after, strict=True)]
-            key = streams.key(seed, "mix", number)
+            key = draws.key(seed, "mix", number)
             turns = shuffled(np.arange(self.block), n=self.block, key=key)
             whose = np.repeat(np.arange(len(counts)), counts)[turns]
             result = np.empty(self.block, np.int64)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from accelfn import streams
+from accelfn.base import draws
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -28,7 +28,7 @@ def shuffled(positions: Indices, *, n: int, key: int) -> Indices:
     Domains"). Each index costs some 30 ns and depends on no other.
     """
     half = np.uint64(max(3, ((n - 1).bit_length() + 1) // 2))
-    keys = [np.uint64(streams.fold(key, i)) for i in range(_ROUNDS)]
+    keys = [np.uint64(draws.fold(key, i)) for i in range(_ROUNDS)]
     result = _feistel(positions.astype(np.uint64), half, keys)
     outside = np.flatnonzero(result >= n)
     while outside.size:

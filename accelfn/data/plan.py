@@ -3,7 +3,7 @@
 
 import attrs
 
-from accelfn.arguments import integer
+from accelfn.base.arguments import integer
 from accelfn.data.cut import Span, even_part
 from accelfn.errors import ArgumentError
 

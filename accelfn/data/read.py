@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from accelfn.cursor import Cursor
 from accelfn.data.batch import Batch, Filler
+from accelfn.data.cursor import Cursor
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Fetch, Task, nothing
 from accelfn.data.sources import shown

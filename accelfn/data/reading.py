@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 from torch.utils.data import default_collate
 
-from accelfn.cursor import Cursor
+from accelfn.data.cursor import Cursor
 from accelfn.data.dispatch import read_dispatched
 from accelfn.data.epoch import Portion, portions
 from accelfn.data.fetch import Fetch

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.collectives import all_gather
-from accelfn.cursor import Cursor
+from accelfn.data.cursor import Cursor
 from accelfn.data.cut import Span, even_part
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Collate
@@ -49,7 +49,7 @@ class Counted(IterableDataset[Any]):
         if self._ended:
             return
         info = get_worker_info()
-        key = streams.fold(self._key, 0 if info is None else info.id)
+        key = draws.fold(self._key, 0 if info is None else info.id)
         (count, memory), self._start = self._start, (0, None)
         if count and memory is None:
             if not self._replay:
@@ -235,7 +235,7 @@ class Sharded:
         return Collated(self.collate, num_parts)(first)[1]
 
     def _key(self, epoch: int) -> int:
-        return streams.key(self.seed, "data", epoch, "rank", self.world.rank)
+        return draws.key(self.seed, "data", epoch, "rank", self.world.rank)
 
     def _memory(self, loader: Any) -> dict[str, Any]:
         return {

@@ -23,7 +23,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.data.length import promised_length
 from accelfn.data.permutation import Indices
 from accelfn.errors import DataError

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from accelfn import streams
-from accelfn.cursor import Cursor
+from accelfn.base import draws
+from accelfn.data.cursor import Cursor
 from accelfn.data.cut import Span
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Collate
@@ -145,8 +145,8 @@ class Opened:
                 own.manual_seed(key)
         knows = is_stateful(dataset)
         memory = copy.deepcopy(start.memory)
-        with streams.drawing() as draws:
-            draws.begin(streams.fold(key, _BEFORE))
+        with draws.drawing() as drawing:
+            drawing.begin(draws.fold(key, _BEFORE))
             if memory is not None and knows:
                 dataset.load_state_dict(memory)
             self._iterator: Any = iter(dataset)
@@ -159,8 +159,8 @@ class Opened:
 
     def read(self) -> list[Any]:
         """Return the next sample in a list, or an empty one at the end."""
-        with streams.drawing() as draws:
-            draws.begin(streams.fold(self._key, self.position))
+        with draws.drawing() as drawing:
+            drawing.begin(draws.fold(self._key, self.position))
             try:
                 sample = next(self._iterator)
             except StopIteration:
@@ -268,7 +268,7 @@ class Stream:
         return [head[i % len(head)] for i in range(count)] if head else []
 
     def _key(self, epoch: int) -> int:
-        return streams.key(self.seed, "data", epoch)
+        return draws.key(self.seed, "data", epoch)
 
     def _refuse_nothing(self, start: Cursor, count: int) -> None:
         kind = type(self.dataset).__name__

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 from torch.utils.data._utils import signal_handling
 
-from accelfn.advice import advise
+from accelfn.base.advice import advise
 from accelfn.errors import DataError
 
 _torch: Any = signal_handling

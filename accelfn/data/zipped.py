@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.data.orders.order import AtPositions, Order, Sequential, Shuffled
 from accelfn.data.permutation import Indices
 from accelfn.data.sources import Begin, Source, source_of
@@ -94,7 +94,7 @@ class Side:
 
         def column(which: int, through: Indices) -> Indices:
             length = self.lengths[which]
-            key = streams.key(seed, "zip", self.names[which])
+            key = draws.key(seed, "zip", self.names[which])
             turns, places = divmod(through, length)
             found = np.empty_like(places)
             for turn in np.unique(turns).tolist():

@@ -10,9 +10,9 @@ from accelfn.collectives import check_rows
 from accelfn.data.alike import are_alike, check_alike, order_told
 from accelfn.data.fingerprint import form_of
 from accelfn.errors import Error
-from accelfn.optimizer import kind_of
 from accelfn.schedules.rates import Rates
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
+from accelfn.structure.prototype import kind_of
 
 SAME_DATA = "same data"
 """Under which a definition's cache has whether ranks that share no data have the same."""

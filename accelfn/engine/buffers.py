@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn import foreach
+from accelfn.base import lists
 from accelfn.errors import ModelError
 
 Table: TypeAlias = dict[str, torch.Tensor | None]
@@ -66,7 +66,7 @@ class Buffers:
             if self._scratch[name].shape != sources[name].shape:
                 self._place(each, sources[name].clone())
         stale = [n for n, source in sources.items() if source is not self._scratch[n]]
-        foreach.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
+        lists.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
 
     def end(self) -> dict[str, torch.Tensor]:
         """Return the buffers after forward passes, by name; the next pass reuses them.
@@ -95,7 +95,7 @@ class Buffers:
             if self._home[name].shape != value.shape:
                 self._home[name].data = value.clone()
         names = list(written)
-        foreach.copy_([self._home[n] for n in names], [written[n] for n in names])
+        lists.copy_([self._home[n] for n in names], [written[n] for n in names])
 
     def _place(self, each: _Buffer, values: torch.Tensor) -> None:
         """Let the module's buffer have these values, as its memory."""

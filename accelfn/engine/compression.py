@@ -14,7 +14,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.collectives import pack, sum_, unpack_
 from accelfn.world import World
 
@@ -175,7 +175,7 @@ class LowRank:
 
     def _drawn(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Return a first factor, the same on all ranks."""
-        seed = streams.key(self._key, name) % 2**63
+        seed = draws.key(self._key, name) % 2**63
         generator = torch.Generator().manual_seed(seed)
         shape = rows.shape[1], min(*rows.shape, self._rank)
         return torch.randn(shape, dtype=rows.dtype, generator=generator).to(rows.device)

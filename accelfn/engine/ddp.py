@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.collectives import naming, sum_
 from accelfn.engine.compression import Compression, Reduced
-from accelfn.engine.in_backward import LiveUpdate
+from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
 from accelfn.engine.runner import LossFunction, Ones, like, run_backward
 from accelfn.errors import ModelError, WorldError
-from accelfn.loss import Number
+from accelfn.state.metrics import Number
 from accelfn.world import World
 
 

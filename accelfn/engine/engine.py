@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import nn
 
-from accelfn import foreach, streams, tree
+from accelfn.base import draws, lists, tree
 from accelfn.collectives import check_replicas
-from accelfn.cursor import Cursor
+from accelfn.data.cursor import Cursor
+from accelfn.definition.fields import check_returned
+from accelfn.definition.transform import chain
 from accelfn.engine.agreement import check_definitions
 from accelfn.engine.buffers import Buffers
-from accelfn.engine.in_backward import LiveUpdate
-from accelfn.engine.live_optimizer import LiveOptimizer
+from accelfn.engine.module.synced_norm import buffers_of_all_ranks
+from accelfn.engine.optimizer.in_backward import LiveUpdate
+from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
-from accelfn.engine.synced_norm import buffers_of_all_ranks
 from accelfn.engine.untaken import check_untaken, refuse_unused
 from accelfn.errors import GradsError, LossError
-from accelfn.fields import check_returned
-from accelfn.grads import Grads
-from accelfn.loss import Metrics, Number
-from accelfn.optimizer import Assignments, Hyper
 from accelfn.schedules.advice import advise_of_rates
-from accelfn.state import OptState, TrainState
-from accelfn.transform import chain
+from accelfn.state.grads import Grads
+from accelfn.state.metrics import Metrics, Number
+from accelfn.state.state import OptState, TrainState
+from accelfn.structure.prototype import Assignments, Hyper
 
 if TYPE_CHECKING:
     from accelfn.engine.compression import Compression
@@ -124,7 +124,7 @@ class Engine:
         connection.step, connection.is_between = tried, False
         self._take_in(into, loss_scale)
         num_before = 0 if into is None else into.num_micro_batches
-        seed = streams.fold(streams.fold(self._stream(state), tried), num_before)
+        seed = draws.fold(draws.fold(self._stream(state), tried), num_before)
         kept = {} if into is None else into.buffers
         if samples.known == 0:  # an empty share's stand-in is not counted in buffers
             kept = tree.clone(dict(kept))
@@ -133,7 +133,7 @@ class Engine:
         if compression is not None:
             compression.begin(state.slots.get(compression.name), loss_scale)
         try:
-            with streams.stream(seed, self._device):
+            with draws.stream(seed, self._device):
                 read = self._runner.forward(loss_fn, samples, sync=sync)
                 if into is None:
                     check_untaken(self._pairs)
@@ -309,7 +309,7 @@ class Engine:
             world, name = state.definition.world, state.definition.name
             self._stream_of = (
                 state.seed,
-                streams.key(state.seed, name, "loss", world.rank),
+                draws.key(state.seed, name, "loss", world.rank),
             )
         return self._stream_of[1]
 
@@ -328,7 +328,7 @@ class Engine:
             raise GradsError(msg)
         into.give_away()
         if into.is_mean:
-            foreach.mul_(into.tensors.values(), into.divisor)
+            lists.mul_(into.tensors.values(), into.divisor)
         for name, grad in into.tensors.items():
             self._trained[name].grad = grad
 

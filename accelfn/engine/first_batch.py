@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from accelfn import tree
-from accelfn.advice import advise
+from accelfn.base import tree
+from accelfn.base.advice import advise
+from accelfn.base.modes import own_modes
 from accelfn.collectives import all_gather, checksum
 from accelfn.data import Batch
 from accelfn.engine.agreement import SAME_DATA
 from accelfn.engine.engine import engine_of
-from accelfn.modes import own_modes
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
 
 _SEEN = "first batch"
 

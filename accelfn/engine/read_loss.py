@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import torch
 
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
-from accelfn.loss import Loss, Number, WeightedSum
+from accelfn.state.metrics import Loss, Number, WeightedSum
 
 
 @attrs.frozen

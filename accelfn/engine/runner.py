@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
-from accelfn.loss import Number
+from accelfn.state.metrics import Number
 
 LossFunction: TypeAlias = Callable[..., Any]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.partition import parts_of
+from accelfn.structure.partition import parts_of
 
 _version = attrgetter("_version")
 

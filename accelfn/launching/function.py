@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import cloudpickle
 import torch
 
-from accelfn import codec
-from accelfn.arguments import is_integer, is_number
-from accelfn.calling import called
+from accelfn.base import codec
+from accelfn.base.arguments import is_integer, is_number
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError
 from accelfn.launching.script import run_here
 from accelfn.world.environment import asked_size

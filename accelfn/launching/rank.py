@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank of `af.launch` runs: the call that its caller wrote down.
 
-It is a script, which `accelfn/worker.py` runs as it runs any other.
+It is a script, which `accelfn/launching/worker.py` runs as it runs any other.
 """
 
 import json
@@ -20,7 +20,7 @@ def main(folder: Path) -> None:
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
 
     # here, not above: the import path is the caller's now
-    from accelfn import codec  # noqa: PLC0415
+    from accelfn.base import codec  # noqa: PLC0415
     from accelfn.world import World  # noqa: PLC0415
 
     with World.from_env(device=call["device"], timeout=call["timeout"]) as world:

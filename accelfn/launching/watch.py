@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelfn.worker import ASKS_WHERE, LEADS, where_file
+from accelfn.launching.worker import ASKS_WHERE, LEADS, where_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,10 +10,10 @@ scheduler state, and ranks or micro-batches change nothing.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from accelfn.base.words import SCHEDULES as _SCHEDULES
 from accelfn.errors import RecordError as _RecordError
 from accelfn.schedules.of_torch import from_torch as from_torch
 from accelfn.schedules.schedule import Schedule as Schedule
-from accelfn.words import SCHEDULES as _SCHEDULES
 
 # imported when first used: a program that trains at one rate does without
 _FACTORS = ("constant", "join", "linear", "one_cycle", "warmup_cosine")

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from accelfn.advice import advise
+from accelfn.base.advice import advise
 from accelfn.schedules.of_torch import from_torch
 from accelfn.schedules.rates import Rates
 from accelfn.schedules.schedule import Schedule

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import attrs
 
-from accelfn.arguments import integer, is_number
-from accelfn.calling import called
+from accelfn.base.arguments import integer, is_number
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.schedules.of_torch import from_torch
 from accelfn.schedules.schedule import Schedule

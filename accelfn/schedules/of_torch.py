@@ -13,10 +13,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelfn.arguments import is_number
-from accelfn.calling import called
+from accelfn.base.arguments import is_number
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError
-from accelfn.optimizer import STRUCTURE, Assignments, scratch_of
+from accelfn.structure.prototype import STRUCTURE, Assignments, scratch_of
 
 _PLATEAU = (
     "What follows a metric is no function of the update number: put"

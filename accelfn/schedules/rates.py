@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 
 from accelfn.errors import ArgumentError, OptimizerError
-from accelfn.optimizer import STRUCTURE, Assignments
 from accelfn.schedules.of_torch import from_torch
 from accelfn.schedules.schedule import Schedule
+from accelfn.structure.prototype import STRUCTURE, Assignments
 
 
 class Rates(Protocol):

@@ -16,11 +16,11 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from accelfn import tree
+from accelfn.base import tree
+from accelfn.base.codec import Table, decode, encode
 from accelfn.checkpoint.fields import fields_of, with_fields
-from accelfn.codec import Table, decode, encode
-from accelfn.cursor import Cursor
 from accelfn.data import Batch
+from accelfn.data.cursor import Cursor
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
 from accelfn.testing.checking.subject import leaves
 from accelfn.testing.simulation.simulate import simulate

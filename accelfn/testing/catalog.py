@@ -12,9 +12,9 @@ import attrs
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.definition.fields import FIELDS
+from accelfn.definition.transform import Transform, chain
 from accelfn.errors import ArgumentError
-from accelfn.fields import FIELDS
-from accelfn.transform import Transform, chain
 
 Arguments: TypeAlias = dict[str, Any]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.errors import TrackingError
 from accelfn.track.packages import package, picture
 from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker

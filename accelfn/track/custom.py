@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.track.tracker import Sink, Tracker, open_tracker
 from accelfn.world import World
 

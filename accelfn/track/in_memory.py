@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples
 from accelfn.world import World

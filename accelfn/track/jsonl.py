@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, TrackingError
 from accelfn.track.tracker import Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples, check_step, spelt

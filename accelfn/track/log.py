@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import attrs
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.errors import TrackingError
 from accelfn.track.jsonl import FORMAT
 from accelfn.track.values import MOST_STEPS

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.world import World
 
 

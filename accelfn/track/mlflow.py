@@ -4,7 +4,7 @@
 import time
 from collections.abc import Mapping
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.track.packages import package
 from accelfn.track.tracker import IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples, flat

@@ -8,7 +8,7 @@ from typing import TypeVar
 from rich import progress as bars
 from rich.console import Console
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 

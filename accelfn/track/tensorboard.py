@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelfn.calling import called
+from accelfn.base.calling import called
 from accelfn.track.packages import package
 from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
 from accelfn.track.values import Pixels, Plain, Samples, check_step, flat

@@ -15,11 +15,11 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from accelfn import words
-from accelfn.calling import called
+from accelfn.base import words
+from accelfn.base.calling import called
+from accelfn.base.words import foreign
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
 from accelfn.track import values
-from accelfn.words import foreign
 from accelfn.world import World
 
 T = TypeVar("T")

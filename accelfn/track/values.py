@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from accelfn.arguments import is_integer
+from accelfn.base.arguments import is_integer
 from accelfn.errors import ArgumentError
-from accelfn.loss import Metrics
+from accelfn.state.metrics import Metrics
 from accelfn.world import World
 
 Number: TypeAlias = float | torch.Tensor | np.generic

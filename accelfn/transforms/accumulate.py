@@ -7,17 +7,17 @@ from typing import Any, cast
 import attrs
 import torch
 
-from accelfn import tree
-from accelfn.arguments import integer, is_integer
-from accelfn.backward import ValueAndGrad
-from accelfn.calling import called
+from accelfn.base import tree
+from accelfn.base.arguments import integer, is_integer
+from accelfn.base.calling import called
 from accelfn.data import Batch, Plan
 from accelfn.data.cut import Span, even_part
+from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, BatchError
-from accelfn.grads import Grads
-from accelfn.loss import Metrics
-from accelfn.state import TrainState
-from accelfn.transform import transform
+from accelfn.state.grads import Grads
+from accelfn.state.metrics import Metrics
+from accelfn.state.state import TrainState
+from accelfn.step.value_and_grad import ValueAndGrad
 
 
 def _count() -> Any:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from accelfn.definition.transform import Transform, transform
 from accelfn.engine.engine import MakeRunner
-from accelfn.engine.regions import Regions, are_regions, chosen
+from accelfn.engine.module.regions import Regions, are_regions, chosen
 from accelfn.engine.runner import Runner
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.state.state import TrainState
 
 
 def _are_regions(_owner: object, _field: object, value: object) -> None:

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import attrs
 
-from accelfn.arguments import integer
+from accelfn.base.arguments import integer
 from accelfn.collectives import check_values
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.definition.transform import Transform, transform
+from accelfn.state.state import TrainState
 
 _ADVICE = (
     "They were trained alike and have drifted apart. Look for what differs by rank in"

@@ -10,12 +10,12 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from accelfn import foreach
-from accelfn.arguments import is_number, truth
+from accelfn.base import lists
+from accelfn.base.arguments import is_number, truth
+from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, GradsError, OptimizerError
-from accelfn.grads import Grads
-from accelfn.state import TrainState
-from accelfn.transform import transform
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
 
 
 def _is_positive(owner: object, field: Any, value: Any) -> None:
@@ -106,7 +106,7 @@ class clip_grad_norm:
             scale = self.max_norm / norm
             # 1 within the bound, and for a norm of 0, inf or NaN
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
-            foreach.mul_(map(_local, tensors), scale)
+            lists.mul_(map(_local, tensors), scale)
         return norm
 
 
@@ -172,7 +172,7 @@ def _norms_of_16_bits(
     if not narrow:
         return tensors
     wide = [each for each in tensors if each.dtype.itemsize >= 4]
-    return wide + foreach.norms(narrow, norm_type, torch.float32)
+    return wide + lists.norms(narrow, norm_type, torch.float32)
 
 
 def _norm_of_shards(sharded: list[Any], norm_type: float) -> torch.Tensor:
@@ -234,5 +234,5 @@ class clip_grad_value:
         del slot, state
         _refuse_sparse(grads, self)
         _refuse_complex(grads, self)
-        foreach.clamp_(grads.tensors.values(), -self.max_value, self.max_value)
+        lists.clamp_(grads.tensors.values(), -self.max_value, self.max_value)
         return grads, None

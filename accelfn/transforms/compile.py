@@ -8,20 +8,20 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.arguments import truth
-from accelfn.engine.compiled import Compiler, Options
+from accelfn.base.arguments import truth
+from accelfn.definition.transform import Transform, transform
 from accelfn.engine.engine import MakeRunner
-from accelfn.engine.graph_runner import (
+from accelfn.engine.module.compiled import Compiler, Options
+from accelfn.engine.module.graph_runner import (
     OneGraphRunner,
     RegionsRunner,
     TwoGraphsRunner,
     compile_regions,
 )
-from accelfn.engine.regions import Regions, are_regions, chosen
+from accelfn.engine.module.regions import Regions, are_regions, chosen
 from accelfn.engine.runner import LocalRunner, Runner
 from accelfn.errors import ArgumentError
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.state.state import TrainState
 
 _FIRST_BUCKET_MB = 1
 

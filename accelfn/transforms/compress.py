@@ -7,12 +7,12 @@ from typing import Any, ClassVar, TypeAlias, cast
 import attrs
 import torch
 
-from accelfn import streams
-from accelfn.arguments import is_integer, is_number
+from accelfn.base import draws
+from accelfn.base.arguments import is_integer, is_number
+from accelfn.definition.transform import Transform, transform
 from accelfn.engine.compression import Compression, LowRank, Narrow
 from accelfn.errors import ArgumentError, CompositionError
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.state.state import TrainState
 
 Slot: TypeAlias = dict[str, Any]
 
@@ -139,7 +139,7 @@ class compress:
             return Narrow(name, _DTYPES[self.method], world)
         return LowRank(
             name,
-            streams.key(state.seed, state.name, name),
+            draws.key(state.seed, state.name, name),
             world,
             rank=self._option("matrix_approximation_rank"),
             start=self._option("start_powerSGD_iter"),

@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import attrs
 from torch import nn
 
-from accelfn.arguments import is_number, truth
+from accelfn.base.arguments import is_number, truth
+from accelfn.definition.fields import has_field
+from accelfn.definition.transform import Transform, transform
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
-from accelfn.engine.in_backward import LiveUpdate
+from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.errors import ArgumentError
-from accelfn.fields import has_field
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.state.state import TrainState
 
 
 def _is_positive(_owner: object, field: Any, value: Any) -> None:

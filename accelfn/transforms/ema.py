@@ -7,11 +7,11 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 import torch
 
-from accelfn import foreach
-from accelfn.arguments import is_number
+from accelfn.base import lists
+from accelfn.base.arguments import is_number
+from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
-from accelfn.state import TrainState
-from accelfn.transform import transform
+from accelfn.state.state import TrainState
 
 Params: TypeAlias = dict[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ class ema:
         """Move the average towards the parameters, in place."""
         moving = [name for name, param in state.params.items() if _averages(param)]
         params = (state.params[name].to(slot[name].dtype) for name in moving)
-        foreach.lerp_((slot[name] for name in moving), params, 1 - self.decay)
+        lists.lerp_((slot[name] for name in moving), params, 1 - self.decay)
         return state, slot
 
     def eval_params(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Change nothing."""
 
-from accelfn.transform import transform
+from accelfn.definition.transform import transform
 
 
 @transform

@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from accelfn.engine.live_optimizer import LiveOptimizer
+from accelfn.definition.fields import has_field
+from accelfn.definition.transform import Transform, transform
+from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.errors import OptimizerError
-from accelfn.fields import has_field
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.state.state import TrainState
 
 _NEEDS_ALL = {
     "grads": "looks at all gradients",

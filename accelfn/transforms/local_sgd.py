@@ -8,12 +8,12 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 import torch
 
-from accelfn.arguments import integer, truth
+from accelfn.base.arguments import integer, truth
 from accelfn.collectives import all_gather, pack, sum_, unpack_
-from accelfn.grads import Grads
-from accelfn.loss import Number
-from accelfn.state import TrainState
-from accelfn.transform import transform
+from accelfn.definition.transform import transform
+from accelfn.state.grads import Grads
+from accelfn.state.metrics import Number
+from accelfn.state.state import TrainState
 from accelfn.world import World
 
 Slot: TypeAlias = dict[str, Any]

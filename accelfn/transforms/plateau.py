@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import attrs
 import torch
 
-from accelfn.arguments import integer, is_number
+from accelfn.base.arguments import integer, is_number
+from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
-from accelfn.hyper import scheduled
-from accelfn.optimizer import Hyper
-from accelfn.state import TrainState
-from accelfn.transform import transform
+from accelfn.state.hyper import scheduled
+from accelfn.state.state import TrainState
+from accelfn.structure.prototype import Hyper
 
 Slot: TypeAlias = dict[str, Any]
 

@@ -8,17 +8,17 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 import torch
 
-from accelfn import foreach, tree
-from accelfn.arguments import is_integer, is_number
-from accelfn.calling import called
+from accelfn.base import lists, tree
+from accelfn.base.arguments import is_integer, is_number
+from accelfn.base.calling import called
 from accelfn.collectives import all_reduce_
+from accelfn.definition.transform import transform
 from accelfn.engine.engine import MakeRunner
-from accelfn.engine.float8 import Chosen, check_installed, to_float8
+from accelfn.engine.module.float8 import Chosen, check_installed, to_float8
 from accelfn.engine.runner import LossFunction, Runner
 from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
-from accelfn.grads import Grads
-from accelfn.state import TrainState
-from accelfn.transform import transform
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
 
 Slot: TypeAlias = dict[str, torch.Tensor]
 
@@ -217,7 +217,7 @@ class autocast:
 
     def grads(self, grads: Grads, slot: Slot, state: TrainState) -> tuple[Grads, Slot]:
         """Look for what is not finite, on all ranks, and move the scale."""
-        found = foreach.non_finite(grads.tensors.values())
+        found = lists.non_finite(grads.tensors.values())
         if not grads.reduced:
             all_reduce_([found], state.world, label="autocast: overflow?")
         scale, good = slot["scale"].clone(), slot["good"].clone()

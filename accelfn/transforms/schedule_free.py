@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.definition.fields import has_field
+from accelfn.definition.transform import Transform, transform
 from accelfn.errors import OptimizerError
-from accelfn.fields import has_field
-from accelfn.optimizer import Hyper, rebuilt
-from accelfn.partition import parts_of
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.state.state import TrainState
+from accelfn.structure.partition import parts_of
+from accelfn.structure.prototype import Hyper, rebuilt
 
 
 @transform

@@ -2,7 +2,7 @@
 """Split every batch over the ranks."""
 
 from accelfn.data import Plan
-from accelfn.transform import transform
+from accelfn.definition.transform import transform
 
 
 @transform

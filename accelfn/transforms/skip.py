@@ -5,13 +5,13 @@ from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from accelfn import foreach
-from accelfn.arguments import integer
+from accelfn.base import lists
+from accelfn.base.arguments import integer
 from accelfn.collectives import gather_text
+from accelfn.definition.transform import transform
 from accelfn.errors import NonFiniteGradsError
-from accelfn.grads import Grads
-from accelfn.state import TrainState
-from accelfn.transform import transform
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
 
 Slot: TypeAlias = dict[str, Any]
 
@@ -60,7 +60,7 @@ class skip_nonfinite:
     def grads(self, grads: Grads, slot: Slot, state: TrainState) -> tuple[Grads, Slot]:
         """Look for what is not finite."""
         del state
-        found = foreach.non_finite(grads.tensors.values())
+        found = lists.non_finite(grads.tensors.values())
         return grads.with_skip(found, agreed=grads.reduced), slot
 
     def after_update(self, state: TrainState, slot: Slot) -> tuple[TrainState, Slot]:
@@ -76,7 +76,7 @@ class skip_nonfinite:
 
     def _told(self, state: TrainState, grads: Grads, count: int) -> str:
         """Return what is known; a collective, for all ranks come here."""
-        bad = [n for n, g in grads.tensors.items() if foreach.non_finite([g])]
+        bad = [n for n, g in grads.tensors.items() if lists.non_finite([g])]
         own = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
         loss = "" if grads.finite_loss else "; its loss is not finite"
         rows = gather_text(own + loss, state.world, label="skip_nonfinite")

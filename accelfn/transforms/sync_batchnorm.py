@@ -5,13 +5,13 @@ from typing import ClassVar
 
 from torch import nn
 
+from accelfn.definition.fields import has_field
+from accelfn.definition.transform import Transform, transform
 from accelfn.engine.engine import MakeRunner
+from accelfn.engine.module.synced_norm import Share, sync_norms
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import Delegating, LossFunction, Runner
-from accelfn.engine.synced_norm import Share, sync_norms
-from accelfn.fields import has_field
-from accelfn.state import TrainState
-from accelfn.transform import Transform, transform
+from accelfn.state.state import TrainState
 
 
 @transform

@@ -16,11 +16,11 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from accelfn import words
-from accelfn.arguments import is_integer, is_number
-from accelfn.calling import called
+from accelfn.base import words
+from accelfn.base.arguments import is_integer, is_number
+from accelfn.base.calling import called
+from accelfn.base.words import foreign
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.words import foreign
 from accelfn.world.connection import LEFT, Connection
 
 _SETTLES = 0.05

@@ -9,7 +9,7 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.fields import FIELDS
+from accelfn.definition.fields import FIELDS
 from accelfn.testing import catalog
 from accelfn.testing.catalog import CATALOG, fields_of, row_of
 from accelfn.testing.comparing.states import assert_states_equal

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.errors import LawError
-from accelfn.lease import Lease
+from accelfn.state.lease import Lease
 from accelfn.testing.comparing.states import assert_states_equal
 from tests.catalog import stacks
 from tests.strategies import Run, runs

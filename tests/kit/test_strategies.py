@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import pretty
 
 import accelfn as af
-from accelfn.fields import FIELDS, has_field
+from accelfn.definition.fields import FIELDS, has_field
 from accelfn.testing import catalog, simulate, strategies
 from accelfn.testing.catalog import CATALOG
 from accelfn.testing.comparing.states import assert_states_equal

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import accelfn as af
-from accelfn import codec
+from accelfn.base import codec
 from accelfn.testing import simulate
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])

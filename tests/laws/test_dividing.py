@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.definition.transform import transform
 from accelfn.testing import simulate, strategies
 from accelfn.testing.simulation.sums import Sums
-from accelfn.transform import transform
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 dtypes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)

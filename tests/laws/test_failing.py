@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.fields import FIELDS
+from accelfn.definition.fields import FIELDS
+from accelfn.definition.transform import transform
 from accelfn.testing import simulate
-from accelfn.transform import transform
 from tests.laws.worlds import Found
 from tests.strategies import OPTIMIZERS, differences, model, tensors
 

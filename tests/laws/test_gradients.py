@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.definition.transform import transform
 from accelfn.testing import simulate
-from accelfn.transform import transform
 from tests.laws.test_pairs import Scales
 from tests.strategies import LOSSES, Run, differences, tensors
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.testing.strategies import chains
 
 NAMES = [

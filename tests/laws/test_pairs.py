@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.definition.fields import FIELDS
+from accelfn.definition.transform import explanation, transform
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import Delegating
-from accelfn.fields import FIELDS
-from accelfn.transform import explanation, transform
 from tests.laws.worlds import single
 
 FROM_THE_LEFT = (

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.testing import simulate
 from tests.laws.worlds import single
 
@@ -32,13 +32,13 @@ parts = st.lists(
 
 def drawn(key: int, count: int = 8) -> Draws:
     """Return the first numbers of a stream."""
-    with streams.stream(key, CPU):
+    with draws.stream(key, CPU):
         return tuple(torch.rand(count, dtype=torch.float64).tolist())
 
 
-def distinct(draws: list[Draws]) -> bool:
+def distinct(drawn: list[Draws]) -> bool:
     """Whether no two streams have a number in common, in any place."""
-    every = list(itertools.chain(*draws))
+    every = list(itertools.chain(*drawn))
     return len(set(every)) == len(every)
 
 
@@ -52,9 +52,9 @@ def like(key: tuple) -> list[tuple]:
 def test_different_keys_draw_differently(keys: list[tuple]) -> None:
     """Keys of different parts, of any size and type, have streams with nothing in common."""
     every = {repr(each): each for key in keys for each in like(key)}
-    assert distinct([drawn(streams.key(*key)) for key in every.values()])
+    assert distinct([drawn(draws.key(*key)) for key in every.values()])
     for key in keys:
-        assert drawn(streams.key(*key)) == drawn(streams.key(*key))
+        assert drawn(draws.key(*key)) == drawn(draws.key(*key))
 
 
 @given(
@@ -65,8 +65,8 @@ def test_different_numbers_under_a_key_draw_differently(
     parents: list[tuple], numbers: set[int]
 ) -> None:
     """Every step and micro-batch under a key has a stream with nothing in common."""
-    keys = [streams.fold(streams.key(*p), n) for p in parents for n in numbers]
-    assert distinct([drawn(key) for key in [*keys, *map(streams.key, numbers)]])
+    keys = [draws.fold(draws.key(*p), n) for p in parents for n in numbers]
+    assert distinct([drawn(key) for key in [*keys, *map(draws.key, numbers)]])
 
 
 @given(seed=numbers, number=st.integers(0, 9), raises=st.booleans())
@@ -78,7 +78,7 @@ def test_a_stream_leaves_the_generator_as_it_was(
     with torch.random.fork_rng():
         torch.set_rng_state(generator.get_state())
         found = torch.rand(3).tolist()
-        with suppress(ZeroDivisionError), streams.stream(streams.key(seed), CPU):
+        with suppress(ZeroDivisionError), draws.stream(draws.key(seed), CPU):
             torch.rand(1 // (not raises))
         found += torch.rand(3).tolist()
     assert torch.rand(6, generator=generator).tolist() == found
@@ -94,8 +94,8 @@ def drawn_within(seeds: list[int]) -> list[Draws]:
     """Return what each of several blocks draws that lie in one another, the outermost first."""
     if not seeds:
         return []
-    with streams.drawing() as draws:
-        draws.begin(seeds[0])
+    with draws.drawing() as drawing:
+        drawing.begin(seeds[0])
         before = rolled()
         inner = drawn_within(seeds[1:])
         return [before + rolled(), *inner]
@@ -105,7 +105,7 @@ def drawn_within(seeds: list[int]) -> list[Draws]:
 def test_blocks_that_draw_within_one_another_are_apart(seeds: list[int]) -> None:
     """However deep blocks that read data lie in one another, each draws what it would alone."""
     found = drawn_within(seeds)
-    assert found == [draws for seed in seeds for draws in drawn_within([seed])]
+    assert found == [each for seed in seeds for each in drawn_within([seed])]
 
 
 class Drawing(torch.nn.Module):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.base.draws import key
 from accelfn.data.cut import EvenCut
 from accelfn.data.permutation import shuffled
-from accelfn.streams import key
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
 

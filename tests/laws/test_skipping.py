@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import foreach, skipping
+from accelfn.base import lists
+from accelfn.definition.transform import transform
 from accelfn.errors import NonFiniteGradsError
+from accelfn.step import skipping
 from accelfn.testing import simulate
-from accelfn.transform import transform
 from tests.laws.worlds import DDP, Found, params, single
 from tests.strategies import Run, differences, model, tensors
 
@@ -383,7 +384,7 @@ def test_what_is_not_finite_is_found(
         number = complex(0.0, value) if dtype.is_complex else value
         tensor.view(-1)[place % tensor.numel()] = number
     before = [tensor.clone() for tensor in fixed]
-    assert bool(foreach.non_finite(fixed)) == (spoil and bool(fixed))
+    assert bool(lists.non_finite(fixed)) == (spoil and bool(fixed))
     for one, two in zip(before, fixed, strict=True):
         number = ~one.isnan()
         assert torch.equal(number, ~two.isnan())

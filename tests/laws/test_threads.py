@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import streams
+from accelfn.base import draws
 
 Result = list[float]
 Inside = Callable[[], None]
@@ -153,11 +153,11 @@ def test_draws_that_are_broken_off_let_others_draw(
     """A8: where Ctrl-C comes as draws begin or end, another thread may draw ever after."""
     expected, state = run(call, seed), create(lambda: None, seed)
     with (
-        mock.patch.object(streams, "_turn", threading.RLock()),
+        mock.patch.object(draws, "_turn", threading.RLock()),
         ThreadPoolExecutor(1) as another,
     ):
         with (
-            mock.patch.object(streams, "_default", Breaking(at)),
+            mock.patch.object(draws, "_default", Breaking(at)),
             suppress(KeyboardInterrupt, af.Error),
         ):
             CALLS[call](state, lambda: None)

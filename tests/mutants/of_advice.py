@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what is said of likely mistakes."""
 
-from accelfn import running
-from accelfn.batches import Batches
 from accelfn.engine import agreement, first_batch
+from accelfn.loop import run
+from accelfn.loop.batches import Batches
 from tests.laws import test_loops_of_nothing, test_shared_work
 from tests.mutants.mutant import Mutant
 
@@ -52,7 +52,7 @@ MUTANTS = [
         says="af.run of a finished run is told that it does nothing",
         law="L39",
         test=test_loops_of_nothing.test_a_run_that_is_over_is_let_be,
-        place=running.run,
+        place=run.run,
         old="state.cursor.epoch >= num_epochs",
         new="False",
     ),

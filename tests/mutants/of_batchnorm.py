@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in batch normalisation over all ranks."""
 
-from accelfn.engine import engine, synced_norm
+from accelfn.engine import engine
+from accelfn.engine.module import synced_norm
 from accelfn.transforms import sync_batchnorm
 from tests.laws import test_sync_batchnorm
 from tests.mutants.mutant import Mutant

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs of one caller, in what another one does as it should."""
 
-from accelfn import evaluation
-from accelfn.checkpoint import command, export
+from accelfn.checkpoint import command
+from accelfn.loop import evaluate
+from accelfn.weights import export
 from tests.laws import test_callers
 from tests.mutants.mutant import Mutant
 
@@ -42,7 +43,7 @@ MUTANTS = [
         says="each rank evaluates with the statistics that it has counted itself",
         law="L36",
         test=test_callers.test_whatever_looks_at_buffers_sees_those_of_rank_0,
-        place=evaluation._Lent.__init__,
+        place=evaluate._Lent.__init__,
         old="if buffers:",
         new="if False:",
     ),

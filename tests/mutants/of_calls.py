@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a whole call means: one option beside the others, one word of several."""
 
-from accelfn import control, draws, observing, running
 from accelfn.checkpoint import partial, retention
 from accelfn.data import cut, mixed
 from accelfn.engine import agreement
 from accelfn.launching import failures, settings
+from accelfn.loop import control, observe, run
+from accelfn.state import shared_draws
 from accelfn.transforms import ema, local_sgd
 from accelfn.world import slurm
 from tests.laws import (
@@ -101,7 +102,7 @@ MUTANTS = [
         says="a run that is resumed in a state of another seed is another run",
         law="L50",
         test=test_shared_draws.test_what_is_loaded_draws_by_its_own_seed,
-        place=draws.shared_draws,
+        place=shared_draws.shared_draws,
         old="known is None or known[0] != state.seed",
         new="known is None",
     ),
@@ -137,7 +138,7 @@ MUTANTS = [
         says="a skipped update at an epoch's end costs the epoch's numbers",
         law="L54",
         test=test_running.test_it_is_the_loop,
-        place=running._Actions.take,
+        place=run._Actions.take,
         old="due = batch.ends_epoch",
         new="due = updated and batch.ends_epoch",
     ),
@@ -146,7 +147,7 @@ MUTANTS = [
         says="ranks whose sums a transform takes go by rates of their own",
         law="L2",
         test=test_plateau.test_ranks_observe_the_same,
-        place=observing.observe,
+        place=observe.observe,
         old='setup.having("engine") or setup.having("reduce")',
         new='setup.having("engine")',
     ),

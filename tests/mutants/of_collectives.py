@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what ranks exchange: trees and objects."""
 
-from accelfn import control, tree
+from accelfn.base import tree
 from accelfn.collectives import (
     agreed,
     differentiated,
@@ -12,6 +12,7 @@ from accelfn.collectives import (
     swapped,
     trees,
 )
+from accelfn.loop import control
 from accelfn.transforms import check
 from tests.laws import test_checked as checks
 from tests.laws import test_collectives_at_limits as limits

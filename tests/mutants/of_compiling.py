@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how compiled losses and recomputed activations run."""
 
-from accelfn.engine import graph_runner
+from accelfn.engine.module import graph_runner
 from accelfn.transforms import activations
 from tests.laws import test_compiling
 from tests.mutants.mutant import Mutant
@@ -13,7 +13,7 @@ MUTANTS = [
         law="L4",
         test=test_compiling.test_compiling_changes_nothing,
         place=graph_runner.OneGraphRunner.backward,
-        old="foreach.add_(sums, addends, alpha=1)",
+        old="lists.add_(sums, addends, alpha=1)",
         new="del sums, addends",
     ),
     Mutant(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in compressing gradients."""
 
-from accelfn import update
 from accelfn.engine import compression, ddp
+from accelfn.step import apply_grads
 from accelfn.transforms import compress
 from tests.laws import test_compression
 from tests.mutants.mutant import Mutant
@@ -112,7 +112,7 @@ MUTANTS = [
         says="what a skipped update left out is added to the next gradient",
         law="L18",
         test=test_compression.test_a_skipped_update_leaves_what_was_left_out,
-        place=update._skipped,
+        place=apply_grads._skipped,
         old="kept = dict(state.slots)",
         new="kept = {**state.slots, **grads.slots}",
     ),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in who reads which samples, and in what a checkpoint keeps."""
 
-from accelfn import codec
-from accelfn.batches import Batches
+from accelfn.base import codec
 from accelfn.checkpoint import commit, disk, elastic, fields, files
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.data import cut, epoch, fetch, permutation, plan, read, reading
 from accelfn.data.orders import order
 from accelfn.engine import ddp
+from accelfn.loop.batches import Batches
 from tests.laws import (
     test_faults,
     test_ranks_data,
@@ -114,8 +114,8 @@ MUTANTS = [
         law="L40",
         test=test_sharding.test_order_changes_with_epoch_and_seed,
         place=order.Shuffled.of_epoch,
-        old='streams.key(seed, "order", epoch)',
-        new='streams.key(seed, "order")',
+        old='draws.key(seed, "order", epoch)',
+        new='draws.key(seed, "order")',
     ),
     Mutant(
         name="a shuffle that hardly shuffles",

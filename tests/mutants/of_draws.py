@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what draws are a function of."""
 
-from accelfn import evaluation, views
 from accelfn.data import epoch
 from accelfn.data.mixed import Mixed
 from accelfn.data.orders import samplers
@@ -9,6 +8,8 @@ from accelfn.data.orders.buckets import bucketed
 from accelfn.data.sharded import Sharded
 from accelfn.data.zipped import Side
 from accelfn.engine.compression import LowRank
+from accelfn.loop import evaluate
+from accelfn.state import views
 from accelfn.transforms.compress import compress
 from tests.laws import test_draws
 from tests.laws.draws import ROWS
@@ -27,7 +28,7 @@ MUTANTS = [
         "evaluate",
         name="ranks evaluate with one draw",
         says="draws in an evaluation are the same on all ranks",
-        place=evaluation._Lent.__init__,
+        place=evaluate._Lent.__init__,
         old='"evaluate", state.world.rank',
         new='"evaluate", 0',
     ),
@@ -35,7 +36,7 @@ MUTANTS = [
         "predict",
         name="an evaluation knows the update",
         says="an evaluation draws otherwise after each update",
-        place=evaluation._Lent.__init__,
+        place=evaluate._Lent.__init__,
         old='"evaluate", state.world.rank',
         new='"evaluate", state.world.rank, state.step',
     ),
@@ -60,15 +61,15 @@ MUTANTS = [
         name="a factor for every matrix",
         says="all matrices begin with the same factor",
         place=LowRank._drawn,
-        old="streams.key(self._key, name)",
-        new="streams.key(self._key)",
+        old="draws.key(self._key, name)",
+        new="draws.key(self._key)",
     ),
     _of(
         "turns of batches in a window",
         name="windows take turns alike",
         says="the batches of every window come in the same order",
         place=bucketed.of_epoch,
-        old="streams.fold(key, number)",
+        old="draws.fold(key, number)",
         new="key",
     ),
     _of(
@@ -76,8 +77,8 @@ MUTANTS = [
         name="budgets take turns alike",
         says="the batches of a budget come in the same order in every epoch",
         place=epoch.epoch_of,
-        old='streams.key(seed, "batches", number)',
-        new='streams.key(seed, "batches")',
+        old='draws.key(seed, "batches", number)',
+        new='draws.key(seed, "batches")',
     ),
     _of(
         "zipped",
@@ -92,16 +93,16 @@ MUTANTS = [
         name="what is mixed has one key",
         says="datasets of one length that are mixed are shuffled alike",
         place=Mixed.of_epoch,
-        old='streams.key(seed, "mix", which)',
-        new='streams.key(seed, "mix")',
+        old='draws.key(seed, "mix", which)',
+        new='draws.key(seed, "mix")',
     ),
     _of(
         "a sampler",
         name="a sampler forgets the epoch",
         says="a sampler that draws gives the same in every epoch",
         place=samplers._drawn,
-        old='streams.key(seed, "sampler", epoch)',
-        new='streams.key(seed, "sampler")',
+        old='draws.key(seed, "sampler", epoch)',
+        new='draws.key(seed, "sampler")',
     ),
     _of(
         "samples of a rank's own stream",

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs at the edge of what is drawn: one dtype of several, one act of many, one of two kinds."""
 
-from accelfn import given
 from accelfn.checkpoint import disk, elastic, lock
 from accelfn.collectives import packed, reductions
 from accelfn.data import alike, cut, dataset, epoch
 from accelfn.data.orders import buckets
-from accelfn.engine import agreement, live_optimizer
+from accelfn.engine import agreement
+from accelfn.engine.optimizer import live_optimizer
+from accelfn.structure import given
 from tests.laws import (
     test_collectives_at_limits,
     test_counts,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show where a setup changes in mid-run, or an engine is made anew."""
 
-from accelfn import slots, state
 from accelfn.checkpoint import elastic
+from accelfn.definition import slots
 from accelfn.engine import engine
+from accelfn.state import state
 from accelfn.transforms import check, ema, local_sgd
 from tests.laws import test_exchanging
 from tests.mutants.mutant import Mutant

@@ -2,10 +2,10 @@
 """Bugs in what others are given of a state, and in what is taken from them."""
 
 from accelfn import full_params
-from accelfn.checkpoint.empty import _parameters_on_meta
-from accelfn.checkpoint.export import _params
-from accelfn.checkpoint.placing import Placement, _set
-from accelfn.checkpoint.shards import divided
+from accelfn.weights.empty import _parameters_on_meta
+from accelfn.weights.export import _params
+from accelfn.weights.placing import Placement, _set
+from accelfn.weights.shards import divided
 from tests.laws import test_export
 from tests.mutants.mutant import Mutant
 

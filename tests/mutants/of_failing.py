@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show behind a failure or a skip, and in gradients taken by hand."""
 
-from accelfn import backward, counts, grads, update
 from accelfn.engine import engine
+from accelfn.state import grads
+from accelfn.step import apply_grads, counts, value_and_grad
 from tests.laws import test_counts, test_failing, test_gradients, test_skipping
 from tests.mutants.mutant import Mutant
 
@@ -12,7 +13,7 @@ MUTANTS = [
         says="gradients that a failed update has worked on are taken again as they are",
         law="L54",
         test=test_failing.test_gradients_of_a_failed_update,
-        place=update._updated,
+        place=apply_grads._updated,
         old="except BaseException:\n        given.give_away()\n        raise",
         new="except ZeroDivisionError:\n        given.give_away()\n        raise",
     ),
@@ -31,7 +32,7 @@ MUTANTS = [
         law="L54",
         test=test_failing.test_a_state_that_was_updated_says_so,
         args={"field": "finalize"},
-        place=update.finalize.__wrapped__,
+        place=apply_grads.finalize.__wrapped__,
         old="state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)",
         new="pass",
     ),
@@ -49,7 +50,7 @@ MUTANTS = [
         says="sync_grads adds up means, each counting alike",
         law="L3",
         test=test_gradients.test_means_are_reduced_by_weight,
-        place=update.sync_grads.__wrapped__,
+        place=apply_grads.sync_grads.__wrapped__,
         old="factor = grads.divisor if grads.is_mean else 1",
         new="factor = 1",
     ),
@@ -85,7 +86,7 @@ MUTANTS = [
         says="a plain value that is added to a batch's gradients forgets its cursor",
         law="L42",
         test=test_gradients.test_what_is_added_keeps_the_place,
-        place=backward._innermost,
+        place=value_and_grad._innermost,
         old="cursor = None if into is None else into.cursor",
         new="cursor = None",
     ),
@@ -112,7 +113,7 @@ MUTANTS = [
         says="a batch that comes too early is added to gradients, and what is between is lost",
         law="L3",
         test=test_gradients.test_batches_that_are_added_follow_one_another,
-        place=backward._cursor_after,
+        place=value_and_grad._cursor_after,
         old="start == before or",
         new="before is not None or",
     ),
@@ -121,7 +122,7 @@ MUTANTS = [
         says="a batch that is added again moves the data back, so that others come twice",
         law="L3",
         test=test_gradients.test_batches_that_are_added_follow_one_another,
-        place=backward._cursor_after,
+        place=value_and_grad._cursor_after,
         old="return max(before, after, key=lambda each: (each.epoch, each.samples))",
         new="return after",
     ),

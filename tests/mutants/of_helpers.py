@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what helps around a training: batch sizes, estimates, losses of text."""
 
-from accelfn import batch_size, memory
 from accelfn.engine import read_loss
+from accelfn.loop import batch_size, memory
 from tests.laws import test_batch_size, test_memory, test_padded_text
 from tests.mutants.mutant import Mutant
 

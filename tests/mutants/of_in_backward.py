@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in updates that a backward pass takes."""
 
-from accelfn import backward
-from accelfn.engine import ddp, in_backward, live_optimizer
+from accelfn.engine import ddp
+from accelfn.engine.optimizer import in_backward, live_optimizer
+from accelfn.step import value_and_grad
 from accelfn.transforms import in_backward as transform
 from tests.laws import test_in_backward
 from tests.mutants.mutant import Mutant
@@ -85,7 +86,7 @@ MUTANTS = [
         says="value_and_grad gives what has been freed",
         law="L22",
         test=test_in_backward.test_gradients_by_themselves_are_refused,
-        place=backward._check_planned,
+        place=value_and_grad._check_planned,
         old="if live.is_planned and into is None and sync:",
         new="if True:",
     ),

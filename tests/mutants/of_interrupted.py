@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in telling whether an update that raised had changed anything."""
 
-from accelfn import update
-from accelfn.engine import live_optimizer, watch
+from accelfn.engine import watch
+from accelfn.engine.optimizer import live_optimizer
+from accelfn.step import apply_grads
 from tests.laws import test_interrupted
 from tests.mutants.mutant import Mutant
 
@@ -12,7 +13,7 @@ MUTANTS = [
         says="an optimizer that raised before it changed anything costs the state",
         law="L54",
         test=test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
-        place=update._undo,
+        place=apply_grads._undo,
         old="lease.restore()",
         new="pass",
     ),

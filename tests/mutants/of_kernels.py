@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in calling a fused kernel on lists that were made before."""
 
-from accelfn.engine import fused_adam, live_optimizer
+from accelfn.engine.optimizer import fused_adam, live_optimizer
 from tests.laws import test_kernels
 from tests.mutants.mutant import Mutant
 

@@ -3,10 +3,10 @@
 
 import inspect
 
-from accelfn import model
 from accelfn.checkpoint import fields
-from accelfn.engine import live_optimizer
-from accelfn.partition import Partitioned, PartStates
+from accelfn.engine.optimizer import live_optimizer
+from accelfn.structure import skeleton
+from accelfn.structure.partition import Partitioned, PartStates
 from accelfn.transforms import schedule_free
 from tests.laws import test_optimizers
 from tests.mutants.mutant import Mutant
@@ -44,7 +44,7 @@ MUTANTS = [
         says="frozen parameters have gradients, and the optimizer moves them",
         law="L26",
         test=test_optimizers.test_frozen_in_mid_run,
-        place=model.Skeleton.build,
+        place=skeleton.Skeleton.build,
         old="made.requires_grad_(name in trained)",
         new="made",
     ),

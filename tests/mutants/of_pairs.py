@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show where two transforms have a say in one field, or one is odd."""
 
-from accelfn import backward, grads, hyper, update, views
+from accelfn.definition.transform import _piped
 from accelfn.engine import compression, ddp, engine
-from accelfn.transform import _piped
+from accelfn.state import grads, hyper, views
+from accelfn.step import apply_grads, value_and_grad
 from accelfn.transforms import accumulate, clip, ema, local_sgd
 from tests.laws import test_dtypes, test_pairs, test_skipping
 from tests.mutants.mutant import Mutant
@@ -15,7 +16,7 @@ MUTANTS = [
         law="L30",
         test=test_pairs.test_wrappers_nest,
         args={"field": "loss"},
-        place=backward.wrap_loss,
+        place=value_and_grad.wrap_loss,
         old='reversed(setup.having("loss"))',
         new='setup.having("loss")',
     ),
@@ -43,7 +44,7 @@ MUTANTS = [
         says="of several that scale losses only the last does",
         law="L17",
         test=test_pairs.test_loss_scales_are_multiplied,
-        place=backward._loss_scale,
+        place=value_and_grad._loss_scale,
         old="scale = scale * found",
         new="scale = torch.as_tensor(found)",
     ),
@@ -79,7 +80,7 @@ MUTANTS = [
         says="a skipped update leaves slots as `grads` had made them",
         law="L18",
         test=test_pairs.test_each_has_its_own_slot,
-        place=update._skipped,
+        place=apply_grads._skipped,
         old="kept = dict(state.slots)",
         new="kept = dict(slots)",
     ),
@@ -88,7 +89,7 @@ MUTANTS = [
         says="after_skip is given the slot that `grads` was given, not what it gave",
         law="L18",
         test=test_pairs.test_each_has_its_own_slot,
-        place=update._skipped,
+        place=apply_grads._skipped,
         old="slots.get(each.name)",
         new="kept.get(each.name)",
     ),
@@ -97,7 +98,7 @@ MUTANTS = [
         says="a transform that gives None for its slot gets its last one again",
         law="L33",
         test=test_pairs.test_each_has_its_own_slot,
-        place=update._with,
+        place=apply_grads._with,
         old="if slot is None and name not in slots:",
         new="if slot is None:",
     ),

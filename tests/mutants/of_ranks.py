@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how ranks and micro-batches are put together."""
 
-from accelfn import collectives, evaluation, update
-from accelfn.backward import _innermost
-from accelfn.engine import ddp, engine, live_optimizer, read_loss
-from accelfn.grads import Grads
+from accelfn import collectives
+from accelfn.engine import ddp, engine, read_loss
+from accelfn.engine.optimizer import live_optimizer
+from accelfn.loop import evaluate
+from accelfn.state import mean
+from accelfn.state.grads import Grads
+from accelfn.step import apply_grads
+from accelfn.step.value_and_grad import _innermost
 from accelfn.testing.simulation import standings
 from accelfn.transforms import accumulate, ema, local_sgd
 from accelfn.transforms import ddp as wrap_ddp
@@ -24,7 +28,7 @@ MUTANTS = [
         says="gradients of totals are applied without a division by their weight",
         law="L1",
         test=test_equivalence.test_ranks_and_micro_batches_are_exactly_neutral,
-        place=update._updated,
+        place=apply_grads._updated,
         old="divide_(grads.tensors.values(), grads.scale)",
         new="pass",
     ),
@@ -96,7 +100,7 @@ MUTANTS = [
         says="gradients are summed over ranks, their weight is not",
         law="L5",
         test=test_equivalence.test_accumulating_by_hand,
-        place=update.sync_grads,
+        place=apply_grads.sync_grads,
         old="divisor=counts[0]",
         new="divisor=grads.divisor",
     ),
@@ -141,7 +145,7 @@ MUTANTS = [
         says="a setup in which nothing reduces gradients trains ranks apart",
         law="L2",
         test=test_equivalence.test_what_would_drift_is_refused,
-        place=update._reduced,
+        place=apply_grads._reduced,
         old="if not owners:",
         new="if not owners: return grads, slots\n    if not owners:",
     ),
@@ -260,7 +264,7 @@ MUTANTS = [
         says="metrics of ranks are averaged without their weights",
         law="L34",
         test=test_collectives.test_mean_is_that_of_the_union,
-        place=collectives.mean,
+        place=mean.mean,
         old="(each.total, each.weight)",
         new="(metrics[name], 1)",
     ),
@@ -287,7 +291,7 @@ MUTANTS = [
         says="the sample that an empty share evaluates is in the mean",
         law="L36",
         test=test_equivalence.test_evaluation_sees_each_sample_once,
-        place=evaluation.evaluate,
+        place=evaluate.evaluate,
         old="_measured(returned, batch.weights[0] or 0, fn)",
         new="_measured(returned, max(1, batch.weights[0]), fn)",
     ),
@@ -296,7 +300,7 @@ MUTANTS = [
         says="each rank reports the mean of what it saw itself",
         law="L36",
         test=test_equivalence.test_evaluation_sees_each_sample_once,
-        place=evaluation.evaluate,
+        place=evaluate.evaluate,
         old="return mean(total, state.world)",
         new="return {name: float(total[name]) for name in total}",
     ),
@@ -396,7 +400,7 @@ MUTANTS = [
         says="a state whose update was cut off can be used as if it were whole",
         law="L54",
         test=test_faults.test_no_rank_holds_half_a_step,
-        place=update._updated,
+        place=apply_grads._updated,
         old="lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)",
         new="pass",
     ),

@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from accelfn import budget, gather_valid, split, streams
+from accelfn import budget, gather_valid, split
+from accelfn.base import draws
 from accelfn.collectives import trees
 from accelfn.data import (
     cut,
@@ -18,9 +19,9 @@ from accelfn.data import (
     stream,
     zipped,
 )
+from accelfn.data.lockstep import _batch, _together
 from accelfn.data.orders import buckets, order, samplers, weights
-from accelfn.lockstep import _batch, _together
-from accelfn.splitting import _like
+from accelfn.data.split import _like
 from tests.laws import test_gathering, test_orders, test_ranks_data, test_streams
 from tests.mutants.mutant import Mutant
 
@@ -185,8 +186,8 @@ OF_ORDERS = [
         law="L40",
         test=test_orders.test_zipped_shuffles_differ,
         place=zipped.Side.of_epoch,
-        old='streams.key(seed, "zip", self.names[which])',
-        new='streams.key(seed, "zip")',
+        old='draws.key(seed, "zip", self.names[which])',
+        new='draws.key(seed, "zip")',
     ),
     Mutant(
         name="an own order gets no epoch",
@@ -317,7 +318,7 @@ OF_STREAMS = [
         law="L50",
         test=test_streams.test_a_stream_draws_anew_at_every_place,
         place=stream.Opened.read,
-        old="streams.fold(self._key, self.position)",
+        old="draws.fold(self._key, self.position)",
         new="self._key",
     ),
 ]
@@ -459,7 +460,7 @@ OF_RESUMING = [
         says="numpy's generator is not set, and every sample gets the same of it",
         law="L50",
         test=test_ranks_data.test_draws_are_of_a_place,
-        place=streams.drawing.begin,
+        place=draws.drawing.begin,
         old="np.random.seed(seed & 0xFFFFFFFF)",
         new="np.random.seed(0)",
     ),

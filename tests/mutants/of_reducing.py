@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how a user's own `reduce` is taken, and in what a plain loop does otherwise."""
 
-from accelfn import grads, hyper, update
 from accelfn.collectives import replicas
+from accelfn.state import grads, hyper
+from accelfn.step import apply_grads
 from accelfn.testing.simulation import sayings
 from tests.laws import test_random_setups, test_reducing, test_torch_schedules
 from tests.mutants.mutant import Mutant
@@ -49,7 +50,7 @@ MUTANTS = [
         says="gradients of each rank's own weight are applied",
         law="L2",
         test=test_reducing.test_a_weight_of_one_rank_is_refused,
-        place=update._check_sums,
+        place=apply_grads._check_sums,
         old="if not reduced.reduced:",
         new="if not reduced.reduced:\n        return\n    if False:",
     ),
@@ -58,7 +59,7 @@ MUTANTS = [
         says="what a user's reduce draws is another number on each rank",
         law="L50",
         test=test_reducing.test_draws_in_a_reduce_are_shared,
-        place=update._reduced,
+        place=apply_grads._reduced,
         old='with shared_draws(state, "reduce", owners), torch.no_grad():',
         new="with torch.no_grad():",
     ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in the loop that accelfn writes itself."""
 
-from accelfn import running
+from accelfn.loop import run
 from tests.laws import test_running as laws
 from tests.mutants.mutant import Mutant
 
@@ -11,7 +11,7 @@ MUTANTS = [
         says="a run goes on for an update after its last",
         law="L42",
         test=laws.test_it_is_the_loop,
-        place=running._end,
+        place=run._end,
         old="state.step >= until",
         new="state.step > until",
     ),
@@ -20,7 +20,7 @@ MUTANTS = [
         says="what was logged is not forgotten, and is logged again",
         law="L34",
         test=laws.test_it_is_the_loop,
-        place=running._Actions.take,
+        place=run._Actions.take,
         old="= self._since[period], Metrics({})",
         new="= self._since[period], self._since[period]",
     ),
@@ -29,7 +29,7 @@ MUTANTS = [
         says="a run does not look whether its store has a checkpoint",
         law="L42",
         test=laws.test_a_run_that_is_cut_goes_on,
-        place=running.run,
+        place=run.run,
         old="state = store.restore(state)",
         new="pass",
     ),
@@ -38,7 +38,7 @@ MUTANTS = [
         says="the rank that got the signal does not ask the others",
         law="L54",
         test=laws.test_ranks_end_together,
-        place=running.run,
+        place=run.run,
         old="stop.requested()",
         new="stop.received",
     ),

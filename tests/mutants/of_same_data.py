@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how ranks find out that they hold other data than one another."""
 
-from accelfn import evaluation
 from accelfn.data import alike, fingerprint
 from accelfn.engine import agreement
+from accelfn.loop import evaluate
 from tests.laws import test_same_data
 from tests.mutants.mutant import Mutant
 
@@ -25,7 +25,7 @@ MUTANTS = [
         says="ranks may evaluate, and predict, on data of which each has another order",
         law="L36",
         test=TOLD,
-        place=evaluation._held_out,
+        place=evaluate._held_out,
         old="check_alike(held, data.looks, world)",
         new="pass",
     ),

@@ -3,10 +3,13 @@
 
 import inspect
 
-from accelfn import hyper, observing, optimizer, update
 from accelfn.checkpoint import fields
 from accelfn.engine import engine
+from accelfn.loop import observe
 from accelfn.schedules import advice, of_torch
+from accelfn.state import hyper
+from accelfn.step import apply_grads
+from accelfn.structure import prototype
 from accelfn.transforms import plateau
 from tests.laws import test_plateau, test_schedule_advice, test_torch_schedules
 from tests.mutants.mutant import Mutant
@@ -56,7 +59,7 @@ MUTANTS = [
         says="a scheduler of a rate that is a tensor rounds otherwise than on that",
         law="L19",
         test=STEPPED,
-        place=optimizer.scratch_of,
+        place=prototype.scratch_of,
         old="group[key].detach().cpu()",
         new="group[key].detach().cpu().double()",
     ),
@@ -102,7 +105,7 @@ MUTANTS = [
         says="an optimizer that steps in the backward pass takes its own rates",
         law="L19",
         test=test_torch_schedules.test_from_torch_in_backward,
-        place=update.step_in_backward,
+        place=apply_grads.step_in_backward,
         old="*planned_for(state, slots)",
         new="{}, {}",
     ),
@@ -175,7 +178,7 @@ MUTANTS = [
         says="a value of one rank's own moves its rate, and replicas drift",
         law="L2",
         test=test_plateau.test_ranks_observe_the_same,
-        place=inspect.unwrap(observing.observe),
+        place=inspect.unwrap(observe.observe),
         old="repr(number)",
         new='""',
     ),
@@ -184,7 +187,7 @@ MUTANTS = [
         says="values are compared where nothing else crosses the ranks",
         law="L2",
         test=test_plateau.test_ranks_apart_observe_their_own,
-        place=inspect.unwrap(observing.observe),
+        place=inspect.unwrap(observe.observe),
         old='if setup.having("engine") or setup.having("reduce"):',
         new="if True:",
     ),

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in loss scaling, in skipping updates, and in counting before the forward pass."""
 
-from accelfn import backward, counts, foreach, grads, skipping, update
+from accelfn.base import lists
 from accelfn.engine import engine
+from accelfn.state import grads
+from accelfn.step import apply_grads, counts, skipping, value_and_grad
 from accelfn.transforms import precision, skip
 from tests.laws import test_counts, test_skipping
 from tests.mutants.mutant import Mutant
@@ -49,7 +51,7 @@ MUTANTS = [
         says="what transforms of gradients noted of a skipped update stays",
         law="L18",
         test=test_skipping.test_a_skipped_update_is_one_that_was_not,
-        place=update._skipped,
+        place=apply_grads._skipped,
         old="kept = dict(state.slots)",
         new="kept = dict(slots)",
     ),
@@ -58,7 +60,7 @@ MUTANTS = [
         says="state.step and the schedule go on over a skipped update",
         law="L19",
         test=test_skipping.test_the_scale_follows_its_rule,
-        place=update._skipped,
+        place=apply_grads._skipped,
         old="step=state.step,",
         new="step=state.step + 1,",
     ),
@@ -67,7 +69,7 @@ MUTANTS = [
         says="gradients that are not finite are applied",
         law="L18",
         test=test_skipping.test_one_bad_element_on_one_rank_skips_that_update_on_all,
-        place=update._updated,
+        place=apply_grads._updated,
         old="if skip:",
         new="if False:",
     ),
@@ -85,7 +87,7 @@ MUTANTS = [
         says="a skipped update takes back the smaller scale too",
         law="L18",
         test=test_skipping.test_the_scale_follows_its_rule,
-        place=update._skipped,
+        place=apply_grads._skipped,
         old="kept = _with(kept, each.name, slot)",
         new="pass",
     ),
@@ -131,7 +133,7 @@ MUTANTS = [
         says="imaginary parts are not looked at",
         law="L18",
         test=test_skipping.test_what_is_not_finite_is_found,
-        place=foreach._dense,
+        place=lists._dense,
         old="torch.view_as_real(tensor)",
         new="torch.view_as_real(tensor)[..., 0]",
     ),
@@ -176,7 +178,7 @@ MUTANTS = [
         says="a loss with several denominators divides by what its first micro-batch has",
         law="L4",
         test=test_counts.test_several_denominators_are_those_of_the_whole_update,
-        place=backward._count,
+        place=value_and_grad._count,
         old="parts = each._parts(batch)",
         new="parts = each._parts(batch)[:1]",
     ),

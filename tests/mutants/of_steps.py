@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a step does with a state on its way to the next."""
 
-from accelfn import (
-    collectives,
-    grads,
-    hyper,
-    model,
-    modes,
-    slots,
-    state,
-    step,
-    streams,
-    update,
-    views,
-)
+from accelfn import collectives
+from accelfn.base import draws, modes
+from accelfn.definition import slots
+from accelfn.definition.transform import _apply, _check_chain, _flatten, _repr, chain
 from accelfn.engine import buffers, engine
-from accelfn.transform import _apply, _check_chain, _flatten, _repr, chain
+from accelfn.state import grads, hyper, state, views
+from accelfn.step import apply_grads, make_step
+from accelfn.structure import skeleton
 from accelfn.transforms import accumulate, clip, ema, precision
 from tests.catalog import CATALOG
 from tests.laws import (
@@ -38,7 +31,7 @@ MUTANTS = [
         says="gradients are clipped while they are totals, and divided afterwards",
         law="L16",
         test=test_equivalence.test_ranks_and_micro_batches_are_neutral_up_to_rounding,
-        place=update._updated,
+        place=apply_grads._updated,
         old="""\
         if grads.tensors and not grads.is_mean and not later:
             # of a weight of 0 they are zeros, and stay that
@@ -148,7 +141,7 @@ MUTANTS = [
         says="a fused optimizer divides by the weight, and not by the scale of the loss",
         law="L17",
         test=test_dividing.test_the_weight_is_not_rounded,
-        place=update._updated,
+        place=apply_grads._updated,
         old="grads.loss_scale is None and not",
         new="not",
     ),
@@ -157,7 +150,7 @@ MUTANTS = [
         says="sync_grads gives zeros to parameters that took part on no rank",
         law="L2",
         test=test_dividing.test_sync_grads_gives_what_ddp_gives,
-        place=update.sync_grads,
+        place=apply_grads.sync_grads,
         old="if some",
         new="if some or True",
     ),
@@ -166,7 +159,7 @@ MUTANTS = [
         says="the average moves as often as gradients were taken, not once an update",
         law="L20",
         test=test_updates.test_ema_closed_form,
-        place=update._after,
+        place=apply_grads._after,
         old="after = _after_update(after, definition.setup)",
         new="""\
 for _ in range(grads.num_micro_batches):
@@ -187,11 +180,11 @@ for _ in range(grads.num_micro_batches):
         law="L20",
         test=test_updates.test_ema_closed_form,
         place=ema.ema.after_update,
-        old="foreach.lerp_((slot[name] for name in moving), params, 1 - self.decay)",
+        old="lists.lerp_((slot[name] for name in moving), params, 1 - self.decay)",
         new="""\
 averages = [slot[name] for name in moving]
-    foreach.mul_(averages, self.decay)
-    foreach.add_(averages, params, alpha=1 - self.decay)""",
+    lists.mul_(averages, self.decay)
+    lists.add_(averages, params, alpha=1 - self.decay)""",
     ),
     Mutant(
         name="a copy that shares",
@@ -207,7 +200,7 @@ averages = [slot[name] for name in moving]
         says="donate=False gives the state away all the same",
         law="L22",
         test=test_purity.test_the_same_step_twice,
-        place=step.make_step,
+        place=make_step.make_step,
         old="state = state.copy()",
         new="pass",
     ),
@@ -271,7 +264,7 @@ averages = [slot[name] for name in moving]
         law="L54",
         test=test_faults.test_a_step_that_raised_can_be_tried_again,
         place=buffers.Buffers.begin,
-        old="foreach.copy_(",
+        old="lists.copy_(",
         new="(lambda *given: None)(",
     ),
     Mutant(
@@ -279,7 +272,7 @@ averages = [slot[name] for name in moving]
         says="the caller's generator is left where the stream left it",
         law="L22",
         test=test_randomness.test_a_stream_leaves_the_generator_as_it_was,
-        place=streams.stream.__exit__,
+        place=draws.stream.__exit__,
         old="_default.set_state(self._saved)",
         new="pass",
     ),
@@ -288,7 +281,7 @@ averages = [slot[name] for name in moving]
         says="a stream does not seed, so a step depends on what was drawn before it",
         law="L22",
         test=test_purity.test_the_same_step_twice,
-        place=streams.stream.__enter__,
+        place=draws.stream.__enter__,
         old="_default.manual_seed(self._seed)",
         new="pass",
     ),
@@ -353,7 +346,7 @@ for param in self._all.values():
         says="a tied weight's second place holds a copy, which no update reaches",
         law="L27",
         test=test_parameters.test_tied_is_used_twice,
-        place=model.Skeleton.build,
+        place=skeleton.Skeleton.build,
         old="return copy.deepcopy(self.module, memo)",
         new="""\
 built = copy.deepcopy(self.module, memo)
@@ -402,8 +395,8 @@ for path in state.definition.skeleton.aliases:
         law="L32",
         test=test_parameters.test_names_and_order_are_only_names_and_order,
         place=clip.clip_grad_norm._clip_,
-        old="foreach.mul_(map(_local, tensors), scale)",
-        new="foreach.mul_(tensors[:-1], scale)",
+        old="lists.mul_(map(_local, tensors), scale)",
+        new="lists.mul_(tensors[:-1], scale)",
     ),
     Mutant(
         name="one stream for all ranks",
@@ -428,7 +421,7 @@ for path in state.definition.skeleton.aliases:
         says="torch keeps 32 bits of a seed, and those of all keys are the same",
         law="L50",
         test=test_randomness.test_different_keys_draw_differently,
-        place=streams.key,
+        place=draws.key,
         old='return int.from_bytes(digest.digest(), "little")',
         new='return int.from_bytes(digest.digest(), "little") >> 32 << 32',
     ),
@@ -437,7 +430,7 @@ for path in state.definition.skeleton.aliases:
         says="the streams of all steps have the same lower 32 bits",
         law="L50",
         test=test_randomness.test_different_numbers_under_a_key_draw_differently,
-        place=streams.fold,
+        place=draws.fold,
         old="return z ^ (z >> 31)",
         new="return (z ^ (z >> 31)) << 32 & _MASK",
     ),
@@ -446,7 +439,7 @@ for path in state.definition.skeleton.aliases:
         says='the number 1 and the text "1" have one key',
         law="L50",
         test=test_randomness.test_different_keys_draw_differently,
-        place=streams.key,
+        place=draws.key,
         old="{type(part).__name__}:{part};",
         new="{part};",
     ),
@@ -455,7 +448,7 @@ for path in state.definition.skeleton.aliases:
         says="step 1 of one stream is step 0 of the next",
         law="L50",
         test=test_randomness.test_seeds_and_names_draw_apart,
-        place=streams.key,
+        place=draws.key,
         old="return int.from_bytes(",
         new="return sum(p for p in parts if type(p) is int) or int.from_bytes(",
     ),
@@ -473,7 +466,7 @@ for path in state.definition.skeleton.aliases:
         says="transforms of one field run in the opposite order",
         law="L30",
         test=test_composition.test_values_flow_left_to_right,
-        place=update._transformed,
+        place=apply_grads._transformed,
         old='owners = setup.having("grads")',
         new='owners = setup.having("grads")[::-1]',
     ),

@@ -2,7 +2,7 @@
 """Bugs in what a crash, a full disk, a second job, a signal or Ctrl-C must not break."""
 
 from accelfn.checkpoint import background, commit, disk, keep, lock, retention, store
-from accelfn.stopping import Stop
+from accelfn.loop.stopping import Stop
 from tests.laws import test_disk, test_store
 from tests.mutants.mutant import Mutant
 

@@ -497,7 +497,7 @@ def test_collectives_of_accelfn(size, schedule):
         collectives.check_replicas(
             {"w": torch.ones(2)}, world, label="check", values=True
         )
-        return summed, sent, rows, text, collectives.mean(metrics, world)
+        return summed, sent, rows, text, af.mean(metrics, world)
 
     run = simulate(size, fn, schedule=schedule)
     ranks = range(size)

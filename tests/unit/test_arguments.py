@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 
-from accelfn.arguments import check_integer, integer, is_integer, is_number, truth
+from accelfn.base.arguments import check_integer, integer, is_integer, is_number, truth
 from accelfn.errors import ArgumentError
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn import batch_size
+from accelfn.loop import batch_size
 from accelfn.testing import simulate
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.placing import placement
+from accelfn.weights.placing import placement
 
 META = torch.device("meta")
 

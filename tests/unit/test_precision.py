@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
-from accelfn import skipping
-from accelfn.engine import float8
+from accelfn.definition.transform import transform
+from accelfn.engine.module import float8
 from accelfn.errors import ArgumentError, LossError, ModelError, NonFiniteGradsError
+from accelfn.step import skipping
 from accelfn.testing import assert_states_equal
-from accelfn.transform import transform
 
 
 def net() -> nn.Module:

@@ -5,7 +5,7 @@
 test's time, and a collision would show nowhere else.
 """
 
-from accelfn import streams
+from accelfn.base import draws
 
 LOW = (1 << 32) - 1
 
@@ -13,14 +13,14 @@ LOW = (1 << 32) - 1
 def test_keys_of_different_parts_differ():
     """Parts of another value, kind or division have other keys."""
     parts = [(1,), ("1",), (1, 1), (11,), ("a", "b"), ("ab",), ("a;", "b"), (2**70,)]
-    assert len({streams.key(*each) for each in parts}) == len(parts)
+    assert len({draws.key(*each) for each in parts}) == len(parts)
 
 
 def test_folded_keys_differ_in_the_low_bits():
     """A run's updates and micro-batches have keys that differ in 32 bits, nearly all."""
-    parent = streams.key(0, "state", "loss", 0)
+    parent = draws.key(0, "state", "loss", 0)
     found = {
-        streams.fold(streams.fold(parent, step), part) & LOW
+        draws.fold(draws.fold(parent, step), part) & LOW
         for step in range(5000)
         for part in range(4)
     }
@@ -30,4 +30,4 @@ def test_folded_keys_differ_in_the_low_bits():
 def test_fold_takes_any_number():
     """Negative and large numbers give 64-bit keys."""
     for number in (-1, 0, 2**63, 2**100):
-        assert 0 <= streams.fold(streams.key(0), number) < 2**64
+        assert 0 <= draws.fold(draws.key(0), number) < 2**64

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import accelfn as af
-from accelfn import tree
+from accelfn.base import tree
 
 torch.set_num_threads(1)
 

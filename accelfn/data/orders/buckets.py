@@ -6,9 +6,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from accelfn import streams
-from accelfn.arguments import check_integer
-from accelfn.calling import called
+from accelfn.base import draws
+from accelfn.base.arguments import check_integer
+from accelfn.base.calling import called
 from accelfn.data.orders.numbers import as_counts, check_one_each
 from accelfn.data.orders.order import AtPositions
 from accelfn.data.permutation import Indices, shuffled
@@ -66,7 +66,7 @@ class bucketed:
         self, n: int, *, seed: int, epoch: int, batch_size: int | None
     ) -> AtPositions:
         """Return an epoch's order, computed a window at a time."""
-        key = streams.key(seed, "order", epoch)
+        key = draws.key(seed, "order", epoch)
         step = batch_size or 1
         window = -(-self.window // step) * step
 
@@ -78,7 +78,7 @@ class bucketed:
                 return indices
             whole = len(indices) // step  # a short last batch stays the last
             turns = shuffled(
-                np.arange(whole), n=max(whole, 1), key=streams.fold(key, number)
+                np.arange(whole), n=max(whole, 1), key=draws.fold(key, number)
             )
             batches = indices[: whole * step].reshape(whole, step)[turns]
             return np.concatenate([batches.reshape(-1), indices[whole * step :]])

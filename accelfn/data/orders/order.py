@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.data.permutation import Indices, shuffled
 from accelfn.errors import DataError
 
@@ -69,7 +69,7 @@ class Shuffled:
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
         """Return the permutation; an index costs some 30 ns, wherever it is."""
-        key = streams.key(seed, "order", epoch)
+        key = draws.key(seed, "order", epoch)
         return lambda positions: shuffled(positions, n=n, key=key)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.data.length import promised_length
 from accelfn.data.orders.order import (
     AtPositions,
@@ -112,14 +112,14 @@ def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    key = streams.key(seed, "sampler", epoch)
+    key = draws.key(seed, "sampler", epoch)
     for each in (sampler, getattr(sampler, "sampler", None)):
         if callable(getattr(each, "set_epoch", None)):
             cast("Any", each).set_epoch(epoch)
         own = getattr(each, "generator", None)
         if isinstance(own, torch.Generator):
             own.manual_seed(key)
-    with streams.drawing() as seeds:
+    with draws.drawing() as seeds:
         seeds.begin(key)
         return [_plain(each) for each in sampler]
 

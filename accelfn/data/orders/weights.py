@@ -7,9 +7,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from accelfn import streams
-from accelfn.arguments import check_integer, truth
-from accelfn.calling import called
+from accelfn.base import draws
+from accelfn.base.arguments import check_integer, truth
+from accelfn.base.calling import called
 from accelfn.data.orders.numbers import (
     as_array,
     check_one_each,
@@ -98,7 +98,7 @@ class weighted:
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
         """Return an epoch's draws."""
-        key = streams.key(seed, "order", epoch)
+        key = draws.key(seed, "order", epoch)
         if self.replacement:
             below = np.cumsum(self.weights)
             last = int(np.flatnonzero(self.weights)[-1])

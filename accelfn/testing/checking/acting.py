@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeAlias
 
-from accelfn.fields import has_field
-from accelfn.grads import Grads
-from accelfn.state import TrainState
+from accelfn.definition.fields import has_field
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
+from accelfn.step.apply_grads import finalize
 from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.watching import subclassed
 from accelfn.testing.comparing.differences import leaves
 from accelfn.testing.comparing.entries import entries, first_difference, kept
 from accelfn.testing.simulation.simulate import simulate
-from accelfn.update import finalize
 from accelfn.world import World
 
 Acted: TypeAlias = dict[str, set[int]]

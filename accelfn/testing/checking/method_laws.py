@@ -11,24 +11,24 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from accelfn.batches import batches
 from accelfn.checkpoint import load, save
+from accelfn.definition.fields import has_field
+from accelfn.definition.transform import chain
+from accelfn.definition.transform import transform as transform_of
 from accelfn.errors import CompositionError
-from accelfn.fields import has_field
-from accelfn.grads import Grads
-from accelfn.state import TrainState
-from accelfn.step import make_step
+from accelfn.loop.batches import batches
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
+from accelfn.state.views import eval_params
+from accelfn.step.apply_grads import finalize
+from accelfn.step.make_step import make_step
 from accelfn.testing.checking.laws import Law, differ
 from accelfn.testing.checking.reducing import held_to_mean
 from accelfn.testing.checking.subject import Subject, held
 from accelfn.testing.checking.watching import Seen, subclassed, watched
 from accelfn.testing.comparing.entries import first_difference
 from accelfn.testing.simulation.simulate import simulate
-from accelfn.transform import chain
-from accelfn.transform import transform as transform_of
 from accelfn.transforms.accumulate import accumulate
-from accelfn.update import finalize
-from accelfn.views import eval_params
 from accelfn.world import World
 
 Around: TypeAlias = Callable[[Sequence[Any]], chain]

@@ -9,12 +9,12 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.batches import batches
 from accelfn.data import Data
-from accelfn.loss import Loss, Metrics
-from accelfn.observing import observe
-from accelfn.state import TrainState
-from accelfn.step import make_step
+from accelfn.loop.batches import batches
+from accelfn.loop.observe import observe
+from accelfn.state.metrics import Loss, Metrics
+from accelfn.state.state import TrainState
+from accelfn.step.make_step import make_step
 from accelfn.world import World
 
 _IN, _OUT, _ROWS = 3, 2, 17

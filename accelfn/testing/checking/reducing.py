@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from accelfn.collectives import reduce
-from accelfn.fields import has_field
-from accelfn.grads import Grads
+from accelfn.definition.fields import has_field
+from accelfn.state.grads import Grads
 from accelfn.testing.checking.watching import Seen, subclassed
 from accelfn.world import World
 

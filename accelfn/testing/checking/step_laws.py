@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, cast
 
-from accelfn.arguments import check_integer
-from accelfn.batches import batches as batches_of
+from accelfn.base.arguments import check_integer
 from accelfn.errors import ArgumentError, LawError
 from accelfn.errors import Warning as AdviceWarning
-from accelfn.state import TrainState
+from accelfn.loop.batches import batches as batches_of
+from accelfn.state.state import TrainState
 from accelfn.testing.checking.laws import COMMON, Law, first_broken
 from accelfn.testing.checking.subject import States, Subject, leaves
 from accelfn.testing.simulation.simulate import simulate

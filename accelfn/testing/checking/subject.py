@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.checkpoint import load, save
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
 from accelfn.testing.comparing.entries import entries
 from accelfn.testing.simulation.simulate import simulate
 from accelfn.world import World

@@ -6,22 +6,22 @@ from typing import Any
 
 import attrs
 
-from accelfn.arguments import check_integer
+from accelfn.base.arguments import check_integer
+from accelfn.definition.fields import has_field
+from accelfn.definition.transform import chain, is_transform
+from accelfn.definition.transform import transform as transform_of
 from accelfn.errors import ArgumentError, LawError
-from accelfn.fields import has_field
-from accelfn.grads import Grads
-from accelfn.state import TrainState
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
+from accelfn.state.views import eval_params
+from accelfn.step.apply_grads import finalize
 from accelfn.testing.checking.acting import Acted, acted, idle
 from accelfn.testing.checking.laws import COMMON, Law, first_broken
 from accelfn.testing.checking.method_laws import method_laws
 from accelfn.testing.checking.problems import PROBLEMS, Problem
 from accelfn.testing.checking.subject import Subject
-from accelfn.transform import chain, is_transform
-from accelfn.transform import transform as transform_of
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data
-from accelfn.update import finalize
-from accelfn.views import eval_params
 from accelfn.world import World
 
 _LEAST = 4  # of three an epoch: the last begins the next one

@@ -9,10 +9,10 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn import tree
+from accelfn.base import tree
 from accelfn.data import Batch
-from accelfn.grads import Grads
-from accelfn.state import TrainState
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
 
 Seen: TypeAlias = Callable[[str], None]
 """Is told of each input that was changed."""

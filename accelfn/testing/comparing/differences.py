@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import torch
 
-from accelfn.arguments import is_number
+from accelfn.base.arguments import is_number
 from accelfn.errors import ArgumentError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

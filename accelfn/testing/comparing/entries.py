@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
 from accelfn.testing.comparing.differences import Comparison, leaves
 from accelfn.testing.comparing.states import SAVED
 

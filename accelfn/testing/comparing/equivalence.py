@@ -9,23 +9,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accelfn import schedules, tree
-from accelfn.arguments import is_integer
-from accelfn.batches import batches
-from accelfn.collectives import mean
+from accelfn import schedules
+from accelfn.base import tree
+from accelfn.base.arguments import is_integer
 from accelfn.data import Data
+from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, LawError
-from accelfn.loss import Loss, Metrics
-from accelfn.optimizer import OptimizerSource
-from accelfn.state import TrainState
-from accelfn.step import Step, make_step
+from accelfn.loop.batches import batches
+from accelfn.state.mean import mean
+from accelfn.state.metrics import Loss, Metrics
+from accelfn.state.state import TrainState
+from accelfn.state.views import eval_params
+from accelfn.step.apply_grads import finalize
+from accelfn.step.make_step import Step, make_step
+from accelfn.structure.prototype import OptimizerSource
 from accelfn.testing.comparing.differences import Comparison, Difference, listed
 from accelfn.testing.simulation.simulate import simulate
-from accelfn.transform import chain
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data
-from accelfn.update import finalize
-from accelfn.views import eval_params
 from accelfn.world import World
 
 Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Step]]

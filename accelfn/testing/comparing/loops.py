@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from accelfn import tree
-from accelfn.arguments import check_integer
+from accelfn.base import tree
+from accelfn.base.arguments import check_integer
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, LawError
-from accelfn.grads import Grads
-from accelfn.hyper import of_next_update
-from accelfn.optimizer import group_key, named_state
-from accelfn.state import TrainState
+from accelfn.state.grads import Grads
+from accelfn.state.hyper import of_next_update
+from accelfn.state.state import TrainState
+from accelfn.structure.prototype import group_key, named_state
 from accelfn.testing.comparing.differences import Comparison, Difference, listed
 
 Quantities: TypeAlias = Mapping[str, Any]

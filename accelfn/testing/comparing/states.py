@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accelfn.errors import ArgumentError, LawError
-from accelfn.state import TrainState
+from accelfn.state.state import TrainState
 from accelfn.testing.comparing.differences import Comparison, Difference, leaves, listed
 
 SAVED = (

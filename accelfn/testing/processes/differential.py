@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from accelfn.errors import ArgumentError, LawError
-from accelfn.loss import Metrics
-from accelfn.state import TrainState
+from accelfn.state.metrics import Metrics
+from accelfn.state.state import TrainState
 from accelfn.testing.comparing.differences import (
     Comparison,
     Difference,

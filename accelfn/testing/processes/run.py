@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
 import attrs
 
-from accelfn.arguments import is_integer
+from accelfn.base.arguments import is_integer
 from accelfn.errors import ArgumentError, Error
 from accelfn.testing.processes.rank import Answer, Surroundings, packed, serve
 from accelfn.world import World

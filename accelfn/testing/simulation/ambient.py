@@ -25,7 +25,7 @@ from torch import overrides
 from torch.distributed import distributed_c10d
 from torch.utils import _device
 
-from accelfn import streams
+from accelfn.base import draws
 from accelfn.testing.simulation.registry import Registry
 
 # torch and numpy have no public names for what threads and processes have once
@@ -33,7 +33,7 @@ from accelfn.testing.simulation.registry import Registry
 
 _GROUPS = (distributed_c10d, "_world")
 _FILTERS = (warnings, "filters")
-_TURN = (streams, "_turn")
+_TURN = (draws, "_turn")
 _ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
     *(_GROUPS, _FILTERS, _TURN),
     *((warnings, "showwarning"), (warnings, "_showwarnmsg_impl")),
@@ -59,7 +59,7 @@ class _Kept:
             generator=torch.default_generator.get_state(),
             python=random.getstate(),
             bits=mtrand.get_bit_generator(),
-            normal=streams.normal_of_numpy(),
+            normal=draws.normal_of_numpy(),
             dtype=torch.get_default_dtype(),
             attributes=[getattr(module, name) for module, name in _ATTRIBUTES],
         )
@@ -68,7 +68,7 @@ class _Kept:
         torch.default_generator.set_state(self.generator)
         random.setstate(self.python)
         mtrand.set_bit_generator(self.bits)
-        streams.put_back_normal_of_numpy(self.normal)
+        draws.put_back_normal_of_numpy(self.normal)
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
         for (module, name), value in zip(_ATTRIBUTES, self.attributes, strict=True):
@@ -105,7 +105,7 @@ class Ambient:
 
 def seed_rank(seed: int, rank: int) -> None:
     """Seed the process's generators as this rank's are at its start."""
-    number = streams.key(seed, "rank", rank)
+    number = draws.key(seed, "rank", rank)
     torch.default_generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002 - the one that users' code draws from

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import distributed
 
 from accelfn.errors import ArgumentError
-from accelfn.stopping import deliver
+from accelfn.loop.stopping import deliver
 
 if TYPE_CHECKING:
     from types import FrameType

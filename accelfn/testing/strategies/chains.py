@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
+from accelfn.definition.fields import FIELDS, has_field
+from accelfn.definition.transform import Transform, chain, is_transform
 from accelfn.errors import ArgumentError
-from accelfn.fields import FIELDS, has_field
 from accelfn.testing.catalog import CATALOG, Row, fields_of, row_of
-from accelfn.transform import Transform, chain, is_transform
 
 
 def chains(

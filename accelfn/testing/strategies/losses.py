@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelfn.errors import ArgumentError
-from accelfn.loss import Loss
+from accelfn.state.metrics import Loss
 from accelfn.testing.strategies.code import as_code, print_code
 from accelfn.testing.strategies.lift import lifted
 

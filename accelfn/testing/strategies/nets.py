@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.arguments import integer
+from accelfn.base.arguments import integer
 from accelfn.errors import ArgumentError
 from accelfn.testing.strategies.code import as_code, print_code
 from accelfn.testing.strategies.lift import lifted

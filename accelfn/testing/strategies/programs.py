@@ -8,12 +8,13 @@ import attrs
 from hypothesis import strategies as st
 
 from accelfn import schedules
-from accelfn.batches import batches
 from accelfn.data import Data
-from accelfn.loss import Metrics
+from accelfn.definition.transform import chain
+from accelfn.loop.batches import batches
 from accelfn.schedules import Schedule
-from accelfn.state import TrainState
-from accelfn.step import make_step
+from accelfn.state.metrics import Metrics
+from accelfn.state.state import TrainState
+from accelfn.step.make_step import make_step
 from accelfn.testing.strategies.chains import chains
 from accelfn.testing.strategies.code import as_code, print_code
 from accelfn.testing.strategies.datasets import Samples, datasets
@@ -21,7 +22,6 @@ from accelfn.testing.strategies.lift import lifted
 from accelfn.testing.strategies.losses import Criterion, losses
 from accelfn.testing.strategies.nets import Net, models
 from accelfn.testing.strategies.optimizers import TorchOptimizer, optimizers
-from accelfn.transform import chain
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data
 from accelfn.world import World

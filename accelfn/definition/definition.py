@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a state is a state of: the part of a training that an update does not change."""
+
+from typing import Any
+
+import attrs
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelfn.base.advice import advise
+from accelfn.data import Data, Plan
+from accelfn.definition.fields import check_returned
+from accelfn.definition.transform import chain
+from accelfn.errors import ArgumentError
+from accelfn.schedules.rates import Rates
+from accelfn.schedules.schedule import Schedule
+from accelfn.structure.skeleton import Skeleton
+from accelfn.world import World
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Definition:
+    """What a state is a state of: everything that is not saved and does not change.
+
+    `cache` holds what is derived from it and can be made again (the engine, composed
+    functions); it lives as long as the states that share this definition. `rates` is the
+    schedule, bound to the optimizer's groups.
+    """
+
+    skeleton: Skeleton
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule | None
+    rates: Rates | None
+    data: Data | None
+    setup: chain
+    world: World
+    name: str
+    cache: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
+
+    @property
+    def plan(self) -> Plan:
+        """Who takes which samples, as the setup's transforms say, left to right."""
+        plan = Plan(world_rank=self.world.rank, world_size=self.world.size)
+        for each in self.setup.having("data"):
+            plan = each.data(plan)
+            is_plan = isinstance(plan, Plan)
+            check_returned(each, "data", ok=is_plan, returned=plan, expected="a Plan")
+        return plan
+
+
+def checked_world(world: Any) -> World:
+    """Return the world of a definition; None is that of one process.
+
+    Raises:
+        ArgumentError: it is no world.
+    """
+    world = World.single() if world is None else world
+    if isinstance(world, World):
+        return world
+    msg = f"TrainState.create(world={world!r}): expected an af.World."
+    raise ArgumentError(msg)
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise unless it is a schedule, or None.
+
+    Raises:
+        ArgumentError: it is no function.
+    """
+    torch_s = isinstance(schedule, type) and issubclass(schedule, LRScheduler)
+    if schedule is not None and (torch_s or not callable(schedule)):
+        msg = (
+            f"TrainState.create(schedule={schedule!r}): expected a function of the"
+            " update number; see af.schedules, whose from_torch takes torch's."
+        )
+        raise ArgumentError(msg)
+
+
+def as_data(data: Any) -> Data | None:
+    """Return the data of a definition, or None; of a DataLoader, what it stands for.
+
+    Raises:
+        ArgumentError: it is neither.
+        DataError: what the DataLoader does has no counterpart.
+    """
+    if data is None or isinstance(data, Data):
+        return data
+    if isinstance(data, torch.utils.data.DataLoader):
+        return Data.from_loader(data)
+    msg = (
+        f"TrainState.create(data={type(data).__name__}): expected af.Data(dataset,"
+        " batch_size=...), a torch DataLoader or None."
+    )
+    raise ArgumentError(msg)
+
+
+def say_batch_size(given: Any, definition: Definition) -> None:
+    """Warn of a DataLoader whose batch size may be meant for one rank or micro-batch."""
+    plan, size = definition.plan, getattr(given, "batch_size", None)
+    parts = plan.num_shares * plan.num_micro_batches
+    if not isinstance(given, torch.utils.data.DataLoader) or size is None or parts == 1:
+        return
+    if definition.world.is_main:
+        advise(
+            f"TrainState.create(data=DataLoader): its batch size, {size}, is the number of"
+            f" samples of an update, over {plan.num_shares} ranks and"
+            f" {plan.num_micro_batches} micro-batches together. If that is meant, write"
+            f" data=af.Data.from_loader(loader). If {size} is what one rank takes in one"
+            " micro-batch, as with Accelerate, write data=af.Data.from_loader(loader,"
+            f" num_ranks=world.size, num_micro_batches={plan.num_micro_batches})."
+        )

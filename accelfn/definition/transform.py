@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transforms: values that say what a step does, and `chain`, which composes them.
+
+A transform is a frozen record of options with a method for each thing it has a say in: the
+fields of the table in `accelfn.definition.fields`. It is made of a class by `@transform`;
+accelfn's own are made the same way. Leftmost is outermost; values flow left to right.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NoReturn,
+    Protocol,
+    TypeVar,
+    cast,
+    dataclass_transform,
+)
+
+import attrs
+
+from accelfn.base import words
+from accelfn.base.calling import called
+from accelfn.base.words import foreign
+from accelfn.definition.fields import FIELDS, check_fields, has_field
+from accelfn.definition.slots import is_slot_name
+from accelfn.errors import ArgumentError, CallError, CompositionError
+
+if TYPE_CHECKING:
+    from accelfn.state.state import TrainState
+
+T = TypeVar("T")
+
+
+class Transform(Protocol):
+    """A frozen record that maps a state to a state; see `transform` for how to make one.
+
+    Arguments that take one are annotated `Any`, because a type checker cannot see what
+    the decorator adds to a class; they are checked when they are given.
+    """
+
+    @property
+    def name(self) -> str:
+        """What the transform's slot is called; unique in a chain."""
+        ...
+
+    def __call__(self, state: "TrainState") -> "TrainState":
+        """Return the state with this transform added to its setup."""
+        ...
+
+
+def snake_case(name: str) -> str:
+    """Return a class name as the words of a function name: `GradNoise` is grad_noise."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+@called
+@dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
+def transform(cls: type[T]) -> type[T]:
+    """Make a transform of a class whose annotations are its options.
+
+    The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
+    options, the first of which may be given by position, the others by keyword. It gets a
+    `name` (default: the class's own, in snake_case), which is the key of its slot. Its
+    public methods are the fields of the table in `accelfn.definition.fields`; others start with an
+    underscore. `gives_up`, a class attribute, names laws that it breaks on purpose.
+
+    Acts on: what its methods say.
+
+    Raises:
+        ArgumentError: a public method is none of a transform's fields.
+
+    Example:
+        >>> @transform
+        ... class CentralizeGrads:
+        ...     def grads(self, grads, slot, state):
+        ...         return grads.map(lambda g: g - g.mean() if g.ndim > 1 else g), slot
+        >>> CentralizeGrads()
+        CentralizeGrads()
+    """
+    if not isinstance(cls, type):
+        msg = (
+            f"@af.transform: expected a class, got {cls!r}; see its docstring for one."
+        )
+        raise ArgumentError(msg)
+    check_fields(cls)
+    annotations = {**inspect.get_annotations(cls), "name": str}
+    try:
+        cls.__annotations__ = annotations
+    except TypeError as error:  # a class of Python's own
+        msg = (
+            f"@af.transform: expected a class of your own, got {cls.__name__}, which cannot"
+            " be changed; see its docstring for one."
+        )
+        raise ArgumentError(msg) from error
+    default = snake_case(cls.__name__)
+    named = cast("Any", cls)
+    named.name = attrs.field(default=default, kw_only=True, validator=_is_name)
+    named.__call__ = _apply
+    named.__repr__ = _repr
+    named._repr_pretty_ = _repr_pretty
+    named.__accelfn_transform__ = True
+    named.__add__ = named.__or__ = named.__rshift__ = _not_by_operator
+    return called(attrs.frozen(cls, repr=False, field_transformer=_keyword_only))
+
+
+def is_transform(value: object) -> bool:
+    """Return whether `value` was made by `transform`, or is a chain."""
+    return getattr(type(value), "__accelfn_transform__", False)
+
+
+def _not_by_operator(self: object, other: object) -> NoReturn:
+    msg = f"{self!r} and {other!r}: transforms are composed by af.chain(first, second)."
+    raise CallError(msg)
+
+
+def _is_name(owner: object, _field: object, value: object) -> None:
+    if not is_slot_name(value):
+        msg = (
+            f"{type(owner).__name__}(name={value!r}): expected letters, digits, "
+            "'.', '_' and '-', for it names the slot in checkpoints."
+        )
+        raise ArgumentError(msg)
+
+
+def _keyword_only(
+    _cls: type, fields: "list[attrs.Attribute[Any]]"
+) -> "list[attrs.Attribute[Any]]":
+    """Let only the first option be given by position."""
+    first = [field.name for field in fields][:1]
+    return [
+        field.evolve(kw_only=field.kw_only or field.name not in first)
+        for field in fields
+    ]
+
+
+def _apply(self: Transform, state: "TrainState") -> "TrainState":
+    """Return the state with this transform added to its setup; `state` is unchanged."""
+    if not hasattr(state, "with_setup"):
+        msg = f"{self!r}({state!r}): a transform is applied to a TrainState."
+        raise ArgumentError(msg)
+    return state.with_setup(chain(state.setup, self))
+
+
+def _repr(self: Any) -> str:
+    """Return the call that makes this record; options at their defaults are left out."""
+    shown: list[str] = []
+    for field in attrs.fields(type(self)):
+        value = getattr(self, field.name)
+        if field.default is not attrs.NOTHING and value == field.default:
+            continue
+        code = _code(value)
+        shown.append(code if not field.kw_only else f"{field.name}={code}")
+    owner = type(self)
+    prefix = "af." if owner.__module__.startswith("accelfn.") else ""
+    return f"{prefix}{owner.__name__}({', '.join(shown)})"
+
+
+def _code(value: Any) -> str:
+    """Return code for an option; of infinity and NaN, `repr` is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - its protocol
+    """Print as code in IPython, and where hypothesis prints an example."""
+    del cycle
+    printer.text(repr(self))
+
+
+@called
+@foreign(words.CHAIN, changes="make another", getitem=words.CHAIN_IS_NO_LIST)
+@attrs.frozen(init=False, repr=False)
+class chain:
+    """Compose transforms; a chain is a transform.
+
+    Leftmost is outermost, and values flow left to right. Chains inside chains are
+    flattened and None is dropped, so `chain` is associative and `chain()` its unit.
+    Building one has no effect on anything.
+
+    Law:
+        `chain(f, chain(g, h)) == chain(chain(f, g), h) == chain(f, g, h)`, and
+        `chain()` leaves a state as it is. Transforms about different fields commute.
+
+    Raises:
+        CompositionError: two transforms of one name, two engines, two ways to reduce
+            gradients, or a pair that one of them refuses.
+
+    Example:
+        >>> import accelfn as af
+        >>> af.chain(af.shard_data(), None, af.clip_grad_norm(1.0))
+        af.chain(
+            af.shard_data(),
+            af.clip_grad_norm(1.0),
+        )
+    """
+
+    __accelfn_transform__ = True
+    __add__ = __or__ = __rshift__ = _not_by_operator
+
+    transforms: tuple[Transform, ...]
+    _owners: dict[str, tuple[Any, ...]] = attrs.field(
+        eq=False, repr=False, alias="owners"
+    )
+
+    def __init__(self, *transforms: Any) -> None:
+        """Take transforms, leftmost outermost."""
+        flat = tuple(_flatten(transforms))
+        _check_chain(flat)
+        owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
+        self.__attrs_init__(transforms=flat, owners=owners)  # type: ignore[attr-defined]
+
+    @property
+    def name(self) -> str:
+        """The name of a chain, which has no slot of its own."""
+        return "chain"
+
+    def __call__(self, state: "TrainState") -> "TrainState":
+        """Return the state with these transforms added to its setup, in order."""
+        return _apply(self, state) if self.transforms else state
+
+    def __iter__(self) -> Iterator[Transform]:
+        """Iterate over the transforms, leftmost first."""
+        return iter(self.transforms)
+
+    def __len__(self) -> int:
+        """Return how many transforms there are."""
+        return len(self.transforms)
+
+    def having(self, field: str) -> tuple[Any, ...]:
+        """Return the transforms that have a say in `field`, leftmost first."""
+        return self._owners[field]
+
+    def gives_up(self) -> dict[str, str]:
+        """Return the laws that the transforms break on purpose, with their reasons."""
+        given: dict[str, str] = {}
+        for each in self.transforms:
+            given.update(cast("Any", getattr(type(each), "gives_up", {})))
+        return given
+
+    def explain(self) -> None:
+        """Print the nested calls of one step, as this chain composes them."""
+        print(explanation(self))  # noqa: T201 - printing is what it is for
+
+    _repr_pretty_ = _repr_pretty
+
+    def __repr__(self) -> str:
+        """Return the code that makes the chain, one transform a line."""
+        if not self.transforms:
+            return "af.chain()"
+        inside = "".join(f"    {each!r},\n" for each in self.transforms)
+        return f"af.chain(\n{inside})"
+
+
+def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
+    for position, each in enumerate(transforms):
+        if each is None:
+            continue
+        if isinstance(each, chain):
+            yield from each.transforms
+        elif is_transform(each) and not isinstance(each, type):
+            yield cast("Transform", each)
+        else:
+            hint = ""
+            if isinstance(each, type):
+                hint = " Call it: transforms are values."
+            elif isinstance(each, (list, tuple)):
+                hint = " Compose those in it: af.chain(*transforms)."
+            msg = f"chain: argument {position} is {each!r}, not a transform.{hint}"
+            raise CompositionError(msg)
+
+
+def _check_chain(transforms: tuple[Transform, ...]) -> None:
+    seen: dict[str, Transform] = {}
+    for each in transforms:
+        if each.name in seen:
+            msg = (
+                f"chain: {seen[each.name]!r} and {each!r} are both named {each.name!r}."
+                " Drop one, or give one another name=."
+            )
+            raise CompositionError(msg)
+        seen[each.name] = each
+    for field, what in (("engine", "engines"), ("reduce", "ways to reduce gradients")):
+        owners = [each for each in transforms if has_field(each, field)]
+        if len(owners) > 1:
+            msg = (
+                f"chain: two {what}, {owners[0]!r} and {owners[1]!r}. Keep one of them."
+            )
+            raise CompositionError(msg)
+    for each in transforms:
+        refuse = getattr(each, "_refuse", None)
+        reason = refuse(transforms) if refuse else None
+        if reason:
+            msg = f"chain: {each!r} {reason}"
+            raise CompositionError(msg)
+
+
+def explanation(setup: chain) -> str:
+    """Return the nested calls of one step as text."""
+    engine, reduce = setup.having("engine"), setup.having("reduce")
+    if reduce:
+        how = "not reduced" if reduce[0].reduce is None else "reduced"
+        how = f"{how} over ranks: {reduce[0].name}"
+    else:
+        how = "averaged over ranks" if engine else "not reduced over ranks"
+    wraps = _nested(
+        setup, "value_and_grad", f"value_and_grad({_nested(setup, 'loss', 'loss_fn')})"
+    )
+    lies = _nested(setup, "runner", engine[0].name if engine else "local")
+    scales = "".join(f" * {e.name}.loss_scale" for e in setup.having("loss_scale"))
+    mean = f"grads / (weight{scales})" if scales else "grads / weight"
+    lines = [
+        f"plan = {_piped(setup, 'data', 'plan')}  # who takes which samples",
+        f"metrics, grads = {wraps}(state, batch)",
+        f"# engine: {lies}; gradients {how}",
+        f"grads = {_piped(setup, 'grads', mean)}",
+        *(f"# if skipped, it ends here: {e.name}" for e in setup.having("after_skip")),
+        f"hyper = {_piped(setup, 'hyper', 'schedule(state.step)')}",
+        "state = optimizer(state, grads, hyper)",
+        f"state = {_piped(setup, 'after_update', 'state')}",
+    ]
+    told = [line for line in lines if line != "state = state"]
+    return "\n    ".join(["step(state, batch):", *told])
+
+
+def _nested(setup: chain, field: str, inner: str) -> str:
+    """Return the wraps of a field, the leftmost outermost."""
+    calls = [f"{each.name}.{field}(" for each in setup.having(field)]
+    return "".join(calls) + inner + ")" * len(calls)
+
+
+def _piped(setup: chain, field: str, value: str) -> str:
+    """Return the calls through which a value flows, the leftmost innermost."""
+    for each in setup.having(field):
+        value = f"{each.name}.{field}({value})"
+    return value

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A torch optimizer at work on the tensors of a state."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
+
+from accelfn.base.spans import is_profiled
+from accelfn.engine.optimizer.fused_adam import FusedAdam
+from accelfn.engine.watch import Watch
+from accelfn.errors import OptimizerError
+from accelfn.state.hyper import assigned
+from accelfn.state.metrics import Number
+from accelfn.structure.partition import bare_step, parts_of
+from accelfn.structure.prototype import (
+    OTHERS,
+    STRUCTURE,
+    Assignments,
+    Hyper,
+    group_key,
+    named_state,
+    rebuilt,
+)
+
+State: TypeAlias = dict[str, dict[str, Any]]
+_MODE = "train_mode"
+"""What schedule-free optimizers keep in their groups; a transform sets it."""
+
+
+class LiveOptimizer:
+    """A torch optimizer over the parameters of an engine, with its state by name.
+
+    Of a parameter group, state is what is a tensor and what the optimizer itself changes;
+    the rest are hyperparameters, which belong to the definition.
+    """
+
+    def __init__(
+        self,
+        prototype: Optimizer,
+        params: Mapping[nn.Parameter, nn.Parameter],
+        names: Mapping[nn.Parameter, str],
+    ) -> None:
+        """Copy the prototype, with each parameter replaced as `params` says."""
+        self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
+        self._given = prototype.param_groups
+        self._step = bare_step(self._torch)
+        self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
+        self._params = names
+        self._names = {id(param): name for param, name in names.items()}
+        self._base = [
+            {k: _value(v) for k, v in group.items() if k not in STRUCTURE}
+            for group in self._torch.param_groups
+        ]
+        self._modal = [i for i, base in enumerate(self._base) if _MODE in base]
+        self._expected = [dict(group) for group in self._torch.param_groups]
+        self._changed: list[dict[str, Any]] = [{} for _ in self._base]
+        self._assigned: Assignments = {}
+        self._kernel: FusedAdam | None = None
+        self._watch: Watch | None = None
+        self._is_watched = False
+        self._num_entries = -1
+        self._state: State = {}
+        self._found: list[dict[str, Any]] = []
+        self._waiting: set[int] = set()
+        places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
+        self._parts = {
+            places[id(group)]: part
+            for part in parts_of(self._torch)
+            for group in part.param_groups
+        }
+        self._places = {
+            id(param): (i, self._parts[i])
+            for i, group in enumerate(self._torch.param_groups)
+            for param in group["params"]
+        }
+
+    def load(self, state: State) -> None:
+        """Take over a state's entries; tensors are shared, not copied."""
+        live = cast("dict[Any, Any]", self._torch.state)
+        live.clear()
+        for param, name in self._params.items():
+            if name in state:
+                live[param] = dict(state[name])
+        live.update(state.get(OTHERS, {}))
+        for i, group in enumerate(self._torch.param_groups):
+            saved = state.get(group_key(i), {})
+            for key in group.keys() - self._base[i].keys() - STRUCTURE:
+                del group[key]  # a number that another state's steps added
+            for key, value in self._base[i].items():
+                group[key] = _value(value)
+            group.update(saved)
+            self._changed[i] = dict(saved)
+            self._expected[i] = dict(group)
+        self._assigned = {}
+        self._kernel = None
+        self._watch = None
+        self._state = state
+        self._num_entries = -1  # the entries are copies: name them again after the step
+
+    def planned(self, scheduled: Assignments, hyper: Hyper) -> Assignments:
+        """Return this update's hyperparameters: the schedule's, and `hyper` over it.
+
+        Raises:
+            OptimizerError: a parameter group or a hyperparameter is not there; or nobody
+                set a schedule-free optimizer's mode.
+        """
+        planned = assigned(self._given, scheduled, hyper)
+        for i in self._modal:
+            if not planned.get((i, _MODE)):
+                msg = (
+                    f"The optimizer's parameter group {i} has a {_MODE!r}: it is"
+                    " schedule-free, trains at one point and is evaluated at another. Add"
+                    " af.schedule_free() to the setup."
+                )
+                raise OptimizerError(msg)
+        return planned
+
+    def divides(self, divisor: Number) -> bool:
+        """Whether the optimizer's own kernel divides gradients by this.
+
+        torch's fused optimizers do, which is how a GradScaler uses them; it spares a pass.
+        """
+        return (
+            self._fused
+            and isinstance(divisor, torch.Tensor)
+            and divisor.dtype is torch.float32
+        )
+
+    @property
+    def skips(self) -> bool:
+        """Whether the optimizer's own kernel leaves an update out by a flag."""
+        return self._fused
+
+    def update(
+        self,
+        hyper: Assignments,
+        divisor: Number | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> State:
+        """Step, and return the optimizer's state by name.
+
+        Gradients are divided by `divisor`, if the optimizer `divides` by it, and where `skip`
+        is 1 nothing is changed, if it `skips`.
+
+        In the steady loop that is the mapping it returned before: entries are changed in
+        place. A new one is made when the optimizer adds entries or changes a number
+        of a parameter group, as schedule-free optimizers do.
+        """
+        everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        self._begin(hyper, watched=self._kernel is None and not everywhere)
+        step = self._torch.step if everywhere or is_profiled() else self._step
+        scale = divisor if isinstance(divisor, torch.Tensor) else None
+        skip = skip if self._fused else None
+        kernel = self._kernel if step is self._step else None
+        if kernel is None or not kernel.step(scale, skip):
+            self._stepped(self._torch, step, grad_scale=scale, found_inf=skip)
+        return self.finish()
+
+    def begin(self, hyper: Assignments) -> None:
+        """Begin an update of parameters one by one."""
+        self._begin(hyper, watched=True)
+        self._kernel = None
+        self._found = [dict(group) for group in self._torch.param_groups]
+        self._waiting = set(range(len(self._found)))
+
+    def step_alone(self, param: torch.Tensor, divisor: Number | None = None) -> None:
+        """Step one parameter as a step of all would.
+
+        Each finds the numbers of its group as they were before the update.
+        """
+        index, part = self._places[id(param)]
+        self._waiting.discard(index)
+        group, found = self._torch.param_groups[index], self._found[index]
+        for key in group.keys() - found.keys():
+            del group[key]
+        group.update(found)
+        groups, part.param_groups, group["params"] = part.param_groups, [group], [param]
+        scale = divisor if isinstance(divisor, torch.Tensor) else None
+        try:
+            self._stepped(part, bare_step(part), grad_scale=scale)
+        finally:
+            part.param_groups, group["params"] = groups, found["params"]
+
+    def end(self) -> State:
+        """End an update of parameters one by one; return the optimizer's state by name.
+
+        Groups of which no parameter had a gradient are stepped so, for they may count.
+        """
+        for index in sorted(self._waiting):
+            part, group = self._parts[index], self._torch.param_groups[index]
+            groups, part.param_groups = part.param_groups, [group]
+            try:
+                bare_step(part)()
+            finally:
+                part.param_groups = groups
+        return self.finish()
+
+    def finish(self) -> State:
+        """Return the optimizer's state by name, after a step."""
+        self._is_watched = False
+        self._put_back()
+        entries = len(self._torch.state)
+        if (
+            self._note_changes()
+            or entries != self._num_entries
+            or OTHERS in self._state
+        ):
+            self._state = self._named()
+            self._num_entries = entries
+            self._watch = None  # it knows not all of them
+            # one that has hooks of its own is stepped by torch
+            bare = isinstance(self._step, partial)
+            self._kernel = FusedAdam.of(self._torch) if bare else None
+        return self._state
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether an update that raised has, for sure, changed nothing of the state."""
+        return self._is_watched and self._watch is not None and self._watch.is_untouched
+
+    def _begin(self, hyper: Assignments, *, watched: bool) -> None:
+        """Begin an update; watched it costs 60 ns a tensor, which a lone kernel would feel."""
+        self._is_watched = watched
+        if watched:
+            self._watch = self._watch or Watch(self._torch)
+            self._watch.begin()
+        if hyper or self._assigned:
+            self._assign(hyper)
+
+    @staticmethod
+    def _stepped(
+        optimizer: Optimizer,
+        step: Callable[[], object],
+        **handed: torch.Tensor | None,
+    ) -> None:
+        """Step as torch does, handing tensors to fused kernels as a GradScaler does."""
+        told = {name: each for name, each in handed.items() if each is not None}
+        vars(optimizer).update(told)
+        try:
+            step()
+        finally:
+            for name in told:
+                del vars(optimizer)[name]
+
+    def _assign(self, hyper: Assignments) -> None:
+        """Set hyperparameters; those of the last update alone go back to their base."""
+        over = {
+            at: self._base[at[0]][at[1]] for at in self._assigned if at not in hyper
+        }
+        for (i, key), value in {**over, **hyper}.items():
+            group = self._torch.param_groups[i]
+            if not FusedAdam.reads(key):
+                self._kernel = None
+            if isinstance(group[key], torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = self._expected[i][key] = value
+        self._assigned = hyper
+
+    def _put_back(self) -> None:
+        """Let tensors that were set for this update have their own values in the state.
+
+        They are the state's, so nothing else knows of a copy, or of what was loaded, that
+        they were set.
+        """
+        if not self._assigned:
+            return
+        left: Assignments = {}
+        for (i, key), value in self._assigned.items():
+            own = self._base[i][key]
+            if isinstance(own, torch.Tensor):
+                self._torch.param_groups[i][key].fill_(own)
+            else:
+                left[i, key] = value
+        self._assigned = left
+
+    def _note_changes(self) -> bool:
+        """Note what the step itself changed in the parameter groups."""
+        found = False
+        for i, group in enumerate(self._torch.param_groups):
+            expected = self._expected[i]
+            for key, value in group.items():
+                if expected.get(key, self) is not value:
+                    self._changed[i][key] = expected[key] = value
+                    found = True
+        return found
+
+    def _named(self) -> State:
+        named = named_state(self._torch, self._names)
+        for i, group in enumerate(self._torch.param_groups):
+            tensors = {
+                k: v
+                for k, v in group.items()
+                if isinstance(v, torch.Tensor) and k not in STRUCTURE
+            }
+            entry = {**self._changed[i], **tensors}
+            if entry:
+                named[group_key(i)] = entry
+        return named
+
+
+def _value(entry: Any) -> Any:
+    """Return a hyperparameter as a value that no update can change."""
+    if isinstance(entry, torch.Tensor):
+        return entry.clone()
+    return entry

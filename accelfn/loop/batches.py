@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`batches`: the samples of a training run, from where a state stands."""
+
+from collections.abc import Iterator
+
+import attrs
+
+from accelfn.base import words
+from accelfn.base.advice import advise
+from accelfn.base.arguments import is_integer
+from accelfn.base.calling import called
+from accelfn.base.words import foreign
+from accelfn.data import Batch, Data
+from accelfn.data.cursor import Cursor
+from accelfn.data.reading import Reading
+from accelfn.errors import ArgumentError, StateError
+from accelfn.state.state import TrainState, check_state
+
+
+@foreign(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)
+@attrs.frozen(kw_only=True, eq=False)
+class Batches:
+    """This rank's batches from a cursor to the end of an epoch; iterate it afresh at will.
+
+    Attributes:
+        data: of the state.
+        reading: from where to where.
+        is_loaded: whether the state is one of a checkpoint, in which nothing was trained
+            since: then a run that is complete is no surprise.
+    """
+
+    data: Data
+    reading: Reading
+    is_loaded: bool = False
+
+    def __len__(self) -> int:
+        """Return how many updates are left, the same on every rank.
+
+        Raises:
+            ArgumentError: without `epochs` there is no end.
+        """
+        start, epochs, seed = (
+            self.reading.start,
+            self.reading.epochs,
+            self.reading.seed,
+        )
+        if epochs is None:
+            msg = "af.batches(state) without epochs= has no end, and so no length."
+            raise ArgumentError(msg)
+        if start.epoch >= epochs:
+            return 0
+        left = self.data.num_updates_of(start.epoch, seed=seed, start=start.samples)
+        later = range(start.epoch + 1, epochs)
+        return left + sum(self.data.num_updates_of(each, seed=seed) for each in later)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches, epoch after epoch; where none is left, an `af.Warning` says why."""
+        self._say_none_is_left()
+        self.data.check_start(self.reading.start, seed=self.reading.seed)
+        yield from self.data.read(self.reading)
+
+    def _say_none_is_left(self) -> None:
+        """Warn of a loop that does nothing, unless it is that of a job that was done.
+
+        A state that was never trained was sent where it stands, by `af.seek` say.
+        """
+        reading, epochs = self.reading, self.reading.epochs
+        start = reading.start
+        if epochs is None or start.epoch < epochs or not reading.world.is_main:
+            return
+        done = self.is_loaded and start == Cursor(epochs)
+        if done or not reading.update:
+            return
+        advise(
+            f"af.batches(state, epochs={epochs}) gives no batch: the state has"
+            f" {start.epoch} epochs and {reading.update} updates behind it, and epochs="
+            " counts from the beginning of the run, not from here. For one epoch more write"
+            f" epochs={start.epoch + 1}; in a loop `for epoch in range(n):` write"
+            " epochs=epoch + 1. If the run is complete, all is well."
+        )
+
+
+@called
+def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
+    """Return this rank's batches, going on from `state.cursor`.
+
+    Args:
+        state: only its cursor, seed, data, setup and world are read; it may be donated
+            while the batches are used.
+        epochs: the run ends with epoch number `epochs` (counted from 1), so a resumed run
+            ends where the uninterrupted one does. None goes on for ever.
+
+    Law:
+        The order of samples depends on (seed, epoch) alone: not on ranks, workers or
+        micro-batches. Resumed at any cursor, the remaining batches are the very ones.
+
+    Cost:
+        Starting, at any cursor, reads nothing that was seen before.
+
+    Raises:
+        StateError: the state has no data.
+        ArgumentError: `epochs` is not a positive number.
+
+    And as they are read:
+        DataError: a worker failed, a stream cannot be resumed, or a dataset is not what it
+            says; what was being read is named.
+        Warning: nothing is left, and the state was trained in this process or has more epochs
+            behind it than `epochs`.
+    """
+    check_state("af.batches(state)", state)
+    if state.data is None:
+        msg = (
+            "af.batches(state): the state was created with data=None. Give"
+            " TrainState.create(data=af.Data(...))."
+        )
+        raise StateError(msg)
+    if epochs is not None and not is_integer(epochs, 1):
+        msg = (
+            f"af.batches(epochs={epochs!r}): expected an integer of at least 1, or"
+            " None."
+        )
+        raise ArgumentError(msg)
+    reading = Reading(
+        plan=state.definition.plan,
+        start=state.cursor,
+        epochs=epochs,
+        seed=state.seed,
+        world=state.world,
+        update=state.step,
+    )
+    return Batches(data=state.data, reading=reading, is_loaded=state.lease.is_loaded)
+
+
+@called
+def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
+    """Return the state as if `samples` samples of an epoch had been seen.
+
+    `af.batches` then goes on from there; what was skipped is not read. The tensors are the
+    given state's own.
+
+    Args:
+        state: has data.
+        samples: of the epoch, over all ranks.
+        epoch: which, from 0; by default the one in which the state stands.
+
+    Law: seeking to where a run stood gives the batches that it had left.
+
+    Cost: none; an order is a function. A stream has none, and `af.batches` reads it again up to
+    there, if `replay=True` allows it.
+
+    Raises:
+        BatchError: the epoch has no such sample.
+        StateError: the state has no data.
+    """
+    check_state("af.seek(state, samples)", state)
+    if not is_integer(samples, 0):
+        msg = f"af.seek(samples={samples!r}): expected a number of samples, 0 or more."
+        raise ArgumentError(msg)
+    given = batches(state)
+    cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
+    if not given.data.is_stream:
+        given.data.check_start(cursor, seed=state.seed)
+    return attrs.evolve(state, cursor=cursor)

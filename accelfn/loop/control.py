@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who does what, and who goes first: plain code that runs on some ranks of a world."""
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from accelfn.base.arguments import is_integer
+from accelfn.base.calling import called
+from accelfn.base.codec import has_state
+from accelfn.collectives import barrier, check_rows, checksum, gather_text
+from accelfn.collectives.agreed import check_world
+from accelfn.collectives.calls import shown
+from accelfn.errors import ArgumentError
+from accelfn.state.state import TrainState
+from accelfn.world import World
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@called
+def on_rank(
+    world: World, rank: int = 0, *, local: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Return a decorator: the function runs on one rank, and gives None on the others.
+
+    Nothing is communicated; for a result that all need, see `af.broadcast_object`.
+
+    Args:
+        world: whose ranks come to the function.
+        rank: on which one it runs; -1 is the last, and so on backwards.
+        local: whether that counts within a machine, so that it runs once on each.
+
+    Raises:
+        ArgumentError: the world, or this machine, has no such rank; or it is no function.
+
+    Example:
+        >>> @on_rank(World.single())
+        ... def greet():
+        ...     return "hello"
+        >>> greet()
+        'hello'
+    """
+    return _on("af.on_rank", world, rank, local=local)
+
+
+@called
+def on_main(
+    world: World, *, local: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Return a decorator: the function runs on rank 0, and gives None on the others.
+
+    Args:
+        world: whose ranks come to the function.
+        local: whether it runs once on each machine, on the first rank there: to write to a
+            disk that each has for itself.
+
+    Raises:
+        ArgumentError: it is no function.
+
+    Example:
+        >>> on_main(World.single())(max)(1, 2)
+        2
+    """
+    return _on("af.on_main", world, 0, local=local)
+
+
+def _on(
+    call: str, world: World, rank: int, *, local: bool
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+    check_world(call, world)
+    mine, size = world.rank, world.size
+    if local:
+        mine, size = world.local_rank, world.local_size
+    if not is_integer(rank) or not -size <= rank < size:
+        where = "a local rank" if local else "a rank"
+        msg = (
+            f"{call}(rank={rank!r}): expected {where} from 0 to {size - 1}, or one counted"
+            f" from the last, from -1 to {-size}."
+        )
+        raise ArgumentError(msg)
+    runs = mine == rank % size
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+        if not callable(function):
+            msg = f"{call}(...)({function!r}): expected a function."
+            raise ArgumentError(msg)
+
+        @wraps(function)
+        def there(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            return function(*args, **kwargs) if runs else None
+
+        return there
+
+    return decorate
+
+
+_went = threading.local()
+"""Whether each thread is in a block of `main_first`: simulated ranks are threads."""
+
+
+@called
+@contextmanager
+def main_first(world: World, *, local: bool = False) -> Generator[None]:
+    """Let rank 0 go through a `with` block before the others enter it.
+
+    For work whose result the others find done: a download, a cache. Where rank 0 raises, the
+    others are let in all the same, and do it or fail for themselves.
+
+    Args:
+        world: whose ranks come to the block.
+        local: whether the first rank of each machine goes first, all of these at a time: for
+            work on a disk that each machine has for itself.
+
+    Law: no other rank enters before rank 0 has left; with `local`, before the first ranks of
+    all machines have.
+
+    Cost: one barrier.
+
+    Raises:
+        ArgumentError: it is within another such block, for whose end the others wait.
+    """
+    check_world("af.main_first", world)
+    if getattr(_went, "in_first", False):
+        msg = (
+            "af.main_first is within another such block, for whose end other ranks wait: the"
+            " inner one would let them in. Make one block of them, or one after the other."
+        )
+        raise ArgumentError(msg)
+    first = world.local_rank == 0 if local else world.is_main
+    if not first:
+        barrier(world)
+    _went.in_first = True
+    try:
+        yield
+    finally:
+        _went.in_first = False
+        if first:
+            barrier(world)
+
+
+@called
+def print_in_order(world: World, *values: object) -> None:
+    """Print a line for each rank on rank 0, in rank order: "rank 1: ...".
+
+    Cost: a gather of the texts.
+    """
+    check_world("af.print_in_order", world)
+    mine = " ".join(map(str, values))
+    texts = gather_text(mine, world, label="print_in_order")
+    if world.is_main:
+        for rank, text in enumerate(texts):
+            print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - it is what it is for
+
+
+@called
+def print_once(world: World, *values: object, local: bool = False) -> None:
+    """Print on rank 0 only; with `local`, once on every machine."""
+    check_world("print_once", world)
+    if world.local_rank == 0 if local else world.is_main:
+        print(*values, flush=True)  # noqa: T201 - printing is what it is for
+
+
+@called
+def assert_replicas_agree(state: TrainState) -> None:
+    """Raise, on all ranks, unless they hold the same state.
+
+    Compared are, in this order, the numbers of updates taken and skipped, the seed, the place
+    in the data, parameters, optimizer state, slots and buffers, bit by bit. Slots of
+    transforms that have `merge`, which are each rank's own, are not, nor is the memory of a
+    stream of data. Under `local_sgd` replicas agree only after an average, and batch
+    statistics only under `sync_batchnorm`.
+
+    Law: ranks that differ in one bit, or in the places of two elements, are told.
+
+    Cost: a few passes over every tensor, and two gathers, of a line for each.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    if not isinstance(state, TrainState):
+        msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
+        raise ArgumentError(msg)
+    state.lease.check()
+    own = {each.name for each in state.setup.having("merge")}
+    compared = {
+        "step": state.step,
+        "num_skipped": state.num_skipped,
+        "seed": state.seed,
+        "cursor": {"epoch": state.cursor.epoch, "samples": state.cursor.samples},
+        "params": state.params,
+        "opt_state": state.opt_state,
+        "slots": {name: s for name, s in state.slots.items() if name not in own},
+        "buffers": state.buffers,
+    }
+    if state.world.size > 1:
+        rows = {
+            name: row
+            for field in compared
+            for name, row in _rows(field, compared[field])
+        }
+        check_rows(rows, state.world, label="replicas agree", advice=_DRIFTED)
+
+
+_DRIFTED = (
+    "Look for what differs by rank in transforms and steps of your own, for parameters that are"
+    " written outside of a step, and for operations that are not deterministic. Buffers of"
+    " batch statistics are each rank's own without af.sync_batchnorm(), and all is so between"
+    " the averages of af.local_sgd."
+)
+
+
+def _rows(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield what there is at and below a place, and what ranks say of it."""
+    if isinstance(value, torch.Tensor):
+        yield path, f"{shown(value)}, checksum {int(checksum(value))}"
+    elif isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        for key, inner in items:
+            yield from _rows(f"{path}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for place, inner in enumerate(cast("list[Any]", value)):
+            yield from _rows(f"{path}[{place}]", inner)
+    elif has_state(value):
+        yield from _rows(path, value.state_dict())
+    else:  # of an object of any other kind, which no checkpoint would have, its kind
+        plain = isinstance(value, (str, int, float, complex, bytes, NoneType))
+        yield path, repr(value) if plain else type(value).__name__

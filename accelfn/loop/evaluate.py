@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluating and predicting: each held-out sample exactly once, on any number of ranks."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from accelfn.base import draws, tree
+from accelfn.base.advice import advise
+from accelfn.base.arguments import why_not
+from accelfn.base.calling import called
+from accelfn.base.modes import own_modes
+from accelfn.collectives import broadcast_, join_rows
+from accelfn.data import Batch, Data, Plan
+from accelfn.data.alike import check_alike
+from accelfn.data.cut import even_part
+from accelfn.data.reading import Reading
+from accelfn.errors import BatchError, LossError, StateError
+from accelfn.state.mean import mean
+from accelfn.state.metrics import Loss, Metrics, Number, WeightedSum
+from accelfn.state.state import TrainState, check_state
+from accelfn.state.views import eval_params
+from accelfn.step.value_and_grad import wrap_loss
+
+EvaluateFunction: TypeAlias = Callable[..., Any]
+
+
+@called
+def evaluate(
+    state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
+) -> dict[str, float]:
+    """Return exact means of what `fn` measures over a dataset, on all ranks.
+
+    The samples are split over the ranks of the state's world whatever the setup says,
+    each is seen once, and totals and weights are reduced in one collective at the end.
+
+    Args:
+        state: evaluated at its `eval_params`; not changed in any way.
+        data: its order is that of the dataset; `shuffle` and `remainder` are ignored,
+            for they have no effect on a mean over all samples.
+        fn: `(model, batch, *extras)` gives a scalar mean over the batch, a dict of such means
+            by name, or `af.Loss(total, weight, name=total)`. It runs in evaluation mode,
+            without gradients, under the setup's precision. A lone mean has the function's
+            name, `accuracy` say; "loss" if that ends in loss or loss_fn, and "value" if it
+            has none.
+        extras: handed to `fn`.
+
+    Law:
+        The result is that of one process, up to rounding, for any number of ranks and any
+        batch size. The state is bitwise as before, and so is every generator.
+
+    Cost:
+        One pass; one all-reduce, a broadcast of rank 0's buffers, and an all-gather of 8
+        bytes by which ranks find out whether their data differ.
+
+    Raises:
+        ReplicaMismatchError: the ranks hold other samples, or the same in another order.
+        LossError: `fn` returned something else, or no scalar. An integer tensor, which is a
+            count and no mean, is warned of.
+    """
+    check_state("af.evaluate(state, data, fn)", state)
+    _check_function(fn, extras)
+    total = Metrics({})
+    lent = _Lent(state)
+    measure = wrap_loss(fn, state.setup)
+    for batch in _held_out(state, data):
+        with lent.quietly():
+            returned = measure(lent.model, batch.value, *extras)
+        total = total + _measured(returned, batch.weights[0] or 0, fn)
+    return mean(total, state.world)
+
+
+@called
+def predict(
+    state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
+) -> Iterator[Any]:
+    """Yield `fn`'s result for every sample, in dataset order, on all ranks.
+
+    Args:
+        state: predicted at its `eval_params`; not changed in any way.
+        data: its order is that of the dataset.
+        fn: `(model, batch, *extras)` gives a tree of tensors whose dim 0 is the batch.
+        extras: handed to `fn`.
+
+    Yields:
+        One tree a sample, its tensors without dim 0; `torch.stack(list(...))` for tensors.
+
+    Law:
+        As many results as samples, each the one of its sample, for any number of ranks.
+
+    Cost:
+        One gather a batch and dtype, and one of 8 bytes for the data. Results are streamed:
+        one batch is held at a time.
+
+    Raises:
+        ReplicaMismatchError: the ranks hold other samples, or the same in another order.
+        BatchError: dim 0 of a result is not the batch's.
+    """
+    check_state("af.predict(state, data, fn)", state)
+    _check_function(fn, extras)
+    if isinstance(data, Data) and data.sharded:
+        msg = (
+            "af.predict: samples of data with sharded=True have no common order; predict on"
+            " data that all ranks can read."
+        )
+        raise StateError(msg)
+    world, lent = state.world, _Lent(state)
+    call = wrap_loss(fn, state.setup)
+    for batch in _held_out(state, data):
+        with lent.quietly():
+            returned = call(lent.model, batch.value, *extras)
+        shares = [
+            even_part((0, batch.num_samples), rank, world.size)
+            for rank in range(world.size)
+        ]
+        counts = [stop - start for start, stop in shares]
+        _check_rows(returned, max(batch.weights[0] or 0, 1), fn)
+        gathered = join_rows(returned, counts, world, label="predict")
+        for i in range(batch.num_samples):
+            yield tree.tree_map(lambda leaf, i=i: leaf[i], gathered)
+
+
+class _Lent:
+    """A module at the evaluation parameters, in evaluation mode, with buffers of its own."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        key = draws.key(state.seed, state.name, "evaluate", state.world.rank)
+        self._key, self._calls = key, 0
+        with own_modes(state.world.device):  # the buffers may be written to
+            buffers = tree.clone(dict(state.buffers))
+            if buffers:  # statistics differ by rank; rank 0's count
+                found = list(buffers.values())
+                broadcast_(found, state.world, label="buffers of rank 0")
+            params = eval_params(state)
+            self.model = state.definition.skeleton.build(params, buffers).eval()
+
+    @contextmanager
+    def quietly(self) -> Generator[None]:
+        """Let nothing be differentiated, and draws be a function of the state, inside.
+
+        The caller's modes stay outside: his autocast, and inference mode.
+        """
+        self._state.lease.check()
+        seed = draws.fold(self._key, self._calls)
+        self._calls += 1
+        device = self._state.world.device
+        with own_modes(device), torch.no_grad(), draws.stream(seed, device):
+            yield
+
+
+def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
+    if not callable(fn):
+        msg = f"Expected a function (model, batch, *extras) to evaluate, got {fn!r}."
+        raise LossError(msg)
+    error = why_not(fn, None, None, *extras)
+    if error is not None:
+        msg = f"{fn!r} is evaluated as fn(model, batch, *extras): {error}."
+        raise LossError(msg) from error
+
+
+def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
+    """Yield this rank's shares of a dataset in its own order."""
+    if not isinstance(data, Data):
+        loader = isinstance(data, torch.utils.data.DataLoader)
+        hint = " af.Data.from_loader(loader) makes one." if loader else ""
+        msg = (
+            "Expected af.Data(dataset, batch_size=...) to evaluate on, got"
+            f" {type(data).__name__}.{hint}"
+        )
+        raise StateError(msg)
+    world = state.world
+    plan = Plan(world_rank=world.rank, world_size=world.size).sharded()
+    reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
+    held = data.in_order()
+    check_alike(held, data.looks, world)
+    batches = held.read(reading)
+    while True:
+        with own_modes(world.device):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
+    """Return what `fn` returned as weighted sums; of an empty share, nothing over 0.
+
+    There it saw a stand-in, of which even an infinity must not count.
+    """
+    measured = _sums(returned, weight, fn)
+    return measured if weight else Metrics(dict.fromkeys(measured, (0.0, 0.0)))
+
+
+def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
+    if isinstance(returned, Loss):
+        sums: dict[str, tuple[Number, Number]] = {}
+        sums["loss"] = (returned.total, returned.weight)
+        for name, entry in returned.aux.items():
+            sums[name] = entry if isinstance(entry, tuple) else (entry, returned.weight)
+        return Metrics(sums)
+    means = cast(
+        "Mapping[str, Any]",
+        returned if isinstance(returned, Mapping) else {_measure_of(fn): returned},
+    )
+    for name, value in means.items():
+        scalar = (
+            value.ndim == 0
+            if isinstance(value, torch.Tensor)
+            else isinstance(value, (int, float))
+        )
+        if not scalar:
+            msg = (
+                f"{_told(fn, value)} for {name!r}; expected a scalar mean over the batch, a"
+                " dict of them, or af.Loss."
+            )
+            raise LossError(msg)
+        if weight > 1 and _is_count(value):
+            advise(
+                f"{getattr(fn, '__qualname__', repr(fn))} returned an integer tensor for"
+                f" {name!r}, a count or a sum, of which evaluate takes the mean as if it"
+                " were one over each batch. Return that mean,"
+                " (found == targets).float().mean() say, or totals with their weight:"
+                f" af.Loss(total, len(targets), {name}=count)."
+            )
+    return Metrics(
+        {name: WeightedSum(value * weight, weight) for name, value in means.items()}
+    )
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a scalar is an integer tensor, which no mean of several is."""
+    whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return whole and not value.is_complex() and value.dtype is not torch.bool
+
+
+def _measure_of(fn: EvaluateFunction) -> str:
+    """Return what a lone mean is called: as the function, and a loss as a step calls it."""
+    inner: Any = fn
+    while isinstance(inner, partial):
+        inner = cast("partial[Any]", inner).func
+    name = str(getattr(inner, "__name__", type(inner).__name__))
+    stem = name.lower().removesuffix("_fn").removesuffix("_function")
+    if stem.endswith("loss"):
+        return "loss"
+    return "value" if name == "<lambda>" else name
+
+
+def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
+    for leaf in tree.tree_leaves(returned):
+        if (
+            not isinstance(leaf, torch.Tensor)
+            or leaf.ndim == 0
+            or leaf.shape[0] != rows
+        ):
+            msg = (
+                f"{_told(fn, leaf)}; expected tensors whose dim 0 is the batch's"
+                f" {rows} samples."
+            )
+            raise BatchError(msg)
+
+
+def _told(fn: EvaluateFunction, returned: Any) -> str:
+    """Return what to say of a function that returned something of another shape."""
+    tensor = isinstance(returned, torch.Tensor)
+    shown = tuple(returned.shape) if tensor else type(returned).__name__
+    return f"{getattr(fn, '__qualname__', repr(fn))} returned {shown}"

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`memory_estimate`: the bytes of a training state, before there is one.
+
+The state is made of torch's fake tensors, which have a shape, a device and no values, and its
+optimizer takes a step on them. So what is counted is what the optimizer and the transforms
+really keep, and not a formula of theirs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+
+from accelfn.base import tree
+from accelfn.base.calling import called
+from accelfn.data.cursor import Cursor
+from accelfn.definition.definition import Definition
+from accelfn.definition.transform import chain
+from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
+from accelfn.errors import ArgumentError, ModelError
+from accelfn.state.state import TrainState
+from accelfn.structure.prototype import NamedParameters, prototype_of
+from accelfn.structure.skeleton import ModelSource, Skeleton, skeleton_of
+from accelfn.world import World
+
+OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ATEN = torch.ops.aten
+_READING = (
+    _ATEN.item.default,
+    _ATEN._local_scalar_dense.default,
+    _ATEN.is_nonzero.default,
+)
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@attrs.frozen(kw_only=True)
+class StateBytes:
+    """How many bytes a training state has on one rank, by what they are.
+
+    Attributes:
+        params: the parameters, trained or not.
+        buffers: the model's other tensors.
+        grads: one gradient a trained parameter.
+        opt_state: what the optimizer keeps after a step.
+        slots: what each transform keeps, by its name.
+        buckets: DistributedDataParallel's buckets in a world of several ranks; 0 where
+            gradients lie in them.
+    """
+
+    params: int
+    buffers: int
+    grads: int
+    opt_state: int
+    slots: Mapping[str, int]
+    buckets: int
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return sum(size for _, size in self.rows())
+
+    def rows(self) -> Iterator[tuple[str, int]]:
+        """Yield each part with its name."""
+        yield "parameters", self.params
+        yield "buffers", self.buffers
+        yield "gradients", self.grads
+        yield "optimizer", self.opt_state
+        for name, size in self.slots.items():
+            yield f"slot {name!r}", size
+        yield "DDP's buckets", self.buckets
+
+
+@attrs.frozen(kw_only=True)
+class MemoryEstimate:
+    """The bytes of a training state for each dtype of the parameters; `str` is a table.
+
+    Attributes:
+        num_parameters: how many numbers the model has.
+        by_dtype: the bytes for each dtype that the setup takes.
+        refused: why it does not take the others.
+    """
+
+    num_parameters: int
+    by_dtype: Mapping[torch.dtype, StateBytes]
+    refused: Mapping[torch.dtype, str]
+
+    def __str__(self) -> str:
+        """Show a table, a column a dtype."""
+        columns = [dict(each.rows()) for each in self.by_dtype.values()]
+        heads = map(_name, self.by_dtype)
+        lines = [("", *heads)]
+        for name in columns[0]:
+            sizes = [column[name] for column in columns]
+            if any(sizes):
+                lines.append((name, *map(_shown, sizes)))
+        totals = [each.total for each in self.by_dtype.values()]
+        lines.append(("total", *map(_shown, totals)))
+        width = max(len(line[0]) for line in lines)
+        table = "\n".join(
+            line[0].ljust(width) + "".join(f"{cell:>12}" for cell in line[1:])
+            for line in lines
+        )
+        refused = "".join(
+            f"Not {_name(dtype)}: {why}\n" for dtype, why in self.refused.items()
+        )
+        return (
+            f"A training state of {self.num_parameters:,} parameters, on each rank:\n"
+            f"{table}\n{refused}Activations are not included, nor what a step makes and drops."
+        )
+
+
+@called
+def memory_estimate(
+    model: ModelSource, setup: Any = None, *, optimizer: OptimizerFactory
+) -> MemoryEstimate:
+    """Return the bytes of a training state in float32, bfloat16 and float16.
+
+    Nothing is allocated: a factory of the model runs on torch's meta device; a step of the
+    optimizer and the `init` of each transform run on fake tensors. Not included are
+    activations, which depend on the batch (`af.find_batch_size` finds what fits), and what a
+    step makes and drops again.
+
+    Args:
+        model: a factory, or an instance, which is left as it is.
+        setup: transforms, whose slots are counted.
+        optimizer: a factory of named parameters, as `TrainState.create` takes it.
+
+    Law: the bytes are those of the tensors in a real state after an update, exactly. Left out
+    is the memory of `compress("powersgd")`, which begins with the update from which it
+    compresses: about that of the gradients of what it does.
+
+    Cost: a few milliseconds a parameter tensor, and no memory.
+
+    Raises:
+        ArgumentError: `optimizer` is no factory, or `model` gives no module.
+        ModelError: the setup refuses the model in float32.
+        Exception: what torch says of an operation that needs values.
+
+    Example:
+        >>> from functools import partial
+        >>> adamw = partial(torch.optim.AdamW, lr=0.1)
+        >>> print(memory_estimate(lambda: nn.Linear(512, 512), optimizer=adamw))
+        A training state of 262,656 parameters, on each rank:
+                       float32    bfloat16     float16
+        parameters    1.00 MiB  513.00 KiB  513.00 KiB
+        gradients     1.00 MiB  513.00 KiB  513.00 KiB
+        optimizer     2.00 MiB    1.00 MiB    1.00 MiB
+        total         4.01 MiB    2.00 MiB    2.00 MiB
+        Activations are not included, nor what a step makes and drops.
+    """
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        msg = (
+            f"af.memory_estimate(optimizer={type(optimizer).__name__}): expected a factory,"
+            " such as functools.partial(torch.optim.AdamW, lr=3e-4)."
+        )
+        raise ArgumentError(msg)
+    bare = _bare(model)
+    by_dtype: dict[torch.dtype, StateBytes] = {}
+    refused: dict[torch.dtype, str] = {}
+    for dtype in _DTYPES:
+        try:
+            by_dtype[dtype] = _estimate(bare, chain(setup), optimizer, dtype)
+        except ModelError as error:
+            if dtype is torch.float32:
+                raise
+            refused[dtype] = str(error)
+    count = sum(param.numel() for param in bare.module.parameters())
+    return MemoryEstimate(num_parameters=count, by_dtype=by_dtype, refused=refused)
+
+
+def _bare(source: ModelSource) -> Skeleton:
+    """Return the model's structure."""
+    if isinstance(source, nn.Module):
+        return skeleton_of(source)
+    with torch.device("meta"):
+        made = source()
+    if not isinstance(made, nn.Module):
+        msg = (
+            f"af.memory_estimate(model={source!r}) gave {type(made).__name__}; expected a"
+            " torch.nn.Module, or a factory that takes no argument and returns one."
+        )
+        raise ArgumentError(msg)
+    return skeleton_of(made)
+
+
+def _estimate(
+    bare: Skeleton, setup: chain, optimizer: OptimizerFactory, dtype: torch.dtype
+) -> StateBytes:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Valueless(), _Copied():
+        state = _stepped(_faked(bare, dtype), optimizer)
+        slots = state.with_setup(setup).slots
+    grads = sum(
+        _num_bytes(state.params[n]) for n in state.definition.skeleton.trainable
+    )
+    copied = [
+        each
+        for each in setup.having("engine")
+        if not getattr(each, "gradient_as_bucket_view", True)
+    ]
+    return StateBytes(
+        params=_bytes_of(dict(state.params)),
+        buffers=_bytes_of(dict(state.buffers)),
+        grads=grads,
+        opt_state=_bytes_of(dict(state.opt_state)),
+        slots={name: _bytes_of(slot) for name, slot in slots.items()},
+        buckets=grads if copied else 0,
+    )
+
+
+def _faked(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
+    """Return a copy whose tensors are fake, and those of floating point of a dtype."""
+
+    def fake(meta: torch.Tensor) -> torch.Tensor:
+        return _like(meta, dtype if meta.is_floating_point() else meta.dtype)
+
+    return bare.build(
+        {name: fake(param) for name, param in bare.module.named_parameters()},
+        {name: fake(buffer) for name, buffer in bare.module.named_buffers()},
+    )
+
+
+def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
+    """Return the state of a model of fake tensors after a step of its optimizer."""
+    skeleton = skeleton_of(module)
+    prototype, _ = prototype_of(optimizer, module, skeleton)
+    params = dict(module.named_parameters())
+    metas = dict(skeleton.module.named_parameters())
+    live = LiveOptimizer(
+        prototype,
+        {metas[name]: param for name, param in params.items()},
+        {param: name for name, param in params.items()},
+    )
+    live.load({})
+    for name in skeleton.trainable:
+        params[name].grad = torch.empty_like(params[name])
+    return TrainState(
+        params={name: param.detach() for name, param in params.items()},
+        buffers={name: buffer.detach() for name, buffer in module.named_buffers()},
+        opt_state=live.update(live.planned({}, {})),
+        step=1,
+        cursor=Cursor(),
+        seed=0,
+        slots={},
+        definition=Definition(
+            skeleton=skeleton,
+            optimizer=prototype,
+            schedule=None,
+            rates=None,
+            data=None,
+            setup=chain(),
+            world=World(),
+            name="state",
+        ),
+    )
+
+
+class _Valueless(TorchDispatchMode):
+    """Reads 0.5 or 1 from tensors without values, for optimizers that look at norms.
+
+    Those among an optimizer's options have values, which it checks.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Carry out an operation."""
+        del types
+        if func in _READING and getattr(args[0], "constant", None) is not None:
+            args = (args[0].constant,)
+        found = list(tree.tensor_leaves(args))
+        if found and not any(isinstance(t, FakeTensor) for t in found):
+            if func is not _ATEN.lift_fresh.default:  # which makes one fake
+                with unset_fake_temporarily():
+                    return func(*args, **(kwargs or {}))
+        elif func in _READING:
+            given = args[0].dtype
+            return 0.5 if given.is_floating_point else given is torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Copied(TorchFunctionMode):
+    """Copies a tensor among an optimizer's options without its values, which torch cannot."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Carry out a call."""
+        del types
+        if func is torch.Tensor.__deepcopy__:
+            given, memo = args
+            memo[id(given)] = _like(given, given.dtype)
+            return memo[id(given)]
+        return func(*args, **(kwargs or {}))
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a fake tensor of another's shape; that one may be of any kind."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+
+
+def _bytes_of(value: Any) -> int:
+    """Return the bytes of all tensors in a tree, each counted once."""
+    found = {id(t): t for t in tree.tensor_leaves(value)}
+    return sum(map(_num_bytes, found.values()))
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_num_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shown(size: float) -> str:
+    """Show a number of bytes in the unit that fits."""
+    unit = 0
+    while size >= 1024 and unit + 1 < len(_UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:.2f} {_UNITS[unit]}" if unit else f"{size:.0f} B"

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run`: the loop that most trainings write, for those who would rather not write it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import attrs
+
+from accelfn.base.arguments import integer, is_integer
+from accelfn.base.calling import called
+from accelfn.errors import ArgumentError
+from accelfn.loop.batches import batches
+from accelfn.loop.stopping import stopping
+from accelfn.state.metrics import Metrics
+from accelfn.state.state import TrainState
+from accelfn.step.make_step import Step
+from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.checkpoint import CheckpointStore
+    from accelfn.data import Batch
+
+
+@called
+@attrs.frozen
+class epochs:
+    """A number of epochs, where a plain number would be one of updates.
+
+    Example:
+        >>> epochs(3)
+        epochs(count=3)
+    """
+
+    count: int = attrs.field(validator=integer(1, "a number of epochs"))
+
+
+Period: TypeAlias = int | epochs
+Numbers: TypeAlias = Mapping[str, float]
+Action: TypeAlias = Callable[[TrainState, Metrics], Numbers | None]
+Tracker: TypeAlias = Callable[[Numbers, int], object]
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+@called
+def run(
+    step: Step,
+    state: TrainState,
+    *,
+    until: Period | Callable[[TrainState], bool],
+    every: Mapping[Period, Action | Sequence[Action]] = _NOTHING,
+    track: Tracker | None = None,
+    store: "CheckpointStore | None" = None,
+) -> TrainState:
+    """Train on the state's data until the end, and do what is due on the way.
+
+    It is the loop over `af.batches`, with a checkpoint store, `af.stopping` and a tracker
+    around it; write that loop where this one does not fit.
+
+    Args:
+        step: of `make_step`, or any `(state, batch) -> (state, metrics)`.
+        state: with data. Where `store` has a checkpoint, training goes on from there.
+        until: a number of updates in all, `af.epochs(n)`, or a function of the state that says
+            whether it is the last, the same on all ranks.
+        every: what to do after so many updates, or `af.epochs(n)`: an action or several. One
+            is called on all ranks, as `action(state, metrics)`, with the sum of the metrics
+            since it was last called, of this rank. It may return numbers by name, the same
+            on all ranks: `lambda state, metrics: af.mean(metrics, state.world)` logs, one that
+            calls `af.evaluate` evaluates. Each number of an update has a name of its own.
+        track: gets them: `track(numbers, update)`, on all ranks; any of `af.track`.
+        store: saved to when it is `due`, at the end, and when the system asks to end.
+            The numbers of that very update are kept with the checkpoint.
+
+    Returns: the last state; `af.finalize` is the caller's.
+
+    Law: cut at any update and called again with the same store, it ends with the same bits.
+    What is trained depends on `step`, the state and `until` alone.
+
+    Cost: that of the loop; and in a world of several an all-reduce of one integer an update, to
+    agree on ending. Sums of metrics stay on the device.
+
+    Raises:
+        ArgumentError: an argument is something else, the step or an action returns something
+            else, two actions give numbers of one name at an update, or `track` has nothing
+            to get: `every` has no action.
+        SystemExit: SIGTERM or Ctrl-C came; all ranks leave after the same update, with code
+            128 plus the signal's number, when the state is saved.
+
+    Example:
+        >>> import torch, accelfn as af
+        >>> data = af.Data(torch.ones(8, 2), batch_size=4)
+        >>> sgd = lambda named: torch.optim.SGD(named, lr=0.5)
+        >>> state = af.TrainState.create(model=torch.nn.Linear(2, 1), optimizer=sgd, data=data)
+        >>> step = af.make_step(lambda model, batch: model(batch).square().mean())
+        >>> log = lambda state, metrics: {"updates": state.step}
+        >>> state = run(step, state, until=epochs(2), every={2: log}, track=print)
+        {'updates': 2} 2
+        {'updates': 4} 4
+    """
+    _check(step, state, track, store)
+    actions = _Actions(every)
+    if track is not None and not actions:
+        msg = (
+            "af.run(track=...): nothing would be tracked; give every= an action that"
+            " returns numbers, such as {100: lambda state, metrics: af.mean(metrics,"
+            " state.world)}."
+        )
+        raise ArgumentError(msg)
+    is_last, num_epochs = _end(until)
+    if store is not None:
+        state = store.restore(state)
+    saved, told = state.step, dict[str, float]()
+    with stopping(state.world) as stop:
+        over = num_epochs is not None and state.cursor.epoch >= num_epochs
+        over = over or is_last(state)
+        for batch in () if over else batches(state, epochs=num_epochs):
+            before = state.step
+            state, metrics = _taken(step(state, batch))
+            updated = state.step > before
+            told = actions.take(state, batch, metrics, updated=updated)
+            if told and track is not None:
+                track(told, state.step)
+            if stop.requested() or is_last(state):
+                break
+            if store is not None and updated and _is_due(store, state):
+                store.save(state, metrics=told)
+                saved = state.step
+        if store is not None:
+            if state.step > saved:
+                store.save(state, metrics=told)
+            store.wait()
+    return state
+
+
+def _is_due(store: "CheckpointStore", state: TrainState) -> bool:
+    """Return whether to save on the way; a store without `every` is saved to at the end."""
+    return getattr(store, "every", True) is not None and store.due(state)
+
+
+class _Actions:
+    """What is due when, and the metrics since it was last done."""
+
+    def __init__(self, every: object) -> None:
+        self._actions = _actions(every)
+        self._since = {period: Metrics({}) for period in self._actions}
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to do."""
+        return any(self._actions.values())
+
+    def take(
+        self, state: TrainState, batch: "Batch", metrics: Metrics, *, updated: bool
+    ) -> dict[str, float]:
+        """Do what is due after a batch; return the numbers that it gave."""
+        told, by = dict[str, float](), dict[str, str]()
+        for period, actions in self._actions.items():
+            self._since[period] += metrics
+            if isinstance(period, epochs):
+                due = batch.ends_epoch and (batch.epoch + 1) % period.count == 0
+            else:  # where an update was skipped, it was done at this number
+                due = updated and state.step % period == 0
+            if due:
+                seen, self._since[period] = self._since[period], Metrics({})
+                for action in actions:
+                    numbers = _numbers(action, action(state, seen), state.world)
+                    _note(numbers, f"{_name(action)} (every {period})", by, state.step)
+                    told.update(numbers)
+        return told
+
+
+def _check(step: object, state: object, track: object, store: object) -> None:
+    """Refuse what is none of these, and say what is."""
+    if not callable(step):
+        msg = (
+            f"af.run(step={step!r}): expected a step of af.make_step, or any function"
+            " (state, batch) -> (state, metrics)."
+        )
+        raise ArgumentError(msg)
+    if not isinstance(state, TrainState):
+        msg = f"af.run(state={state!r}): expected a state of af.TrainState.create."
+        raise ArgumentError(msg)
+    if track is not None and not callable(track):
+        path = track if isinstance(track, str) else "run.jsonl"
+        msg = (
+            f"af.run(track={track!r}): expected a tracker, such as"
+            f" af.track.jsonl({path!r}, world=state.world), or any function"
+            " (numbers, update)."
+        )
+        raise ArgumentError(msg)
+    does = ("restore", "due", "save", "wait")
+    if store is not None and not all(callable(getattr(store, n, None)) for n in does):
+        path = store if isinstance(store, str) else "checkpoints"
+        msg = (
+            f"af.run(store={store!r}): expected a store, af.CheckpointStore({path!r})."
+        )
+        raise ArgumentError(msg)
+
+
+def _taken(returned: Any) -> tuple[TrainState, Metrics]:
+    """Return what a step returned, if it is what a step returns."""
+    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
+        state, metrics = cast("tuple[Any, Any]", returned)
+        if isinstance(state, TrainState) and isinstance(metrics, Metrics):
+            return state, metrics
+    msg = (
+        f"af.run: step returned {type(returned).__name__}; expected (state, metrics), as a"
+        " step of af.make_step(loss_fn) returns."
+    )
+    raise ArgumentError(msg)
+
+
+def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
+    """Return whether a state is the last, and the number of epochs where it decides."""
+    if isinstance(until, epochs):
+        return lambda _: False, until.count
+    if is_integer(until, 1):
+        return lambda state: state.step >= until, None
+    if callable(until):
+        return cast("Callable[[TrainState], bool]", until), None
+    msg = (
+        f"af.run(until={until!r}): expected a number of updates, af.epochs(n), or a function"
+        " of the state."
+    )
+    raise ArgumentError(msg)
+
+
+def _actions(every: object) -> dict[Period, tuple[Action, ...]]:
+    found: dict[Period, tuple[Action, ...]] = {}
+    if not isinstance(every, Mapping):
+        msg = f"af.run(every={every!r}): expected a mapping of periods to actions."
+        raise ArgumentError(msg)
+    for period, value in cast("Mapping[Any, Any]", every).items():
+        each = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        if not (isinstance(period, epochs) or is_integer(period, 1)):
+            msg = (
+                f"af.run(every={{{period!r}: ...}}): expected a number of updates or"
+                " af.epochs(n)."
+            )
+            raise ArgumentError(msg)
+        if not all(callable(action) for action in each):
+            msg = (
+                f"af.run(every={{{period!r}: {value!r}}}): expected an action"
+                " (state, metrics) -> numbers or None, or a list of them."
+            )
+            raise ArgumentError(msg)
+        found[period] = each
+    return found
+
+
+def _numbers(action: Action, returned: object, world: World) -> Numbers:
+    """Return what an action returned, if these are the numbers of all ranks."""
+    if returned is None:
+        return {}
+    if isinstance(returned, Metrics) and world.size > 1:
+        msg = (
+            f"af.run: {_name(action)} returned Metrics, which are what this rank alone saw:"
+            " return af.mean(metrics, state.world)."
+        )
+        raise ArgumentError(msg)
+    if isinstance(returned, Mapping):
+        return cast("Numbers", returned)
+    msg = f"af.run: {_name(action)} returned {returned!r}; expected numbers by name, or None."
+    raise ArgumentError(msg)
+
+
+def _note(numbers: Numbers, action: str, by: dict[str, str], step: int) -> None:
+    """Note which action gave which numbers; refuse one of a name that is given already."""
+    for name in numbers:
+        if name in by:
+            msg = (
+                f"af.run: {by[name]} and {action} both gave {name!r} at update {step}, and"
+                " one would be lost. Let one of them give it another name."
+            )
+            raise ArgumentError(msg)
+        by[name] = action
+
+
+def _name(action: Action) -> str:
+    return getattr(action, "__qualname__", None) or repr(action)

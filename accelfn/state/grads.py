@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients as a value: what one backward pass, or several, found."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import attrs
+import torch
+
+from accelfn.base import lists, words
+from accelfn.base.arguments import is_number
+from accelfn.base.words import foreign
+from accelfn.data.cursor import Cursor
+from accelfn.errors import GradsError
+from accelfn.state.lease import Lease
+from accelfn.state.metrics import Number
+
+_GIVEN = (
+    "These gradients of update {update} were given to apply_grads or into=, which worked on"
+    " their tensors in place. Take new ones, or keep grads.map(torch.Tensor.clone) before."
+)
+
+
+def divide_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
+    """Divide gradients by one number, in place.
+
+    A count is more than 16 bits can hold, so those divide by it in float32.
+    """
+    if not isinstance(divisor, torch.Tensor):
+        if divisor != 1:
+            lists.div_(tensors, divisor)
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        wide = tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
+        by_dtype.setdefault(wide, []).append(tensor)
+    for dtype, same in by_dtype.items():
+        lists.div_(same, divisor.to(dtype))
+
+
+@attrs.frozen(eq=False)
+class Skip:
+    """Whether an update is to be skipped.
+
+    Attributes:
+        flag: a scalar, 0 if not.
+        agreed: whether it is the same on all ranks.
+    """
+
+    flag: torch.Tensor
+    agreed: bool
+
+    def __or__(self, other: "Skip") -> "Skip":
+        """Skip for either reason."""
+        flag = torch.maximum(self.flag, other.flag)
+        return Skip(flag, self.agreed and other.agreed)
+
+
+@foreign(
+    words.GRADS,
+    changes="grads.map(fn) and grads.with_tensors(...) return another",
+    getitem=words.GRADS_ARE_NO_DICT,
+)
+@attrs.frozen(kw_only=True, eq=False)
+class Grads:
+    """Gradients of loss totals by parameter name, and the weight to divide them by.
+
+    `apply_grads` divides once, so gradients add exactly over micro-batches and ranks. A
+    parameter that took no part is left out.
+
+    Attributes:
+        tensors: one tensor a parameter, of its shape and dtype.
+        divisor: what to divide them by; the weight of the losses seen, on this rank or
+            on all, up to `num_averaged`.
+        num_averaged: over how many ranks tensors and divisor are averages of sums.
+        has_weight: whether the divisor is known not to be 0, without reading a device.
+        is_mean: whether the division is done; a lone mean is differentiated as it is.
+        loss_scale: what the losses were multiplied by besides, against underflow; None is 1.
+        buffers: the buffers (running statistics) that the forward passes wrote.
+        reduced: whether they are of all ranks.
+        cursor: where the data stands after the batches seen; None for plain values.
+        num_micro_batches: how many backward passes they are the sum of.
+        update: how many updates the state they were taken at had tried.
+        metrics: values that transforms of `grads` report, by name.
+        skip: whether transforms of `grads` want the update to be skipped; None: none looks.
+        trained: names of the parameters that were trained when they were taken; None is
+            not looked at.
+        finite_loss: False if a loss of this rank was seen to be infinite or not a number.
+        slots: of transforms that had a say in how they crossed the ranks, by name.
+        lease: ended when they are given to `apply_grads` or to `into=`.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    divisor: Number
+    num_averaged: int = 1
+    has_weight: bool = False
+    is_mean: bool = False
+    loss_scale: torch.Tensor | None = None
+    buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    reduced: bool = True
+    cursor: Cursor | None = None
+    num_micro_batches: int = 1
+    update: int = 0
+    metrics: Mapping[str, Number] = attrs.field(factory=dict)
+    skip: Skip | None = None
+    trained: tuple[str, ...] | None = None
+    finite_loss: bool = True
+    slots: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    lease: Lease = attrs.field(factory=Lease, repr=False)
+
+    @property
+    def weight(self) -> Number:
+        """The weight of all that was seen: samples, or what `af.Loss` says."""
+        if self.num_averaged == 1:
+            return self.divisor
+        return self.divisor * self.num_averaged
+
+    @property
+    def denominator(self) -> Number:
+        """The divisor, or where it is 0, a number by which zeros stay zeros.
+
+        Gradients that come with a weight of 0 are 0.
+        """
+        if self.has_weight:
+            return self.divisor
+        if isinstance(self.divisor, torch.Tensor):
+            return torch.where(self.divisor == 0, 1, self.divisor)
+        return self.divisor or 1
+
+    @property
+    def scale(self) -> Number:
+        """What the tensors are to be divided by for those of the mean; 1 if they were."""
+        if self.is_mean:
+            return 1
+        if self.loss_scale is None:
+            return self.denominator
+        return self.loss_scale.double() * self.denominator
+
+    def give_away(self) -> None:
+        """Let these gradients be used no more; they and their kin raise from now on."""
+        self.lease.end(GradsError, _GIVEN, update=self.update)
+
+    def check_fit(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Raise unless each is a gradient of the parameter of its name.
+
+        Raises:
+            GradsError: one is not.
+        """
+        for name, grad in self.tensors.items():
+            param = params.get(name)
+            if param is None:
+                msg = f"Gradients hold {name!r}, which is no parameter that is trained."
+                raise GradsError(msg)
+            want = (tuple(param.shape), param.dtype, param.device)
+            if not isinstance(grad, torch.Tensor):
+                msg = (
+                    f"The gradient of {name!r} is {type(grad).__name__}, not a tensor."
+                )
+                raise GradsError(msg)
+            have = (tuple(grad.shape), grad.dtype, grad.device)
+            if have != want:
+                msg = (
+                    f"The gradient of {name!r} is {have}, but the parameter is {want}."
+                )
+                raise GradsError(msg)
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return the record with `fn` of each gradient."""
+        self.lease.check()
+        tensors = {name: fn(grad) for name, grad in self.tensors.items()}
+        return attrs.evolve(self, tensors=tensors, lease=Lease())
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Return the record with other gradients in it, of the same weight.
+
+        In `reduce`, where the weight is this rank's own, return `with_sums`.
+        """
+        return attrs.evolve(self, tensors=tensors)
+
+    def with_sums(self, tensors: Mapping[str, torch.Tensor], weight: Number) -> Self:
+        """Return the record with the sums of all ranks in it, and the weight of all.
+
+        It is what `reduce` of a transform returns. There `tensors` are the gradients of this
+        rank's loss totals, and `weight` is their weight: add both up over the ranks. Each
+        rank divides by the same weight then, and replicas agree to the last bit. Means go
+        with a weight of 1.
+
+        Args:
+            tensors: by name, at least those that there are, in the parameters' dtypes.
+            weight: a number, or a scalar of at least 32 bits; the same on all ranks.
+
+        Raises:
+            GradsError: a gradient of this rank is left out, or the weight is no such number.
+        """
+        missing = sorted(self.tensors.keys() - tensors.keys())
+        if missing:
+            msg = (
+                f"with_sums leaves out {', '.join(missing[:5])}, of which this rank has a"
+                " gradient: these parameters would not be trained. Give zeros, if that is"
+                " what is meant."
+            )
+            raise GradsError(msg)
+        return attrs.evolve(
+            self,
+            tensors=tensors,
+            divisor=_whole_weight(weight),
+            num_averaged=1,
+            has_weight=not isinstance(weight, torch.Tensor) and weight != 0,
+            is_mean=False,
+            reduced=True,
+        )
+
+    def with_metrics(self, **values: Number) -> Self:
+        """Return the record with values to report among the step's metrics."""
+        return attrs.evolve(self, metrics={**self.metrics, **values})
+
+    def with_skip(self, flag: torch.Tensor | int, *, agreed: bool = False) -> Self:
+        """Return the record with a wish to skip the update, beside those there are.
+
+        Call it on all ranks, or on none, for they ask one another: `with_skip(False)` is a
+        rank that has no wish. If any rank has one, all skip: parameters, buffers, optimizer
+        and step stay as they are, the batch counts as seen, and `metrics["skipped"]` is 1.
+
+        Args:
+            flag: True, or a scalar that is not 0, to skip.
+            agreed: whether all ranks say the same; else they ask one another, which is a
+                collective.
+        """
+        wish = Skip((torch.as_tensor(flag) != 0).to(torch.float32), agreed)
+        return attrs.evolve(self, skip=wish if self.skip is None else self.skip | wish)
+
+    def __repr__(self) -> str:
+        """Show what is known without reading a device."""
+        kind = "reduced" if self.reduced else "of this rank"
+        return (
+            f"<Grads of {len(self.tensors)} parameters, {kind}, "
+            f"{self.num_micro_batches} micro-batches, at update {self.update}>"
+        )
+
+
+def _whole_weight(weight: Any) -> Number:
+    """Return a weight by which gradients can be divided, exactly enough."""
+    if is_number(weight) and math.isfinite(weight):
+        return weight
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        if weight.is_floating_point() and weight.dtype.itemsize >= 4:
+            return weight.detach().reshape(())
+        if not weight.is_floating_point() and not weight.is_complex():
+            return weight.detach().reshape(()).double()
+    shown = (
+        f"a tensor of shape {tuple(weight.shape)} and {weight.dtype}"
+        if isinstance(weight, torch.Tensor)
+        else repr(weight)
+    )
+    msg = (
+        f"with_sums(weight={shown}): expected a number, or a scalar of at least 32 bits, for"
+        " a count is more than 16 bits can hold:"
+        " torch.as_tensor(grads.weight, dtype=torch.float64), summed over the ranks."
+    )
+    raise GradsError(msg)

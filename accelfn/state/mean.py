@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mean`: metrics over all ranks, the collective that a log line pays for."""
+
+from accelfn.base.calling import called
+from accelfn.collectives import sum_named
+from accelfn.errors import ArgumentError
+from accelfn.state.metrics import Metrics
+from accelfn.world import World
+
+
+@called
+def mean(metrics: Metrics, world: World) -> dict[str, float]:
+    """Return the exact mean of each metric over all ranks: the visible collective.
+
+    Totals and weights are added over ranks and divided once, so the result is the mean
+    over all that was seen, however uneven the shares. It reads the device, as a log line
+    must; a step does not.
+
+    Cost: one all-reduce of two float64 numbers a name, and six that tell the names.
+
+    Law: on any number of ranks it is the metric of the union of what they saw.
+
+    Raises:
+        CollectiveMismatchError: ranks have metrics of as many, but other names.
+        PeerFailedError: another rank failed.
+    """
+    if not isinstance(metrics, Metrics):
+        msg = f"af.mean: expected Metrics, got {type(metrics).__name__}; add several first."
+        raise ArgumentError(msg)
+    if not metrics:
+        return {}
+    pairs = {name: (each.total, each.weight) for name, each in metrics.sums.items()}
+    sums = sum_named(pairs, world, kind="mean", label="mean of metrics", what="metrics")
+    return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loss function returns, and what a step reports: sums with their weights.
+
+A mean cannot be combined with another mean; a total and its weight can. So everything that
+crosses micro-batches or ranks is kept as a `WeightedSum`, and divided once, at the end.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+
+import attrs
+import torch
+
+from accelfn.base import words
+from accelfn.base.arguments import Number, is_number
+from accelfn.errors import (
+    ArgumentError,
+    CallError,
+    LossError,
+    RecordError,
+    UnknownMetricError,
+)
+
+
+@attrs.frozen(init=False)
+class Loss:
+    """A loss as a total and its weight, for losses that are no plain mean over samples.
+
+    Gradients of totals are added over micro-batches and ranks and divided once by the
+    global weight: `Loss(token_losses.sum(), num_tokens)` gives the mean over all tokens
+    of an update, however they were split.
+
+    Attributes:
+        total: the sum that is differentiated; a scalar tensor with a gradient.
+        weight: what it is to be divided by, 0 or more: a number, or a scalar tensor.
+        aux: further totals by name, reported as means over the same weight; give
+            `(total, weight)` for one that has a weight of its own.
+
+    Example:
+        >>> Loss(torch.tensor(6.0), 3, num_right=torch.tensor(2.0))
+        Loss(total=tensor(6.), weight=3, aux={'num_right': tensor(2.)})
+    """
+
+    total: torch.Tensor
+    weight: Number
+    aux: Mapping[str, Number | tuple[Number, Number]]
+
+    def __init__(
+        self,
+        total: torch.Tensor,
+        weight: Number,
+        **aux: Number | tuple[Number, Number],
+    ) -> None:
+        """Take a total, its weight, and further totals by name."""
+        if not isinstance(total, torch.Tensor):
+            msg = (
+                f"af.Loss(total={total!r}): got {type(total).__name__}; expected a scalar"
+                " tensor with a gradient."
+            )
+            raise LossError(msg)
+        _check_weight("weight", weight)
+        if "loss" in aux:
+            msg = "af.Loss(loss=...): this name reports the total itself; take another."
+            raise LossError(msg)
+        for name, entry in aux.items():
+            amount, over = entry if isinstance(entry, tuple) else (entry, weight)
+            _check_number(name, amount)
+            _check_weight(f"{name}=(total, weight)", over)
+        # not by attrs' own __init__, which torch.compile cannot trace
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "weight", weight)
+        object.__setattr__(self, "aux", aux)
+
+
+def _pair(name: str, entry: object) -> "WeightedSum":
+    """Return the sum that a total with its weight is."""
+    pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
+    if len(pair) == 2 and all(map(_is_scalar, pair)):
+        return WeightedSum(*cast("tuple[Number, Number]", entry))
+    msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight)."
+    raise ArgumentError(msg)
+
+
+def _is_scalar(value: object) -> bool:
+    return is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _check_number(name: str, value: object) -> None:
+    if _is_scalar(value):
+        return
+    tensor = isinstance(value, torch.Tensor)
+    shown = f"<tensor of shape {tuple(value.shape)}>" if tensor else repr(value)
+    msg = f"af.Loss({name}={shown}): expected one number."
+    raise LossError(msg)
+
+
+def _check_weight(name: str, value: object) -> None:
+    _check_number(name, value)
+    if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+        msg = f"af.Loss({name}={value!r}): expected a finite count or sum, 0 or more."
+        raise LossError(msg)
+
+
+@attrs.frozen
+class WeightedSum:
+    """`amount * unit` summed over `weight`; the unit spares a multiplication per step.
+
+    A lone mean over n samples is `WeightedSum(mean, weight=n, unit=n)`.
+    """
+
+    amount: Number
+    weight: Number
+    unit: float = 1
+
+    @property
+    def total(self) -> Number:
+        """The sum itself."""
+        return self.amount if self.unit == 1 else self.amount * self.unit
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The sum over its weight; 0 where the weight is 0."""
+        if self.unit is self.weight or self.unit == self.weight:
+            mean = self.amount if self.weight else 0.0
+        elif isinstance(self.weight, torch.Tensor):
+            nothing = self.weight == 0
+            mean = torch.where(
+                nothing, 0, self.total / torch.where(nothing, 1, self.weight)
+            )
+        else:
+            mean = self.total / self.weight if self.weight else 0.0
+        return torch.as_tensor(mean)
+
+    def __add__(self, other: Self) -> "WeightedSum":
+        """Add totals and weights."""
+        return WeightedSum(self.total + other.total, self.weight + other.weight)
+
+
+class Metrics(Mapping[str, torch.Tensor]):
+    """What a step saw on this rank, as weighted sums by name; nothing was communicated.
+
+    Reading a name gives its mean as a scalar tensor. Metrics add, over steps say, and
+    `af.mean(metrics, world)` reduces them exactly over all ranks. On a device nothing is
+    copied to the host before it is read.
+
+    Example:
+        >>> a, b = Metrics({"loss": (6.0, 2)}), Metrics({"loss": (3.0, 1)})
+        >>> (a + b)["loss"]
+        tensor(3.)
+    """
+
+    __slots__ = ("_sums",)
+
+    def __init__(
+        self,
+        sums: Mapping[str, tuple[Number, Number] | WeightedSum] = MappingProxyType({}),
+    ) -> None:
+        """Take `(total, weight)` by name."""
+        try:
+            items = sums.items()
+        except AttributeError:
+            msg = f"af.Metrics({sums!r}): expected a dict, {{name: (total, weight)}}."
+            raise ArgumentError(msg) from None
+        self._sums: dict[str, WeightedSum] = {
+            name: entry if isinstance(entry, WeightedSum) else _pair(name, entry)
+            for name, entry in items
+        }
+
+    @property
+    def sums(self) -> Mapping[str, WeightedSum]:
+        """The weighted sums by name."""
+        return MappingProxyType(self._sums)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return the mean of what this rank saw."""
+        if name not in self._sums:
+            msg = f"No metric {name!r}; there are {sorted(self._sums)}."
+            raise UnknownMetricError(msg)
+        return self._sums[name].mean
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        """Return how many names there are."""
+        return len(self._sums)
+
+    if not TYPE_CHECKING:  # where it would allow every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say how a metric is read."""
+            if name.startswith("_"):  # copy and pickle ask for some
+                raise AttributeError(name)
+            advice = words.METRICS.get(name, f"there are {sorted(self._sums)}")
+            if name in self._sums:
+                advice = f'write metrics["{name}"]'
+            msg = f"Metrics have no attribute {name}: {advice}."
+            raise RecordError(msg, obj=type(self))
+
+    def __float__(self) -> NoReturn:
+        """Refuse to be one number."""
+        first = next(iter(self._sums), "loss")
+        msg = f'Metrics are several numbers; write float(metrics["{first}"]).'
+        raise CallError(msg)
+
+    def __add__(self, other: "Metrics") -> "Metrics":
+        """Add the sums and weights of equal names; other names are kept."""
+        if not isinstance(other, Metrics):
+            return NotImplemented
+        sums = dict(self._sums)
+        for name, entry in other.sums.items():
+            sums[name] = sums[name] + entry if name in sums else entry
+        return Metrics(sums)
+
+    def __radd__(self, nothing: object) -> "Metrics":
+        """Let `sum` of some metrics begin at its 0."""
+        return self if nothing == 0 else NotImplemented
+
+    def with_values(self, values: Mapping[str, Number]) -> "Metrics":
+        """Return the metrics with plain values beside them, each with weight 1.
+
+        Raises:
+            LossError: one has the name of a metric that is there.
+        """
+        twice = self._sums.keys() & values.keys()
+        if twice:
+            msg = (
+                f"The loss reports {min(twice)!r}, and so does a transform of the setup."
+                " Let the loss give it another name."
+            )
+            raise LossError(msg)
+        added = {name: WeightedSum(value, 1) for name, value in values.items()}
+        return Metrics({**self._sums, **added})
+
+    def __repr__(self) -> str:
+        """Show the means."""
+        inside = ", ".join(f"{name}={float(self[name]):.6g}" for name in self)
+        return f"Metrics({inside})"

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainState`: all that training is at one moment, as a value.
+
+The record is frozen; its tensors are updated in place. A step is *given* its state, as
+JAX's donated buffers are: after it, the old records raise, and the new one owns the tensors.
+The lease belongs to the tensors, so all records that share them go together.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn, Self, TypeAlias
+
+import attrs
+import torch
+
+from accelfn.base import tree, words
+from accelfn.base.arguments import check_word, is_integer
+from accelfn.base.calling import called
+from accelfn.base.modes import own_modes
+from accelfn.base.words import foreign
+from accelfn.data import Data
+from accelfn.data.cursor import Cursor
+from accelfn.definition.definition import (
+    Definition,
+    as_data,
+    check_schedule,
+    checked_world,
+    say_batch_size,
+)
+from accelfn.definition.slots import carried_over, check_own_name, own_objects
+from accelfn.definition.transform import chain
+from accelfn.errors import ArgumentError, CallError
+from accelfn.schedules.rates import bound
+from accelfn.schedules.schedule import Schedule
+from accelfn.state.hyper import rates_of_next_update
+from accelfn.state.lease import Lease
+from accelfn.state.shared_draws import shared_draws
+from accelfn.state.skips import Skips
+from accelfn.structure.given import seal_optimizer
+from accelfn.structure.prototype import OptimizerSource, prototype_of, trained_names
+from accelfn.structure.skeleton import (
+    ModelSource,
+    check_params,
+    give_away,
+    materialize,
+    skeleton_of,
+)
+from accelfn.world import World
+
+OptState: TypeAlias = dict[str, dict[str, Any]]
+
+
+@called
+@foreign(
+    words.STATE,
+    changes="state.with_params(...), with_setup, with_slot and with_trainable return another",
+    getitem=words.STATE_IS_NO_PAIR,
+)
+@attrs.frozen(kw_only=True, eq=False)
+class TrainState:
+    """A frozen record of all that training is at one moment.
+
+    Saved: `params`, `buffers`, `opt_state`, `step`, `cursor`, `seed`, `slots`. Beside
+    them the definition, which is not: `optimizer`, `schedule`, `data`, `setup`, `world`,
+    `name`. Make one with `TrainState.create`; a step returns the next.
+
+    Attributes:
+        step: how many updates the optimizer has taken.
+        cursor: which samples those updates have seen.
+        seed: what every random draw is derived from.
+        num_skipped: how many updates were skipped, by a transform's wish.
+    """
+
+    _params: dict[str, torch.Tensor] = attrs.field(alias="params")
+    _buffers: dict[str, torch.Tensor] = attrs.field(alias="buffers")
+    _opt_state: OptState = attrs.field(alias="opt_state")
+    _step: int | Skips = attrs.field(alias="step")
+    cursor: Cursor
+    seed: int
+    _slots: dict[str, Any] = attrs.field(alias="slots")
+    definition: Definition
+    _num_skipped: int = attrs.field(default=0, alias="num_skipped")
+    lease: Lease = attrs.field(factory=Lease)
+
+    @classmethod
+    @called
+    def create(
+        cls,
+        *,
+        model: ModelSource,
+        optimizer: OptimizerSource,
+        schedule: Schedule | None = None,
+        data: "Data | torch.utils.data.DataLoader[Any] | None" = None,
+        setup: Any = None,
+        world: World | None = None,
+        seed: int = 0,
+        name: str = "state",
+    ) -> Self:
+        """Return the state before the first update.
+
+        Args:
+            model: a factory, drawn from the seed on every rank alike, or an instance,
+                which is given away.
+            optimizer: a factory that takes a list of `(name, parameter)`, such as
+                `partial(torch.optim.AdamW, lr=3e-4)`, or a ready torch optimizer over the
+                parameters of a model instance, which is given away like that.
+            schedule: update number -> factor of the learning rate; see `af.schedules`.
+            data: `af.Data`, a torch DataLoader (see `Data.from_loader`), or None. A loader's
+                batch size is that of an update: where the setup splits it, an `af.Warning`
+                says so, and what to write.
+            setup: transforms; the same as `setup(TrainState.create(...))`.
+            world: default `World.single()`.
+            seed: of parameters, sample order and every draw in a step.
+            name: tells the draws of several states apart, as a GAN's two.
+
+        Raises:
+            ModelError: no trainable parameter, meta tensors, or parameters that another
+                state has taken.
+            OptimizerError: it does not belong to the model, or needs a closure.
+        """
+        if not is_integer(seed):
+            msg = f"TrainState.create(seed={seed!r}): expected an integer."
+            raise ArgumentError(msg)
+        check_word("af.TrainState.create", "name", name, "which tells draws apart")
+        check_schedule(schedule)
+        world = checked_world(world)
+        with own_modes(world.device):
+            module = materialize(model, seed=seed, name=name, device=world.device)
+            skeleton = skeleton_of(module)
+            prototype, opt_state = prototype_of(optimizer, module, skeleton)
+            params = {n: p.detach() for n, p in module.named_parameters()}
+            buffers = {n: b.detach() for n, b in module.named_buffers()}
+            rates = bound(schedule, prototype)
+        state = cls(
+            params=params,
+            buffers=buffers,
+            opt_state=opt_state,
+            step=0,
+            cursor=Cursor(),
+            seed=seed,
+            slots={},
+            definition=Definition(
+                skeleton=skeleton,
+                optimizer=prototype,
+                schedule=schedule,
+                rates=rates,
+                data=as_data(data),
+                setup=chain(),
+                world=world,
+                name=name,
+            ),
+        )
+        state = state if setup is None else state.with_setup(chain(setup))
+        say_batch_size(data, state.definition)
+        give_away(module, name)
+        seal_optimizer(optimizer, name)
+        return state
+
+    @property
+    def params(self) -> Mapping[str, torch.Tensor]:
+        """The parameters by name; a tied one under its first name."""
+        self.lease.check()
+        return MappingProxyType(self._params)
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The buffers by name, persistent or not."""
+        self.lease.check()
+        return MappingProxyType(self._buffers)
+
+    @property
+    def opt_state(self) -> Mapping[str, Mapping[str, Any]]:
+        """Tensors and changing numbers of the optimizer, by parameter name.
+
+        Numbers that belong to a whole parameter group stand under `<group 0>` and so on.
+        """
+        self.lease.check()
+        return MappingProxyType(self._opt_state)
+
+    @property
+    def slots(self) -> Mapping[str, Any]:
+        """The transforms' entries and the user's own, by name."""
+        self.lease.check()
+        return MappingProxyType(self._slots)
+
+    @property
+    def setup(self) -> chain:
+        """The transforms."""
+        return self.definition.setup
+
+    @property
+    def world(self) -> World:
+        """The world it trains in."""
+        return self.definition.world
+
+    @property
+    def data(self) -> Data | None:
+        """What it is trained on, if it knows."""
+        return self.definition.data
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The learning rate as a function of the update number; see `af.schedules`."""
+        return self.definition.schedule
+
+    @property
+    def name(self) -> str:
+        """What tells its random draws from those of other states."""
+        return self.definition.name
+
+    @property
+    def step(self) -> int:
+        """How many updates the optimizer has taken."""
+        step = self._step
+        return step.tried - step.read() if isinstance(step, Skips) else step
+
+    @property
+    def num_skipped(self) -> int:
+        """How many updates were skipped, by a transform's wish."""
+        step = self._step
+        return step.read() if isinstance(step, Skips) else self._num_skipped
+
+    @property
+    def num_tried(self) -> int:
+        """How many updates were taken or skipped; it tells the draws of each apart."""
+        step = self._step
+        return step.tried if isinstance(step, Skips) else step + self._num_skipped
+
+    @property
+    def skips(self) -> Skips | None:
+        """The count that a device keeps of them, if one does."""
+        return self._step if isinstance(self._step, Skips) else None
+
+    @property
+    def lrs(self) -> tuple[float, ...]:
+        """The learning rates of the next update, one a parameter group.
+
+        The schedule's; where a transform's `hyper` sets others, those.
+        """
+        return rates_of_next_update(self, self._slots)
+
+    @called
+    def copy(self) -> Self:
+        """Return an equal state with tensors of its own; a step on one leaves the other.
+
+        What is one tensor in this state is one tensor in the copy.
+
+        Cost: a copy of every tensor.
+        """
+        self.lease.check()
+        with own_modes(self.world.device):
+            params, buffers, opt_state, slots = tree.clone(
+                (self._params, self._buffers, self._opt_state, self._slots)
+            )
+            return attrs.evolve(
+                self,
+                params=params,
+                buffers=buffers,
+                opt_state=opt_state,
+                slots={name: own_objects(slot) for name, slot in slots.items()},
+                lease=Lease(is_loaded=self.lease.is_loaded),
+            )
+
+    def __copy__(self) -> Self:
+        """Return the state itself, as a value is its copy; `copy` copies tensors."""
+        return self
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
+        """Return a copy with tensors of its own."""
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse pickle, and so torch.save: a definition holds functions."""
+        msg = (
+            "A TrainState is not pickled: write af.save(state, directory), which af.load"
+            " reads, or torch.save(af.full_params(state), file) for parameters alone."
+        )
+        raise CallError(msg)
+
+    @called
+    def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
+        """Return the state with copies of other parameters in place of its own.
+
+        Copies, because they may be another state's, which a step would then change.
+
+        Raises:
+            StateError: names, shapes, dtypes or devices are not the model's.
+        """
+        self.lease.check()
+        check_params(params, self._params)
+        with own_modes(self.world.device):
+            return self.viewing({n: tree.clone(params[n]) for n in self._params})
+
+    def viewing(self, params: Mapping[str, torch.Tensor]) -> Self:
+        """Return the state with these very parameters; to look at, not to step."""
+        return attrs.evolve(self, params=dict(params))
+
+    @called
+    def with_slot(self, name: str, value: Any) -> Self:
+        """Return the state with an entry of the user's own, saved like all others.
+
+        Args:
+            name: of the entry; not that of a transform in the setup.
+            value: a tree of tensors and plain data.
+
+        Raises:
+            StateError: the name is a transform's.
+        """
+        self.lease.check()
+        check_own_name(name, [each.name for each in self.setup])
+        return attrs.evolve(self, slots={**self._slots, name: value})
+
+    @called
+    def with_setup(self, setup: Any) -> Self:
+        """Return the state with another setup; it shares this one's tensors.
+
+        Slots of transforms with the same name are kept, new ones begin, those of
+        transforms that are gone are dropped. The user's own entries stay.
+
+        Raises:
+            StateError: a new transform has the name of an entry of the user's own.
+            OptimizerError: a transform does not go with the optimizer.
+        """
+        self.lease.check()
+        composed = chain(setup)
+        old, new = ([each.name for each in named] for named in (self.setup, composed))
+        slots = carried_over(self._slots, old, new)
+        definition = attrs.evolve(self.definition, setup=composed)
+        state = attrs.evolve(self, slots=slots, definition=definition)
+        checks = (getattr(each, "_check_state", None) for each in composed)
+        for check in filter(None, checks):
+            check(state)
+        with own_modes(self.world.device):
+            for each in composed.having("init"):
+                if each.name not in slots:
+                    with shared_draws(state, f"init {each.name}", [each]):
+                        slots[each.name] = each.init(state)
+        return state
+
+    @called
+    def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
+        """Return the state with other parameters trained; it shares this one's tensors.
+
+        The others are frozen: no update changes a bit of them, weight decay and momentum
+        included. Their optimizer state is kept, and gone on with when they are thawed. What
+        is trained belongs to the definition and is not saved: `load` takes the given state's.
+        Modules stay in their modes, so batch statistics go on moving; and `local_sgd` goes on
+        averaging what ranks had trained before.
+
+        Args:
+            predicate: a function of a parameter's name (the first, of a tied one) and the
+                parameter: whether it is trained from now on. The same on all ranks.
+
+        Law: what is not trained stays bitwise as it is, and the rest are updated as by a
+        loop that sets `requires_grad`.
+
+        Cost: an engine is built at the first step, as after `with_setup`.
+
+        Raises:
+            OptimizerError: a parameter would be trained that the optimizer does not have.
+            ModelError: none would be trained.
+
+        Example:
+            >>> head_only = lambda name, parameter: name.startswith("head.")
+            >>> state = state.with_trainable(head_only)  # doctest: +SKIP
+        """
+        self.lease.check()
+        definition, skeleton = self.definition, self.definition.skeleton
+        names = trained_names(predicate, self._params, definition.optimizer, skeleton)
+        if names == set(skeleton.trainable):
+            return self
+        skeleton = skeleton.training(names)
+        changed = attrs.evolve(definition, skeleton=skeleton)
+        return attrs.evolve(self, definition=changed)
+
+    def __repr__(self) -> str:
+        """Show what can be said in a line, donated or not."""
+        count = sum(param.numel() for param in self._params.values())
+        donated = " donated" if self.lease.is_over else ""
+        return (
+            f"<TrainState {self.name!r}{donated}: step {self.step}, epoch"
+            f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
+            f" rank {self.world.rank} of {self.world.size}>"
+        )
+
+
+def check_state(call: str, value: object) -> None:
+    """Raise unless a call, as the user wrote it, was given a state.
+
+    Raises:
+        ArgumentError: it was given something else.
+    """
+    if isinstance(value, TrainState):
+        return
+    hint = ""
+    if isinstance(value, tuple) and any(isinstance(each, TrainState) for each in value):
+        hint = " A step returns two things: state, metrics = step(state, batch)."
+    msg = f"{call}: expected a TrainState, got {type(value).__name__}.{hint}"
+    raise ArgumentError(msg)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`value_and_grad`: a loss as a function of a state, differentiated; nothing changes."""
+
+from typing import Any, Protocol
+
+import torch
+
+from accelfn.base.arguments import why_not
+from accelfn.base.calling import called
+from accelfn.base.modes import own_modes
+from accelfn.base.spans import span
+from accelfn.data import Batch
+from accelfn.data.cursor import Cursor
+from accelfn.definition.fields import check_returned
+from accelfn.definition.transform import chain
+from accelfn.engine.engine import engine_of
+from accelfn.engine.first_batch import check_first_batch
+from accelfn.engine.optimizer.in_backward import LiveUpdate
+from accelfn.engine.read_loss import Samples
+from accelfn.engine.runner import LossFunction
+from accelfn.errors import ArgumentError, BatchError, GradsError
+from accelfn.state.grads import Grads
+from accelfn.state.metrics import Metrics
+from accelfn.state.shared_draws import shared_draws
+from accelfn.state.state import TrainState, check_state
+from accelfn.step.counts import Count, Counts, counted, of_shares
+
+_ARGUMENTS = range(2, 10)
+"""How many a loss function may have: a model, a batch, and extras."""
+
+
+class ValueAndGrad(Protocol):
+    """What `value_and_grad` returns, and transforms of that name wrap."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Any,
+        /,
+        *extras: Any,
+        into: Grads | None = None,
+        sync: bool = True,
+    ) -> tuple[Metrics, Grads]:
+        """Return metrics and gradients; the state stays as it was."""
+        ...
+
+
+@called
+def value_and_grad(
+    loss_fn: LossFunction, *, count: Count | None = None
+) -> ValueAndGrad:
+    """Return a function that gives a loss's metrics and gradients, and changes nothing.
+
+    With `into=grads` it adds to gradients taken before (which are given away), with
+    `sync=False` it leaves them on this rank: so several backward passes cost one
+    reduction. What it returns goes to `apply_grads`.
+
+    With `count`, a function of a batch's value that returns a number or several by name,
+    these are added over all micro-batches and ranks before the first forward pass, and the
+    loss function gets the sums as its last argument. It divides by them, as a loss with
+    several denominators must, and returns its part of the update's loss. A sum of 0 is given
+    as 1.
+
+    Acts on: nothing; `loss` and `value_and_grad` of the setup's transforms wrap it.
+
+    Raises:
+        GradsError: `into` is reduced over ranks already; adding to it would make the
+            replicas drift. Or it is given beside `count`, which counts whole updates.
+        LossError, NonFiniteLossError, BatchError, StateDonatedError: as `make_step`.
+    """
+    if not callable(loss_fn):
+        msg = (
+            f"value_and_grad({loss_fn!r}): expected a function (model, batch, *extras)"
+            " -> loss."
+        )
+        raise ArgumentError(msg)
+    if all(why_not(loss_fn, *(None,) * number) for number in _ARGUMENTS):
+        error = why_not(loss_fn, None, None)
+        msg = (
+            f"value_and_grad({loss_fn!r}): it is called as loss_fn(model, batch, *extras):"
+            f" {error}."
+        )
+        raise ArgumentError(msg) from error
+    if count is not None and not callable(count):
+        msg = f"count={count!r}: expected a function of a batch, or None."
+        raise ArgumentError(msg)
+    differentiated = loss_fn if count is None else of_shares(loss_fn, count)
+
+    def compute(
+        state: TrainState,
+        batch: Any,
+        /,
+        *extras: Any,
+        into: Grads | None = None,
+        sync: bool = True,
+    ) -> tuple[Metrics, Grads]:
+        check_state("value_and_grad(loss_fn)(state, batch)", state)
+        state.lease.check()
+        composed = state.definition.cache.get(compute)
+        if composed is None:
+            check_first_batch(state, batch)
+            composed = _compose(differentiated, state.definition.setup)
+            state.definition.cache[compute] = composed
+        if count is not None:
+            extras = (*extras, _count(count, state, batch, into))
+        return composed(state, batch, *extras, into=into, sync=sync)
+
+    return compute
+
+
+def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> Counts:
+    """Return the counts of the whole update that begins with this batch."""
+    if into is not None:
+        msg = (
+            "value_and_grad(count=): into= adds to an update whose counts were told before."
+            " Give all micro-batches at once, under af.accumulate."
+        )
+        raise GradsError(msg)
+    parts: Any = batch.parts() if isinstance(batch, Batch) else [batch]
+    for each in state.definition.setup.having("value_and_grad"):
+        if hasattr(each, "_parts"):
+            parts = each._parts(batch)
+    return counted(count, parts, state.definition.world)
+
+
+def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
+    """Return the gradient function as the setup's transforms wrap it."""
+    composed: ValueAndGrad = _innermost(wrap_loss(loss_fn, setup), setup)
+    for each in reversed(setup.having("value_and_grad")):
+        composed = each.value_and_grad(composed)
+        _check_function(each, "value_and_grad", composed)
+    return composed
+
+
+def wrap_loss(loss_fn: LossFunction, setup: chain) -> LossFunction:
+    """Return a function of (model, batch, ...) as the setup's transforms wrap losses."""
+    for each in reversed(setup.having("loss")):
+        loss_fn = each.loss(loss_fn)
+        _check_function(each, "loss", loss_fn)
+    return loss_fn
+
+
+def _check_function(owner: object, field: str, returned: object) -> None:
+    is_function = callable(returned)
+    check_returned(
+        owner, field, ok=is_function, returned=returned, expected="a function"
+    )
+
+
+def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
+    reducers = setup.having("reduce")
+    reduces_by_mean = not reducers
+    stays_local = bool(reducers) and reducers[0].reduce is None
+    scaling = setup.having("loss_scale")
+    judged = any(getattr(each, "judges_finite", False) for each in setup)
+
+    def compute(
+        state: TrainState,
+        batch: Any,
+        /,
+        *extras: Any,
+        into: Grads | None = None,
+        sync: bool = True,
+    ) -> tuple[Metrics, Grads]:
+        if into is not None:
+            check_update(state, into)
+        if into is not None and into.reduced and state.definition.world.size > 1:
+            msg = (
+                "value_and_grad(into=grads): these gradients are reduced over the ranks"
+                " already, so what is added now would not be. Take them with"
+                " sync=False."
+            )
+            raise GradsError(msg)
+        alone = stays_local or state.definition.world.size == 1
+        lone = into is None and sync and alone
+        if isinstance(batch, Batch):
+            samples = Samples(batch.value, extras, batch.weights[0], lone, judged)
+            cursor = _cursor_after(state, batch, into)
+        else:
+            samples = Samples(batch, extras, None, lone, judged)
+            cursor = None if into is None else into.cursor
+        device = state.definition.world.device
+        with own_modes(device), span("accelfn value_and_grad"):
+            engine = engine_of(state)
+            if engine.live_update is not None:
+                _check_planned(engine.live_update, state, into, sync=sync)
+            return engine.value_and_grad(
+                state,
+                loss_fn,
+                samples,
+                into=into,
+                sync=sync and reduces_by_mean,
+                cursor=cursor,
+                loss_scale=_loss_scale(state, scaling) if scaling else None,
+            )
+
+    return compute
+
+
+def _check_planned(
+    live: LiveUpdate, state: TrainState, into: Grads | None, *, sync: bool
+) -> None:
+    """Refuse gradients by themselves where they are freed one by one."""
+    if live.is_planned and into is None and sync:
+        return
+    owners = [e for e in state.definition.setup if getattr(e, "_in_backward", False)]
+    msg = (
+        f"{owners[0]!r} updates each parameter, and frees its gradient, in the backward"
+        " pass: there are no gradients to return. Step with af.make_step(loss_fn), or take"
+        " gradients of state.with_setup(...) without it."
+    )
+    raise GradsError(msg)
+
+
+def _loss_scale(state: TrainState, owners: tuple[Any, ...]) -> torch.Tensor:
+    """Return what losses are multiplied by, as a scalar on the device."""
+    scale = torch.ones((), device=state.definition.world.device)
+    with shared_draws(state, "loss_scale", owners):
+        for each in owners:
+            found = each.loss_scale(state, state.slots.get(each.name))
+            ok = isinstance(found, (int, float, torch.Tensor))
+            check_returned(
+                each, "loss_scale", ok=ok, returned=found, expected="a number"
+            )
+            scale = scale * found
+    return scale
+
+
+def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:
+    """Return where the data stand after a batch; one that is taken twice moves them once.
+
+    Raises:
+        BatchError: it begins neither where the state stands nor where the gradients do, and
+            is not the one that was added last.
+    """
+    start, after = batch.start, batch.cursor
+    before = None if into is None else into.cursor
+    if start is None or after is None:
+        return before
+    if start == before or (start == state.cursor and before is None):
+        return after
+    # or another part of the last one
+    if before is not None and (start == state.cursor or after == before):
+        return max(before, after, key=lambda each: (each.epoch, each.samples))
+    msg = (
+        f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
+        f" state stands at epoch {state.cursor.epoch} sample {state.cursor.samples}."
+        " Start af.batches(state) again from this state."
+    )
+    raise BatchError(msg)
+
+
+def check_update(state: TrainState, grads: Grads) -> None:
+    """Raise unless these gradients are of this state's update, and not given away.
+
+    Raises:
+        GradsError: they are not.
+    """
+    if not isinstance(grads, Grads):
+        msg = f"Expected the Grads that value_and_grad returned, got {type(grads).__name__}."
+        raise GradsError(msg)
+    grads.lease.check()
+    if grads.update != state.num_tried:
+        msg = (
+            f"These gradients were taken at update {grads.update}, but the state is at"
+            f" update {state.num_tried}."
+        )
+        raise GradsError(msg)
+    trained = state.definition.skeleton.trainable
+    if grads.trained not in (None, trained):
+        differ = sorted({*grads.trained} ^ {*trained})
+        msg = (
+            "These gradients were taken when other parameters were trained;"
+            f" {', '.join(differ[:5])} were trained either then or now. Take gradients"
+            " again after with_trainable."
+        )
+        raise GradsError(msg)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `accelfn test` runs on every rank: a world, collectives, a step, a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from accelfn.checkpoint import load, save
+from accelfn.collectives import (
+    all_ranks,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    reduce,
+)
+from accelfn.data import Data
+from accelfn.definition.transform import chain
+from accelfn.errors import LawError
+from accelfn.loop.batches import batches
+from accelfn.loop.control import assert_replicas_agree, print_once
+from accelfn.state.state import TrainState
+from accelfn.step.make_step import make_step
+from accelfn.transforms.ddp import wrap_ddp
+from accelfn.transforms.shard import shard_data
+from accelfn.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_TIMEOUT = 30.0
+_LONGEST = 110
+"""Seconds until the system ends a rank, whatever it waits for."""
+
+
+def main(num_ranks: int) -> None:
+    """Test this machine, and print a line for each thing that works."""
+    signal.alarm(_LONGEST)
+    started = time.monotonic()
+    # one GPU is no place for two ranks, which its line then shows
+    device = "cpu" if torch.cuda.device_count() < num_ranks else None
+    with World.from_env(timeout=_TIMEOUT, device=device) as world:
+        _show("world", f"{world.size} ranks on {world.device.type}", world, started)
+        for name, test in _TESTS.items():
+            started = time.monotonic()
+            _show(name, test(world), world, started)
+
+
+def _show(name: str, found: str, world: World, started: float) -> None:
+    seconds = time.monotonic() - started
+    print_once(world, f"{name:12}{found} ({seconds:.1f} s)")
+
+
+def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about
+    if not holds:
+        raise LawError(what)
+
+
+def _collectives(world: World) -> str:
+    ranks = torch.arange(world.size, device=world.device)
+    mine = ranks[world.rank]
+    _check(
+        int(reduce(mine, world, "sum")) == int(ranks.sum()),
+        "reduce does not add up what the ranks give.",
+    )
+    _check(
+        gather_objects({"rank": world.rank}, world)
+        == [{"rank": int(r)} for r in ranks],
+        "gather_objects does not return what the ranks give, in order.",
+    )
+    return "reduce, gather and barrier are right"
+
+
+def _state(world: World) -> TrainState:
+    data = Data(torch.linspace(-1, 1, 64).reshape(32, 2), batch_size=8, shuffle=True)
+    return TrainState.create(
+        model=partial(nn.Linear, 2, 1),
+        optimizer=partial(torch.optim.AdamW, lr=0.1),
+        setup=chain(shard_data(), wrap_ddp()),
+        data=data,
+        world=world,
+    )
+
+
+def _loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) - 1).square().mean()
+
+
+def _training(world: World) -> str:
+    state = _state(world)
+    before = {name: value.clone() for name, value in state.params.items()}
+    batch = next(iter(batches(state)))
+    state, _ = make_step(_loss_fn)(state, batch)
+    assert_replicas_agree(state)
+    changed = any(not torch.equal(state.params[n], before[n]) for n in before)
+    _check(changed, "a step with DistributedDataParallel changes no parameter.")
+    return "a step with DistributedDataParallel; all ranks agree after it"
+
+
+def _checkpoint(world: World) -> str:
+    state = _state(world)
+    step = make_step(_loss_fn)
+    for batch in batches(state, epochs=1):
+        state, _ = step(state, batch)
+    with tempfile.TemporaryDirectory(prefix="accelfn-test-") as mine:
+        folder = Path(broadcast_object(mine, world), "checkpoint")
+        save(state, folder)
+        loaded = load(_state(world), folder)
+        same = all(torch.equal(loaded.params[n], p) for n, p in state.params.items())
+        _check(
+            all_ranks(same and loaded.step == state.step, world),
+            "what is loaded is not what was saved.",
+        )
+        barrier(world)  # before the folder goes
+    return "saved and loaded, bit by bit"
+
+
+_TESTS: dict[str, Callable[[World], str]] = {
+    "collectives": _collectives,
+    "training": _training,
+    "checkpoint": _checkpoint,
+}
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models without memory for their parameters, whose buffers have values all the same.
+
+A file has no buffer that is not persistent, a table of rotary angles say: only who builds the
+module can tell what is in it. So a factory is run with its parameters, and nothing else, on
+the meta device; and a model of Transformers that is there already, whole on meta, is built a
+second time like that, from its configuration.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelfn.base.arguments import why_not
+from accelfn.errors import ModelError
+
+M = TypeVar("M", bound=nn.Module)
+Source: TypeAlias = M | Callable[[], M]
+
+
+def built(caller: str, source: Source[M]) -> M:
+    """Return a module that is given, or that of a factory, its parameters on meta.
+
+    Raises:
+        ModelError: it is neither, or the factory takes arguments.
+    """
+    if isinstance(source, nn.Module):
+        return cast("M", source)
+    said = (
+        f"{caller}(model={source!r}): expected a torch.nn.Module, or a factory of one"
+    )
+    if not callable(source):
+        msg = f"{said}."
+        raise ModelError(msg)
+    error = why_not(source)
+    if error is not None:
+        name = getattr(source, "__name__", "factory")
+        msg = f"{said} that takes no argument: {error}. Write functools.partial({name}, ...)."
+        raise ModelError(msg) from error
+    with _parameters_on_meta():
+        made = source()
+    if not isinstance(made, nn.Module):
+        msg = f"{said}; it returned {type(made).__name__}."
+        raise ModelError(msg)
+    return made
+
+
+@contextmanager
+def _parameters_on_meta() -> Generator[None]:
+    """Let this thread's modules give up a parameter's memory as soon as they have it.
+
+    Most modules register a parameter before they write into it, so that it costs nothing.
+    """
+    ours, known = threading.get_ident(), WeakIdKeyDictionary()
+
+    def moved(
+        _module: nn.Module, _name: str, param: nn.Parameter | None
+    ) -> nn.Parameter | None:
+        if param is None or param.is_meta or threading.get_ident() != ours:
+            return None
+        if param not in known:  # one tensor in two places stays one
+            empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            vars(empty).update(vars(param))
+            known[param] = empty
+        return known[param]
+
+    hook = cast("Callable[..., None]", moved)  # torch says None, and takes a parameter
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return values for buffers of a model on meta, by name, where they can be made again.
+
+    That is in models of Transformers, each of which is made of its `config` alone.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    found: dict[str, torch.Tensor] = {}
+    if not names or library is None:
+        return found
+    for prefix, part in model.named_modules():
+        begin = f"{prefix}." if prefix else ""
+        wanted = [n for n in names if n.startswith(begin) and n not in found]
+        if wanted and isinstance(part, library.PreTrainedModel):
+            kind: Any = type(part)
+            with _parameters_on_meta():
+                twin = kind(part.config)
+            buffers = dict(cast("nn.Module", twin).named_buffers())
+            found |= {
+                n: buffers[k] for n in wanted if (k := n[len(begin) :]) in buffers
+            }
+    return {name: value for name, value in found.items() if not value.is_meta}

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`export_model`: a state's model as files that others read, and its parameters as tensors."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from accelfn.base.arguments import as_path, is_word
+from accelfn.base.calling import called
+from accelfn.base.codec import Table
+from accelfn.base.modes import own_modes
+from accelfn.checkpoint import commit, disk, files
+from accelfn.checkpoint.commit import Save
+from accelfn.checkpoint.save import save_of
+from accelfn.checkpoint.slices import is_sharded
+from accelfn.collectives import gather_text
+from accelfn.errors import (
+    ArgumentError,
+    CheckpointError,
+    ModelError,
+    PlainDataError,
+)
+from accelfn.state.state import TrainState, check_state
+from accelfn.state.views import eval_params
+from accelfn.weights.shards import INDEX, bytes_in, divided, index_of
+
+
+@called
+def export_model(
+    state: TrainState,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    raw: bool = False,
+) -> None:
+    """Write a state's model to a new directory, as Hugging Face tools read it; on all ranks.
+
+    The directory has `model.safetensors`, or `model-00001-of-0000n.safetensors` and so on
+    with `model.safetensors.index.json`. Names are those of the model's `state_dict()`,
+    persistent buffers among them; a tied parameter is there once. Rank 0 writes, and the
+    directory appears by one rename when all of it is on the disk.
+
+    Args:
+        state: not donated; it stays as it is.
+        directory: does not exist yet.
+        max_shard_size: of a file's tensors, in bytes or as "5GB" or "100MiB"; a tensor that is
+            larger has a file of its own.
+        raw: True takes the parameters that are trained, of rank 0, instead of those to
+            evaluate (see `ema`, `local_sgd`).
+
+    Law: `import_model` gives these tensors, bitwise, whatever the size of the files.
+
+    Cost: one reading of the tensors by rank 0; one at a time is copied to the host, and of
+    sharded parameters one file's. What `eval_params` costs, and a small gather a file.
+
+    Raises:
+        CheckpointWriteError: on every rank, if it could not be written; nothing is left under
+            the directory's name.
+        ArgumentError: the size is none.
+    """
+    call = "af.export_model(state, directory)"
+    check_state(call, state)
+    path, limit = as_path(call, directory, "a directory"), bytes_in(max_shard_size)
+    params = _params(state, raw=raw)
+    job = save_of(state, path)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def begin() -> None:
+        tensors.update(_named(state, params))
+        commit.begin(job)
+
+    exchange = _exchange(state, "export")
+    job.agreed(exchange, "begin", begin)
+    plan = divided(tensors, limit)
+    for file, names in plan.items():
+        held = _held({name: tensors[name] for name in names}, job)
+        job.agreed(exchange, f"write {file}", _writing(job, file, held))
+
+    def name_it() -> None:
+        if job.rank == 0:
+            if len(plan) > 1:
+                disk.write(job.partial / INDEX, [index_of(plan, tensors)])
+            disk.flush(job.partial)
+            disk.rename(job.partial, job.final)
+
+    job.agreed(exchange, "name the directory", name_it)
+
+
+@called
+def full_params(state: TrainState, *, raw: bool = False) -> dict[str, torch.Tensor]:
+    """Return copies of the whole parameters on the host, by name; call it on all ranks.
+
+    Args:
+        state: not donated; it stays as it is.
+        raw: True takes this rank's parameters as they are trained, instead of those to
+            evaluate.
+
+    Cost: a copy of the parameters on each rank; where they are sharded, a gather of each.
+    """
+    check_state("af.full_params(state)", state)
+    with own_modes(state.world.device), torch.no_grad():
+        return {n: _host(t).clone() for n, t in _params(state, raw=raw).items()}
+
+
+@called
+def save_pretrained(
+    state: TrainState,
+    directory: str | os.PathLike[str],
+    *,
+    raw: bool = False,
+    **options: Any,
+) -> None:
+    """Write a state's model by its own method of this name, on rank 0; call it on all ranks.
+
+    For models that write more than weights, such as those of Transformers, whose
+    `from_pretrained` then needs nothing else. The directory appears when all is written.
+
+    Args:
+        state: not donated; it stays as it is.
+        directory: does not exist yet.
+        raw: True takes the parameters that are trained, of rank 0, instead of those to
+            evaluate.
+        **options: handed on, such as `max_shard_size`.
+
+    Cost: what the model's method costs; where parameters are sharded, a copy of all of them on
+    the host.
+
+    Raises:
+        CheckpointWriteError: on every rank, if the method failed; nothing is left under the
+            directory's name.
+        ModelError: the model has no such method.
+        ArgumentError: it was to upload what it writes, too.
+    """
+    call = "af.save_pretrained(state, directory)"
+    check_state(call, state)
+    path = as_path(call, directory, "a directory")
+    if not callable(getattr(state.definition.skeleton.module, "save_pretrained", None)):
+        kind = type(state.definition.skeleton.module).__name__
+        msg = f"{kind} has no save_pretrained; use af.export_model(state, ...)."
+        raise ModelError(msg)
+    if options.get("push_to_hub"):
+        msg = (
+            "af.save_pretrained(push_to_hub=True): it writes to a directory that has its name"
+            " only afterwards. Upload that."
+        )
+        raise ArgumentError(msg)
+    params = _params(state, raw=raw)
+    job, exchange = save_of(state, path), _exchange(state, "save_pretrained")
+    job.agreed(exchange, "begin", lambda: commit.begin(job))
+    tensors = _held({**params, **state.buffers}, job)
+
+    def write() -> None:
+        if job.rank == 0:
+            _by_its_own_method(state, tensors, job.partial, options)
+            for path in job.partial.rglob("*"):
+                disk.flush(path)
+            disk.flush(job.partial)
+            disk.rename(job.partial, job.final)
+
+    job.agreed(exchange, "write by the model's save_pretrained", write)
+
+
+def _params(state: TrainState, *, raw: bool) -> Mapping[str, torch.Tensor]:
+    state.lease.check()
+    return state.params if raw else eval_params(state)
+
+
+def _exchange(state: TrainState, doing: str) -> commit.Exchange:
+    def exchange(what: str, text: str) -> list[str]:
+        return gather_text(text, state.world, label=f"{doing}: {what}")
+
+    return exchange
+
+
+def _named(
+    state: TrainState, params: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return what is exported, each tensor once, under its first name in the state dict.
+
+    Raises:
+        CheckpointError: something in the state dict is no parameter or buffer.
+        PlainDataError: safetensors cannot hold it.
+    """
+    module = state.definition.skeleton.module
+    values = {id(p): params[name] for name, p in module.named_parameters()}
+    values |= {id(b): state.buffers[name] for name, b in module.named_buffers()}
+    found, checked, seen = dict[str, torch.Tensor](), Table(), set[int]()
+    for name, meta in module.state_dict(keep_vars=True).items():
+        if id(meta) not in values:
+            msg = (
+                f"{name} in the model's state_dict() is a {type(meta).__name__} that is no"
+                " parameter or buffer, and no place for it is in an export. Use"
+                " torch.save(model.state_dict(), ...) on the module of af.bind(state)."
+            )
+            raise CheckpointError(msg)
+        if not is_word(name):
+            msg = f"{name!r} is no text that files can hold; give the tensor another name."
+            raise PlainDataError(msg)
+        tensor = values[id(meta)]
+        if id(meta) not in seen:
+            seen.add(id(meta))
+            if not is_sharded(tensor):
+                checked.put(tensor, name)
+            found[name] = tensor
+    return found
+
+
+def _held(tensors: Mapping[str, torch.Tensor], job: Save) -> dict[str, torch.Tensor]:
+    """Return tensors as rank 0 writes them, sharded ones gathered; nothing elsewhere."""
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = _host(tensor) if is_sharded(tensor) else tensor
+        if job.rank == 0:
+            held[name] = whole
+    return held
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor on the host; of a DTensor, gathered from all ranks."""
+    whole = cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
+    return whole.detach().cpu().resolve_conj().resolve_neg()
+
+
+def _writing(
+    job: Save, file: str, held: Mapping[str, torch.Tensor]
+) -> Callable[[], None]:
+    def write() -> None:
+        if job.rank == 0:
+            path = job.partial / file
+            try:
+                files.write(path, held, {"format": "pt"})
+            except OSError as error:
+                commit.explain(error, path, held)
+
+    return write
+
+
+def _by_its_own_method(
+    state: TrainState,
+    tensors: Mapping[str, torch.Tensor],
+    directory: Path,
+    options: Mapping[str, Any],
+) -> None:
+    """Let a module around these tensors write itself.
+
+    Raises:
+        CheckpointError: it failed.
+    """
+    skeleton = state.definition.skeleton
+    names = [name for name, _ in skeleton.module.named_buffers()]
+    buffers = {name: tensors[name] for name in names}
+    try:
+        module: Any = skeleton.build(tensors, buffers)
+        module.save_pretrained(directory, **options)
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        msg = f"{type(error).__name__}: {error}"
+        raise CheckpointError(msg) from error

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import_model`: the weights of a file that anyone wrote, in a model."""
+
+import os
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from accelfn.base.arguments import as_path
+from accelfn.base.calling import called
+from accelfn.weights.empty import Source, built
+from accelfn.weights.placing import Incoming, fill, placement
+from accelfn.weights.shards import shards_at
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@called
+def import_model(
+    model: Source[M],
+    source: str | os.PathLike[str],
+    *,
+    device_map: Mapping[str, torch.device | str | int] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> M:
+    """Give a model the weights that safetensors files hold, and return it.
+
+    Reads what `export_model`, `save_pretrained` of Hugging Face libraries and Accelerate's
+    `save_model` write. Nothing is communicated: each rank imports for itself.
+
+    Args:
+        model: is changed. It may be on the meta device: then its tensors are made as they are
+            read. Or a factory, such as `lambda: Net(...)`, which is run with its parameters
+            on meta. Tied parameters stay tied, whichever of their names a file has.
+        source: a `.safetensors` file, a folder with `model.safetensors` or with
+            `model.safetensors.index.json`, or such an index.
+        device_map: the device of each module, by the beginning of its name, `""` for all; the
+            longest counts. What none names stays where it is; from meta it goes to the CPU.
+        dtype: of the floating-point tensors; default the model's own. All others are never
+            converted.
+        strict: False only warns about names that are missing or unexpected.
+
+    Law: a state's `export_model`, imported into its model, gives its evaluated parameters and
+    its buffers, bitwise; so does one imported into its factory.
+
+    Cost: one reading, a tensor at a time: beside the model there is never more than one
+    tensor, or two while it is converted. A factory takes memory for one parameter at a time.
+
+    Raises:
+        CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that
+            are not floating-point; no file is there. The model is as it was.
+        CheckpointCorruptError: a file or index is cut off, or something else.
+        ModelError: a buffer on the meta device is in no file, for it is not persistent, and
+            the model is none of Transformers, whose buffers are made again.
+        ArgumentError: a device, module or dtype is none.
+    """
+    path = as_path("af.import_model(model, source)", source, "a file or folder")
+    module = built("af.import_model", model)
+    place = placement("af.import_model", module, device_map, dtype)
+    shards = shards_at(path)
+    incoming = Incoming(str(source), shards.tensors(), shards.read)
+    fill(module, incoming, place, strict=strict)
+    return module
