@@ -16,7 +16,7 @@ from accelfn.errors import Warning as AdviceWarning
 if TYPE_CHECKING:
     from types import FrameType
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def advise(message: str) -> None:

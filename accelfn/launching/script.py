@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from accelfn.launching.agent import Ended
 
-_WORKER = str(Path(__file__).parents[1] / "worker.py")
+_WORKER = str(Path(__file__).with_name("worker.py"))
 _ALONE = "the ranks of one machine talk on its loopback"
 
 

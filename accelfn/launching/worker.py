@@ -41,7 +41,7 @@ ASKS_WHERE = signal.SIGRTMAX
 # Asks Linux for a signal when the parent of this process ends.
 _PR_SET_PDEATHSIG = 1
 # What leads to the code of a user: a script, or a function given to `af.launch`.
-LEADS = __file__, os.path.join(os.path.dirname(__file__), "launching", "rank.py")  # noqa: PTH118, PTH120
+LEADS = __file__, os.path.join(os.path.dirname(__file__), "rank.py")  # noqa: PTH118, PTH120
 
 
 def main() -> int:

@@ -146,12 +146,17 @@ def test_a_tree_of_a_dtype_is_one_collective(
 
 @given(size=sizes, flags=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_booleans_are_counted_and_combined(size: int, flags: list[bool]) -> None:
-    """A sum counts them; the greatest is "any", the least is "all"; flags agree with them."""
+    """A sum counts them; the greatest is "any", the least is "all"; flags agree with them.
+
+    A count is an integer; whatever else booleans make is a boolean.
+    """
     mine = flags[:size]
 
     def fn(world: af.World) -> tuple[Any, ...]:
         flag = torch.tensor(flags[world.rank])
-        found = [af.reduce(flag, world, op).item() for op in ("sum", "max", "min")]
+        tensors = [af.reduce(flag, world, op) for op in ("sum", "max", "min")]
+        assert [each.dtype for each in tensors] == [torch.int64, torch.bool, torch.bool]
+        found = [each.item() for each in tensors]
         own = flags[world.rank]
         return (*found, af.any_rank(own, world), af.all_ranks(own, world))
 

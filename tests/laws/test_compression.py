@@ -235,11 +235,23 @@ def sums_of(world: af.World, run: Run, setup: af.chain) -> tuple[Found, Found, F
     for _, batch in zip(range(run.updates), af.batches(state), strict=False):
         _, grads = compute(state, batch, sync=False)
         grads = af.sync_grads(state, grads)
+        scale = 1.0 if grads.loss_scale is None else float(grads.loss_scale)
         for name, total in grads.tensors.items():
-            true[name] += total / grads.denominator
+            true[name] += total / grads.denominator / scale
         state, _ = step(state, batch)
     applied = {name: (first[name] - p) / 0.125 for name, p in state.params.items()}
     return true, applied, dict(state.slots["compress"]["error"])
+
+
+@transform
+class Rescaled:
+    """Scale losses by another power of 2 at each update, as fp16 does after an overflow."""
+
+    exponents: tuple[int, ...]
+
+    def loss_scale(self, state: af.TrainState, slot: None) -> torch.Tensor:
+        exponent = self.exponents[state.num_tried % len(self.exponents)]
+        return torch.tensor(2.0**exponent)
 
 
 @given(
@@ -247,13 +259,22 @@ def sums_of(world: af.World, run: Run, setup: af.chain) -> tuple[Found, Found, F
     size=SIZES,
     start=st.integers(0, 2),
     parts=st.integers(1, 3),
+    scales=st.none() | st.lists(st.integers(-8, 8), min_size=4, max_size=4),
 )
 def test_what_is_left_out_is_not_lost(
-    run: Run, size: int, start: int, parts: int
+    run: Run, size: int, start: int, parts: int, scales: list[int] | None
 ) -> None:
-    """What was applied, and the ranks' mean of what is left, add up to the true gradients."""
+    """What was applied, and the ranks' mean of what is left, add up to the true gradients.
+
+    Losses may be scaled, by another factor at each update.
+    """
     optimizer = functools.partial(torch.optim.SGD, lr=0.125)
-    setup = af.chain(DDP, low_rank(1, start), af.accumulate(num_micro_batches=parts))
+    setup = af.chain(
+        DDP,
+        low_rank(1, start),
+        af.accumulate(num_micro_batches=parts),
+        None if scales is None else Rescaled(tuple(scales)),
+    )
 
     def train(world: af.World) -> tuple[Found, Found, Found]:
         with_rate = Rated(**attrs.asdict(run, recurse=False), factory=optimizer)

@@ -327,6 +327,29 @@ def test_a_count_of_0_weighs_nothing(counts: list[int]) -> None:
         assert torch.allclose(moved, mean * factor, atol=1e-5)
 
 
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 8192.0, 3.0]), min_size=1, max_size=5)
+)
+def test_an_update_of_no_weight_tells_fp16_nothing(weights: list[float]) -> None:
+    """Where nothing counts, the unit of losses stays; so does what is trained beside it."""
+
+    def total(model: nn.Module, weight: float) -> af.Loss:
+        return af.Loss(loss_fn(model, batch()) * weight, weight)
+
+    def train(weights: list[float]) -> af.TrainState:
+        state, step = create(af.autocast("fp16")), af.make_step(total)
+        for weight in weights:
+            state, _ = step(state, weight)
+        return state
+
+    found = train(weights)
+    expected = train([weight for weight in weights if weight])
+    assert found.slots["autocast"]["unit"] == expected.slots["autocast"]["unit"]
+    assert found.num_skipped == expected.num_skipped
+    for name, param in expected.params.items():
+        assert torch.equal(found.params[name], param)
+
+
 def large() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
 

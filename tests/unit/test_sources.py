@@ -84,6 +84,26 @@ class Doubled(Subset):
         return [self[index] for index in indices]
 
 
+class Many:
+    """Has all its items at once."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return X[index]
+
+    def __getitems__(self, indices):
+        return list(X[indices])
+
+
+class OneByOne(Many):
+    """Changes items of such a one, and says nothing of many."""
+
+    def __getitem__(self, index):
+        return 2 * super().__getitem__(index)
+
+
 class HandsOn:
     """Changes items of a dataset, and has all else of it."""
 
@@ -113,6 +133,8 @@ KINDS = {
         lambda i: X[i],
     ),
     "Subset with items of its own": (Doubled(X, range(10)), lambda i: 2 * X[i]),
+    "many at once": (Many(), lambda i: X[i]),
+    "items of its own, of one that has many at once": (OneByOne(), lambda i: 2 * X[i]),
     "Subset of such a one": (
         Subset(Doubled(list(X), range(9, -1, -1)), range(9, -1, -1)),
         lambda i: 2 * X[i],
