@@ -105,7 +105,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
     accelfn's own records, a state among them, are leaves.
     """
-    if kind.__module__.partition(".")[0] == __package__:
+    if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return ()
     if attrs.has(kind):
         return tuple(each.name for each in attrs.fields(kind))

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from torch.utils.data import Subset
 
 from accelfn.base import tree
 from accelfn.collectives import all_gather, first_difference, gather_text
+from accelfn.data.described import Described
+from accelfn.data.epoch import epoch_of
 from accelfn.data.fetch import nothing
 from accelfn.data.fingerprint import bytes_of, form_of, places_of, sample_at
 from accelfn.data.mixed import Joined
@@ -30,9 +32,6 @@ from accelfn.data.sources import Items, Rows, Source
 from accelfn.data.zipped import Zipped
 from accelfn.errors import ReplicaMismatchError
 from accelfn.world import World
-
-if TYPE_CHECKING:
-    from accelfn.data.dataset import Data
 
 _BYTES = 1 << 22
 """As much of a dataset made of tensors is compared."""
@@ -77,7 +76,7 @@ class Looks:
             self._reads.append(dict(_looked_at(self._source, "")))
 
 
-def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
+def check_alike(data: Described, looks: Looks | None, world: World) -> None:
     """Raise unless all ranks hold the same samples in the same order, and batch them alike.
 
     Data that name themselves, `fingerprint=`, are compared by name; streams by how they are
@@ -118,17 +117,17 @@ def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
         raise ReplicaMismatchError(msg)
 
 
-def are_alike(data: "Data", world: World) -> bool:
+def are_alike(data: Described, looks: Looks | None, world: World) -> bool:
     """Return whether all ranks are seen to hold the same samples; of streams nothing is.
 
     Cost: as `check_alike` where ranks agree.
     """
-    form, looks = _form(data, data.looks)
+    form, looks = _form(data, looks)
     alike = _are_told_alike(form, looks, world)
     return alike and (looks is not None or data.fingerprint is not None)
 
 
-def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
+def _form(data: Described, looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
     """Return how data is batched, and its name if it has one, instead of its looks."""
     form = {f"data, {name}": str(each) for name, each in form_of(data).items()}
     form |= {"data, sharded": str(data.sharded), "data, dispatch": str(data.dispatch)}
@@ -144,12 +143,12 @@ def _are_told_alike(form: dict[str, str], looks: Looks | None, world: World) -> 
     return len({int(each) for each in all_gather(told, world, label=_LABEL)}) == 1
 
 
-def order_told(data: "Data", seed: int) -> dict[str, str]:
+def order_told(data: Described, seed: int) -> dict[str, str]:
     """Return a digest of the first epoch's order, where more than the seed decides it."""
     pure = type(data.ordering) in (Sequential, Shuffled)
     if data.is_stream or (pure and isinstance(data.batch_size, int)):
         return {}
-    epoch = data.epoch(seed=seed)
+    epoch = epoch_of(data, seed=seed, number=0)
     order = epoch.order(_spaced(epoch.num_samples, _INDICES))
     spans = np.array(list(islice(epoch.cut.spans(0), _INDICES)))
     found = _digest(order.tobytes() + spans.tobytes()).hex()

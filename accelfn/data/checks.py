@@ -2,7 +2,7 @@
 """What `Data` refuses, as it is made."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
@@ -10,13 +10,11 @@ from accelfn.base.arguments import integer, is_integer, is_number
 from accelfn.data.budget import budget
 from accelfn.data.cursor import Cursor
 from accelfn.data.cut import REMAINDERS, Cut
+from accelfn.data.described import Described
 from accelfn.data.length import promised_length
 from accelfn.data.orders.samplers import refuse_distributed
 from accelfn.data.stream import stateless
 from accelfn.errors import ArgumentError, BatchError, DataError
-
-if TYPE_CHECKING:
-    from accelfn.data.dataset import Data
 
 _STREAMS_ONLY = ("sharded", "dispatch", "replay")
 _MOST_WORKERS = 4096
@@ -77,7 +75,7 @@ def is_order(value: Any) -> bool:
     return hasattr(value, "of_epoch") and hasattr(value, "num_samples")
 
 
-def check_options(data: "Data") -> None:
+def check_options(data: Described) -> None:
     """Refuse options that cannot be together, whatever the dataset."""
     if data.collate is not None and not callable(data.collate):
         msg = f"af.Data(collate={data.collate!r}): expected a function."
@@ -90,7 +88,7 @@ def check_options(data: "Data") -> None:
     _check_batching(data)
 
 
-def check_indexed(data: "Data") -> None:
+def check_indexed(data: Described) -> None:
     """Refuse what does not go with a dataset that is read by index."""
     given = [name for name in _STREAMS_ONLY if getattr(data, name)]
     if given:
@@ -126,7 +124,7 @@ def _check_loader(dataset: Any) -> None:
         raise ArgumentError(msg)
 
 
-def _check_order(data: "Data") -> None:
+def _check_order(data: Described) -> None:
     order: Any = data.order
     is_uncalled = isinstance(order, type) and is_order(order)  # orders.weighted
     if order is None or ((callable(order) or is_order(order)) and not is_uncalled):
@@ -139,7 +137,7 @@ def _check_order(data: "Data") -> None:
     raise ArgumentError(msg)
 
 
-def _check_batching(data: "Data") -> None:
+def _check_batching(data: Described) -> None:
     if (data.batch_size is None) == (data.batch_sampler is None):
         neither = data.batch_size is None
         given = (
@@ -179,7 +177,7 @@ def _check_batching(data: "Data") -> None:
         raise ArgumentError(msg)
 
 
-def check_stream(data: "Data") -> None:
+def check_stream(data: Described) -> None:
     """Refuse what does not go with a stream."""
     kind = type(data.dataset).__name__
     if isinstance(data.dataset, (set, frozenset)):
@@ -227,7 +225,7 @@ def check_sample(start: Cursor, cut: Cut) -> None:
         raise BatchError(msg)
 
 
-def check_stream_start(data: "Data", start: Cursor) -> None:
+def check_stream_start(data: Described, start: Cursor) -> None:
     """Refuse a cursor at which a stream cannot be put."""
     if start.samples == 0 or start.memory is not None:
         return

@@ -10,6 +10,7 @@ import numpy as np
 from accelfn.base import draws
 from accelfn.data.cursor import Cursor
 from accelfn.data.cut import Cut, EvenCut, Span, UnevenCut
+from accelfn.data.described import Described
 from accelfn.data.orders.order import AtPositions, checked, looked_up
 from accelfn.data.orders.samplers import drawn_once
 from accelfn.data.permutation import Indices, shuffled
@@ -18,7 +19,6 @@ from accelfn.errors import DataError
 
 if TYPE_CHECKING:
     from accelfn.data.budget import budget
-    from accelfn.data.dataset import Data
 
 _FIRST_BLOCK, _BLOCK = 4_096, 65_536
 """Positions whose order is computed at once: few at first, so that a start is quick."""
@@ -64,7 +64,7 @@ class Epoch:
         )
 
 
-def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
+def epoch_of(data: Described, *, seed: int, number: int) -> Epoch:
     """Return one pass over the data, for a state of a seed."""
     key, n = draws.key(seed, "data", number), len(data.source)
     if data.batch_sampler is not None:

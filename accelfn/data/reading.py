@@ -2,14 +2,14 @@
 """Which reader reads a dataset: by index or as a stream, here or in other processes."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import attrs
 from torch.utils.data import default_collate
 
 from accelfn.data.cursor import Cursor
+from accelfn.data.described import Described
 from accelfn.data.dispatch import read_dispatched
-from accelfn.data.epoch import Portion, portions
+from accelfn.data.epoch import Portion, epoch_of, portions
 from accelfn.data.fetch import Fetch
 from accelfn.data.plan import Plan
 from accelfn.data.read import Pair, in_workers, read_ahead, read_here
@@ -17,9 +17,6 @@ from accelfn.data.sharded import Sharded
 from accelfn.data.stream import Share, Stream, read_stream, say_cost
 from accelfn.data.workers import Place, say_too_many
 from accelfn.world import World
-
-if TYPE_CHECKING:
-    from accelfn.data.dataset import Data
 
 
 @attrs.frozen(kw_only=True)
@@ -43,7 +40,7 @@ class Reading:
     update: int = 0
 
 
-def pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
+def pairs_of(data: Described, reading: Reading) -> Iterator[Pair]:
     """Yield what this rank takes of each update, and its values, on the CPU."""
     if reading.world.is_main:
         say_too_many(data.num_workers)
@@ -61,15 +58,15 @@ def pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
     )
 
 
-def _portions(data: "Data", reading: Reading) -> Iterator[Portion]:
+def _portions(data: Described, reading: Reading) -> Iterator[Portion]:
     start, epochs = reading.start, reading.epochs
     while epochs is None or start.epoch < epochs:
-        epoch = data.epoch(seed=reading.seed, number=start.epoch)
+        epoch = epoch_of(data, seed=reading.seed, number=start.epoch)
         yield from portions(epoch, reading.plan, start)
         start = Cursor(start.epoch + 1)
 
 
-def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
+def _stream_pairs(data: Described, reading: Reading) -> Iterator[Pair]:
     collate = data.collate or default_collate
     plan, start, epochs = reading.plan, reading.start, reading.epochs
     if data.sharded:

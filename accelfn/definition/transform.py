@@ -11,10 +11,10 @@ import math
 import re
 from collections.abc import Iterator
 from typing import (
-    TYPE_CHECKING,
     Any,
     NoReturn,
     Protocol,
+    Self,
     TypeVar,
     cast,
     dataclass_transform,
@@ -29,10 +29,23 @@ from accelfn.definition.fields import FIELDS, check_fields, has_field
 from accelfn.definition.slots import is_slot_name
 from accelfn.errors import ArgumentError, CallError, CompositionError
 
-if TYPE_CHECKING:
-    from accelfn.state.state import TrainState
-
 T = TypeVar("T")
+
+
+class Trained(Protocol):
+    """What a transform is applied to: a state, which says how it is trained."""
+
+    @property
+    def setup(self) -> "chain":
+        """The transforms that it is trained by."""
+        ...
+
+    def with_setup(self, setup: "chain", /) -> Self:
+        """Return the same, trained by others."""
+        ...
+
+
+State = TypeVar("State", bound=Trained)
 
 
 class Transform(Protocol):
@@ -47,7 +60,7 @@ class Transform(Protocol):
         """What the transform's slot is called; unique in a chain."""
         ...
 
-    def __call__(self, state: "TrainState") -> "TrainState":
+    def __call__(self, state: State) -> State:
         """Return the state with this transform added to its setup."""
         ...
 
@@ -137,7 +150,7 @@ def _keyword_only(
     ]
 
 
-def _apply(self: Transform, state: "TrainState") -> "TrainState":
+def _apply(self: Transform, state: State) -> State:
     """Return the state with this transform added to its setup; `state` is unchanged."""
     if not hasattr(state, "with_setup"):
         msg = f"{self!r}({state!r}): a transform is applied to a TrainState."
@@ -219,7 +232,7 @@ class chain:
         """The name of a chain, which has no slot of its own."""
         return "chain"
 
-    def __call__(self, state: "TrainState") -> "TrainState":
+    def __call__(self, state: State) -> State:
         """Return the state with these transforms added to its setup, in order."""
         return _apply(self, state) if self.transforms else state
 

@@ -46,7 +46,7 @@ def check_definitions(state: TrainState) -> None:
     if definition.plan.num_shares > 1:
         check_alike(data, data.looks, state.world)
     else:
-        definition.cache[SAME_DATA] = are_alike(data, state.world)
+        definition.cache[SAME_DATA] = are_alike(data, data.looks, state.world)
 
 
 def _rows(state: TrainState) -> dict[str, str]:

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,14 +11,12 @@ from accelfn.base.arguments import is_number
 from accelfn.definition.fields import check_returned
 from accelfn.errors import OptimizerError
 from accelfn.schedules.advice import advise_of_end
+from accelfn.state.moment import Moment
 from accelfn.state.shared_draws import shared_draws
 from accelfn.structure.prototype import STRUCTURE, Assignments, Hyper
 
-if TYPE_CHECKING:
-    from accelfn.state.state import TrainState
 
-
-def hyper_of(state: "TrainState", slots: Mapping[str, Any]) -> Hyper:
+def hyper_of(state: Moment, slots: Mapping[str, Any]) -> Hyper:
     """Return what the transforms set for a state's next update; the last one has the say."""
     hyper: dict[Any, Any] = {}
     owners = state.definition.setup.having("hyper")
@@ -35,9 +33,7 @@ def hyper_of(state: "TrainState", slots: Mapping[str, Any]) -> Hyper:
     return hyper
 
 
-def planned_for(
-    state: "TrainState", slots: Mapping[str, Any]
-) -> tuple[Assignments, Hyper]:
+def planned_for(state: Moment, slots: Mapping[str, Any]) -> tuple[Assignments, Hyper]:
     """Return what the schedule and the transforms set for the update that is taken now."""
     planned, hyper = scheduled(state), hyper_of(state, slots)
     rate = planned.get((0, "lr"))
@@ -47,7 +43,7 @@ def planned_for(
     return planned, hyper
 
 
-def _notice_end(state: "TrainState", hyper: Hyper) -> None:
+def _notice_end(state: Moment, hyper: Hyper) -> None:
     """Warn of a schedule that is over, unless transforms set rates."""
     definition = state.definition
     sets = {where if isinstance(where, str) else where[-1] for where in hyper}
@@ -55,21 +51,19 @@ def _notice_end(state: "TrainState", hyper: Hyper) -> None:
         advise_of_end(definition.rates, state.step, definition.cache)
 
 
-def scheduled(state: "TrainState") -> Assignments:
+def scheduled(state: Moment) -> Assignments:
     """Return what the schedule sets for a state's next update."""
     rates = state.definition.rates
     return {} if rates is None else rates(state.step)
 
 
-def of_next_update(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
+def of_next_update(state: Moment, slots: Mapping[str, Any]) -> Assignments:
     """Return all that is set for a state's next update; the rest is the optimizer's own."""
     groups = state.definition.optimizer.param_groups
     return assigned(groups, scheduled(state), hyper_of(state, slots))
 
 
-def rates_of_next_update(
-    state: "TrainState", slots: Mapping[str, Any]
-) -> tuple[float, ...]:
+def rates_of_next_update(state: Moment, slots: Mapping[str, Any]) -> tuple[float, ...]:
     """Return the learning rate of each parameter group in a state's next update."""
     now, groups = of_next_update(state, slots), state.definition.optimizer.param_groups
     return tuple(float(now.get((i, "lr"), g["lr"])) for i, g in enumerate(groups))

@@ -3,18 +3,16 @@
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelfn.base import draws
-
-if TYPE_CHECKING:
-    from accelfn.state.state import TrainState
+from accelfn.state.moment import Moment
 
 _NO_DRAWS = nullcontext()
 
 
 def shared_draws(
-    state: "TrainState", purpose: str, owners: Iterable[Any]
+    state: Moment, purpose: str, owners: Iterable[Any]
 ) -> AbstractContextManager[None]:
     """Return a context in which draws are the same on all ranks.
 

@@ -18,6 +18,7 @@ from accelfn.testing.comparing.loops import Agreement, compare_loops, quantities
 from accelfn.testing.comparing.snapshot import assert_collectives
 from accelfn.testing.comparing.states import assert_states_equal
 from accelfn.testing.processes.run import RankError, run_processes
+from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.exchange import Entry
 from accelfn.testing.simulation.faults import (
     Corrupt,
@@ -29,7 +30,7 @@ from accelfn.testing.simulation.faults import (
     Stall,
     Terminate,
 )
-from accelfn.testing.simulation.simulate import Run, simulate
+from accelfn.testing.simulation.plan import Run
 
 __all__ = [
     "Agreement",

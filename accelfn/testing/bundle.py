@@ -23,7 +23,7 @@ from accelfn.data import Batch
 from accelfn.data.cursor import Cursor
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
 from accelfn.testing.checking.subject import leaves
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
 Step: TypeAlias = Callable[..., tuple[Any, Any]]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from pytest_accelfn import register_profiles
 
+from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.exchange import Entry
-from accelfn.testing.simulation.simulate import simulate
 from accelfn.world import World
 
 __all__ = ["on_ranks", "register_profiles"]

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from accelfn.world.roll_call import RollCall
-    from accelfn.world.world import World
-
-
-LEFT = "left"
-"""What becomes of a rank whose world is closed, and nothing was wrong."""
 
 
 class Connection:
@@ -33,9 +28,9 @@ class Connection:
     and `trail` what it did before, for errors and the logs of simulations, which compare the
     `structure` of trees too, where the connection `tells_structure`; what a rank says there
     is compared with what others `say` of the same, without a collective. While `is_lent`, a branch
-    of this world is in use, and the world itself must not be; `make_branch` makes one where
-    torch cannot. By `roll_call`, which a world of `from_env` has, ranks tell each other how
-    they ended.
+    of this world is in use, and the world itself must not be; `make_branch` makes one of a world
+    where torch cannot, and what closes it. By `roll_call`, which a world of `from_env` has,
+    ranks tell each other how they ended.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -46,7 +41,7 @@ class Connection:
         self.group = group
         self.is_closed = False
         self.is_lent = False
-        self.make_branch: Callable[[World], tuple[World, Callable[[], None]]] | None
+        self.make_branch: Callable[[Any], tuple[Any, Callable[[], None]]] | None
         self.make_branch = None
         self.roll_call: RollCall | None = None
         self.label: str | None = None

@@ -14,8 +14,8 @@ from contextlib import suppress
 import torch.distributed as dist
 from attrs import asdict, frozen
 
-from accelfn.world.connection import LEFT
-
+LEFT = "left"
+"""What becomes of a rank whose world is closed, and nothing was wrong."""
 _LOOKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
 """Seconds: a store at which nobody is at home may keep its caller for ever."""

@@ -21,7 +21,8 @@ from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.world.connection import LEFT, Connection
+from accelfn.world.connection import Connection
+from accelfn.world.roll_call import LEFT
 
 _SETTLES = 0.05
 """Seconds: on a busy machine, until each thread has had its turn."""

@@ -14,7 +14,7 @@ import torch
 import accelfn as af
 from accelfn.errors import SimulationError
 from accelfn.testing.bundle import crash_bundles, replay
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from tests.waiting import HANGS
 
 SETUP = af.chain(

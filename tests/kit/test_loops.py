@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing.comparing.loops import compare_loops, quantities
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 
 Loop = Callable[[], Iterator[dict[str, object]]]
 

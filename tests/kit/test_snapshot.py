@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing.comparing.snapshot import assert_collectives
+from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.exchange import Entry
-from accelfn.testing.simulation.simulate import Run, simulate
+from accelfn.testing.simulation.plan import Run
 from tests import strategies
 from tests.strategies import runs
 

@@ -47,7 +47,7 @@ def takers() -> set[str]:
                     inner = f"{name}.{child.name}{'()' * function}"
                 match child:
                     case ast.Call(
-                        func=ast.Attribute(value=ast.Name("streams"), attr=attr)
+                        func=ast.Attribute(value=ast.Name("draws"), attr=attr)
                     ) if attr in TAKES:
                         found.add(name.removesuffix("()"))
                 pending.append((inner, child))

@@ -62,7 +62,7 @@ MUTANTS = [
         law="L6",
         test=test_shared_work.test_ranks_that_do_the_same_work_are_told,
         place=agreement.check_definitions,
-        old="= are_alike(data, state.world)",
+        old="= are_alike(data, data.looks, state.world)",
         new="= False",
     ),
     Mutant(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import LawError
+from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.faults import Raise
-from accelfn.testing.simulation.simulate import simulate
 from tests.ranks import programs
 from tests.ranks import programs_of_collectives as collectives
 from tests.ranks import programs_of_differences as differences

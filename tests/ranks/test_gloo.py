@@ -23,8 +23,8 @@ from accelfn.errors import (
     DefaultGroupError,
     RankCrashedError,
 )
+from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.faults import Crash, Fault
-from accelfn.testing.simulation.simulate import simulate
 from tests.ranks import programs_of_mistakes as mistakes
 from tests.ranks.fresh_processes import Outcome, outcomes
 from tests.ranks.programs_of_mistakes import Differ, Meet, Reduce, Split

@@ -86,7 +86,12 @@ def test_a_rank_whose_launcher_is_gone_does_not_begin(tmp_path: Path) -> None:
     """One that is started as its launcher is killed ends before the script's first line."""
     script = tmp_path / "writes.py"
     script.write_text("open('written', 'w')")
-    words = [sys.executable, PACKAGE / "worker.py", str(os.getpid() + 1), script]
+    words = [
+        sys.executable,
+        PACKAGE / "launching" / "worker.py",
+        str(os.getpid() + 1),
+        script,
+    ]
     done = subprocess.run(words, cwd=tmp_path, check=False)
     assert done.returncode == -signal.SIGTERM
     assert not (tmp_path / "written").exists()

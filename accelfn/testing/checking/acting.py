@@ -14,7 +14,7 @@ from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.watching import subclassed
 from accelfn.testing.comparing.differences import leaves
 from accelfn.testing.comparing.entries import entries, first_difference, kept
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
 Acted: TypeAlias = dict[str, set[int]]

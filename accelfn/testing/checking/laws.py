@@ -15,7 +15,7 @@ import torch
 
 from accelfn.testing.checking.subject import History, Subject
 from accelfn.testing.comparing.entries import first_difference
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
 Law: TypeAlias = Callable[[Subject], str | None]

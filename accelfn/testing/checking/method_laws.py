@@ -27,7 +27,7 @@ from accelfn.testing.checking.reducing import held_to_mean
 from accelfn.testing.checking.subject import Subject, held
 from accelfn.testing.checking.watching import Seen, subclassed, watched
 from accelfn.testing.comparing.entries import first_difference
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from accelfn.transforms.accumulate import accumulate
 from accelfn.world import World
 

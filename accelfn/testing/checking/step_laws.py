@@ -13,7 +13,7 @@ from accelfn.loop.batches import batches as batches_of
 from accelfn.state.state import TrainState
 from accelfn.testing.checking.laws import COMMON, Law, first_broken
 from accelfn.testing.checking.subject import States, Subject, leaves
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
 Step: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]

@@ -12,7 +12,7 @@ from accelfn.base import tree
 from accelfn.checkpoint import load, save
 from accelfn.state.state import TrainState
 from accelfn.testing.comparing.entries import entries
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
 History: TypeAlias = list[Mapping[str, Any]]

@@ -24,7 +24,7 @@ from accelfn.step.apply_grads import finalize
 from accelfn.step.make_step import Step, make_step
 from accelfn.structure.prototype import OptimizerSource
 from accelfn.testing.comparing.differences import Comparison, Difference, listed
-from accelfn.testing.simulation.simulate import simulate
+from accelfn.testing.simulate import simulate
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data
 from accelfn.world import World

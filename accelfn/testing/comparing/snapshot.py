@@ -15,7 +15,7 @@ from typing import Any
 
 from accelfn.errors import ArgumentError, LawError
 from accelfn.testing.simulation.exchange import Entry
-from accelfn.testing.simulation.simulate import Run
+from accelfn.testing.simulation.plan import Run
 
 
 def assert_collectives(

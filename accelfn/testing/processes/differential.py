@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -23,10 +23,8 @@ from accelfn.testing.comparing.states import SAVED
 from accelfn.testing.processes.rank import packed
 from accelfn.testing.processes.run import RankError, run_processes
 from accelfn.testing.simulation.ambient import seed_rank
+from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.world import World
-
-if TYPE_CHECKING:
-    from accelfn.testing.simulation.simulate import Plan, Run
 
 _SECONDS = 600.0
 _BITWISE = Comparison(
@@ -37,7 +35,7 @@ _PLAIN = frozenset({*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device
 _KEYS = frozenset({bool, int, str, bytes, type(None)})
 
 
-def check_comparable(plan: "Plan") -> None:
+def check_comparable(plan: Plan) -> None:
     """Refuse, before anything runs, a run that real processes cannot repeat.
 
     A schedule is not refused: results must not depend on it, so processes may have theirs.
@@ -58,7 +56,7 @@ def check_comparable(plan: "Plan") -> None:
         raise ArgumentError(msg) from error
 
 
-def compare_with_processes(plan: "Plan", run: "Run[Any]") -> None:
+def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
     """Run the same on real processes joined by Gloo, and compare each rank's result.
 
     Compared are trees of dicts, lists, tuples, sets, attrs records and dataclasses: their

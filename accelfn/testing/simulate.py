@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`simulate`: a distributed program on N ranks in one process, the same every time."""
+
+from collections.abc import Callable, Iterable
+from typing import (
+    Any,
+    Literal,
+    TypeVar,
+)
+
+from accelfn.errors import ArgumentError
+from accelfn.testing.simulation.faults import Fault
+from accelfn.testing.simulation.plan import Plan, Run
+from accelfn.testing.simulation.ranks import simulated
+from accelfn.testing.simulation.sums import Sums
+from accelfn.world import World
+
+T = TypeVar("T")
+
+
+def simulate(
+    size: int,
+    fn: Callable[[World], T],
+    *,
+    schedule: Iterable[int] | None = None,
+    faults: Iterable[Fault] = (),
+    sums: Sums = "ranks",
+    seed: int = 0,
+    also: Literal["processes"] | None = None,
+) -> Run[T]:
+    """Run `fn(world)` on every rank of a simulated world, in this process.
+
+    Each rank is a thread, of which one runs at a time; the turn passes only where a rank
+    waits in a collective. Collectives are carried out in memory, under torch's own
+    DistributedDataParallel and all else that takes a process group explicitly. Each rank
+    has torch, numpy and Python random generators of its own; the process has its own back
+    afterwards. Worlds nest; those of several threads take turns.
+
+    Args:
+        size: the number of ranks.
+        fn: what each rank does; it gets its `World`.
+        schedule: which of the ranks that can go on does, each time one waits: indices,
+            counted from the rank whose turn it was. When they end, and by default, the
+            first.
+        faults: what goes wrong, and where: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
+            `Terminate`. Those that found no place to happen are in `Run.missed`.
+        sums: in which order what is reduced is added up, on which the last bits of a float
+            depend: "ranks", from the first to the last; "ring", each piece of a buffer from
+            another rank on, as Gloo and NCCL do; "tree", by pairs. On 2 ranks all are one.
+        seed: of the ranks' random generators; each rank draws its own.
+        also: "processes" runs the same on real processes joined by Gloo, and compares the
+            results bit by bit. `fn` must then be importable.
+
+    Raises:
+        CollectiveMismatchError: ranks met in different collectives; a table says which.
+        DeadlockError: ranks wait for what no rank will do.
+        RankCrashedError: a rank crashed, as was planned.
+        Exception: what a rank raised first, with a note on how to repeat the run.
+
+    Law: the results and the log depend on the arguments alone. The results do not depend on
+    `schedule` if ranks share no memory, receive from no "any rank" and do not ask whether
+    an asynchronous call is completed.
+
+    Cost: on two cores, 0.1 ms a collective on 2 ranks, and no sockets; see the benchmarks.
+    That is where torch computes in one thread: ranks then share a core, and so do processes
+    that they start, of which a DataLoader warns. In several threads it is twice that.
+
+    Limits: no real network, no streams of a device, no two ranks at once, no sub-groups.
+    The future of a collective is done when it is asked for. A thread that a rank starts is
+    none of its world. A rank that loops without a collective is stopped by an interrupt only.
+
+    Example:
+        >>> import accelfn as af
+        >>> from accelfn.testing import simulate
+        >>> simulate(2, lambda world: world.rank).results
+        (0, 1)
+    """
+    plan = Plan(size, fn, schedule, faults, sums, seed)
+    if also not in (None, "processes"):
+        msg = f'simulate(also={also!r}): expected "processes" or None.'
+        raise ArgumentError(msg)
+    return simulated(plan) if also is None else _compared(plan)
+
+
+def _compared(plan: Plan) -> Run[Any]:
+    """Run, and compare with real processes."""
+    # here, since few runs ask for it, and it brings all that starting processes needs
+    from accelfn.testing.processes import differential  # noqa: PLC0415
+
+    differential.check_comparable(plan)
+    run = simulated(plan)
+    differential.compare_with_processes(plan, run)
+    return run

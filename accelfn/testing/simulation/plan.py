@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated run as a value: what was asked for, and what it gave."""
+
+from collections.abc import Callable, Sequence
+from typing import (
+    Any,
+    Generic,
+    TypeVar,
+    get_args,
+    overload,
+)
+
+import attrs
+
+from accelfn.errors import ArgumentError
+from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.faults import Fault
+from accelfn.testing.simulation.sums import Sums
+from accelfn.world import World
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Run(Sequence[T], Generic[T]):
+    """What a simulated run gave: a sequence of each rank's result.
+
+    Attributes:
+        results: what each rank's function returned; None of a rank that left early.
+        log: every collective in the order in which they were completed.
+        clock: the virtual seconds that passed; only stalls take time.
+        missed: the faults that were planned and found no place to happen.
+    """
+
+    results: tuple[T, ...]
+    log: tuple[Entry, ...] = attrs.field(repr=False)
+    clock: float = 0.0
+    missed: tuple[Fault, ...] = ()
+
+    @overload
+    def __getitem__(self, rank: int) -> T: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, rank: int | slice) -> T | tuple[T, ...]:
+        """Return a rank's result."""
+        return self.results[rank]
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self.results)
+
+
+@attrs.frozen
+class Plan:
+    """The arguments of a run, checked, so that an error can say how to repeat it."""
+
+    size: int
+    fn: Callable[[World], Any]
+    schedule: tuple[int, ...] = attrs.field(
+        default=(), converter=lambda choices: tuple(choices or ())
+    )
+    faults: tuple[Fault, ...] = attrs.field(default=(), converter=tuple)
+    sums: Sums = "ranks"
+    seed: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what no world can be."""
+        size = self.size
+        if not _is_integer(size) or size < 1:
+            msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
+            raise ArgumentError(msg)
+        if not callable(self.fn):
+            msg = f"simulate({size}, {self.fn!r}): expected a function of a World."
+            raise ArgumentError(msg)
+        if not all(_is_integer(each) and each >= 0 for each in self.schedule):
+            msg = f"simulate(schedule={self.schedule}): expected integers, 0 or more."
+            raise ArgumentError(msg)
+        if not _is_integer(self.seed):
+            msg = f"simulate(seed={self.seed!r}): expected an integer."
+            raise ArgumentError(msg)
+        if self.sums not in get_args(Sums):
+            known = ", ".join(map(repr, get_args(Sums)))
+            msg = f"simulate(sums={self.sums!r}): expected one of {known}."
+            raise ArgumentError(msg)
+        for fault in self.faults:
+            if not isinstance(fault, get_args(Fault)):
+                msg = f"simulate(faults=[{fault!r}]): expected such as Raise(rank=1)."
+                raise ArgumentError(msg)
+            if fault.rank >= size:
+                msg = f"simulate({size}, faults=[{fault!r}]): no such rank."
+                raise ArgumentError(msg)
+
+    def __str__(self) -> str:
+        """Return the call that repeats the run."""
+        name = getattr(self.fn, "__qualname__", None) or repr(self.fn)
+        parts = [str(self.size), name]
+        if self.schedule:
+            parts.append(f"schedule={list(self.schedule)}")
+        if self.faults:
+            parts.append(f"faults={list(self.faults)}")
+        if self.sums != "ranks":
+            parts.append(f"sums={self.sums!r}")
+        if self.seed:
+            parts.append(f"seed={self.seed}")
+        return f"accelfn.testing.simulate({', '.join(parts)})"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
