@@ -10,10 +10,10 @@ from accelfn.errors import (
     SimulationError,
 )
 from accelfn.testing.bundle import crash_bundles, replay
+from accelfn.testing.checking.equivalence import assert_equivalent
 from accelfn.testing.checking.problems import Problem
 from accelfn.testing.checking.step_laws import check_resume, check_step
 from accelfn.testing.checking.transform_laws import check_transform
-from accelfn.testing.comparing.equivalence import assert_equivalent
 from accelfn.testing.comparing.loops import Agreement, compare_loops, quantities
 from accelfn.testing.comparing.snapshot import assert_collectives
 from accelfn.testing.comparing.states import assert_states_equal
