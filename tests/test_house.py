@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package is a house in which a new reader finds a room."""
+
+import re
+
+import pytest
+
+from tests import house
+
+
+def test_the_hall_is_small() -> None:
+    """Beside its rooms the package has four files."""
+    files = {path.name for path in house.PACKAGE.glob("*.py")}
+
+    assert files == {"__init__.py", "__main__.py", "cli.py", "errors.py"}
+
+
+@pytest.mark.parametrize("folder", house.folders(), ids=house.name_of)
+def test_a_room_says_in_one_sentence_what_lives_there(folder: object) -> None:
+    """The docstring of each folder's `__init__` begins with a sentence on one line."""
+    sentence = house.sentence_of(folder)
+
+    assert re.fullmatch(r"[A-Z`][^.]{20,}(\.[^\s.]+[^.]*)*\.", sentence), sentence
+    assert len(sentence) < 100
+
+
+def test_the_page_on_design_is_the_house() -> None:
+    """Its picture and its table are those of the code; `python -m tests.house` writes them."""
+    text = house.PAGE.read_text(encoding="utf-8")
+
+    assert text == house.page(text)
+
+
+@pytest.mark.parametrize("folder", house.folders(), ids=house.name_of)
+def test_the_page_on_design_names_a_room_once(folder: object) -> None:
+    """Each folder has one row."""
+    text = house.PAGE.read_text(encoding="utf-8")
+
+    assert text.count(f"| `{house.name_of(folder)}` |") == 1
+
+
+def test_the_picture_follows_the_contract() -> None:
+    """Every arrow of the picture goes down by the layers of the import contract."""
+    floor = {room: i for i, layer in enumerate(house.layers()) for room in layer}
+    drawn = re.findall(r"^    (\w+) --> (.+)$", house.picture(), re.MULTILINE)
+
+    assert {room for room, _ in drawn} == floor.keys() - {"errors"}
+    assert all(
+        floor[room] < floor[other]
+        for room, others in drawn
+        for other in others.split(" & ")
+    )
