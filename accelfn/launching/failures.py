@@ -112,10 +112,18 @@ class Failure:
 def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failure]:
     """Order failures, given by rank, by time, the consequences last.
 
-    A rank that was stopped, or for which others waited in vain, raised nothing: it comes
-    after those that did, and before those that waited.
+    A rank that has raised before any had ended, and takes its time to leave, failed by
+    itself though the launcher ended it. One that was stopped, or for which others waited in
+    vain, raised nothing: it comes after those that did, and before those that waited.
     """
     noticed = [Failure.from_torch(r, each, watch) for r, each in failures.items()]
+    first = min((each.at for each in noticed if not each.ended_by_us), default=0.0)
+    noticed = [
+        evolve(
+            each, ended_by_us=each.ended_by_us and not (each.error and each.at < first)
+        )
+        for each in noticed
+    ]
     if all(each.lost_peer for each in noticed if not each.ended_by_us):
         noticed = [
             evolve(each, did_not_arrive=each.ended_by_us and not each.error)

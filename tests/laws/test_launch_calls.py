@@ -289,7 +289,7 @@ class End:
 
     Attributes:
         how: "finished", "raised", "lost" a peer, "killed", "exited", "stopped", or "went on"
-            until it was ended.
+            until it was ended; "raised late" is one that had raised and not left when it was.
         at: when, in seconds.
         place: which line raised.
     """
@@ -304,9 +304,8 @@ class End:
 
     @property
     def error(self) -> str:
-        return {"raised": "ValueError: boom", "lost": "PeerFailedError: gone"}.get(
-            self.how, ""
-        )
+        errors = {"lost": "PeerFailedError: gone", "raised": "ValueError: boom"}
+        return errors.get(self.how.removesuffix(" late"), "")
 
     @property
     def traceback(self) -> str:
@@ -335,7 +334,10 @@ class End:
 ENDS = st.builds(
     End,
     how=st.sampled_from(
-        ["finished", "raised", "lost", "lost", "killed", "exited", "stopped", "went on"]
+        [
+            *("finished", "raised", "raised late", "lost", "lost"),
+            *("killed", "exited", "stopped", "went on"),
+        ]
     ),
     at=st.integers(1, 9).map(float),
     place=st.integers(1, 2),
@@ -345,7 +347,10 @@ ENDS = st.builds(
 def order_of(ends: Mapping[int, End]) -> list[list[int]]:
     """Return ranks that did not finish: causes, waited for, who lost a peer, others."""
     failed = {rank: end for rank, end in ends.items() if end.how != "finished"}
+    first = min(end.at for end in failed.values() if end.by_itself)
+    late = [r for r, e in failed.items() if e.how == "raised late"]
     causes = [r for r, e in failed.items() if e.by_itself and e.how != "lost"]
+    causes += [rank for rank in late if failed[rank].at < first]
     # if nobody failed for a reason of its own, those are blamed that went on
     waited = ["stopped"] if causes else ["stopped", "went on"]
     return [
@@ -355,7 +360,8 @@ def order_of(ends: Mapping[int, End]) -> list[list[int]]:
             (r for r, e in failed.items() if e.how == "lost"),
             key=lambda rank: failed[rank].at,
         ),
-        [r for r, e in failed.items() if e.how == "went on" and causes],
+        [r for r, e in failed.items() if e.how == "went on" and causes]
+        + [rank for rank in late if rank not in causes],
     ]
 
 
@@ -390,6 +396,7 @@ def test_the_cause_of_a_failure_comes_first(ends: dict[int, End], others: bool) 
     end = ends[first.rank]
     said = {
         "raised": "exit code 1",
+        "raised late": "exit code 1",
         "lost": "exit code 1",
         "exited": "exit code 7",
         "killed": "killed by SIGKILL",
@@ -410,7 +417,7 @@ def test_the_cause_of_a_failure_comes_first(ends: dict[int, End], others: bool) 
     if end.how == "lost":  # where all lost one another, each place is a question
         places = {e.place for e in shown}
     else:
-        places = {e.place for e in shown if e.how == "raised"}
+        places = {e.place for e in shown if e.how.startswith("raised")}
     for place in (1, 2):
         line = f'  File "train.py", line {place}'
         assert lines.count(line) == (place in places)

@@ -80,6 +80,15 @@ MUTANTS = [
         new="local_size=per_node[0]",
     ),
     Mutant(
+        name="who raised first and left last has only followed",
+        says="on a busy machine the report of a run begins with a consequence",
+        law="L55",
+        test=test_launch_calls.test_the_cause_of_a_failure_comes_first,
+        place=failures.by_cause,
+        old="ended_by_us=each.ended_by_us and not (each.error and each.at < first)",
+        new="ended_by_us=each.ended_by_us",
+    ),
+    Mutant(
         name="who waited is blamed before who was stopped",
         says="the report of a run begins with a consequence",
         law="L55",
