@@ -11,7 +11,7 @@ import torch
 
 from accelfn.base import tree
 from accelfn.base.advice import advise
-from accelfn.base.modes import own_modes
+from accelfn.base.contexts import own_modes
 from accelfn.collectives import all_gather, checksum
 from accelfn.data import Batch
 from accelfn.engine.agreement import SAME_DATA

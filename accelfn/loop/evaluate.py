@@ -12,7 +12,7 @@ from accelfn.base import draws, tree
 from accelfn.base.advice import advise
 from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
-from accelfn.base.modes import own_modes
+from accelfn.base.contexts import own_modes
 from accelfn.collectives import broadcast_, join_rows
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.alike import check_alike

@@ -13,7 +13,7 @@ from torch import profiler as torch_profiler
 
 from accelfn.base.arguments import as_path, check_integer
 from accelfn.base.calling import called
-from accelfn.base.spans import is_profiled
+from accelfn.base.contexts import is_profiled
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.world import World
 

@@ -2,13 +2,12 @@
 """What transforms draw: the same numbers on all ranks, a function of the state."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelfn.base import draws
+from accelfn.base.contexts import NOTHING
 from accelfn.state.moment import Moment
-
-_NO_DRAWS = nullcontext()
 
 
 def shared_draws(
@@ -20,7 +19,7 @@ def shared_draws(
     accelfn's own transforms say `_draws = False`: a stream for nobody would cost 5 µs.
     """
     if not any(getattr(each, "_draws", True) for each in owners):
-        return _NO_DRAWS
+        return NOTHING
     definition = state.definition
     cache, name = definition.cache, definition.name
     known = cache.get(purpose)

@@ -16,7 +16,7 @@ import torch
 from accelfn.base import tree, words
 from accelfn.base.arguments import check_word, is_integer
 from accelfn.base.calling import called
-from accelfn.base.modes import own_modes
+from accelfn.base.contexts import own_modes
 from accelfn.base.words import foreign
 from accelfn.data import Data
 from accelfn.data.cursor import Cursor

@@ -10,7 +10,7 @@ from torch import nn
 from accelfn.base import draws, tree
 from accelfn.base.arguments import check_word
 from accelfn.base.calling import called
-from accelfn.base.modes import own_modes
+from accelfn.base.contexts import own_modes
 from accelfn.definition.fields import check_returned
 from accelfn.state.shared_draws import shared_draws
 from accelfn.state.state import TrainState, check_state

@@ -12,8 +12,7 @@ import attrs
 import torch
 
 from accelfn.base.calling import called
-from accelfn.base.modes import own_modes
-from accelfn.base.spans import span
+from accelfn.base.contexts import own_modes, span
 from accelfn.collectives import all_reduce_, check_sums
 from accelfn.definition.fields import pair
 from accelfn.definition.transform import chain

@@ -8,7 +8,7 @@ so SAM, a GAN or distillation are a few lines of a user's own code.
 from typing import Any, Protocol
 
 from accelfn.base.calling import called
-from accelfn.base.modes import own_modes
+from accelfn.base.contexts import own_modes
 from accelfn.engine.engine import engine_of, updates_in_backward
 from accelfn.engine.runner import LossFunction
 from accelfn.state.metrics import Metrics

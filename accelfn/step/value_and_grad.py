@@ -7,8 +7,7 @@ import torch
 
 from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
-from accelfn.base.modes import own_modes
-from accelfn.base.spans import span
+from accelfn.base.contexts import own_modes, span
 from accelfn.data import Batch
 from accelfn.data.cursor import Cursor
 from accelfn.definition.fields import check_returned

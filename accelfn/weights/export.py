@@ -11,7 +11,7 @@ import torch
 from accelfn.base.arguments import as_path, is_word
 from accelfn.base.calling import called
 from accelfn.base.codec import Table
-from accelfn.base.modes import own_modes
+from accelfn.base.contexts import own_modes
 from accelfn.checkpoint import commit, disk, files
 from accelfn.checkpoint.commit import Save
 from accelfn.checkpoint.save import save_of

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelfn.base.advice import advise
-from accelfn.base.modes import own_modes
+from accelfn.base.contexts import own_modes
 from accelfn.checkpoint import compare, files
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError

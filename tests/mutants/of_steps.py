@@ -2,7 +2,7 @@
 """Bugs in what a step does with a state on its way to the next."""
 
 from accelfn import collectives
-from accelfn.base import draws, modes
+from accelfn.base import contexts, draws
 from accelfn.definition import slots
 from accelfn.definition.transform import _apply, _check_chain, _flatten, _repr, chain
 from accelfn.engine import buffers, engine
@@ -227,7 +227,7 @@ averages = [slot[name] for name in moving]
         says="a step that is called under no_grad takes no gradient",
         law="L22",
         test=test_purity.test_the_process_is_as_before,
-        place=modes.own_modes,
+        place=contexts.own_modes,
         old="stack.enter_context(torch.enable_grad())",
         new="pass",
     ),
@@ -291,7 +291,7 @@ averages = [slot[name] for name in moving]
         law="L21",
         test=test_purity.test_the_caller_s_autocast_changes_nothing,
         args={"setup": None},
-        place=modes.own_modes,
+        place=contexts.own_modes,
         old="autocast = _any_autocast()",
         new="autocast = False",
     ),

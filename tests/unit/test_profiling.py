@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.base.spans import is_profiled
+from accelfn.base.contexts import is_profiled
 from accelfn.testing import simulate
 
 

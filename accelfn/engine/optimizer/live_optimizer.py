@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from accelfn.base.spans import is_profiled
+from accelfn.base.contexts import is_profiled
 from accelfn.engine.optimizer.fused_adam import FusedAdam
 from accelfn.engine.watch import Watch
 from accelfn.errors import OptimizerError

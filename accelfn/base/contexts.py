@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's grad, inference and autocast modes, kept away from what a state owns."""
+"""Contexts that are entered at every step, where there is mostly nothing to do."""
 
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
+from torch.autograd import profiler
 
 
 class _Nothing(AbstractContextManager[None]):
@@ -11,7 +12,8 @@ class _Nothing(AbstractContextManager[None]):
         return None
 
 
-_NOTHING = _Nothing()
+NOTHING = _Nothing()
+"""A context that does nothing: of one instance, which costs no call."""
 # asked at every step, so without a device's name to be parsed
 _any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
@@ -26,7 +28,7 @@ def own_modes(device: torch.device) -> AbstractContextManager[object]:
     inference = torch.is_inference_mode_enabled()
     autocast = _any_autocast() and torch.is_autocast_enabled(device.type)
     if torch.is_grad_enabled() and not inference and not autocast:
-        return _NOTHING
+        return NOTHING
     stack = ExitStack()
     if inference:
         stack.enter_context(torch.inference_mode(mode=False))
@@ -34,3 +36,16 @@ def own_modes(device: torch.device) -> AbstractContextManager[object]:
     if autocast:
         stack.enter_context(torch.autocast(device.type, enabled=False))
     return stack
+
+
+def is_profiled() -> bool:
+    """Whether torch's profiler records now."""
+    return profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+
+
+def span(name: str) -> AbstractContextManager[object]:
+    """Return a context whose time stands in a profiler's trace under this name.
+
+    It costs nothing while no profiler runs.
+    """
+    return profiler.record_function(name) if is_profiled() else NOTHING
