@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.base.advice import advise
 from accelfn.data import Data, Plan
+from accelfn.definition.cache import Cache
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError
@@ -22,9 +23,9 @@ from accelfn.world import World
 class Definition:
     """What a state is a state of: everything that is not saved and does not change.
 
-    `cache` holds what is derived from it and can be made again (the engine, composed
-    functions); it lives as long as the states that share this definition. `rates` is the
-    schedule, bound to the optimizer's groups.
+    `cache` holds what is derived from it and can be made again; it lives as long as the
+    states that share this definition. `rates` is the schedule, bound to the optimizer's
+    groups.
     """
 
     skeleton: Skeleton
@@ -35,7 +36,7 @@ class Definition:
     setup: chain
     world: World
     name: str
-    cache: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
+    cache: Cache = attrs.field(factory=Cache, init=False, repr=False)
 
     @property
     def plan(self) -> Plan:

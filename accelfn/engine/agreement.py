@@ -14,7 +14,6 @@ from accelfn.schedules.rates import Rates
 from accelfn.state.state import TrainState
 from accelfn.structure.prototype import kind_of
 
-SAME_DATA = "same data"
 """Under which a definition's cache has whether ranks that share no data have the same."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ASKED = 0, 1, 10, 100, 1000
@@ -46,7 +45,8 @@ def check_definitions(state: TrainState) -> None:
     if definition.plan.num_shares > 1:
         check_alike(data, data.looks, state.world)
     else:
-        definition.cache[SAME_DATA] = are_alike(data, data.looks, state.world)
+        same = are_alike(data, data.looks, state.world)
+        definition.cache.has_same_data = same
 
 
 def _rows(state: TrainState) -> dict[str, str]:

@@ -353,7 +353,7 @@ class Engine:
         self._buffers.abandon()
         self.forget_plan()
         if self._runner.reduces or self.live_update is not None:
-            state.definition.cache.pop("engine", None)
+            state.definition.cache.engine = None
 
 
 def updates_in_backward(setup: chain) -> bool:
@@ -369,7 +369,7 @@ def local_engine(state: TrainState) -> Engine:
 def engine_of(state: TrainState) -> Engine:
     """Return the engine of the state's definition, building it at first use."""
     cache = state.definition.cache
-    if "engine" not in cache:
+    if cache.engine is None:
         state.lease.check()
         setup, world = state.definition.setup, state.definition.world
         if world.rank == 0:
@@ -391,7 +391,7 @@ def engine_of(state: TrainState) -> Engine:
             check_returned(
                 chosen[0], "engine", ok=ok, returned=made, expected="an Engine"
             )
-            cache["engine"] = made
+            cache.engine = made
         else:
-            cache["engine"] = local_engine(state)
-    return cache["engine"]
+            cache.engine = local_engine(state)
+    return cache.engine

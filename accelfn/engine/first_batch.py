@@ -14,11 +14,8 @@ from accelfn.base.advice import advise
 from accelfn.base.contexts import own_modes
 from accelfn.collectives import all_gather, checksum
 from accelfn.data import Batch
-from accelfn.engine.agreement import SAME_DATA
 from accelfn.engine.engine import engine_of
 from accelfn.state.state import TrainState
-
-_SEEN = "first batch"
 
 
 def check_first_batch(state: TrainState, batch: Any) -> None:
@@ -28,11 +25,11 @@ def check_first_batch(state: TrainState, batch: Any) -> None:
     `shard_data`, of a state without data, an all-gather of 8 bytes.
     """
     definition = state.definition
-    if definition.world.size == 1 or _SEEN in definition.cache:
+    if definition.world.size == 1 or definition.cache.saw_a_batch:
         return
     with own_modes(definition.world.device):
         engine_of(state)
-    definition.cache[_SEEN] = True
+    definition.cache.saw_a_batch = True
     is_sharded = definition.plan.num_shares > 1
     if not isinstance(batch, Batch):
         said = _of_value(state, batch) if is_sharded else None
@@ -103,7 +100,7 @@ def _uncut(state: TrainState, batch: Batch) -> str:
 
 def _unshared(state: TrainState) -> str | None:
     """Return what is wrong with ranks that have the same data, and take all of it."""
-    if not state.definition.cache.get(SAME_DATA, False):
+    if not state.definition.cache.has_same_data:
         return None
     size = state.world.size
     return (

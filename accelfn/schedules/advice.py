@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings of schedules that run, and train next to nothing."""
 
+import math
 from collections.abc import Iterator
-from typing import Any
 
 from accelfn.base.advice import advise
 from accelfn.schedules.of_torch import from_torch
@@ -13,7 +13,6 @@ _LEAST_PEAK = 0.01
 """No warm-up or decay has so small a factor at all updates; most learning rates are smaller."""
 _SHORT = 10
 """So many updates at a rate of 0 are a run's rounded end."""
-_NEXT = "the next look at a rate of 0"
 
 
 def advise_of_rates(schedule: Schedule | None) -> None:
@@ -31,25 +30,24 @@ def advise_of_rates(schedule: Schedule | None) -> None:
         )
 
 
-def advise_of_end(rates: Rates, update: int, cache: dict[Any, Any]) -> None:
+def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
     """Warn when updates go on though the schedule has come to 0 for good.
 
-    Called at an update whose rates are 0. It looks when a tenth of the run was at 0, lest it
-    be the last few updates of a schedule whose length was rounded, and warns once.
+    Called at an update whose rates are 0, from update `looks_at` on; returns when to look
+    again. It looks when a tenth of the run was at 0, lest it be the last few updates of a
+    schedule whose length was rounded, and warns once.
     """
-    if update < cache.get(_NEXT, 0):
-        return
+    if update < looks_at:
+        return looks_at
     since = max(_SHORT, update // 10)
-    cache[_NEXT] = update + since
     start = update - since
     spread = {start * i // 20 for i in range(21)}
     live = [each for each in sorted(spread) if each >= 0 and not _is_zero(rates, each)]
     later = (update + 1 + round(update * i / 5) for i in range(20))
     if not live or live[-1] >= start:
-        return
+        return update + since
     if not all(_is_zero(rates, each) for each in (*range(start, update), *later)):
-        return
-    cache[_NEXT] = float("inf")
+        return update + since
     first = live[-1] + 1
     while not _is_zero(rates, first):
         first += 1
@@ -59,6 +57,7 @@ def advise_of_end(rates: Rates, update: int, cache: dict[Any, Any]) -> None:
         " run, af.schedules.linear(epochs * data.updates_per_epoch) say, let it end above 0,"
         " or end the run."
     )
+    return math.inf
 
 
 def _factors(schedule: Schedule) -> Iterator[float]:

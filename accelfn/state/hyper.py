@@ -48,7 +48,8 @@ def _notice_end(state: Moment, hyper: Hyper) -> None:
     definition = state.definition
     sets = {where if isinstance(where, str) else where[-1] for where in hyper}
     if definition.rates is not None and definition.world.rank == 0 and "lr" not in sets:
-        advise_of_end(definition.rates, state.step, definition.cache)
+        cache = definition.cache
+        cache.looks_at = advise_of_end(definition.rates, state.step, cache.looks_at)
 
 
 def scheduled(state: Moment) -> Assignments:

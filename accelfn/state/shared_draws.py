@@ -21,8 +21,8 @@ def shared_draws(
     if not any(getattr(each, "_draws", True) for each in owners):
         return NOTHING
     definition = state.definition
-    cache, name = definition.cache, definition.name
-    known = cache.get(purpose)
+    keys, name = definition.cache.keys, definition.name
+    known = keys.get(purpose)
     if known is None or known[0] != state.seed:
-        known = cache[purpose] = (state.seed, draws.key(state.seed, name, purpose))
+        known = keys[purpose] = (state.seed, draws.key(state.seed, name, purpose))
     return draws.stream(draws.fold(known[1], state.num_tried), definition.world.device)

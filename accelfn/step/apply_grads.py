@@ -236,9 +236,9 @@ def _check_sums(owner: Any, reduced: Grads, state: TrainState) -> None:
         reduced.divisor,
         state.definition.world,
         label=f"what {owner!r}.reduce returned in update {state.num_tried}",
-        is_first="sums" not in state.definition.cache,
+        is_first=not state.definition.cache.compared_sums,
     )
-    state.definition.cache["sums"] = True
+    state.definition.cache.compared_sums = True
 
 
 def _unreduced(world: World) -> str:

@@ -95,11 +95,11 @@ def value_and_grad(
     ) -> tuple[Metrics, Grads]:
         check_state("value_and_grad(loss_fn)(state, batch)", state)
         state.lease.check()
-        composed = state.definition.cache.get(compute)
+        composed = state.definition.cache.composed.get(compute)
         if composed is None:
             check_first_batch(state, batch)
             composed = _compose(differentiated, state.definition.setup)
-            state.definition.cache[compute] = composed
+            state.definition.cache.composed[compute] = composed
         if count is not None:
             extras = (*extras, _count(count, state, batch, into))
         return composed(state, batch, *extras, into=into, sync=sync)

@@ -62,8 +62,8 @@ MUTANTS = [
         law="L6",
         test=test_shared_work.test_ranks_that_do_the_same_work_are_told,
         place=agreement.check_definitions,
-        old="= are_alike(data, data.looks, state.world)",
-        new="= False",
+        old="same = are_alike(data, data.looks, state.world)",
+        new="same = False",
     ),
     Mutant(
         name="data of each rank's own are blamed",
@@ -71,7 +71,7 @@ MUTANTS = [
         law="L6",
         test=test_shared_work.test_ranks_that_do_the_same_work_are_told,
         place=first_batch._unshared,
-        old="if not state.definition.cache.get(SAME_DATA, False):",
+        old="if not state.definition.cache.has_same_data:",
         new="if False:",
     ),
     Mutant(

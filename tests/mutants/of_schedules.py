@@ -88,7 +88,7 @@ MUTANTS = [
         test=test_torch_schedules.test_from_torch_over_ranks_and_cuts,
         place=hyper.scheduled,
         old="rates(state.step)",
-        new="rates(state.step - state.definition.cache.setdefault('first', state.step))",
+        new="rates(state.step - state.definition.cache.keys.setdefault('first', state.step))",
     ),
     Mutant(
         name="one scheduler for all states",
@@ -224,8 +224,8 @@ MUTANTS = [
         law="L19",
         test=test_schedule_advice.test_a_schedule_that_ends_before_the_run,
         place=advice.advise_of_end,
-        old='cache[_NEXT] = float("inf")',
-        new="cache[_NEXT] = update + 1",
+        old="return math.inf",
+        new="return update + 1",
     ),
     Mutant(
         name="the end of what is not taken",

@@ -116,7 +116,7 @@ MUTANTS = [
         test=test_updates.test_the_schedule_follows_updates,
         place=hyper.scheduled,
         old="rates(state.step)",
-        new="rates(next(state.definition.cache.setdefault('calls', iter(range(99)))))",
+        new="rates(next(state.definition.cache.keys.setdefault('calls', iter(range(99)))))",
     ),
     Mutant(
         name="the schedule is an update ahead",

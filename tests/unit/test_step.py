@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step: what raises before the update leaves no trace, whatever it is."""
 
+import gc
 import warnings
+import weakref
 from functools import partial
 
 import attrs
@@ -514,6 +516,26 @@ def test_released_engine_is_made_anew():
         state, _ = STEP(state, parts)
         witness, _ = STEP(witness, parts)
     assert values(witness) == values(state)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_step_that_nobody_holds_is_forgotten(setup):
+    """A state goes through step after step, and keeps none but those that can be called."""
+    state, batch = make(setup), [X[:4], X[4:]] if setup == "rich" else X
+    forgotten = []
+    for factor in range(1, 5):
+
+        def loss_fn(model, batch, factor=factor):
+            return model(batch).square().mean() * factor
+
+        forgotten.append(weakref.ref(loss_fn))
+        step = af.make_step(loss_fn)
+        state, _ = step(state, batch)
+    held = step
+    del step, loss_fn
+    gc.collect()
+    assert [ref() is None for ref in forgotten] == [True, True, True, False]
+    held(state, batch)
 
 
 def test_finalize_without_debts_gives_the_state():

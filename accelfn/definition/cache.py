@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is made for the states of one definition, and can be dropped and made again."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import attrs
+
+
+@attrs.define(eq=False)
+class Cache:
+    """What a step would otherwise make anew, and what it does once for a definition.
+
+    Attributes:
+        engine: binds the states to PyTorch; `engine_of` makes it.
+        composed: gradient functions as the setup wraps them, by what `value_and_grad`
+            returned; they go when that is let go of.
+        keys: of the draws that transforms share, by purpose, each with its seed.
+        saw_a_batch: whether the first batch was looked at.
+        has_same_data: whether ranks that train on all samples hold the same.
+        compared_sums: whether what a user's `reduce` returned was compared once.
+        looks_at: the update from which on a schedule is looked at for its end.
+    """
+
+    engine: Any = None
+    composed: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = attrs.field(
+        factory=WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]
+    )
+    keys: dict[str, tuple[int, int]] = attrs.field(factory=dict[str, tuple[int, int]])
+    saw_a_batch: bool = False
+    has_same_data: bool = False
+    compared_sums: bool = False
+    looks_at: float = 0.0
+
+    def clear(self) -> None:
+        """Be as new."""
+        self.__init__()
