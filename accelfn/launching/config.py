@@ -7,21 +7,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomlkit
+
 from accelfn.errors import LaunchError
 from accelfn.launching.settings import (
     ELASTIC,
     FILE,
     NUMBERED,
     OPTIONS,
+    TABLE,
     Settings,
     checked,
-    edited,
     read,
-    written,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def configure(
@@ -57,9 +58,10 @@ def configure(
             _answer(found, name, ask or _terminal())
     Settings.of({}, found, str(file), is_whole=False)
     in_order = {name: found[name] for name in OPTIONS if name in found}
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
     part = file.with_name(f".{file.name}.part")
     try:
-        part.write_text(_text(file, in_order), encoding="utf-8")
+        part.write_text(edited(text, in_order), encoding="utf-8")
         part.replace(file)
     except OSError as error:
         msg = f"{file} cannot be written: {error}."
@@ -67,20 +69,16 @@ def configure(
     return file
 
 
-def _text(file: Path, settings: dict[str, Any]) -> str:
-    """Return what the file is to say: what it says, where that can be changed by lines."""
-    if not file.is_file():
-        return written(settings)
-    text = file.read_text(encoding="utf-8")
-    new = edited(text, settings)
-    if new is None:
-        new = written(settings)
-        if "#" in text:
-            said = (
-                f"{file} has no setting a line below [launch]: its comments are gone."
-            )
-            sys.stderr.write(f"accelfn config: {said}\n")
-    return new
+def edited(text: str, settings: Mapping[str, Any]) -> str:
+    """Return a file's text with these settings and its own comments, order and blank lines."""
+    document = tomlkit.parse(text)
+    table: Any = document.setdefault(TABLE, tomlkit.table())
+    for name in [each for each in table if each not in settings]:
+        table.remove(name)
+    for name, value in settings.items():
+        if name not in table or table[name] != value:
+            table[name] = value
+    return tomlkit.dumps(document)
 
 
 def _assign(found: dict[str, Any], text: str) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 FILE = "accelfn.toml"
-_TABLE = "launch"
+TABLE = "launch"
 
 
 @frozen
@@ -302,17 +302,17 @@ def read(file: Path) -> dict[str, Any]:
         msg = f"{file} cannot be read: {error}."
         raise LaunchError(msg) from error
     for name, table in tables.items():
-        if name == _TABLE and not isinstance(table, dict):
+        if name == TABLE and not isinstance(table, dict):
             msg = (
-                f"{file} has {_TABLE!r}, which must be a table: a line [{_TABLE}], and"
+                f"{file} has {TABLE!r}, which must be a table: a line [{TABLE}], and"
                 " settings below it."
             )
             raise LaunchError(msg)
-        if name != _TABLE:
-            near = f" Write it below [{_TABLE}]." if name in OPTIONS else ""
-            msg = f"{file} has {name!r}, of which nothing is known.{near or _near(name, [_TABLE])}"
+        if name != TABLE:
+            near = f" Write it below [{TABLE}]." if name in OPTIONS else ""
+            msg = f"{file} has {name!r}, of which nothing is known.{near or _near(name, [TABLE])}"
             raise LaunchError(msg)
-    settings: dict[str, Any] = tables.get(_TABLE, {})
+    settings: dict[str, Any] = tables.get(TABLE, {})
     return {name: checked(name, value, str(file)) for name, value in settings.items()}
 
 
@@ -341,44 +341,3 @@ def _near(name: str, names: list[str]) -> str:
 def spelt(value: Any) -> str:
     """Return a value as TOML has it, which of these is JSON; but JSON's escapes are not TOML's."""
     return json.dumps(value, ensure_ascii=False)
-
-
-def written(settings: Mapping[str, Any]) -> str:
-    """Return settings as the text of a file that `read` reads."""
-    rows = [f"{name} = {spelt(value)}\n" for name, value in settings.items()]
-    return f"[{_TABLE}]\n{''.join(rows)}"
-
-
-def edited(text: str, settings: Mapping[str, Any]) -> str | None:
-    """Return a file's text with these settings and its own comments, order and blank lines.
-
-    None where its settings do not stand on a line each, or are not below `[launch]`.
-    """
-    left, lines = dict(settings), list[str]()
-    for line in text.removesuffix("\n").split("\n"):
-        name = line.partition("=")[0].strip()
-        if name not in OPTIONS:
-            lines.append(line)
-        elif name in left:
-            before, after = _around_value(line)
-            lines.append(f"{before}{spelt(left.pop(name))}{after}")
-    lines += [f"{name} = {spelt(value)}" for name, value in left.items()]
-    new = "".join(f"{line}\n" for line in lines)
-    try:
-        says = tomllib.loads(new)
-    except ValueError:
-        return None
-    return new if says == {_TABLE: dict(settings)} else None
-
-
-def _around_value(line: str) -> tuple[str, str]:
-    """Return what stands before the value of a line of TOML, and its comment, if any."""
-    name, _, rest = line.partition("=")
-    before = f"{name}={rest[: len(rest) - len(rest.lstrip())]}"
-    for i in (i for i, letter in enumerate(line) if letter == "#"):
-        try:
-            tomllib.loads(line[:i])
-        except ValueError:  # this one is inside a text
-            continue
-        return before, line[len(line[:i].rstrip()) :]
-    return before, ""

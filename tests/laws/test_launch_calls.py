@@ -19,8 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelfn.cli import main
 from accelfn.launching.agent import Ended
+from accelfn.launching.config import edited
 from accelfn.launching.failures import by_cause, report
-from accelfn.launching.settings import OPTIONS, Settings, written
+from accelfn.launching.settings import OPTIONS, Settings
 from accelfn.world.environment import asked_size, read_place
 from tests.laws.disks import lent
 
@@ -123,7 +124,7 @@ def test_a_launch_is_what_its_settings_say(
     words = [f"{'--' + n.replace('_', '-')}={value}" for n, value in line.items()]
     with lent() as root:
         path = root / "settings.toml"
-        path.write_text(written(file), encoding="utf-8")
+        path.write_text(edited("", file), encoding="utf-8")
         sources = {
             name: "command line"
             if name in line
