@@ -95,7 +95,6 @@ from accelfn.step.make_step import build as build
 from accelfn.step.make_step import make_step as make_step
 from accelfn.step.make_step import release as release
 from accelfn.step.value_and_grad import value_and_grad as value_and_grad
-from accelfn.structure.fused import fused as fused
 from accelfn.structure.partition import partition as partition
 from accelfn.world import World as World
 

@@ -123,7 +123,7 @@ def test_parts_of_parts():
 @pytest.mark.parametrize("whole", [True, False])
 def test_fused_parts_divide_by_the_weight(whole):
     """Where each part's kernel divides gradients it is left to them, else it is done before."""
-    adamw = af.fused(ADAMW)
+    adamw = partial(ADAMW, fused=True)
     other = partial(optim.SGD, lr=0.1, fused=True) if whole else MUON
     optimizer = af.partition((is_matrix, other), (..., adamw))
     loss = lambda model, x: af.Loss(  # noqa: E731

@@ -234,6 +234,8 @@ NAMES = _each(
         "log": "see af.track",
         "sgd adam adamw SGD Adam AdamW": "write functools.partial(torch.optim.AdamW, lr=...)",
         "grad": "write af.value_and_grad(loss_fn)",
+        "fused": "torch's optimizers have it as an option: write"
+        " functools.partial(torch.optim.AdamW, fused=True)",
     }
 )
 """What there is not in the package."""
