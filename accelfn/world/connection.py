@@ -89,6 +89,11 @@ class Connection:
         self.group, self.make_branch, self.is_closed = None, None, True
         self.roll_call = None
 
+    def leave(self) -> None:
+        """Let other ranks know that this one has left, and nothing was wrong."""
+        if self.roll_call is not None:
+            self.roll_call.leave(self.step, is_between=self.is_between)
+
     def tell(self, how: str, *, is_waiting: bool = False) -> None:
         """Let other ranks know what becomes of this one."""
         if self.roll_call is not None:

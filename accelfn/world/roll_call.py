@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from attrs import asdict, frozen
 
-LEFT = "left"
+_LEFT = "left"
 """What becomes of a rank whose world is closed, and nothing was wrong."""
 _LOOKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
@@ -66,6 +66,10 @@ class RollCall:
         self.rank_0_keeps_it = rank_0_keeps_it
         self._told: Standing | None = None
 
+    def leave(self, step: int | None, *, is_between: bool) -> None:
+        """Tell the others that this rank's world is closed, and nothing was wrong."""
+        self.tell(_LEFT, step, is_between=is_between, is_waiting=False)
+
     def tell(
         self, how: str, step: int | None, *, is_between: bool, is_waiting: bool
     ) -> None:
@@ -95,7 +99,7 @@ class RollCall:
 
     def linger(self) -> None:
         """Keep the store, where this rank has failed that does, until others have spoken."""
-        failed = self._told is not None and self._told.how != LEFT
+        failed = self._told is not None and self._told.how != _LEFT
         if failed and self._rank == 0 and self.rank_0_keeps_it:
             self._heard(lambda _: False, within=_LINGERS)
 

@@ -22,7 +22,6 @@ from accelfn.base.calling import called
 from accelfn.base.words import foreign
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.world.connection import Connection
-from accelfn.world.roll_call import LEFT
 
 _SETTLES = 0.05
 """Seconds: on a busy machine, until each thread has had its turn."""
@@ -222,7 +221,7 @@ class World:
         if not self._owns_group or self.connection.is_closed:
             return
         atexit.unregister(self._close_at_exit)
-        self.connection.tell(LEFT)
+        self.connection.leave()
         roll_call = self.connection.roll_call
         ours = dist.is_initialized() and dist.group.WORLD is self.connection.group
         self.connection.close()
