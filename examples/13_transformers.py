@@ -62,8 +62,8 @@ def train(world: af.World) -> None:
         world=world,
     )
     state = af.run(
-        af.make_step(loss_fn),
         state,
+        af.make_step(loss_fn),
         until=updates,
         every={af.epochs(1): lambda state, _: af.evaluate(state, tests, loss_fn)},
         track=lambda numbers, update: af.print_once(world, update, numbers),

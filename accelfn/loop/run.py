@@ -44,8 +44,8 @@ _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 @called
 def run(
-    step: Step,
     state: TrainState,
+    step: Step,
     *,
     until: Period | Callable[[TrainState], bool],
     every: Mapping[Period, Action | Sequence[Action]] = _NOTHING,
@@ -58,8 +58,8 @@ def run(
     around it; write that loop where this one does not fit.
 
     Args:
-        step: of `make_step`, or any `(state, batch) -> (state, metrics)`.
         state: with data. Where `store` has a checkpoint, training goes on from there.
+        step: of `make_step`, or any `(state, batch) -> (state, metrics)`.
         until: a number of updates in all, `af.epochs(n)`, or a function of the state that says
             whether it is the last, the same on all ranks.
         every: what to do after so many updates, or `af.epochs(n)`: an action or several. One
@@ -93,11 +93,11 @@ def run(
         >>> state = af.TrainState.create(model=torch.nn.Linear(2, 1), optimizer=sgd, data=data)
         >>> step = af.make_step(lambda model, batch: model(batch).square().mean())
         >>> log = lambda state, metrics: {"updates": state.step}
-        >>> state = run(step, state, until=epochs(2), every={2: log}, track=print)
+        >>> state = run(state, step, until=epochs(2), every={2: log}, track=print)
         {'updates': 2} 2
         {'updates': 4} 4
     """
-    _check(step, state, track, store)
+    _check(state, step, track, store)
     actions = _Actions(every)
     if track is not None and not actions:
         msg = (
@@ -168,8 +168,14 @@ class _Actions:
         return told
 
 
-def _check(step: object, state: object, track: object, store: object) -> None:
+def _check(state: object, step: object, track: object, store: object) -> None:
     """Refuse what is none of these, and say what is."""
+    if isinstance(step, TrainState):
+        msg = (
+            "af.run(step, state): the state comes first, as everywhere; write"
+            " af.run(state, step, until=...)."
+        )
+        raise ArgumentError(msg)
     if not callable(step):
         msg = (
             f"af.run(step={step!r}): expected a step of af.make_step, or any function"

@@ -96,7 +96,7 @@ def loop(kind: str, holder: SimpleNamespace, folder: str) -> None:
             holder.state = holder.first.copy()
         if kind == "run":
             given = holder.state
-            holder.state = af.run(step, given, until=UPDATES)
+            holder.state = af.run(given, step, until=UPDATES)
             continue
         for batch in af.batches(holder.state, epochs=1):
             holder.state, _ = step(holder.state, batch)

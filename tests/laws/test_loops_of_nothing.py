@@ -110,7 +110,7 @@ def test_a_run_that_is_over_is_let_be(sizes: tuple[int, int], epochs: int) -> No
 
     def run() -> None:
         nonlocal state
-        state = af.run(step, state, until=af.epochs(epochs))
+        state = af.run(state, step, until=af.epochs(epochs))
         ends.append(state.step)
 
     assert said(run) == []

@@ -71,8 +71,8 @@ def test_it_is_the_loop(
     def fn(world: af.World) -> None:
         told: list[Any] = []
         state = af.run(
-            af.make_step(LOSSES[run.loss]),
             run.state(world),
+            af.make_step(LOSSES[run.loss]),
             until=until,
             every={period: lambda state, metrics: af.mean(metrics, state.world)},
             track=lambda numbers, update: told.append((dict(numbers), update)),
@@ -84,6 +84,7 @@ def test_it_is_the_loop(
     simulate(size, fn)
 
 
+@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # a schedule may be over
 @given(
     run=tame,
     until=st.integers(1, 9) | st.integers(2, 3).map(af.epochs),
@@ -95,7 +96,7 @@ def test_a_run_that_is_cut_goes_on(
 ) -> None:
     """Ended by SIGTERM at any updates, and begun again with its store: the same bits."""
     step = af.make_step(LOSSES[run.loss])
-    whole = af.run(step, run.state(single()), until=until)
+    whole = af.run(run.state(single()), step, until=until)
 
     with tempfile.TemporaryDirectory() as folder:
         for cut in [*cuts, None]:
@@ -105,7 +106,9 @@ def test_a_run_that_is_cut_goes_on(
                     deliver(signal.SIGTERM)
 
             with af.CheckpointStore(Path(folder), every=period, async_=False) as store:
-                go = partial(af.run, step, until=until, every={1: end}, store=store)
+                go = partial(
+                    af.run, step=step, until=until, every={1: end}, store=store
+                )
                 if cut is not None and cut <= whole.step:
                     with pytest.raises(SystemExit, match="143"):
                         go(run.state(single()))
@@ -129,7 +132,7 @@ def test_ranks_end_together(run: Run, size: int, data: st.DataObject) -> None:
         step, code = af.make_step(LOSSES[run.loss]), None
         with af.CheckpointStore(folder, async_=False) as store:
             try:
-                af.run(step, run.state(world), until=7, every={1: end}, store=store)
+                af.run(run.state(world), step, until=7, every={1: end}, store=store)
             except SystemExit as left:
                 code = left.code
             return code, store.restore(run.state(world)).step

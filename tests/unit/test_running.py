@@ -47,8 +47,8 @@ def test_what_is_due_when():
         return action
 
     af.run(
-        STEP,
         fresh(),
+        STEP,
         until=af.epochs(2),
         every={af.epochs(1): say("epoch"), 2: [say("two"), say("also")]},
         track=lambda numbers, update: tracked.append((update, dict(numbers))),
@@ -74,7 +74,7 @@ def test_metrics_are_those_since():
             -float(metrics.sums["loss"].weight)
         ),
     }
-    af.run(STEP, fresh(), until=7, every=every)
+    af.run(fresh(), STEP, until=7, every=every)
     assert weights == [8.0, 8.0, 8.0, -24.0]
 
 
@@ -84,9 +84,9 @@ def test_metrics_are_those_since():
 )
 def test_the_end(until, step):
     """A number of updates in all, of epochs, or what a function says; at the end it ends."""
-    state = af.run(STEP, fresh(), until=until)
+    state = af.run(fresh(), STEP, until=until)
     assert step == state.step
-    again = af.run(STEP, state, until=until)
+    again = af.run(state, STEP, until=until)
     assert again is state
 
 
@@ -104,8 +104,8 @@ def test_an_update_that_was_skipped_is_not_done_twice(tmp_path):
 
     with af.CheckpointStore(tmp_path, every=2, keep=None) as store:
         af.run(
-            step,
             fresh(af.skip_nonfinite()),
+            step,
             until=5,
             every={2: lambda state, _: done.append(state.step)},
             store=store,
@@ -119,8 +119,8 @@ def test_the_best_is_kept(tmp_path):
     losses = {2: 3.0, 4: 1.0, 6: 2.0}
     with af.CheckpointStore(tmp_path, every=2, keep=1, keep_best="held out") as store:
         af.run(
-            STEP,
             fresh(),
+            STEP,
             until=6,
             every={2: lambda state, _: {"held out": losses[state.step]}},
             store=store,
@@ -132,9 +132,9 @@ def test_the_best_is_kept(tmp_path):
 def test_nothing_is_trained_in_vain(tmp_path):
     """With a store that has the end already, nothing is read, trained or saved."""
     with af.CheckpointStore(tmp_path) as store:
-        first = af.run(STEP, fresh(), until=3, store=store)
+        first = af.run(fresh(), STEP, until=3, store=store)
         assert store.steps == (3,)
-        again = af.run(never, fresh(), until=3, store=store)
+        again = af.run(fresh(), never, until=3, store=store)
         assert store.steps == (3,)
     assert again.step == 3
     assert torch.equal(first.params["weight"], again.params["weight"])
@@ -145,8 +145,8 @@ def test_a_tracker_of_a_backend(tmp_path):
     world = af.World.single()
     with af.track.jsonl(tmp_path / "run.jsonl", world=world) as tracker:
         af.run(
-            STEP,
             fresh(),
+            STEP,
             until=4,
             every={2: lambda state, metrics: af.mean(metrics, state.world)},
             track=tracker,
@@ -173,6 +173,12 @@ BAD = {
 }
 
 
+def test_the_order_of_before_says_the_new_one():
+    """The state comes first, as in every other call."""
+    with pytest.raises(af.ArgumentError, match=r"write\s+af\.run\(state, step, until"):
+        af.run(STEP, fresh(), until=1)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_what_has_no_meaning(case):
     """It is refused before anything is trained, but for what an action returns."""
@@ -189,7 +195,7 @@ def test_a_tracker_with_nothing_to_track(every):
     told = []
     with pytest.raises(af.ArgumentError, match="nothing would be tracked"):
         af.run(
-            never, fresh(), until=1, every=every, track=lambda *each: told.append(each)
+            fresh(), never, until=1, every=every, track=lambda *each: told.append(each)
         )
     assert not told
 
@@ -204,7 +210,7 @@ def test_a_tracker_with_nothing_to_track(every):
 def test_a_path_says_what_to_make_of_it(argument, advice):
     """A path in place of a tracker or a store is in the call to write instead."""
     with pytest.raises(af.ArgumentError, match=advice):
-        af.run(never, fresh(), until=1, **argument)
+        af.run(fresh(), never, until=1, **argument)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +219,7 @@ def test_a_path_says_what_to_make_of_it(argument, advice):
 def test_a_step_that_is_none(returned):
     """What a step returns is looked at before anything is done with it."""
     with pytest.raises(af.ArgumentError, match=r"af\.run: step returned.*expected"):
-        af.run(lambda *_: returned, fresh(), until=1)
+        af.run(fresh(), lambda *_: returned, until=1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "1"])
@@ -229,7 +235,7 @@ def test_without_data():
         model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
     )
     with pytest.raises(af.StateError, match="data=None"):
-        af.run(STEP, state, until=1)
+        af.run(state, STEP, until=1)
 
 
 COLLIDING = {
@@ -254,8 +260,8 @@ def test_two_numbers_of_one_name(case, size):
         tracked = []
         with pytest.raises(af.ArgumentError, match="(?s)one.*'loss'.*update") as told:
             af.run(
-                STEP,
                 fresh(af.shard_data(), af.wrap_ddp(), world=world),
+                STEP,
                 until=af.epochs(2),
                 every=COLLIDING[case](one, two),
                 track=lambda _, update: tracked.append(update),
@@ -273,8 +279,8 @@ def test_metrics_of_one_rank_are_no_numbers():
 
     def train(world):
         af.run(
-            STEP,
             fresh(af.shard_data(), af.wrap_ddp(), world=world),
+            STEP,
             until=2,
             every={1: lambda _, metrics: metrics},
         )
@@ -287,7 +293,7 @@ def test_metrics_of_one_rank_are_no_numbers():
 def test_a_store_may_be_saved_to_at_the_end_alone(tmp_path):
     """One without `every=` is not asked on the way; a loop that asks it is told."""
     with af.CheckpointStore(tmp_path / "run") as store:
-        state = af.run(STEP, fresh(), until=3, store=store)
+        state = af.run(fresh(), STEP, until=3, store=store)
         assert store.steps == (3,)
         with pytest.raises(af.ArgumentError, match="say how often, with every="):
             store.due(state)

@@ -40,7 +40,7 @@ ARGUMENTS: Mapping[str, Words] = {
         "af.batches": {
             _EPOCHS: "epochs=",
             "max_steps num_steps steps num_updates": "stop where state.step says so, or let"
-            " af.run(step, state, until=...) do it",
+            " af.run(state, step, until=...) do it",
             "batch_size shuffle": "write af.Data(dataset, batch_size=..., shuffle=...)",
             "data": "the state's own are read; write TrainState.create(data=...)",
         },

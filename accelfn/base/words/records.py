@@ -196,7 +196,7 @@ NAMES = _each(
         "Accelerator PartialState AcceleratorState": "world = af.World.from_env() joins the"
         " ranks, and a setup says the rest: af.chain(af.shard_data(), af.wrap_ddp(), ...)",
         "Trainer LightningModule Fabric fit train": "write step = af.make_step(loss_fn), and"
-        " loop over af.batches(state, epochs=...), or af.run(step, state, until=...)",
+        " loop over af.batches(state, epochs=...), or af.run(state, step, until=...)",
         "prepare prepare_model prepare_data_loader setup": "write TrainState.create(model=...,"
         " optimizer=..., data=..., setup=..., world=world)",
         "set_seed seed_everything": "write TrainState.create(seed=...), from which all draws"
