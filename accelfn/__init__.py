@@ -104,6 +104,7 @@ if _TYPE_CHECKING:
     from accelfn.checkpoint import CheckpointStore as CheckpointStore
     from accelfn.checkpoint import Loaded as Loaded
     from accelfn.checkpoint import load as load
+    from accelfn.checkpoint import load_part as load_part
     from accelfn.checkpoint import save as save
     from accelfn.data.gather_valid import gather_valid as gather_valid
     from accelfn.data.split import split as split
@@ -160,7 +161,7 @@ if _TYPE_CHECKING:
 # bears too is not among them, for the import of the module would stand in its place
 _LATER = {
     "accelfn": ("track",),
-    "accelfn.checkpoint": ("CheckpointStore", "Loaded", "load", "save"),
+    "accelfn.checkpoint": ("CheckpointStore", "Loaded", "load", "load_part", "save"),
     "accelfn.data.gather_valid": ("gather_valid",),
     "accelfn.data.split": ("split",),
     "accelfn.launching.function": ("launch",),

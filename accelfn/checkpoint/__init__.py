@@ -2,6 +2,7 @@
 """Saving and loading a state: safetensors and JSON, no pickle anywhere."""
 
 from accelfn.checkpoint.load import load as load
+from accelfn.checkpoint.load import load_part as load_part
 from accelfn.checkpoint.partial import Loaded as Loaded
 from accelfn.checkpoint.save import save as save
 from accelfn.checkpoint.store import CheckpointStore as CheckpointStore

@@ -1,45 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load`: the state that was saved, or what of it fits."""
+"""`load`: the state that was saved; `load_part`: what of it is asked for."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import overload
 
 from accelfn.base.calling import called
 from accelfn.checkpoint import compare
-from accelfn.checkpoint.elastic import source_of
+from accelfn.checkpoint.elastic import Source, source_of
 from accelfn.checkpoint.fields import with_fields
 from accelfn.checkpoint.keep import check_no_store
 from accelfn.checkpoint.manifest import read_manifest
 from accelfn.checkpoint.options import check_path
-from accelfn.checkpoint.partial import Loaded, Wanted, load_part, with_kept
-from accelfn.errors import ArgumentError, CheckpointError
+from accelfn.checkpoint.partial import Loaded, Wanted, taken, with_kept
+from accelfn.errors import CheckpointError
 from accelfn.state.state import TrainState, check_state
-
-
-@overload
-def load(
-    state: TrainState,
-    directory: str | os.PathLike[str],
-    *,
-    allow: Sequence[str] = (),
-    verify: bool = True,
-) -> TrainState: ...
-
-
-@overload
-def load(
-    state: TrainState,
-    directory: str | os.PathLike[str],
-    *,
-    allow: Sequence[str] = (),
-    verify: bool = True,
-    only: Sequence[str],
-    missing: str = "error",
-    extra: str = "error",
-    cast: bool = False,
-) -> Loaded: ...
 
 
 @called
@@ -49,11 +24,7 @@ def load(
     *,
     allow: Sequence[str] = (),
     verify: bool = True,
-    only: Sequence[str] | None = None,
-    missing: str = "error",
-    extra: str = "error",
-    cast: bool = False,
-) -> TrainState | Loaded:
+) -> TrainState:
     """Return the saved state, with the definition of the given one; call it on all ranks.
 
     Any number of ranks goes on at the very same sample. What was a rank's own, as between
@@ -67,15 +38,6 @@ def load(
         allow: what may differ in the data, of "samples", "batch_size", "remainder",
             "order" and "fingerprint".
         verify: whether to compare every byte with its digest.
-        only: load these fields alone, of "params", "buffers", "opt_state", "step", "cursor",
-            "seed", "num_skipped" and "slots", or a slot by name ("slots.ema"), and return a
-            report. All else stays the given state's.
-        missing: with `only`: "init" leaves what the checkpoint lacks as the given state has it.
-        extra: with `only`: "ignore" leaves out what the state has no place for.
-        cast: with `only`: convert parameters and buffers to the state's dtypes; not floats to
-            integers, complex to real, or what is finite to what is not.
-
-    Returns: the state; with `only`, a `Loaded`, whose `state` it is.
 
     Cost: one reading of the files that this rank needs, and SHA-256 of them.
 
@@ -86,27 +48,69 @@ def load(
             saved; the differences are listed, with the nearest names.
         ArgumentError: an option is none of these words.
     """
-    check_state("af.load(state, directory)", state)
-    state.lease.check()
-    check_path("af.load", directory, "state, ")
-    allow = (allow,) if isinstance(allow, str) else tuple(allow)
-    if only is None and (missing, extra, cast) != ("error", "error", False):
-        msg = "af.load(missing=, extra=, cast=): these are for a partial load; give only=."
-        raise ArgumentError(msg)
-    folder = Path(directory)
-    check_no_store(folder)
-    manifest = read_manifest(folder)
-    source = source_of(state, manifest, folder, verify=verify)
-    if only is not None:
-        names = (only,) if isinstance(only, str) else tuple(only)
-        wanted = Wanted(names, missing=missing, extra=extra, cast=cast)
-        return load_part(state, source, wanted, allow)
+    source = _opened("af.load", state, directory, verify=verify)
+    folder, manifest = source.folder, source.manifest
     compare.check_transforms(state, manifest, folder)
     compare.check_optimizer(state, manifest, folder)
-    compare.check_data(state, manifest, folder, allow)
+    compare.check_data(state, manifest, folder, _several(allow))
     saved = with_kept(source, source.fields(), state)
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         found = compare.differences(saved[field], current)
         if found:
             raise CheckpointError(found.told(f"{folder}: {field}"))
     return with_fields(state, saved)
+
+
+@called
+def load_part(
+    state: TrainState,
+    directory: str | os.PathLike[str],
+    only: Sequence[str],
+    *,
+    missing: str = "error",
+    extra: str = "error",
+    cast: bool = False,
+    allow: Sequence[str] = (),
+    verify: bool = True,
+) -> Loaded:
+    """Return what of a saved state is asked for, in the given one; call it on all ranks.
+
+    Args:
+        state: all else stays as it has it; it is not changed.
+        directory: that `save` wrote.
+        only: fields, of "params", "buffers", "opt_state", "step", "cursor", "seed",
+            "num_skipped" and "slots", or a slot by name ("slots.ema").
+        missing: "init" leaves what the checkpoint lacks as the given state has it.
+        extra: "ignore" leaves out what the state has no place for.
+        cast: convert parameters and buffers to the state's dtypes; not floats to integers,
+            complex to real, or what is finite to what is not.
+        allow: as `load`'s, where the cursor is asked for.
+        verify: as `load`'s.
+
+    Returns: a report, whose `state` it is.
+
+    Law: values, names and what is refused are those of dicts.
+
+    Cost: as `load`.
+
+    Raises: as `load`, for what is asked for.
+    """
+    source = _opened("af.load_part", state, directory, verify=verify)
+    wanted = Wanted(_several(only), missing=missing, extra=extra, cast=cast)
+    return taken(state, source, wanted, _several(allow))
+
+
+def _opened(
+    call: str, state: TrainState, directory: str | os.PathLike[str], *, verify: bool
+) -> Source:
+    """Return a checkpoint to read from."""
+    check_state(f"{call}(state, directory)", state)
+    state.lease.check()
+    check_path(call, directory, "state, ")
+    folder = Path(directory)
+    check_no_store(folder)
+    return source_of(state, read_manifest(folder), folder, verify=verify)
+
+
+def _several(words: Sequence[str]) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else tuple(words)

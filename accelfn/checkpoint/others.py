@@ -9,7 +9,7 @@ _TORCH = (
 )
 _OURS = (
     "It is a checkpoint of accelfn; af.load(state, {path}) reads it, and of it the weights"
-    ' alone af.load(state, {path}, only=("params",)).'
+    ' alone af.load_part(state, {path}, "params").'
 )
 _IN_FOLDERS = {
     "manifest.json": _OURS,

@@ -50,7 +50,7 @@ def _are_fields(_owner: object, _field: object, value: tuple[str, ...]) -> None:
         field, dot, inside = name.partition(".")
         if field not in FIELDS or (dot and (field != "slots" or not inside)):
             msg = (
-                f"af.load(only={value!r}): expected some of {FIELDS}, or slots by name as"
+                f"af.load_part(only={value!r}): expected some of {FIELDS}, or slots by name as"
                 ' "slots.ema".'
             )
             raise ArgumentError(msg)
@@ -60,7 +60,7 @@ def _word(*words: str) -> Any:
     def check(_owner: object, field: Any, value: object) -> None:
         if value not in words:
             expected = " or ".join(f'"{word}"' for word in words)
-            msg = f"af.load({field.name}={value!r}): expected {expected}."
+            msg = f"af.load_part({field.name}={value!r}): expected {expected}."
             raise ArgumentError(msg)
 
     return attrs.field(kw_only=True, validator=check)
@@ -92,7 +92,7 @@ class Wanted:
         )
 
 
-def load_part(
+def taken(
     state: TrainState, source: Source, wanted: Wanted, allow: Sequence[str]
 ) -> Loaded:
     """Return the state with what was asked for, and what that was."""
@@ -113,18 +113,20 @@ def load_part(
                 fields[field] = saved[field]
                 loaded.append(field)
             continue
-        taken = wanted.of(field, saved[field])
-        found = _compared(field, taken, _places(field, fields, taken, wanted))
+        entries = wanted.of(field, saved[field])
+        found = _compared(field, entries, _places(field, fields, entries, wanted))
         if wanted.refuses(found):
             refused.append(found.told(f"{folder}: {field}"))
             continue
-        taken = {n: value for n, value in taken.items() if n not in found.unexpected}
+        entries = {
+            n: value for n, value in entries.items() if n not in found.unexpected
+        }
         for name in found.dtypes:
             cast[f"{field}.{name}"] = found.dtypes[name]
             place = f"{folder}: {field}.{name}"
-            taken[name] = _converted(taken[name], current[name].dtype, place)
-        fields[field] = {**current, **taken}
-        loaded += [f"{field}.{name}" for name in taken]
+            entries[name] = _converted(entries[name], current[name].dtype, place)
+        fields[field] = {**current, **entries}
+        loaded += [f"{field}.{name}" for name in entries]
         missing += [f"{field}.{name}" for name in found.missing]
         unexpected += [f"{field}.{name}" for name in found.unexpected]
     if refused:

@@ -166,7 +166,7 @@ def test_a_partial_load_is_what_was_asked_for(
         af.save(saved.state(world), root / "saved")
         state = holder.state(world)
         try:
-            found = af.load(state, root / "saved", **attrs.asdict(ask))
+            found = af.load_part(state, root / "saved", **attrs.asdict(ask))
         except af.CheckpointError:
             assert expected is None
             return

@@ -82,6 +82,10 @@ ARGUMENTS: Mapping[str, Words] = {
         "af.CheckpointStore": {
             "keep_last save_total_limit total_limit max_to_keep save_top_k": "keep=",
         },
+        "af.load": {
+            "only missing extra cast": "write af.load_part(state, directory, only, ...), which"
+            " returns a report",
+        },
         "af.save": {"step": "the state has it; leave it out"},
         "af.profile": {
             "schedule": "write wait=, warmup= and active=",
