@@ -61,7 +61,9 @@ def test_tests_get_what_they_ask_for() -> None:
         given = [n for m in marks if m.name == "parametrize" for n in names_of(m)]
         assert mutant.args.keys() == set(given) & parameters.keys(), mutant.name
         with lent(mutant.test) as fixtures:
-            assert parameters.keys() == mutant.args.keys() | fixtures.keys(), mutant.name
+            assert parameters.keys() == mutant.args.keys() | fixtures.keys(), (
+                mutant.name
+            )
 
 
 def names_of(mark: pytest.Mark) -> list[str]:
