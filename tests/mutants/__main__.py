@@ -39,7 +39,7 @@ def main() -> int:
         color = "green" if outcome.killed else "bold red"
         console.print(
             f"[{color}]{'killed' if outcome.killed else 'SURVIVED':8}[/]"
-            f" {outcome.examples:3} examples {outcome.seconds:5.1f} s  {mutant.law:4}"
+            f" {outcome.examples:3} examples {outcome.seconds:5.1f} s  {mutant.law or '':4}"
             f" {mutant.name}  [dim]{outcome.told}[/]",
             soft_wrap=True,
         )
@@ -49,7 +49,7 @@ def main() -> int:
         f"{len(outcomes) - len(survived)} of {len(outcomes)} killed in {seconds:.0f} s"
     )
     if survived:
-        console.print(f"Survived: {', '.join(survived)}. Strengthen their laws.")
+        console.print(f"Survived: {', '.join(survived)}. Strengthen their tests.")
     else:
         PAGE.write_text(page(outcomes))
     return len(survived)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hunt: does a law's test fail while a bug is planted, and after how many examples?"""
+"""The hunt: does a test fail while a bug is planted, and after how many examples?"""
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
@@ -15,7 +18,7 @@ from tests.budget import budgeted
 from tests.mutants.mutant import Mutant, planted
 
 FOUND = (AssertionError, af.Error, pytest.fail.Exception)
-"""How a law says that it is broken; any other error is the bug's own, and kills nothing."""
+"""How a test says that it is broken; any other error is the bug's own, and kills nothing."""
 
 
 @attrs.frozen
@@ -36,7 +39,7 @@ class Outcome:
 
     @property
     def killed(self) -> bool:
-        """Whether the law found the bug, be it in one way of several."""
+        """Whether the test found the bug, be it in one way of several."""
         if isinstance(self.by, ExceptionGroup):
             return self.by.subgroup(FOUND) is not None
         return isinstance(self.by, FOUND)
@@ -49,16 +52,29 @@ class Outcome:
 
 
 def hunt(mutant: Mutant) -> Outcome:
-    """Plant a bug, hold its law against accelfn, and take it out again."""
+    """Plant a bug, run its test, and take it out again."""
     found: BaseException | None = None
     budgeted(mutant.test)
     start = time.perf_counter()
-    with planted(mutant), _counting(mutant.test) as examples:
+    with (
+        lent(mutant.test) as fixtures,
+        planted(mutant),
+        _counting(mutant.test) as examples,
+    ):
         try:
-            mutant.test(**mutant.args)
+            mutant.test(**mutant.args, **fixtures)
         except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - it is judged
             found = error
     return Outcome(mutant, found, len(examples), time.perf_counter() - start)
+
+
+@contextmanager
+def lent(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
+    """Lend a test what it asks pytest for: an empty directory, and what puts things back."""
+    asked = inspect.signature(test).parameters
+    with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        there = {"tmp_path": Path(directory), "monkeypatch": patch}
+        yield {name: each for name, each in there.items() if name in asked}
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mutant: one function of accelfn with one bug in it, and the law that must find it.
+"""A mutant: one function of accelfn with one bug in it, and the test that must find it.
 
 A bug is written as a change of the function's source. It is planted by giving the function
 the changed code, so that whoever imported it has the bug, and taken out by giving it its
@@ -26,8 +26,8 @@ class Mutant:
     Attributes:
         name: a few words.
         says: what is wrong, in a sentence.
-        law: its number in the catalogue of laws.
-        test: the law's test.
+        law: its number in the catalogue of laws; None where the test is of no law.
+        test: it must fail; of a law, the law's.
         args: of a test that pytest parametrizes.
         place: the function, or property, that has the bug.
         old: a part of its source that is there once.
@@ -36,7 +36,7 @@ class Mutant:
 
     name: str
     says: str
-    law: str
+    law: str | None = None
     test: Callable[..., None]
     args: Mapping[str, Any] = attrs.field(factory=dict)
     place: Place

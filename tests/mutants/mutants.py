@@ -6,6 +6,8 @@ from tests.mutants import (
     of_batchnorm,
     of_callers,
     of_calls,
+    of_checkpoints,
+    of_cli,
     of_collectives,
     of_compiling,
     of_compression,
@@ -20,6 +22,7 @@ from tests.mutants import (
     of_in_backward,
     of_interrupted,
     of_kernels,
+    of_launching,
     of_optimizers,
     of_pairs,
     of_ranks,
@@ -34,6 +37,10 @@ from tests.mutants import (
     of_states,
     of_steps,
     of_stores,
+    of_talking,
+    of_testing,
+    of_tracking,
+    of_worlds,
 )
 
 MUTANTS = [
@@ -69,4 +76,11 @@ MUTANTS = [
     *of_helpers.MUTANTS,
     *of_kernels.MUTANTS,
     *of_compiling.MUTANTS,
+    *of_worlds.MUTANTS,
+    *of_talking.MUTANTS,
+    *of_launching.MUTANTS,
+    *of_checkpoints.MUTANTS,
+    *of_tracking.MUTANTS,
+    *of_cli.MUTANTS,
+    *of_testing.MUTANTS,
 ]

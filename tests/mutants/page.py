@@ -14,9 +14,10 @@ _HEAD = """\
 A law whose test cannot fail proves nothing.
 So for every [law](laws.md) there are bugs that it must find:
 accelfn with a line changed, and one test of a law that fails on it.
-`python -m nox -s mutants` plants them one by one, gives each test the examples that CI gives
-it, prints this table and fails if a bug survives.
-A bug is found where the law's own assertion fails, or accelfn refuses what the bug led to;
+What no law speaks of, as command lines and trackers, has bugs too, which other tests find.
+`python -m nox -s mutants` plants them one by one, gives each test the examples that CI
+gives it, prints this table and fails if a bug survives.
+A bug is found where the test's own assertion fails, or accelfn refuses what the bug led to;
 any other crash finds nothing.
 
 A bug is a few lines in [`tests/mutants/`](../tests/mutants): a function, a part of its source,
@@ -42,7 +43,7 @@ def _row(outcome: Outcome) -> str:
         mutant.name,
         mutant.says,
         f"`{mutant.where.removeprefix('accelfn.')}`",
-        mutant.law,
+        mutant.law or "",
         f"`{test}`",
         str(outcome.examples),
     ]

@@ -12,7 +12,7 @@ import pytest
 import tests.laws
 from accelfn import collectives
 from tests.laws import test_collectives
-from tests.mutants.hunt import hunt
+from tests.mutants.hunt import hunt, lent
 from tests.mutants.mutant import Mutant, planted
 from tests.mutants.mutants import MUTANTS
 from tests.mutants.page import PAGE
@@ -42,15 +42,28 @@ def test_mutants_come_and_go() -> None:
         assert mutant.function.__code__ is own, mutant.name
 
 
-def test_mutants_name_their_laws() -> None:
-    """The test is one of the laws' modules, takes these arguments, and the law is listed."""
+def test_mutants_name_their_tests() -> None:
+    """Each test is a function of a module here; one of a law is with the laws, and says which."""
     for mutant in MUTANTS:
-        assert mutant.test.__module__.startswith("tests.laws.test_"), mutant.name
-        assert re.fullmatch(r"L\d+", mutant.law), mutant.name
+        module, name = mutant.test.__module__, mutant.test.__name__
+        assert re.match(r"tests\.(\w+\.)*test_", module), mutant.name
+        assert name.startswith("test_"), mutant.name
+        assert getattr(importlib.import_module(module), name) is mutant.test
+        assert (mutant.law is None) != module.startswith("tests.laws."), mutant.name
+        assert mutant.law is None or re.fullmatch(r"L\d+", mutant.law), mutant.name
+
+
+def test_tests_get_what_they_ask_for() -> None:
+    """A mutant gives its test what pytest would, of parameters; what it lends is all the rest."""
+    for mutant in MUTANTS:
         parameters = inspect.signature(mutant.test).parameters
         marks = getattr(mutant.test, "pytestmark", [])
         given = [n for m in marks if m.name == "parametrize" for n in names_of(m)]
         assert mutant.args.keys() == set(given) & parameters.keys(), mutant.name
+        with lent(mutant.test) as fixtures:
+            assert parameters.keys() == mutant.args.keys() | fixtures.keys(), (
+                mutant.name
+            )
 
 
 def names_of(mark: pytest.Mark) -> list[str]:
@@ -74,7 +87,8 @@ def test_every_law_has_a_mutant() -> None:
                 for name, value in vars(module).items()
                 if name.startswith("test_") and callable(value)
             }
-    tried = {id_of(each.test.__module__, each.test.__name__) for each in MUTANTS}
+    of_laws = [each.test for each in MUTANTS if each.law is not None]
+    tried = {id_of(each.__module__, each.__name__) for each in of_laws}
     assert found == tried | UNTRIED.keys()
     assert not tried & UNTRIED.keys()
 

@@ -2,6 +2,7 @@
 """Loading a part of a checkpoint, and parameters that are kept by their hash."""
 
 import itertools
+import shutil
 from functools import partial
 
 import pytest
@@ -94,13 +95,13 @@ def test_one_name_is_a_word(saved):
     assert same(af.load_part(state, saved, only="step").state, made(), "step")
 
 
-def test_what_is_loaded_is_its_own(saved):
+def test_what_is_loaded_is_its_own(tmp_path):
     """A step on what was loaded changes neither the given state nor another load."""
+    af.save(made(), tmp_path / "saved")
     state = fresh()
     before = held(state)
-    first, second = (
-        af.load_part(state, saved, only=("params",)).state for _ in range(2)
-    )
+    load = partial(af.load_part, state, tmp_path / "saved", only=("params",))
+    first, second = (load().state for _ in range(2))
     loaded = held(second)
     STEP(first, X)
     assert before == held(state)
@@ -340,3 +341,41 @@ def test_another_word_for_frozen(tmp_path):
     with pytest.raises(af.ArgumentError, match='"write" or "hash"'):
         af.CheckpointStore(tmp_path / "runs", frozen="skip")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_trained_is_written(tmp_path):
+    """What `with_trainable` froze in mid-run has been trained: no hash is enough for it."""
+    state = made().with_trainable(lambda name, _: name.startswith("2."))
+    af.save(state, tmp_path / "saved", frozen="hash")
+    assert not read_manifest(tmp_path / "saved").kept
+    assert same(state, af.load(fresh(), tmp_path / "saved"), "params")
+
+
+def test_what_was_kept_by_hash_is_its_own(tmp_path):
+    """A loaded state has memory of its own for a parameter that the given one had."""
+    af.save(made(model=FROZEN), tmp_path / "saved", frozen="hash")
+    other = fresh(seed=3, model=FROZEN)
+    loaded = af.load(other, tmp_path / "saved")
+    loaded.params["0.weight"].data.add_(1)
+    assert torch.equal(other.params["0.weight"], torch.full((4, 3), 0.5))
+
+
+def test_what_is_not_finite_is_cast(tmp_path):
+    """Infinity and NaN have their like in every float; a finite number that has not is told."""
+
+    def having(values, dtype):
+        made = net()
+        made.register_buffer("table", torch.tensor(values, dtype=dtype))
+        return made
+
+    def loaded(values):
+        af.save(fresh(model=partial(having, values, torch.float32)), tmp_path / "saved")
+        state = fresh(model=partial(having, [0.0] * len(values), torch.float16))
+        return af.load_part(state, tmp_path / "saved", only="buffers", cast=True).state
+
+    found = loaded([torch.inf, torch.nan, 1.5]).buffers["table"]
+    assert torch.equal(found[::2], torch.tensor([torch.inf, 1.5]).half())
+    assert found[1].isnan()
+    shutil.rmtree(tmp_path / "saved")
+    with pytest.raises(af.CheckpointError, match="table has values that torch.float16"):
+        loaded([1e10, 1.5])

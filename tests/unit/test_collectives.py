@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives.replicas import checksum
+from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
 
@@ -195,3 +195,59 @@ def test_a_checksum_tells_where_parts_of_a_large_tensor_stand(chunks, dtype):
     moved = torch.cat([tensor.split(length)[each] for each in chunks])
     is_same = torch.equal(tensor, moved)
     assert is_same == (int(checksum(tensor)) == int(checksum(moved)))
+
+
+COPIES = {
+    "gather": af.gather,
+    "gather ragged": af.gather_ragged,
+    "reduce": af.reduce,
+    "broadcast": af.broadcast,
+    "all to all": lambda given, world: af.all_to_all([given] * world.size, world)[0],
+}
+
+
+@pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
+def test_what_comes_back_is_a_copy(call):
+    """On any number of ranks: neither changes with the other, and nothing that was given."""
+
+    def fn(world):
+        given = torch.ones(3) + world.rank
+        found = call(given, world)
+        before = found.clone()
+        given += 7
+        assert torch.equal(found, before)
+        assert torch.equal(given, torch.full((3,), 8.0 + world.rank))
+
+    for size in (1, 2):
+        simulate(size, fn)
+
+
+@pytest.mark.parametrize("call", COPIES.values(), ids=COPIES)
+def test_entries_of_several_dtypes_keep_their_places(call):
+    """Tensors travel a dtype at a time, and each comes back where it stood."""
+    dtypes = [torch.float32, torch.int64, torch.float32, torch.int64]
+
+    def fn(world):
+        given = [torch.ones(i + 1).to(dtype) for i, dtype in enumerate(dtypes)]
+        found = call(given, world)
+        assert [each.dtype for each in found] == dtypes
+        times = len(found[0])
+        assert [len(each) for each in found] == [times * len(own) for own in given]
+
+    simulate(2, fn)
+
+
+@pytest.mark.parametrize("other", ["frozen", "longer", "wider"])
+def test_ranks_that_hold_other_models_are_told(other):
+    """In names, shapes, and which parameters are trained, whatever their values."""
+
+    def fn(world):
+        tensors, trained = {"a": torch.ones(2), "b": torch.ones(3)}, {"a", "b"}
+        if not world.is_main:
+            trained -= {"b"} if other == "frozen" else set()
+            tensors |= {"c": torch.ones(1)} if other == "longer" else {}
+            tensors |= {"b": torch.ones(4)} if other == "wider" else {}
+        check_replicas(tensors, world, label="model", values=False, trained=trained)
+
+    with pytest.raises(af.errors.ReplicaMismatchError, match="differ in structure"):
+        simulate(2, fn)

@@ -8,6 +8,7 @@ import pytest
 from accelfn.launching.failures import Failure, all_left_on_signal
 
 LEFT = {"error": "SystemExit: 143", "status": 143}
+INTERRUPTED = {"error": "SystemExit: 130", "status": 130}
 ENDED = {"error": "", "status": -signal.SIGTERM, "ended_by_us": True}
 FAILED = {"error": "ValueError: boom", "status": 1}
 KILLED = {"error": "", "status": -signal.SIGKILL}
@@ -20,6 +21,7 @@ KILLED = {"error": "", "status": -signal.SIGKILL}
         ([LEFT, LEFT], True),
         ([LEFT, ENDED], True),
         ([LEFT, ENDED, LEFT], True),
+        ([INTERRUPTED, ENDED], True),
         ([ENDED, LEFT], False),
         ([ENDED], False),
         ([LEFT, FAILED], False),

@@ -101,6 +101,18 @@ def test_first_machine_of_a_list(nodes, first):
     assert read_place({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
 
 
+def test_a_step_meets_at_its_own_first_machine():
+    """Whatever machines its job has beside those of the step."""
+    env = {**SLURM, "SLURM_JOB_NODELIST": "gpu[01-12]", "SLURM_NODELIST": "gpu[01-12]"}
+    assert read_place(env).address == "gpu07"
+    assert read_place(without(env, "SLURM_STEP_NODELIST")).address == "gpu01"
+
+
+def test_ranks_that_were_started_by_hand_are_of_one_machine():
+    """RANK and WORLD_SIZE, with where to meet, are all that a rank need be told."""
+    assert numbers(read_place(TORCHRUN)) == (1, 2, 1, 2, 0)
+
+
 @pytest.mark.parametrize(
     "env",
     [

@@ -129,6 +129,15 @@ def test_the_first_word_counts() -> None:
     )
 
 
+def test_a_world_hears_nothing_of_one_before_it() -> None:
+    """Where ranks make a second world of one group, what became of the first is over."""
+    store = dist.HashStore()
+    _, left = worlds(2, store)
+    left.connection.tell("raised ValueError: of the first world")
+    first, _ = worlds(2, store)
+    assert lost(first) == f"rank 1 {GONE}. Look at its output for the cause."
+
+
 def test_a_silent_store_holds_nobody() -> None:
     """Where the store's host never answers, that is said, after a second."""
     store = Silent()  # whose Python half lives as long as this name

@@ -288,6 +288,10 @@ def test_what_is_edited_is_read(before, after, comments):
     new = edited(text, after)
     assert tomllib.loads(new) == {"launch": after}
     assert all(f"\n#{each}\n" in new for each in comments[: len(lines)])
+    behind = dict(zip(before, comments[1:], strict=False))
+    for line in new.split("\n"):
+        comment = behind.get(line.partition(" ")[0])
+        assert comment is None or line.endswith(f" # {comment}")
 
 
 def test_config_writes_the_defaults():

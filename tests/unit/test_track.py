@@ -94,6 +94,35 @@ def test_a_line_is_whole_or_absent(tmp_path_factory, cut):
     assert not af.track.read(path).unfinished
 
 
+@pytest.mark.parametrize("length", [1, 70_000])
+def test_half_a_line_is_cut_off(tmp_path, length):
+    """What a crash has left of a line is gone when the run goes on, the first line's too."""
+    path = tmp_path / "run.jsonl"
+    for written, steps in (("", [9]), ('{"accelfn": 1, "began": 0}\n', [9])):
+        path.write_text(written + "x" * length)
+        with af.track.jsonl(path, world=WORLD) as tracker:
+            tracker({"loss": 1.0}, 9)
+        assert path.read_text().startswith(written)
+        assert list(af.track.read(path).times) == steps
+    lines = path.read_text().count("\n")
+    with path.open("a") as file:
+        file.write("x" * length)
+    af.track.jsonl(path, world=WORLD).close()
+    assert path.read_text().count("\n") == lines + 1
+
+
+def test_what_was_written_of_a_step_is_replaced(tmp_path):
+    """A run that goes back to a step has of it what it says then, and nothing of before."""
+    path = tmp_path / "run.jsonl"
+    with af.track.jsonl(path, world=WORLD) as tracker:
+        for step in (1, 2, 3):
+            tracker({"loss": 1.0, "early": 0.5}, step)
+        tracker({"loss": 2.0}, 2)
+        tracker({"late": 3.0}, 2)
+    found = af.track.read(path).metrics
+    assert found == {"loss": {1: 1.0, 2: 2.0}, "early": {1: 0.5}, "late": {2: 3.0}}
+
+
 def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
     """Infinities and NaN are texts, in hyperparameters too."""
     path = tmp_path / "run.jsonl"

@@ -16,6 +16,7 @@ from PIL import Image
 
 import accelfn as af
 from accelfn.cli import main
+from accelfn.track.chart import curves
 from tests.waiting import HANGS
 
 WORLD = af.World.single(device="cpu")
@@ -159,6 +160,21 @@ def contrast(one, other):
     """Return WCAG's ratio of contrast."""
     dark, light = sorted((brightness(one), brightness(other)))
     return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_pause_is_no_throughput(tmp_path):
+    """Updates per second are those between records that no resume parts."""
+    lines = ['{"accelfn": 1, "began": 0}']
+    for step, time in ((10, 100), (20, 105), (30, 110)):
+        lines.append(f'{{"step": {step}, "time": {time}, "metrics": {{"loss": 1}}}}')
+    lines.append('{"accelfn": 1, "began": 9000}')
+    for step, time in ((40, 9000), (50, 9002)):
+        lines.append(f'{{"step": {step}, "time": {time}, "metrics": {{"loss": 1}}}}')
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    loss, rate = curves(af.track.read(path))
+    assert (loss.name, loss.resumed) == ("loss", (30,))
+    assert rate.points == {20: 2.0, 30: 2.0, 50: 5.0}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelfn` in this process: what each command answers, and with which exit code."""
+
+import json
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn import cli
+from accelfn.launching.config import configure
+from accelfn.launching.settings import OPTIONS, read
+
+X = torch.linspace(-1, 1, 24).reshape(8, 3)
+STEP = af.make_step(lambda model, batch: model(batch).square().mean())
+
+
+class Net(nn.Module):
+    """A model with running statistics, and a buffer that no export has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, batch):
+        return self.norm(self.body(batch)) + self.table
+
+
+def answer(*words: object) -> tuple[int, list[str], list[str]]:
+    """Return a command's exit code, and the lines of its output and of its errors."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = cli.main(list(map(str, words)))
+    return code, out.getvalue().splitlines(), err.getvalue().splitlines()
+
+
+def states(count: int) -> Iterator[af.TrainState]:
+    """Yield states, one update after the other."""
+    optimizer = partial(torch.optim.Adam, lr=0.1)
+    state = af.TrainState.create(model=Net, optimizer=optimizer, setup=af.ema(0.5))
+    for _ in range(count):
+        state, _ = STEP(state, X)
+        yield state
+
+
+def store_of(folder: Path, count: int) -> Path:
+    """Save some updates to a store."""
+    with af.CheckpointStore(folder, async_=False) as kept:
+        for state in states(count):
+            kept.save(state, metrics={"loss": 1 / state.step})
+    return folder
+
+
+def flip(path: Path) -> None:
+    """Change the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_looks_at_all_and_forgets_no_loss(tmp_path: Path) -> None:
+    """Whatever is whole behind a file that is not, the exit code is 1."""
+    store = store_of(tmp_path / "runs", 3)
+    assert answer("checkpoint", "verify", store)[0] == 0
+    flip(store / "step-00000001" / "rank-00000.safetensors")
+    code, rows, _ = answer("checkpoint", "verify", store)
+    assert code == 1
+    assert [row.endswith(": whole") for row in rows] == [True, False, *[True] * 4]
+    first, last = (
+        answer("checkpoint", "verify", store / f"step-0000000{n}") for n in (1, 3)
+    )
+    assert (first[0], last[0]) == (1, 0)
+
+
+def test_a_store_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    """To show and to compare; a list of it has a row for each, in order."""
+    store = store_of(tmp_path / "runs", 3)
+    code, rows, _ = answer("checkpoint", "show", "--json", store)
+    assert (code, json.loads("\n".join(rows))["step"]) == (0, 3)
+    newest = store / "step-00000003"
+    assert answer("checkpoint", "diff", store, newest) == (0, [], [])
+    code, (_, *rows), _ = answer("checkpoint", "ls", store)
+    cells = [row.split() for row in rows]
+    assert [row[0] for row in cells] == ["1", "2", "3"]
+    assert {row[5] for row in cells} == {"yes"}
+    assert [row[-1] for row in cells] == ["1", "0.5", "0.333333"]
+
+
+def test_ls_tells_what_is_cut_off(tmp_path: Path) -> None:
+    """A file of another size than was written is named, and the row says no."""
+    store = store_of(tmp_path / "runs", 2)
+    with (store / "step-00000001" / "rank-00000.safetensors").open("ab") as file:
+        file.truncate(100)
+    (store / ".tmp-step-00000009").mkdir()
+    _, (_, *rows), _ = answer("checkpoint", "ls", store)
+    assert len(rows) == 3
+    first, second, left = rows
+    assert first.split()[5] == "no"
+    assert "rank-00000.safetensors has 100 bytes" in first
+    assert second.split()[5] == "yes"
+    assert left.startswith(".tmp-step-00000009 ")
+
+
+def test_diff_has_every_difference(tmp_path: Path) -> None:
+    """The largest of tensors; what only one has; NaN is NaN; the exit code is 1."""
+    (state,) = states(1)
+    nan = torch.tensor([torch.nan, 1.0])
+    slots = [
+        {"far": torch.tensor([1.0, 2.0, 3.0]), "nan": nan, "gone": 1, "value": 0.0},
+        {"far": torch.tensor([1.0, 1.5, 3.25]), "nan": nan + 1, "value": -0.0},
+    ]
+    for name, slot in zip("ab", slots, strict=True):
+        af.save(state.with_slot("mine", slot), tmp_path / name)
+    names = tmp_path / "a", tmp_path / "b"
+    code, rows, _ = answer("checkpoint", "diff", *names)
+    assert code == 1
+    assert rows == [
+        "slots.mine.far: largest difference 0.5",
+        "slots.mine.nan: largest difference 1",
+        f"slots.mine.gone: only in {names[0]}",
+        "slots.mine.value: 0.0, -0.0",
+    ]
+    rows = answer("checkpoint", "diff", *reversed(names))[1]
+    assert f"slots.mine.gone: only in {names[0]}" in rows
+
+
+def test_an_export_is_what_a_model_would_save(tmp_path: Path) -> None:
+    """Persistent buffers and parameters, of a slot where one is named, and no others."""
+    (state,) = states(1)
+    af.save(state, tmp_path / "saved")
+    for words, params in (((), state.params), (("--slot", "ema"), state.slots["ema"])):
+        out = tmp_path / f"out-{len(words)}"
+        assert answer("checkpoint", "export", tmp_path / "saved", out, *words)[0] == 0
+        found = safetensors.torch.load_file(out / "model.safetensors")
+        buffers = {n: t for n, t in state.buffers.items() if n != "table"}
+        expected = {**params, **buffers}
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(expected[name]) for name in found)
+    code, _, err = answer("checkpoint", "export", tmp_path / "saved", out)
+    assert (code, "out-2" in "".join(err)) == (2, True)
+
+
+def test_a_command_that_is_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """130 after Ctrl-C, 2 and one line where accelfn refuses; what is a bug is raised."""
+
+    def left(error: BaseException):
+        def env(_):
+            raise error
+
+        monkeypatch.setattr(cli, "_env", env)
+        return answer("env")
+
+    assert left(KeyboardInterrupt()) == (130, [], [])
+    assert left(af.LaunchError("not now.")) == (2, [], ["accelfn env: not now."])
+    with pytest.raises(ZeroDivisionError):
+        left(ZeroDivisionError())
+
+
+def test_config_keeps_what_the_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--default adds what it lacks, --set changes one setting, and an empty one goes."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "accelfn.toml"
+    file.write_text("[launch]\nnproc = 3 # a GPU each\nmax_restarts = 2\n")
+    assert answer("config", "--default")[0] == 0
+    defaults = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
+    assert read(file) == {**defaults, "nproc": 3, "max_restarts": 2}
+    assert "nproc = 3 # a GPU each\n" in file.read_text()
+    assert answer("config", "--set", "nproc=4", "--set", "max_restarts=")[0] == 0
+    kept = {**defaults, "nproc": 4}
+    del kept["max_restarts"]
+    assert read(file) == kept
+    assert answer("config", "--set", "nproc=none")[0] == 2
+    assert read(file) == kept
+
+
+def test_config_asks_until_the_answer_can_be(tmp_path: Path) -> None:
+    """An empty answer keeps what there is; what one machine has no use for goes."""
+    file = tmp_path / "mine.toml"
+    file.write_text('[launch]\nmax_restarts = 3\nmain_address = "10.0.0.1"\n')
+    answers = {
+        "nproc": ["two", "2"],
+        "num_machines": ["1"],
+        "max_restarts": [""],
+    }
+
+    def ask(question: str) -> str:
+        return answers[question.partition(":")[0]].pop(0)
+
+    with redirect_stderr(StringIO()):
+        configure(str(file), [], default=False, ask=ask)
+    assert read(file) == {"nproc": 2, "num_machines": 1, "max_restarts": 3}
+    assert not any(answers.values())
+
+
+def test_env_tells_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of variables those that change a run, hidden where their name says what they are."""
+    monkeypatch.chdir(tmp_path)
+    Path("accelfn.toml").write_text("[launch]\nnproc = 3\n")
+    hidden = "TORCH_API_TOKEN"
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv(hidden, "hush")
+    monkeypatch.setenv("MY_OWN", "hush")
+    code, rows, _ = answer("env", "--json")
+    found = json.loads("\n".join(rows))
+    assert code == 0
+    shown = found["variables"]
+    assert shown["NCCL_DEBUG"] == "INFO"
+    assert shown[hidden] == "(hidden)"
+    assert "MY_OWN" not in shown
+    assert found["settings"]["nproc"] == "3 (accelfn.toml)"
+    Path("accelfn.toml").write_text("[launch]\nnproc = 0\n")
+    code, rows, _ = answer("env")
+    assert code == 0
+    assert any("nproc is 0; give a whole number" in row for row in rows)
+
+
+def test_a_file_that_is_named_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of the current directory need not; it counts where none is named."""
+    monkeypatch.chdir(tmp_path)
+    assert answer("launch", "--show")[0] == 0
+    assert answer("launch", "--show", "--config", "none.toml")[0] == 2
+    Path("accelfn.toml").write_text("[launch]\nnproc = 3\n")
+    Path("other.toml").write_text("[launch]\nnproc = 5\n")
+    for words, nproc in (((), "3"), (("--config", "other.toml"), "5")):
+        _, (first, *_), _ = answer("launch", "--show", *words)
+        assert first.split()[:2] == ["nproc", nproc]
+    assert answer("launch")[0] == 2  # there is no script

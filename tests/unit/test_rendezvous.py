@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where machines with numbers meet, and ranks of each attempt."""
+
+import attrs
+
+from accelfn.launching.machines import Machines
+from accelfn.launching.rendezvous import NumberedRendezvous
+from accelfn.launching.script import planned
+from accelfn.launching.settings import Settings
+
+
+def test_each_attempt_has_a_store_of_its_own() -> None:
+    """Ranks of a later one would find the addresses of processes that are gone."""
+    handler = NumberedRendezvous(Machines(), 0)
+    found = [handler.next_rendezvous() for _ in range(3)]
+    ports = [each.bootstrap_store_info.master_port for each in found]
+    assert len(set(ports)) == 3
+    assert {(each.rank, each.world_size) for each in found} == {(0, 1)}
+    for attempt, each in enumerate(found):
+        each.store.set("attempt", str(attempt))
+    told = [each.store.get("attempt") for each in found]
+    assert told == [b"0", b"1", b"2"]
+
+
+def test_an_elastic_run_begins_with_its_fewest_machines() -> None:
+    """FEWEST:MOST are the numbers that torch is given; one number is both."""
+    told = {"rdzv_endpoint": "127.0.0.1:29400", "rdzv_id": "mine"}
+    for count, expected in (("2:4", (2, 4)), ("3", (3, 3)), ("1:1", (1, 1))):
+        found = Settings.of({**told, "num_machines": count}, {}, "").machines()
+        assert (found.fewest, found.most) == expected
+
+
+def test_ranks_share_the_cores(monkeypatch) -> None:
+    """Each has its part of them, one at least, unless the user has said how many."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for nproc, threads in ((2, 4), (3, 2), (8, 1), (9, 1)):
+        rows = planned(nproc=nproc, machines=Machines())
+        assert any(row.startswith(f"sets OMP_NUM_THREADS={threads} ") for row in rows)
+    assert not any("OMP" in row for row in planned(nproc=1, machines=Machines()))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert not any("OMP" in row for row in planned(nproc=2, machines=Machines()))
+
+
+def test_ranks_of_several_machines_talk_towards_them(monkeypatch) -> None:
+    """By the interface that leads there; those of one machine by its loopback."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    alone = Machines()
+    assert any("GLOO_SOCKET_IFNAME=lo" in r for r in planned(nproc=1, machines=alone))
+    many = attrs.evolve(alone, most=2, address="10.0.0.7", interface="ib0")
+    assert any("GLOO_SOCKET_IFNAME=ib0" in r for r in planned(nproc=1, machines=many))

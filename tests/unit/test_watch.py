@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher sees of its ranks: who failed and when, who goes on, who was stopped."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from accelfn.launching import watch
+from accelfn.launching.watch import Watch
+from accelfn.launching.worker import exit_status
+from tests.waiting import HANGS, wait_until
+
+FAILS, FINISHES, GOES_ON = ["false"], ["true"], ["sleep", "60"]
+
+
+@contextmanager
+def watched(*commands: list[str]) -> Iterator[tuple[Watch, list[subprocess.Popen]]]:
+    """Watch processes, which end with the block."""
+    ran = [subprocess.Popen(command) for command in commands]
+    files = {local: f"no-file-of-{local}" for local in range(len(ran))}
+    try:
+        yield Watch({local: each.pid for local, each in enumerate(ran)}, files), ran
+    finally:
+        for each in ran:
+            each.kill()
+            each.wait(HANGS)
+
+
+def has_ended(watching: Watch, local: int) -> bool:
+    return watch._status(watching.pids[local]) is not None
+
+
+def test_ranks_may_follow_one_that_failed_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then the others may be ended; until one has failed there is nobody to end."""
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.3)
+    with watched(FAILS, FINISHES, GOES_ON) as (watching, _):
+        for local in (0, 1):
+            wait_until(partial(has_ended, watching, local))
+        assert not watching.may_end()
+        first = dict(watching.failed_at)
+        assert list(first) == [0]
+        for _ in range(40):
+            time.sleep(0.02)
+            may_end = watching.may_end()
+        assert may_end
+        assert watching.failed_at == first
+    with watched(FINISHES, GOES_ON) as (watching, _):
+        wait_until(partial(has_ended, watching, 0))
+        assert watching.may_end()  # that is, torch's agent looks for itself
+        assert watching.failed_at == {}
+
+
+def test_a_rank_that_was_stopped_is_sent_on_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would wait for ever with the signal that is to end it."""
+    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.1)
+    with watched(FAILS, GOES_ON) as (watching, (_, stopped)):
+        stopped.send_signal(signal.SIGSTOP)
+        wait_until(partial(has_ended, watching, 0))
+        wait_until(lambda: watch._is_stopped(stopped.pid))
+        watching.may_end()
+        watching.question()
+        assert watching.stopped == {1}
+        with suppress(subprocess.TimeoutExpired):
+            stopped.wait(2)
+        assert stopped.returncode == -signal.SIGTERM
+
+
+def test_a_stack_begins_in_the_users_script(tmp_path: Path) -> None:
+    """What leads to the script is not shown, and half a stack is none."""
+    lead = f'  File "{watch.LEADS[0]}", line 3 in main'
+    mine = '  File "train.py", line 7 in step'
+    last = '  File "train.py", line 9 in <module>'
+    text = f"Stack (most recent call first):\n{mine}\n{last}\n{lead}\n"
+    assert watch._users(text) == f"{mine}\n{last}"
+    file = tmp_path / "stack"
+    for end, is_whole in ((" in <module>\n", True), ("  ...\n", True), ("tra", False)):
+        file.write_text(f"{mine}\n{end}")
+        assert watch._is_whole(watch._read(file)) == is_whole
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(7, 7), (256, 1), (-9, 247), (512 + 3, 3), ("out of luck", 1)],
+)
+def test_a_rank_that_leaves_with_a_code_has_failed(code: object, status: int) -> None:
+    """The system keeps eight bits of a code; what would be left of none is 1."""
+    assert exit_status(SystemExit(code)) == status
