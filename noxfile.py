@@ -6,6 +6,7 @@ pins, so a session does the same thing on every machine.
 """
 
 import os
+
 import nox
 
 nox.needs_version = ">=2024.10.9"
