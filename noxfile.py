@@ -78,7 +78,7 @@ def laws(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Plant bugs, see that a law finds each, and write docs/mutants.md."""
+    """Plant bugs, see that a test finds each, and write docs/mutants.md."""
     install(session, *WITH_TESTS)
     run(session, "python", "-m", "tests.mutants")
 

@@ -163,6 +163,35 @@ def test_a_command_that_is_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         left(ZeroDivisionError())
 
 
+def test_what_is_launched_is_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words before the script are accelfn's, those behind it the script's; its end is ours."""
+    given: list[tuple] = []
+
+    def launch(script, args, *, nproc, module, max_restarts=0, **_):
+        given.append((script, args, nproc, module, max_restarts))
+        return 3
+
+    monkeypatch.setattr(cli, "launch_script", launch)
+    words = (
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "train",
+        "--lr=1",
+        "--nproc=9",
+    )
+    code, _, said = answer("launch", *words)
+    assert (code, len(said)) == (3, 1)
+    assert "train gets --nproc=9, which stands behind it" in said[0]
+    assert given == [("train", ["--lr=1", "--nproc=9"], 2, True, 1)]
+    code, _, said = answer("test", "--nproc", "4")
+    assert (code, said) == (3, [])
+    assert given[1:] == [("accelfn.testing.selftest", ["4"], 4, True, 0)]
+    assert answer("test", "--nproc", "two")[0] == 2
+
+
 def test_config_keeps_what_the_file_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def watched(*commands: list[str]) -> Iterator[tuple[Watch, list[subprocess.Popen
 
 
 def has_ended(watching: Watch, local: int) -> bool:
+    """Whether a process has, be it well or not."""
     return watch._status(watching.pids[local]) is not None
 
 
