@@ -6,7 +6,6 @@ pins, so a session does the same thing on every machine.
 """
 
 import os
-
 import nox
 
 nox.needs_version = ">=2024.10.9"
