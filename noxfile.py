@@ -5,7 +5,6 @@ Sessions run on the Python that runs nox, and install by pip what `constraints.t
 pins, so a session does the same thing on every machine.
 """
 
-import os
 import nox
 
 nox.needs_version = ">=2024.10.9"
@@ -60,8 +59,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests: units, laws, ranks, docs and examples, files side by side."""
     install(session, *WITH_TESTS)
-    # one process more than there are cores, for many tests wait for others
-    side_by_side = "-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "loadgroup"
+    side_by_side = "-n", "auto", "--dist", "loadgroup"
     # what was skipped is said, with its reason, and where the time went
     said = "-rs", "--durations=30", *side_by_side
     run(session, "pytest", "--hypothesis-profile=ci", *said, *session.posargs)
