@@ -21,10 +21,10 @@ OPTIONS = st.fixed_dictionaries(
         "weight_decay": st.sampled_from([0.0, 0.5]),
         "maximize": st.booleans(),
         "amsgrad": st.booleans(),
-        "decoupled_weight_decay": st.booleans(),  # Adam's
     },
 )
-KINDS = st.sampled_from([torch.optim.Adam, torch.optim.AdamW])
+DECOUPLED = partial(torch.optim.Adam, decoupled_weight_decay=True)
+KINDS = st.sampled_from([torch.optim.Adam, torch.optim.AdamW, DECOUPLED])
 
 
 class Net(nn.Module):
@@ -45,10 +45,6 @@ class Net(nn.Module):
 def grouped(named: Any, kind: Any, options: dict, groups: int) -> torch.optim.Optimizer:
     """Return the optimizer with one parameter group, or two of which one differs."""
     params = [param for _, param in named]
-    if (
-        kind is torch.optim.AdamW
-    ):  # it decouples the decay always, and takes no such option
-        options = {k: v for k, v in options.items() if k != "decoupled_weight_decay"}
     if groups == 1:
         return kind(params, **options)
     second = {"params": params[1:], "weight_decay": 0.25}

@@ -22,6 +22,15 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        name="booleans become integers",
+        says="whether any rank has something is said by a number",
+        law="L49",
+        test=laws.test_booleans_are_counted_and_combined,
+        place=reductions.reduced,
+        old='elif flat.dtype is not dtype and (dtype is not torch.bool or op != "sum"):',
+        new="elif flat.dtype is not dtype and dtype is not torch.bool:",
+    ),
+    Mutant(
         name="the last rank comes first",
         says="gathered trees are in another order than the ranks",
         law="L49",

@@ -9,6 +9,15 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        name="left out of a scaled loss",
+        says="what is left out under fp16 is kept in units of a scale that changes",
+        law="L1",
+        test=test_compression.test_what_is_left_out_is_not_lost,
+        place=compression.LowRank.weigh,
+        old="weight = weight * self._scale.to(weight)",
+        new="pass",
+    ),
+    Mutant(
         name="the weight in 16 bits",
         says="the weight of the losses is rounded as gradients are",
         law="L3",

@@ -7,6 +7,15 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        name="a decay by the class",
+        says="Adam's own option decoupled_weight_decay is read past",
+        law="L19",
+        test=test_kernels.test_fused_steps_are_torchs_own,
+        place=fused_adam.FusedAdam.of.__func__,
+        old='adamw = group["decoupled_weight_decay"]',
+        new="adamw = type(optimizer) is AdamW",
+    ),
+    Mutant(
         name="the lists of another state",
         says="a fused optimizer goes on with the tensors of the state that was bound before",
         law="L22",

@@ -8,8 +8,17 @@ from accelfn.step import apply_grads, counts, skipping, value_and_grad
 from accelfn.transforms import precision, skip
 from tests.laws import test_counts, test_skipping
 from tests.mutants.mutant import Mutant
+from tests.unit import test_precision
 
 MUTANTS = [
+    Mutant(
+        name="a unit of no weight",
+        says="after an update in which nothing counted fp16 overflows",
+        test=test_precision.test_an_update_of_no_weight_tells_fp16_nothing,
+        place=precision.autocast.grads,
+        old='torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])',
+        new="_power_of_2(weight.float())",
+    ),
     Mutant(
         name="each rank skips for itself",
         says="a wish to skip is not told to the other ranks",
