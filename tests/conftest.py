@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-)
 
 from accelfn.testing.plugin import register_profiles
 
@@ -50,14 +46,3 @@ def pytest_collection_modifyitems(
             if file.startswith("tests/ranks/"):
                 group = "ranks that wait" if Path(file).stem in WAIT else "ranks"
             item.add_marker(pytest.mark.xdist_group(group))
-
-
-def pytest_runtest_teardown() -> None:
-    """Take out a test's own dispatch mode that Ctrl-C left: it may come as its block ends."""
-    while (modes := _get_current_dispatch_mode_stack()) and is_of_tests(modes[-1]):
-        _pop_mode()
-
-
-def is_of_tests(mode: object) -> bool:
-    """Whether a test has made it, and not what it tests."""
-    return type(mode).__module__.rpartition(".")[2].startswith("test_")

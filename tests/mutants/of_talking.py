@@ -233,15 +233,6 @@ MUTANTS = [
         new="_mixed(each * factors[0]).sum()",
     ),
     Mutant(
-        name="names meet by the order in which they were given",
-        says="metrics of ranks that report in another order are added to one another",
-        law="L55",
-        test=limits.test_metrics_of_other_names_are_told,
-        place=packed.sum_named,
-        old="names = sorted(numbers)",
-        new="names = list(numbers)",
-    ),
-    Mutant(
         name="who waited is to blame",
         says="a rank that waited like the others is said to have been elsewhere",
         test=test_roll_call.test_the_first_word_counts,
