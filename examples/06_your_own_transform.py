@@ -26,7 +26,7 @@ class clip_spikes:
         return torch.zeros((), device=state.world.device)
 
     def grads(
-        self, grads: af.Grads, slot: Tensor, state: af.TrainState
+        self, grads: af.Grads, slot: Tensor, update: af.Update
     ) -> tuple[af.Grads, Tensor]:
         """Return the gradients that go on to the optimizer, and the next slot."""
         norm = torch.nn.utils.get_total_norm(grads.tensors.values())

@@ -22,10 +22,11 @@ class GradNoise:
     scale: float = 0.01
 
     def grads(
-        self, grads: af.Grads, slot: None, state: af.TrainState
+        self, grads: af.Grads, slot: None, update: af.Update
     ) -> tuple[af.Grads, None]:
         """Return the gradients with noise on them."""
-        generator = torch.Generator().manual_seed(4 * state.step + state.world.rank)
+        seed = 4 * update.state.step + update.world.rank
+        generator = torch.Generator().manual_seed(seed)
         noise = partial(torch.randn, generator=generator)
         return grads.map(lambda grad: grad + self.scale * noise(grad.shape)), slot
 
@@ -37,7 +38,7 @@ class SharedNoise:
     scale: float = 0.01
 
     def grads(
-        self, grads: af.Grads, slot: None, state: af.TrainState
+        self, grads: af.Grads, slot: None, update: af.Update
     ) -> tuple[af.Grads, None]:
         """Return the gradients with noise on them."""
         return grads.map(lambda grad: grad + self.scale * torch.randn_like(grad)), slot

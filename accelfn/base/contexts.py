@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts that are entered at every step, where there is mostly nothing to do."""
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch.autograd import profiler
 
-
-class _Nothing(AbstractContextManager[None]):
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-NOTHING = _Nothing()
+NOTHING = nullcontext()
 """A context that does nothing: of one instance, which costs no call."""
 # asked at every step, so without a device's name to be parsed
 _any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]

@@ -37,16 +37,18 @@ def key(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def fold(parent: int, number: int) -> int:
-    """Return the key of `number` under a parent key; what a step does, in 0.3 µs.
+def fold(parent: int, *numbers: int) -> int:
+    """Return the key of numbers, one under the other; what a step does, in 0.3 µs each.
 
     The finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
     number generators"): a bijection in which every bit of the input reaches every bit.
     """
-    z = (parent + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+    for number in numbers:
+        z = (parent + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        parent = z ^ (z >> 31)
+    return parent
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
@@ -72,9 +74,9 @@ class stream(AbstractContextManager[None]):
 
     __slots__ = ("_others", "_saved", "_saved_others", "_seed", "_taken")
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        """Take a key and the device whose code will draw."""
-        self._seed = seed
+    def __init__(self, seed: int, device: torch.device, *numbers: int) -> None:
+        """Take a key, the device whose code will draw, and numbers to fold into the key."""
+        self._seed = fold(seed, *numbers) if numbers else seed
         self._others = _of_device(device)
 
     def __enter__(self) -> None:

@@ -194,7 +194,7 @@ def _sharded(state: TrainState) -> Mapping[str, torch.Tensor]:
 def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
     """Return the transforms that make one slot of those that were saved."""
     saved = manifest.slots & set(manifest.transforms)
-    return [e for e in state.setup.having("merge") if e.name in saved]
+    return [e for e in state.setup.owners["merge"] if e.name in saved]
 
 
 def _alike(state: TrainState, source: Source) -> Source:

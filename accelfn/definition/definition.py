@@ -42,7 +42,7 @@ class Definition:
     def plan(self) -> Plan:
         """Who takes which samples, as the setup's transforms say, left to right."""
         plan = Plan(world_rank=self.world.rank, world_size=self.world.size)
-        for each in self.setup.having("data"):
+        for each in self.setup.owners["data"]:
             plan = each.data(plan)
             is_plan = isinstance(plan, Plan)
             check_returned(each, "data", ok=is_plan, returned=plan, expected="a Plan")

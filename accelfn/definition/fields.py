@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of a transform: what it can have a say in, and what its methods are called with.
 
-| method | type | what it changes |
+All that act in an update, and those around it, have one shape, `(value, slot, update) -> (value,
+slot)`: the value flows through the chain, left to right, `slot` is the transform's own entry, and
+`update` is the read-only `accelfn.state.update.Update`.
+
+| method | type | its value, or what it does |
 | --- | --- | --- |
-| `init` | `state -> slot` | the transform's own entry in `state.slots` |
+| `init` | `state -> slot` | the transform's own entry in `state.slots`; None is none |
 | `data` | `Plan -> Plan` | who takes which samples |
 | `loss` | `loss_fn -> loss_fn` | wraps `(model, batch, *extras) -> loss` |
 | `value_and_grad` | `fn -> fn` | wraps `(state, batch, *extras) -> (metrics, grads)` |
-| `reduce` | `(grads, slot, world) -> (grads, slot)`, or None | how totals cross ranks |
-| `loss_scale` | `(state, slot) -> scale` | what losses are multiplied by before the backward pass |
-| `grads` | `(grads, slot, state) -> (grads, slot)` | the true, reduced gradients |
-| `hyper` | `(state, slot) -> {"lr": ...}` | hyperparameters of the next update |
-| `after_update` | `(state, slot) -> (state, slot)` | the state after the optimizer |
-| `after_skip` | `(grads, slot, state) -> slot` | its slot after an update that was skipped |
-| `observe` | `(state, slot, value) -> slot` | its slot, told what an evaluation gave |
-| `eval_params` | `(state, slot) -> params` | what is evaluated and exported |
-| `finalize` | `(state, slot) -> (state, slot)` | what is owed at the end |
+| `reduce` | one shape, or None | gradients of this rank's totals, which become those of all |
+| `loss_scale` | one shape | what losses are multiplied by before the backward pass |
+| `grads` | one shape | the true, reduced gradients |
+| `hyper` | one shape | hyperparameters of the update; what it returns is laid over them |
+| `after_update` | one shape | the state after the optimizer |
+| `observe` | one shape | what an evaluation gave |
+| `eval_params` | one shape | the parameters that are evaluated and exported |
+| `finalize` | one shape | the state, with what is owed at the end |
 | `merge` | `slots -> (weights, slot)` | how ranks that differ become one, to load them |
-| `engine` | `-> engine` | how the model lies over the ranks |
+| `engine` | `state -> engine` | how the model lies over the ranks |
 | `runner` | `make -> make` | wraps `module -> runner`, which runs the loss forward and backward |
 """
 
@@ -32,20 +35,27 @@ _ARGUMENTS = {
     "data": ("plan",),
     "loss": ("loss_fn",),
     "value_and_grad": ("inner",),
-    "reduce": ("grads", "slot", "world"),
-    "loss_scale": ("state", "slot"),
-    "grads": ("grads", "slot", "state"),
-    "hyper": ("state", "slot"),
-    "after_update": ("state", "slot"),
-    "after_skip": ("grads", "slot", "state"),
-    "observe": ("state", "slot", "value"),
-    "eval_params": ("state", "slot"),
-    "finalize": ("state", "slot"),
+    "reduce": ("grads", "slot", "update"),
+    "loss_scale": ("scale", "slot", "update"),
+    "grads": ("grads", "slot", "update"),
+    "hyper": ("hyper", "slot", "update"),
+    "after_update": ("state", "slot", "update"),
+    "observe": ("value", "slot", "update"),
+    "eval_params": ("params", "slot", "update"),
+    "finalize": ("state", "slot", "update"),
     "merge": ("slots",),
     "engine": ("state",),
     "runner": ("make", "state"),
 }
 FIELDS = tuple(_ARGUMENTS)
+
+_GONE = {
+    "after_skip": "after_update is called after a skipped update, too, of a class with"
+    ' tells = {"sees_skips": True}; it asks update.skipped, and finds update.grads',
+}
+"""What fields of before 0.2 became."""
+_THIRD = {"state": "update.state", "world": "update.world", "value": "the first"}
+"""What third arguments of before 0.2 became, where there is an update now."""
 
 
 def check_fields(cls: type) -> None:
@@ -61,12 +71,14 @@ def check_fields(cls: type) -> None:
 def has_field(value: object, field: str) -> bool:
     """Return whether a transform has a say in `field`.
 
-    One whose options leave it without some of its fields names these in `_without`.
+    One whose options leave it without some of its fields names these in `without`.
     """
-    return hasattr(type(value), field) and field not in getattr(value, "_without", ())
+    return hasattr(type(value), field) and field not in getattr(value, "without", ())
 
 
-def pair(owner: object, field: str, returned: Any, kind: type) -> tuple[Any, Any]:
+def pair(
+    owner: object, field: str, returned: Any, kind: type | tuple[type, ...]
+) -> tuple[Any, Any]:
     """Return what a method gave, if it is a value of a kind and a slot.
 
     Raises:
@@ -100,6 +112,9 @@ def check_returned(
 def _check_methods(cls: type) -> None:
     for name, value in vars(cls).items():
         public = not name.startswith("_") and inspect.isfunction(value)
+        if public and name in _GONE:
+            msg = f"{cls.__name__}.{name} is no field of a transform any more: {_GONE[name]}."
+            raise ArgumentError(msg)
         if public and name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -124,3 +139,11 @@ def _check_arguments(cls: type) -> None:
                 f" {', '.join(arguments)}), which it does not take: {error}."
             )
             raise ArgumentError(msg) from error
+        third = [*inspect.signature(method).parameters][3:4]
+        if arguments[2:] == ("update",) and third and third[0] in _THIRD:
+            msg = (
+                f"{cls.__name__}.{field} is called as {field}(self, {', '.join(arguments)});"
+                f" its third argument is the update, and {third[0]} is"
+                f" {_THIRD[third[0]]}."
+            )
+            raise ArgumentError(msg)

@@ -9,7 +9,7 @@ accelfn's own are made the same way. Leftmost is outermost; values flow left to 
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import (
     Any,
     NoReturn,
@@ -25,6 +25,7 @@ import attrs
 from accelfn.base import words
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
+from accelfn.definition.facts import check_attributes, check_together, facts_of
 from accelfn.definition.fields import FIELDS, check_fields, has_field
 from accelfn.definition.slots import is_slot_name
 from accelfn.errors import ArgumentError, CallError, CompositionError
@@ -79,17 +80,19 @@ def transform(cls: type[T]) -> type[T]:
     options, the first of which may be given by position, the others by keyword. It gets a
     `name` (default: the class's own, in snake_case), which is the key of its slot. Its
     public methods are the fields of the table in `accelfn.definition.fields`; others start with an
-    underscore. `gives_up`, a class attribute, names laws that it breaks on purpose.
+    underscore. What it tells of itself, and what it cannot stand beside, are the class
+    attributes of the table in `accelfn.definition.facts`.
 
     Acts on: what its methods say.
 
     Raises:
-        ArgumentError: a public method is none of a transform's fields.
+        ArgumentError: a public method is none of a transform's fields, or an attribute looks
+            like one of a transform's that is misspelt.
 
     Example:
         >>> @transform
         ... class CentralizeGrads:
-        ...     def grads(self, grads, slot, state):
+        ...     def grads(self, grads, slot, update):
         ...         return grads.map(lambda g: g - g.mean() if g.ndim > 1 else g), slot
         >>> CentralizeGrads()
         CentralizeGrads()
@@ -100,6 +103,7 @@ def transform(cls: type[T]) -> type[T]:
         )
         raise ArgumentError(msg)
     check_fields(cls)
+    check_attributes(cls)
     annotations = {**inspect.get_annotations(cls), "name": str}
     try:
         cls.__annotations__ = annotations
@@ -199,6 +203,12 @@ class chain:
         `chain(f, chain(g, h)) == chain(chain(f, g), h) == chain(f, g, h)`, and
         `chain()` leaves a state as it is. Transforms about different fields commute.
 
+    Attributes:
+        transforms: leftmost first.
+        owners: by field, those that have a say in it, leftmost first.
+        facts: by fact, what is told of it, leftmost first.
+        drawing: fields in which one may draw random numbers.
+
     Raises:
         CompositionError: two transforms of one name, two engines, two ways to reduce
             gradients, or a pair that one of them refuses.
@@ -216,16 +226,32 @@ class chain:
     __add__ = __or__ = __rshift__ = _not_by_operator
 
     transforms: tuple[Transform, ...]
-    _owners: dict[str, tuple[Any, ...]] = attrs.field(
-        eq=False, repr=False, alias="owners"
-    )
+    owners: Mapping[str, tuple[Any, ...]] = attrs.field(eq=False, repr=False)
+    facts: Mapping[str, tuple[Any, ...]] = attrs.field(eq=False, repr=False)
+    drawing: frozenset[str] = attrs.field(eq=False, repr=False)
 
     def __init__(self, *transforms: Any) -> None:
         """Take transforms, leftmost outermost."""
         flat = tuple(_flatten(transforms))
-        _check_chain(flat)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
-        self.__attrs_init__(transforms=flat, owners=owners)  # type: ignore[attr-defined]
+        told = {id(each): facts_of(each) for each in flat}
+        # where ranks are apart, what others evaluate is brought together at the end
+        owners["eval_params"] = tuple(
+            sorted(owners["eval_params"], key=lambda each: "apart" in told[id(each)])
+        )
+        _check_chain(flat, owners, told)
+        facts: dict[str, tuple[Any, ...]] = {}
+        for each in flat:
+            for fact, value in told[id(each)].items():
+                facts[fact] = (*facts.get(fact, ()), value)
+        drawing = frozenset(
+            field
+            for field, having in owners.items()
+            if not all(told[id(each)].get("draws_nothing") for each in having)
+        )
+        self.__attrs_init__(  # type: ignore[attr-defined]
+            transforms=flat, owners=owners, facts=facts, drawing=drawing
+        )
 
     @property
     def name(self) -> str:
@@ -243,10 +269,6 @@ class chain:
     def __len__(self) -> int:
         """Return how many transforms there are."""
         return len(self.transforms)
-
-    def having(self, field: str) -> tuple[Any, ...]:
-        """Return the transforms that have a say in `field`, leftmost first."""
-        return self._owners[field]
 
     def gives_up(self) -> dict[str, str]:
         """Return the laws that the transforms break on purpose, with their reasons."""
@@ -287,7 +309,11 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
             raise CompositionError(msg)
 
 
-def _check_chain(transforms: tuple[Transform, ...]) -> None:
+def _check_chain(
+    transforms: tuple[Transform, ...],
+    owners: Mapping[str, tuple[Any, ...]],
+    told: Mapping[int, Mapping[str, Any]],
+) -> None:
     seen: dict[str, Transform] = {}
     for each in transforms:
         if each.name in seen:
@@ -298,23 +324,20 @@ def _check_chain(transforms: tuple[Transform, ...]) -> None:
             raise CompositionError(msg)
         seen[each.name] = each
     for field, what in (("engine", "engines"), ("reduce", "ways to reduce gradients")):
-        owners = [each for each in transforms if has_field(each, field)]
-        if len(owners) > 1:
-            msg = (
-                f"chain: two {what}, {owners[0]!r} and {owners[1]!r}. Keep one of them."
-            )
+        if len(owners[field]) > 1:
+            first, second, *_ = owners[field]
+            msg = f"chain: two {what}, {first!r} and {second!r}. Keep one of them."
             raise CompositionError(msg)
-    for each in transforms:
-        refuse = getattr(each, "_refuse", None)
-        reason = refuse(transforms) if refuse else None
-        if reason:
-            msg = f"chain: {each!r} {reason}"
-            raise CompositionError(msg)
+    says: dict[int, dict[str, Any]] = {id(each): {} for each in transforms}
+    for field, having in owners.items():
+        for each in having:
+            says[id(each)][field] = field
+    check_together(transforms, {key: {**say, **told[key]} for key, say in says.items()})
 
 
 def explanation(setup: chain) -> str:
     """Return the nested calls of one step as text."""
-    engine, reduce = setup.having("engine"), setup.having("reduce")
+    engine, reduce = setup.owners["engine"], setup.owners["reduce"]
     if reduce:
         how = "not reduced" if reduce[0].reduce is None else "reduced"
         how = f"{how} over ranks: {reduce[0].name}"
@@ -324,14 +347,17 @@ def explanation(setup: chain) -> str:
         setup, "value_and_grad", f"value_and_grad({_nested(setup, 'loss', 'loss_fn')})"
     )
     lies = _nested(setup, "runner", engine[0].name if engine else "local")
-    scales = "".join(f" * {e.name}.loss_scale" for e in setup.having("loss_scale"))
+    scales = "".join(f" * {e.name}.loss_scale" for e in setup.owners["loss_scale"])
     mean = f"grads / (weight{scales})" if scales else "grads / weight"
+    noting = [
+        e.name for e in setup.owners["after_update"] if facts_of(e).get("sees_skips")
+    ]
     lines = [
         f"plan = {_piped(setup, 'data', 'plan')}  # who takes which samples",
         f"metrics, grads = {wraps}(state, batch)",
         f"# engine: {lies}; gradients {how}",
         f"grads = {_piped(setup, 'grads', mean)}",
-        *(f"# if skipped, it ends here: {e.name}" for e in setup.having("after_skip")),
+        *(f"# if skipped, it goes on with after_update: {name}" for name in noting),
         f"hyper = {_piped(setup, 'hyper', 'schedule(state.step)')}",
         "state = optimizer(state, grads, hyper)",
         f"state = {_piped(setup, 'after_update', 'state')}",
@@ -342,12 +368,12 @@ def explanation(setup: chain) -> str:
 
 def _nested(setup: chain, field: str, inner: str) -> str:
     """Return the wraps of a field, the leftmost outermost."""
-    calls = [f"{each.name}.{field}(" for each in setup.having(field)]
+    calls = [f"{each.name}.{field}(" for each in setup.owners[field]]
     return "".join(calls) + inner + ")" * len(calls)
 
 
 def _piped(setup: chain, field: str, value: str) -> str:
     """Return the calls through which a value flows, the leftmost innermost."""
-    for each in setup.having(field):
+    for each in setup.owners[field]:
         value = f"{each.name}.{field}({value})"
     return value

@@ -66,7 +66,8 @@ class Buffers:
             if self._scratch[name].shape != sources[name].shape:
                 self._place(each, sources[name].clone())
         stale = [n for n, source in sources.items() if source is not self._scratch[n]]
-        lists.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
+        if stale:
+            lists.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
 
     def end(self) -> dict[str, torch.Tensor]:
         """Return the buffers after forward passes, by name; the next pass reuses them.

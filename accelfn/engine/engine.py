@@ -19,7 +19,6 @@ from accelfn.base import draws, lists, tree
 from accelfn.collectives import check_replicas
 from accelfn.data.cursor import Cursor
 from accelfn.definition.fields import check_returned
-from accelfn.definition.transform import chain
 from accelfn.engine.agreement import check_definitions
 from accelfn.engine.buffers import Buffers
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks
@@ -27,13 +26,13 @@ from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
-from accelfn.engine.untaken import check_untaken, refuse_unused
+from accelfn.engine.untaken import refuse_taken, refuse_unused
 from accelfn.errors import GradsError, LossError
 from accelfn.schedules.advice import advise_of_rates
-from accelfn.state.grads import Grads
-from accelfn.state.metrics import Metrics, Number
+from accelfn.state.grads import Grads, Taken, never_zero
+from accelfn.state.metrics import Metrics
 from accelfn.state.state import OptState, TrainState
-from accelfn.structure.prototype import Assignments, Hyper
+from accelfn.structure.prototype import Assignments
 
 if TYPE_CHECKING:
     from accelfn.engine.compression import Compression
@@ -72,7 +71,7 @@ class Engine:
             {param: name for name, param in named.items()},
         )
         live = None
-        if updates_in_backward(definition.setup):
+        if "steps_in_backward" in definition.setup.facts:
             live = LiveUpdate(self._optimizer, self._trained)
         self.live_update = live
         self._buffers = Buffers(module)
@@ -80,7 +79,7 @@ class Engine:
         def make_runner(module: nn.Module) -> Runner:
             return innermost(module, live)
 
-        for each in reversed(definition.setup.having("runner")):
+        for each in reversed(definition.setup.owners["runner"]):
             make_runner = each.runner(make_runner, state)
             ok, what = callable(make_runner), "a function that makes a runner"
             check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
@@ -123,8 +122,9 @@ class Engine:
         connection, tried = self._connection, state.num_tried
         connection.step, connection.is_between = tried, False
         self._take_in(into, loss_scale)
-        num_before = 0 if into is None else into.num_micro_batches
-        seed = draws.fold(draws.fold(self._stream(state), tried), num_before)
+        before = None if into is None else into.taken
+        num_before = 0 if before is None else before.num_micro_batches
+        key = self._stream(state)
         kept = {} if into is None else into.buffers
         if samples.known == 0:  # an empty share's stand-in is not counted in buffers
             kept = tree.clone(dict(kept))
@@ -133,10 +133,10 @@ class Engine:
         if compression is not None:
             compression.begin(state.slots.get(compression.name), loss_scale)
         try:
-            with draws.stream(seed, self._device):
+            with draws.stream(key, self._device, tried, num_before):
                 read = self._runner.forward(loss_fn, samples, sync=sync)
-                if into is None:
-                    check_untaken(self._pairs)
+                if into is None and self._has_gradients():
+                    refuse_taken()
                 averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
             stepped = {} if live is None else live.done()
@@ -151,47 +151,54 @@ class Engine:
             of_all = {n: t for n, t in written.items() if n in self._of_all_ranks}
             written = {**kept, **of_all}
         self._live_buffers = written
-        weight = read.weight if into is None else into.divisor + read.weight
-        grads = Grads(
-            tensors=tensors,
+        weight = read.weight if before is None else before.divisor + read.weight
+        taken = Taken(
             divisor=weight if averaged is None else averaged,
             num_averaged=1 if averaged is None else self._world_size,
             # of all ranks' weights, which are never negative, one is enough
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             is_mean=samples.lone and read.is_mean and loss_scale is None,
             loss_scale=loss_scale,
-            buffers=self._live_buffers,
-            reduced=averaged is not None or self._world_size == 1,
             cursor=cursor,
             num_micro_batches=num_before + 1,
             update=tried,
             trained=state.definition.skeleton.trainable,
-            finite_loss=read.is_finite and (into is None or into.finite_loss),
+            finite_loss=read.is_finite and (before is None or before.finite_loss),
             slots={} if compression is None else compression.end(),
+        )
+        grads = Grads(
+            tensors=tensors,
+            buffers=self._live_buffers,
+            reduced=averaged is not None or self._world_size == 1,
+            taken=taken,
         )
         return Metrics(read.sums), grads
 
-    def prepare(
-        self, state: TrainState, grads: Grads, scheduled: Assignments, hyper: Hyper
-    ) -> Assignments:
-        """Put gradients before the optimizer, and return its hyperparameters.
+    def prepare(self, state: TrainState, grads: Grads, planned: Assignments) -> Grads:
+        """Put gradients before the optimizer, divided unless its kernel will do that.
 
         Raises:
             GradsError: they do not fit the parameters.
-            OptimizerError: a hyperparameter does not exist.
+            OptimizerError: nobody set a schedule-free optimizer's mode.
         """
         self.bind(state)
+        self._optimizer.check_mode(planned)
+        taken = grads.taken
+        is_scaled = taken.loss_scale is not None
+        if not taken.is_mean and (
+            is_scaled or not self._optimizer.divides(taken.divisor)
+        ):
+            grads = grads.divided()
         if grads.tensors is not self._live:
             grads.check_fit(self._trained)
             for name, param in self._pairs:
                 param.grad = grads.tensors.get(name)
-        return self._optimizer.planned(scheduled, hyper)
+        return grads
 
     def plan(
         self,
         state: TrainState,
-        scheduled: Assignments,
-        hyper: Hyper,
+        planned: Assignments,
         hold: Callable[[], None],
         begin: Callable[[], None],
     ) -> None:
@@ -200,11 +207,12 @@ class Engine:
         `hold` is called before the pass, in the thread of the step.
 
         Raises:
-            OptimizerError: a hyperparameter does not exist.
+            OptimizerError: nobody set a schedule-free optimizer's mode.
         """
         assert self.live_update is not None  # noqa: S101 - asked by who composed it
         self.bind(state)
-        self.live_update.plan(self._optimizer.planned(scheduled, hyper), hold, begin)
+        self._optimizer.check_mode(planned)
+        self.live_update.plan(planned, hold, begin)
 
     def finish(self, grads: Grads) -> OptState:
         """End the update that a backward pass took; return the optimizer's state by name."""
@@ -215,10 +223,6 @@ class Engine:
         """Let the next backward pass take no update."""
         if self.live_update is not None:
             self.live_update.forget()
-
-    def divides(self, divisor: Number) -> bool:
-        """Whether the optimizer divides gradients itself, in its own kernel."""
-        return self._optimizer.divides(divisor)
 
     @property
     def skips(self) -> bool:
@@ -232,7 +236,8 @@ class Engine:
 
         Where `skip` is 1 on the device, the optimizer's kernel leaves all as it is.
         """
-        divisor = None if grads.is_mean else grads.denominator
+        taken = grads.taken
+        divisor = None if taken.is_mean else taken.denominator
         opt_state = self._optimizer.update(hyper, divisor, skip)
         return self._ended(grads, opt_state)
 
@@ -266,7 +271,7 @@ class Engine:
         loss_scale: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Run the backward pass; gradients of totals, or of a lone mean."""
-        weight = read.weight if into is None else into.divisor + read.weight
+        weight = read.weight if into is None else into.taken.divisor + read.weight
         if read.is_mean:
             whole = lone and read.weight and loss_scale is None
             scale = None if whole else read.weight
@@ -278,10 +283,14 @@ class Engine:
             scale = loss_scale if scale is None else loss_scale * scale
         if self.live_update is not None:
             mean = lone and read.is_mean
-            told = Grads(tensors={}, divisor=weight).denominator
-            self.live_update.divide_by(None if mean else told)
+            self.live_update.divide_by(None if mean else never_zero(weight))
             self.live_update.hold()
         return self._runner.backward(read.scalar, scale, weight)
+
+    def _has_gradients(self) -> bool:
+        """Whether a loss has left some: the first and the last are looked at, each step."""
+        first, last = self._pairs[0][1], self._pairs[-1][1]
+        return first.grad is not None or last.grad is not None
 
     def _found(
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
@@ -320,15 +329,15 @@ class Engine:
         if into is None:
             return
         into.check_fit(self._trained)
-        if (into.loss_scale is None) != (loss_scale is None):
+        if (into.taken.loss_scale is None) != (loss_scale is None):
             msg = (
                 "value_and_grad(into=grads): these gradients were taken under another"
                 " setup, which scales losses otherwise."
             )
             raise GradsError(msg)
         into.give_away()
-        if into.is_mean:
-            lists.mul_(into.tensors.values(), into.divisor)
+        if into.taken.is_mean:
+            lists.mul_(into.tensors.values(), into.taken.divisor)
         for name, grad in into.tensors.items():
             self._trained[name].grad = grad
 
@@ -356,11 +365,6 @@ class Engine:
             state.definition.cache.engine = None
 
 
-def updates_in_backward(setup: chain) -> bool:
-    """Whether the optimizer steps while the backward pass runs."""
-    return any(getattr(each, "_in_backward", False) for each in setup)
-
-
 def local_engine(state: TrainState) -> Engine:
     """Return an engine in which nothing crosses ranks."""
     return Engine(state, lambda module, _: LocalRunner(module))
@@ -374,10 +378,10 @@ def engine_of(state: TrainState) -> Engine:
         setup, world = state.definition.setup, state.definition.world
         if world.rank == 0:
             advise_of_rates(state.definition.schedule)
-        chosen = setup.having("engine")
-        if world.size > 1 and (chosen or setup.having("reduce")):
+        chosen = setup.owners["engine"]
+        if world.size > 1 and (chosen or setup.owners["reduce"]):
             check_definitions(state)
-            values = "replicas_agree" not in setup.gives_up() or state.step == 0
+            values = "apart" not in setup.facts or state.step == 0
             check_replicas(
                 state.params,
                 world,

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters have a gradient: none before a backward pass, all after one that reduces."""
 
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Iterable
+from typing import NoReturn
 
 from accelfn.errors import LossError, UnusedParametersError
 
 
-def check_untaken(pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise where a loss function has run a backward pass of its own.
-
-    The first and the last parameter are looked at, for this is asked at every step.
+def refuse_taken() -> NoReturn:
+    """Refuse a loss function that has run a backward pass of its own.
 
     Raises:
-        LossError: one has a gradient.
+        LossError: always.
     """
-    if pairs[0][1].grad is not None or pairs[-1][1].grad is not None:
-        msg = (
-            "The loss function has left gradients behind. It returns a loss, and the step"
-            " runs the backward pass: leave loss.backward() out of it."
-        )
-        raise LossError(msg)
+    msg = (
+        "The loss function has left gradients behind. It returns a loss, and the step"
+        " runs the backward pass: leave loss.backward() out of it."
+    )
+    raise LossError(msg)
 
 
-def refuse_unused(unused: Iterable[str]) -> None:
+def refuse_unused(unused: Iterable[str]) -> NoReturn:
     """Refuse parameters for whose gradients DistributedDataParallel would wait.
 
     Raises:

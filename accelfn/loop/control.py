@@ -2,7 +2,7 @@
 """Who does what, and who goes first: plain code that runs on some ranks of a world."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from types import NoneType
@@ -16,6 +16,7 @@ from accelfn.base.codec import has_state
 from accelfn.collectives import barrier, check_rows, checksum, gather_text
 from accelfn.collectives.agreed import check_world
 from accelfn.collectives.calls import shown
+from accelfn.definition.facts import by_rank
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 from accelfn.world import World
@@ -172,8 +173,8 @@ def assert_replicas_agree(state: TrainState) -> None:
     """Raise, on all ranks, unless they hold the same state.
 
     Compared are, in this order, the numbers of updates taken and skipped, the seed, the place
-    in the data, parameters, optimizer state, slots and buffers, bit by bit. Slots of
-    transforms that have `merge`, which are each rank's own, are not, nor is the memory of a
+    in the data, parameters, optimizer state, slots and buffers, bit by bit. Entries
+    of slots of which transforms tell that they differ by rank are not, nor is the memory of a
     stream of data. Under `local_sgd` replicas agree only after an average, and batch
     statistics only under `sync_batchnorm`.
 
@@ -188,7 +189,7 @@ def assert_replicas_agree(state: TrainState) -> None:
         msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
         raise ArgumentError(msg)
     state.lease.check()
-    own = {each.name for each in state.setup.having("merge")}
+    own = by_rank(state.setup)
     compared = {
         "step": state.step,
         "num_skipped": state.num_skipped,
@@ -196,7 +197,7 @@ def assert_replicas_agree(state: TrainState) -> None:
         "cursor": {"epoch": state.cursor.epoch, "samples": state.cursor.samples},
         "params": state.params,
         "opt_state": state.opt_state,
-        "slots": {name: s for name, s in state.slots.items() if name not in own},
+        "slots": {name: _shared(name, s, own) for name, s in state.slots.items()},
         "buffers": state.buffers,
     }
     if state.world.size > 1:
@@ -206,6 +207,13 @@ def assert_replicas_agree(state: TrainState) -> None:
             for name, row in _rows(field, compared[field])
         }
         check_rows(rows, state.world, label="replicas agree", advice=_DRIFTED)
+
+
+def _shared(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
+    """Return a slot without the entries that are each rank's own."""
+    if not any(name == owner for owner, _ in own):
+        return slot
+    return {entry: each for entry, each in slot.items() if (name, entry) not in own}
 
 
 _DRIFTED = (

@@ -208,7 +208,7 @@ def _estimate(
     )
     copied = [
         each
-        for each in setup.having("engine")
+        for each in setup.owners["engine"]
         if not getattr(each, "gradient_as_bucket_view", True)
     ]
     return StateBytes(
@@ -250,7 +250,7 @@ def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
     return TrainState(
         params={name: param.detach() for name, param in params.items()},
         buffers={name: buffer.detach() for name, buffer in module.named_buffers()},
-        opt_state=live.update(live.planned({}, {})),
+        opt_state=live.update({}),
         step=1,
         cursor=Cursor(),
         seed=0,

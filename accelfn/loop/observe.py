@@ -8,8 +8,8 @@ from accelfn.base.arguments import is_number
 from accelfn.base.calling import called
 from accelfn.collectives import check_rows
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state.shared_draws import shared_draws
 from accelfn.state.state import TrainState, check_state
+from accelfn.state.update import Update, through
 
 
 @called
@@ -49,26 +49,23 @@ def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
     check_state("af.observe(state, value)", state)
     state.lease.check()
     setup, world = state.definition.setup, state.definition.world
-    owners = setup.having("observe")
-    if not owners:
+    if not setup.owners["observe"]:
         msg = (
             "af.observe(state, value): no transform of the setup goes by what is observed."
             " Put one into it, such as af.plateau(patience=2)."
         )
         raise StateError(msg)
     number = _number(value)
-    if setup.having("engine") or setup.having("reduce"):
+    if setup.owners["engine"] or setup.owners["reduce"]:
         check_rows(
             {"observed value": repr(number)},
             world,
             label="compare observed values",
             advice="Observe what is the same on all ranks, as what af.evaluate and af.mean give.",
         )
-    slots = dict(state.slots)
-    with shared_draws(state, "observe", owners), torch.no_grad():
-        for each in owners:
-            slots[each.name] = each.observe(state, slots.get(each.name), number)
-    return attrs.evolve(state, slots=slots)
+    before = Update(state=state, slots=state.slots)
+    _, after = through("observe", number, before, (int, float))
+    return attrs.evolve(state, slots=dict(after.slots))
 
 
 def _number(value: object) -> float:

@@ -57,6 +57,67 @@ class Skip:
         return Skip(flag, self.agreed and other.agreed)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class Taken:
+    """What a step knows of gradients beside what their holder does: how they were taken.
+
+    Attributes:
+        divisor: what to divide them by; the weight of the losses seen, on this rank or
+            on all, up to `num_averaged`.
+        num_averaged: over how many ranks tensors and divisor are averages of sums.
+        has_weight: whether the divisor is known not to be 0, without reading a device.
+        is_mean: whether the division is done; a lone mean is differentiated as it is.
+        loss_scale: what the losses were multiplied by besides, against underflow; None is 1.
+        cursor: where the data stands after the batches seen; None for plain values.
+        num_micro_batches: how many backward passes they are the sum of.
+        update: how many updates the state they were taken at had tried.
+        skip: whether transforms of `grads` want the update to be skipped; None: none looks.
+        trained: names of the parameters that were trained when they were taken; None is
+            not looked at.
+        finite_loss: False if a loss of this rank was seen to be infinite or not a number.
+        slots: of transforms that had a say in how they crossed the ranks, by name.
+        lease: ended when they are given to `apply_grads` or to `into=`.
+    """
+
+    divisor: Number
+    num_averaged: int = 1
+    has_weight: bool = False
+    is_mean: bool = False
+    loss_scale: torch.Tensor | None = None
+    cursor: Cursor | None = None
+    num_micro_batches: int = 1
+    update: int = 0
+    skip: Skip | None = None
+    trained: tuple[str, ...] | None = None
+    finite_loss: bool = True
+    slots: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    lease: Lease = attrs.field(factory=Lease, repr=False)
+
+    @property
+    def denominator(self) -> Number:
+        """The divisor, or where it is 0, a number by which zeros stay zeros.
+
+        Gradients that come with a weight of 0 are 0.
+        """
+        return self.divisor if self.has_weight else never_zero(self.divisor)
+
+    @property
+    def scale(self) -> Number:
+        """What the tensors are to be divided by for those of the mean; 1 if they were."""
+        if self.is_mean:
+            return 1
+        if self.loss_scale is None:
+            return self.denominator
+        return self.loss_scale.double() * self.denominator
+
+
+def never_zero(divisor: Number) -> Number:
+    """Return a divisor, or 1 in place of 0."""
+    if isinstance(divisor, torch.Tensor):
+        return torch.where(divisor == 0, 1, divisor)
+    return divisor or 1
+
+
 @foreign(
     words.GRADS,
     changes="grads.map(fn) and grads.with_tensors(...) return another",
@@ -71,75 +132,42 @@ class Grads:
 
     Attributes:
         tensors: one tensor a parameter, of its shape and dtype.
-        divisor: what to divide them by; the weight of the losses seen, on this rank or
-            on all, up to `num_averaged`.
-        num_averaged: over how many ranks tensors and divisor are averages of sums.
-        has_weight: whether the divisor is known not to be 0, without reading a device.
-        is_mean: whether the division is done; a lone mean is differentiated as it is.
-        loss_scale: what the losses were multiplied by besides, against underflow; None is 1.
+        weight: of all that was seen: samples, or what `af.Loss` says.
         buffers: the buffers (running statistics) that the forward passes wrote.
         reduced: whether they are of all ranks.
-        cursor: where the data stands after the batches seen; None for plain values.
-        num_micro_batches: how many backward passes they are the sum of.
-        update: how many updates the state they were taken at had tried.
         metrics: values that transforms of `grads` report, by name.
-        skip: whether transforms of `grads` want the update to be skipped; None: none looks.
-        trained: names of the parameters that were trained when they were taken; None is
-            not looked at.
-        finite_loss: False if a loss of this rank was seen to be infinite or not a number.
-        slots: of transforms that had a say in how they crossed the ranks, by name.
-        lease: ended when they are given to `apply_grads` or to `into=`.
+        taken: how they were taken, which is the step's own.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    divisor: Number
-    num_averaged: int = 1
-    has_weight: bool = False
-    is_mean: bool = False
-    loss_scale: torch.Tensor | None = None
     buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     reduced: bool = True
-    cursor: Cursor | None = None
-    num_micro_batches: int = 1
-    update: int = 0
     metrics: Mapping[str, Number] = attrs.field(factory=dict)
-    skip: Skip | None = None
-    trained: tuple[str, ...] | None = None
-    finite_loss: bool = True
-    slots: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
-    lease: Lease = attrs.field(factory=Lease, repr=False)
+    taken: Taken = attrs.field(repr=False)
 
     @property
     def weight(self) -> Number:
         """The weight of all that was seen: samples, or what `af.Loss` says."""
-        if self.num_averaged == 1:
-            return self.divisor
-        return self.divisor * self.num_averaged
+        taken = self.taken
+        if taken.num_averaged == 1:
+            return taken.divisor
+        return taken.divisor * taken.num_averaged
 
-    @property
-    def denominator(self) -> Number:
-        """The divisor, or where it is 0, a number by which zeros stay zeros.
+    def divided(self) -> Self:
+        """Return the gradients of the mean, divided in place.
 
-        Gradients that come with a weight of 0 are 0.
+        Those of a weight of 0 are zeros, and stay that.
         """
-        if self.has_weight:
-            return self.divisor
-        if isinstance(self.divisor, torch.Tensor):
-            return torch.where(self.divisor == 0, 1, self.divisor)
-        return self.divisor or 1
-
-    @property
-    def scale(self) -> Number:
-        """What the tensors are to be divided by for those of the mean; 1 if they were."""
-        if self.is_mean:
-            return 1
-        if self.loss_scale is None:
-            return self.denominator
-        return self.loss_scale.double() * self.denominator
+        taken = self.taken
+        if taken.is_mean or not self.tensors:
+            return self
+        divide_(self.tensors.values(), taken.scale)
+        means = attrs.evolve(taken, is_mean=True, loss_scale=None)
+        return attrs.evolve(self, taken=means)
 
     def give_away(self) -> None:
         """Let these gradients be used no more; they and their kin raise from now on."""
-        self.lease.end(GradsError, _GIVEN, update=self.update)
+        self.taken.lease.end(GradsError, _GIVEN, update=self.taken.update)
 
     def check_fit(self, params: Mapping[str, torch.Tensor]) -> None:
         """Raise unless each is a gradient of the parameter of its name.
@@ -167,9 +195,10 @@ class Grads:
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the record with `fn` of each gradient."""
-        self.lease.check()
+        self.taken.lease.check()
         tensors = {name: fn(grad) for name, grad in self.tensors.items()}
-        return attrs.evolve(self, tensors=tensors, lease=Lease())
+        taken = attrs.evolve(self.taken, lease=Lease())
+        return attrs.evolve(self, tensors=tensors, taken=taken)
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         """Return the record with other gradients in it, of the same weight.
@@ -201,15 +230,14 @@ class Grads:
                 " what is meant."
             )
             raise GradsError(msg)
-        return attrs.evolve(
-            self,
-            tensors=tensors,
+        taken = attrs.evolve(
+            self.taken,
             divisor=_whole_weight(weight),
             num_averaged=1,
             has_weight=not isinstance(weight, torch.Tensor) and weight != 0,
             is_mean=False,
-            reduced=True,
         )
+        return attrs.evolve(self, tensors=tensors, taken=taken, reduced=True)
 
     def with_metrics(self, **values: Number) -> Self:
         """Return the record with values to report among the step's metrics."""
@@ -228,14 +256,16 @@ class Grads:
                 collective.
         """
         wish = Skip((torch.as_tensor(flag) != 0).to(torch.float32), agreed)
-        return attrs.evolve(self, skip=wish if self.skip is None else self.skip | wish)
+        before = self.taken.skip
+        taken = attrs.evolve(self.taken, skip=wish if before is None else before | wish)
+        return attrs.evolve(self, taken=taken)
 
     def __repr__(self) -> str:
         """Show what is known without reading a device."""
         kind = "reduced" if self.reduced else "of this rank"
         return (
             f"<Grads of {len(self.tensors)} parameters, {kind}, "
-            f"{self.num_micro_batches} micro-batches, at update {self.update}>"
+            f"{self.taken.num_micro_batches} micro-batches, at update {self.taken.update}>"
         )
 
 

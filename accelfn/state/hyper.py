@@ -3,65 +3,63 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from accelfn.base.arguments import is_number
-from accelfn.definition.fields import check_returned
+from accelfn.definition.fields import pair
 from accelfn.errors import OptimizerError
 from accelfn.schedules.advice import advise_of_end
 from accelfn.state.moment import Moment
 from accelfn.state.shared_draws import shared_draws
+from accelfn.state.update import Update
 from accelfn.structure.prototype import STRUCTURE, Assignments, Hyper
 
 
-def hyper_of(state: Moment, slots: Mapping[str, Any]) -> Hyper:
-    """Return what the transforms set for a state's next update; the last one has the say."""
-    hyper: dict[Any, Any] = {}
-    owners = state.definition.setup.having("hyper")
-    if not owners:
-        return hyper
-    with shared_draws(state, "hyper", owners):
-        for each in owners:
-            found = each.hyper(state, slots.get(each.name))
-            ok = isinstance(found, Mapping)
-            expected = 'hyperparameters by name, {"lr": ...}'
-            check_returned(each, "hyper", ok=ok, returned=found, expected=expected)
-            # what is set again is set last, under whichever of its names
-            hyper = {k: v for k, v in hyper.items() if k not in found} | {**found}
-    return hyper
+def planned_for(update: Update) -> tuple[Assignments, Update]:
+    """Return what the schedule and the transforms set for an update; the last has the say.
 
-
-def planned_for(state: Moment, slots: Mapping[str, Any]) -> tuple[Assignments, Hyper]:
-    """Return what the schedule and the transforms set for the update that is taken now."""
-    planned, hyper = scheduled(state), hyper_of(state, slots)
+    Raises:
+        OptimizerError: a parameter group or a hyperparameter is not there.
+    """
+    state = update.state
+    definition = state.definition
+    planned = {} if definition.rates is None else definition.rates(state.step)
     rate = planned.get((0, "lr"))
     # a rate that is a tensor may be on a device, which nobody waits for
-    if type(rate) is float and rate == 0.0:
-        _notice_end(state, hyper)
-    return planned, hyper
+    is_over = type(rate) is float and rate == 0.0
+    named: set[str] = set()
+    owners = definition.setup.owners["hyper"]
+    if owners:
+        groups = definition.optimizer.param_groups
+        with shared_draws(state, "hyper"), torch.no_grad():
+            for owner in owners:
+                slot = update.slots.get(owner.name)
+                seen = MappingProxyType(planned)
+                returned = owner.hyper(seen, slot, update)
+                found, kept = pair(owner, "hyper", returned, Mapping)
+                planned = laid_over(groups, planned, found)
+                named.update(w if isinstance(w, str) else w[-1] for w in found)
+                if kept is not slot:
+                    update = update.with_slot(owner.name, kept)
+    if is_over and "lr" not in named:
+        _notice_end(state)
+    return planned, update
 
 
-def _notice_end(state: Moment, hyper: Hyper) -> None:
-    """Warn of a schedule that is over, unless transforms set rates."""
+def _notice_end(state: Moment) -> None:
+    """Warn of a schedule that is over, and no transform sets a rate."""
     definition = state.definition
-    sets = {where if isinstance(where, str) else where[-1] for where in hyper}
-    if definition.rates is not None and definition.world.rank == 0 and "lr" not in sets:
+    if definition.rates is not None and definition.world.rank == 0:
         cache = definition.cache
         cache.looks_at = advise_of_end(definition.rates, state.step, cache.looks_at)
 
 
-def scheduled(state: Moment) -> Assignments:
-    """Return what the schedule sets for a state's next update."""
-    rates = state.definition.rates
-    return {} if rates is None else rates(state.step)
-
-
 def of_next_update(state: Moment, slots: Mapping[str, Any]) -> Assignments:
     """Return all that is set for a state's next update; the rest is the optimizer's own."""
-    groups = state.definition.optimizer.param_groups
-    return assigned(groups, scheduled(state), hyper_of(state, slots))
+    return planned_for(Update(state=state, slots=slots))[0]
 
 
 def rates_of_next_update(state: Moment, slots: Mapping[str, Any]) -> tuple[float, ...]:
@@ -70,19 +68,20 @@ def rates_of_next_update(state: Moment, slots: Mapping[str, Any]) -> tuple[float
     return tuple(float(now.get((i, "lr"), g["lr"])) for i, g in enumerate(groups))
 
 
-def assigned(
+def laid_over(
     groups: Sequence[Mapping[str, Any]], planned: Assignments, hyper: Hyper
 ) -> Assignments:
-    """Return what an update sets in parameter groups: the schedule's, and `hyper` over it.
+    """Return what an update sets in parameter groups, with `hyper` laid over it.
 
     Args:
         groups: of the optimizer, with its own values.
-        planned: what a schedule sets; it is added to.
+        planned: by (group, name).
         hyper: by name, of all groups, or by (group, name).
 
     Raises:
         OptimizerError: a parameter group or a hyperparameter is not there.
     """
+    planned = dict(planned)
     for where, value in hyper.items():
         for i in _chosen(groups, where):
             key = where if isinstance(where, str) else where[1]

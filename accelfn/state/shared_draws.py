@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What transforms draw: the same numbers on all ranks, a function of the state."""
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from accelfn.base import draws
 from accelfn.base.contexts import NOTHING
@@ -11,16 +9,17 @@ from accelfn.state.moment import Moment
 
 
 def shared_draws(
-    state: Moment, purpose: str, owners: Iterable[Any]
-) -> AbstractContextManager[None]:
+    state: Moment, field: str, purpose: str | None = None
+) -> AbstractContextManager[object]:
     """Return a context in which draws are the same on all ranks.
 
-    Whatever calls a transform's field with a state calls it in one, of the field's name.
-    accelfn's own transforms say `_draws = False`: a stream for nobody would cost 5 µs.
+    Whatever calls a transform's field with a state calls it in one, of the field's name or
+    another purpose. Transforms that draw nothing say so: a stream for nobody would cost 5 µs.
     """
-    if not any(getattr(each, "_draws", True) for each in owners):
-        return NOTHING
     definition = state.definition
+    if field not in definition.setup.drawing:
+        return NOTHING
+    purpose = purpose or field
     keys, name = definition.cache.keys, definition.name
     known = keys.get(purpose)
     if known is None or known[0] != state.seed:

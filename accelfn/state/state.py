@@ -27,6 +27,7 @@ from accelfn.definition.definition import (
     checked_world,
     say_batch_size,
 )
+from accelfn.definition.facts import check_needs
 from accelfn.definition.slots import carried_over, check_own_name, own_objects
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, CallError
@@ -319,22 +320,23 @@ class TrainState:
 
         Raises:
             StateError: a new transform has the name of an entry of the user's own.
+            CompositionError: a transform needs another that is not there.
             OptimizerError: a transform does not go with the optimizer.
         """
         self.lease.check()
         composed = chain(setup)
+        check_needs(composed, composed.facts)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=composed)
         state = attrs.evolve(self, slots=slots, definition=definition)
-        checks = (getattr(each, "_check_state", None) for each in composed)
-        for check in filter(None, checks):
-            check(state)
         with own_modes(self.world.device):
-            for each in composed.having("init"):
-                if each.name not in slots:
-                    with shared_draws(state, f"init {each.name}", [each]):
-                        slots[each.name] = each.init(state)
+            for owner in composed.owners["init"]:
+                if owner.name not in slots:
+                    with shared_draws(state, "init", f"init {owner.name}"):
+                        slot = owner.init(state)
+                    if slot is not None:
+                        slots[owner.name] = slot
         return state
 
     @called

@@ -11,9 +11,8 @@ from accelfn.base import draws, tree
 from accelfn.base.arguments import check_word
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
-from accelfn.definition.fields import check_returned
-from accelfn.state.shared_draws import shared_draws
 from accelfn.state.state import TrainState, check_state
+from accelfn.state.update import Update, looked
 
 
 @called
@@ -25,19 +24,11 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     """
     check_state("af.eval_params(state)", state)
     params = state.params
-    owners = state.setup.having("eval_params")
-    if not owners:
+    if not state.setup.owners["eval_params"]:
         return params
-    shared = shared_draws(state, "eval_params", owners)
-    with own_modes(state.world.device), shared, torch.no_grad():
-        for each in owners:
-            view = state.viewing(params)
-            params = each.eval_params(view, view.slots.get(each.name))
-            ok, expected = isinstance(params, Mapping), "parameters by name"
-            check_returned(
-                each, "eval_params", ok=ok, returned=params, expected=expected
-            )
-    return params
+    update = Update(state=state, slots=state.slots)
+    with own_modes(state.world.device):
+        return looked("eval_params", params, update, Mapping)
 
 
 @called

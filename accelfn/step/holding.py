@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,10 +55,6 @@ class holding(AbstractContextManager["holding"]):
             if callable(handler):  # else the process ignores it, or ends by it
                 self._previous = handler
                 _set(signal.SIGINT, self._note)
-
-    def __enter__(self) -> Self:
-        """Hold nothing yet."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Put the handler back; what was held comes when the caller goes on."""

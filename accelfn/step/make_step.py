@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
-from accelfn.engine.engine import engine_of, updates_in_backward
+from accelfn.engine.engine import engine_of
 from accelfn.engine.runner import LossFunction
 from accelfn.state.metrics import Metrics
 from accelfn.state.state import TrainState, check_state
-from accelfn.step.apply_grads import step_in_backward, update_state
 from accelfn.step.counts import Count
 from accelfn.step.holding import holding
-from accelfn.step.value_and_grad import value_and_grad
+from accelfn.step.stages import take, take_in_backward
+from accelfn.step.value_and_grad import gradients_of
 
 
 class Step(Protocol):
@@ -55,7 +55,7 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
         StateDonatedError: the state was given to a step before.
         GradsError: the world has several ranks and nothing reduces gradients over them.
     """
-    compute = value_and_grad(loss_fn, count=count)
+    compute = gradients_of(loss_fn, count)
 
     def step(
         state: TrainState, batch: Any, /, *extras: Any, donate: bool = True
@@ -63,13 +63,14 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
         check_state("step(state, batch)", state)
         if not donate:
             state = state.copy()
-        with holding() as hold:
-            if updates_in_backward(state.definition.setup):
-                return step_in_backward(
+        definition = state.definition
+        with holding() as hold, own_modes(definition.world.device):
+            if "steps_in_backward" in definition.setup.facts:
+                return take_in_backward(
                     state, lambda: compute(state, batch, *extras), hold.begin
                 )
             metrics, grads = compute(state, batch, *extras)
-            state, reported = update_state(state, grads, hold.begin)
+            state, reported = take(state, grads, hold.begin)
             return state, metrics.with_values(reported) if reported else metrics
 
     return step

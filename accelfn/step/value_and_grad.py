@@ -10,6 +10,7 @@ from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes, span
 from accelfn.data import Batch
 from accelfn.data.cursor import Cursor
+from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
 from accelfn.engine.engine import engine_of
@@ -20,8 +21,8 @@ from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, BatchError, GradsError
 from accelfn.state.grads import Grads
 from accelfn.state.metrics import Metrics
-from accelfn.state.shared_draws import shared_draws
 from accelfn.state.state import TrainState, check_state
+from accelfn.state.update import Update, looked
 from accelfn.step.counts import Count, Counts, counted, of_shares
 
 _ARGUMENTS = range(2, 10)
@@ -67,6 +68,29 @@ def value_and_grad(
             replicas drift. Or it is given beside `count`, which counts whole updates.
         LossError, NonFiniteLossError, BatchError, StateDonatedError: as `make_step`.
     """
+    compute = gradients_of(loss_fn, count)
+
+    def checked(
+        state: TrainState,
+        batch: Any,
+        /,
+        *extras: Any,
+        into: Grads | None = None,
+        sync: bool = True,
+    ) -> tuple[Metrics, Grads]:
+        check_state("value_and_grad(loss_fn)(state, batch)", state)
+        with own_modes(state.definition.world.device):
+            return compute(state, batch, *extras, into=into, sync=sync)
+
+    return checked
+
+
+def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
+    """Return what `value_and_grad` does, without a look at the call and torch's modes.
+
+    Raises:
+        ArgumentError: what is given is no function, or does not take a model and a batch.
+    """
     if not callable(loss_fn):
         msg = (
             f"value_and_grad({loss_fn!r}): expected a function (model, batch, *extras)"
@@ -93,7 +117,6 @@ def value_and_grad(
         into: Grads | None = None,
         sync: bool = True,
     ) -> tuple[Metrics, Grads]:
-        check_state("value_and_grad(loss_fn)(state, batch)", state)
         state.lease.check()
         composed = state.definition.cache.composed.get(compute)
         if composed is None:
@@ -115,17 +138,18 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
             " Give all micro-batches at once, under af.accumulate."
         )
         raise GradsError(msg)
-    parts: Any = batch.parts() if isinstance(batch, Batch) else [batch]
-    for each in state.definition.setup.having("value_and_grad"):
-        if hasattr(each, "_parts"):
-            parts = each._parts(batch)
+    parts_of = state.definition.setup.facts.get("micro_batches")
+    if parts_of is not None:
+        parts: Any = parts_of[-1](batch)
+    else:
+        parts = batch.parts() if isinstance(batch, Batch) else [batch]
     return counted(count, parts, state.definition.world)
 
 
 def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     """Return the gradient function as the setup's transforms wrap it."""
     composed: ValueAndGrad = _innermost(wrap_loss(loss_fn, setup), setup)
-    for each in reversed(setup.having("value_and_grad")):
+    for each in reversed(setup.owners["value_and_grad"]):
         composed = each.value_and_grad(composed)
         _check_function(each, "value_and_grad", composed)
     return composed
@@ -133,7 +157,7 @@ def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
 
 def wrap_loss(loss_fn: LossFunction, setup: chain) -> LossFunction:
     """Return a function of (model, batch, ...) as the setup's transforms wrap losses."""
-    for each in reversed(setup.having("loss")):
+    for each in reversed(setup.owners["loss"]):
         loss_fn = each.loss(loss_fn)
         _check_function(each, "loss", loss_fn)
     return loss_fn
@@ -147,11 +171,11 @@ def _check_function(owner: object, field: str, returned: object) -> None:
 
 
 def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
-    reducers = setup.having("reduce")
+    reducers = setup.owners["reduce"]
     reduces_by_mean = not reducers
     stays_local = bool(reducers) and reducers[0].reduce is None
-    scaling = setup.having("loss_scale")
-    judged = any(getattr(each, "judges_finite", False) for each in setup)
+    is_scaled = bool(setup.owners["loss_scale"])
+    judged = "judges_finite" in setup.facts
 
     def compute(
         state: TrainState,
@@ -161,25 +185,17 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         into: Grads | None = None,
         sync: bool = True,
     ) -> tuple[Metrics, Grads]:
+        world = state.definition.world
         if into is not None:
-            check_update(state, into)
-        if into is not None and into.reduced and state.definition.world.size > 1:
-            msg = (
-                "value_and_grad(into=grads): these gradients are reduced over the ranks"
-                " already, so what is added now would not be. Take them with"
-                " sync=False."
-            )
-            raise GradsError(msg)
-        alone = stays_local or state.definition.world.size == 1
-        lone = into is None and sync and alone
+            _check_into(state, into)
+        lone = into is None and sync and (stays_local or world.size == 1)
         if isinstance(batch, Batch):
             samples = Samples(batch.value, extras, batch.weights[0], lone, judged)
             cursor = _cursor_after(state, batch, into)
         else:
             samples = Samples(batch, extras, None, lone, judged)
-            cursor = None if into is None else into.cursor
-        device = state.definition.world.device
-        with own_modes(device), span("accelfn value_and_grad"):
+            cursor = None if into is None else into.taken.cursor
+        with span("accelfn value_and_grad"):
             engine = engine_of(state)
             if engine.live_update is not None:
                 _check_planned(engine.live_update, state, into, sync=sync)
@@ -190,10 +206,21 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
                 into=into,
                 sync=sync and reduces_by_mean,
                 cursor=cursor,
-                loss_scale=_loss_scale(state, scaling) if scaling else None,
+                loss_scale=_loss_scale(state) if is_scaled else None,
             )
 
     return compute
+
+
+def _check_into(state: TrainState, into: Grads) -> None:
+    """Raise unless gradients can be added to these."""
+    check_update(state, into)
+    if into.reduced and state.definition.world.size > 1:
+        msg = (
+            "value_and_grad(into=grads): these gradients are reduced over the ranks"
+            " already, so what is added now would not be. Take them with sync=False."
+        )
+        raise GradsError(msg)
 
 
 def _check_planned(
@@ -202,27 +229,22 @@ def _check_planned(
     """Refuse gradients by themselves where they are freed one by one."""
     if live.is_planned and into is None and sync:
         return
-    owners = [e for e in state.definition.setup if getattr(e, "_in_backward", False)]
+    setup = state.definition.setup
+    owner = next(e for e in setup if "steps_in_backward" in facts_of(e))
     msg = (
-        f"{owners[0]!r} updates each parameter, and frees its gradient, in the backward"
+        f"{owner!r} updates each parameter, and frees its gradient, in the backward"
         " pass: there are no gradients to return. Step with af.make_step(loss_fn), or take"
         " gradients of state.with_setup(...) without it."
     )
     raise GradsError(msg)
 
 
-def _loss_scale(state: TrainState, owners: tuple[Any, ...]) -> torch.Tensor:
+def _loss_scale(state: TrainState) -> torch.Tensor:
     """Return what losses are multiplied by, as a scalar on the device."""
     scale = torch.ones((), device=state.definition.world.device)
-    with shared_draws(state, "loss_scale", owners):
-        for each in owners:
-            found = each.loss_scale(state, state.slots.get(each.name))
-            ok = isinstance(found, (int, float, torch.Tensor))
-            check_returned(
-                each, "loss_scale", ok=ok, returned=found, expected="a number"
-            )
-            scale = scale * found
-    return scale
+    update = Update(state=state, slots=state.slots)
+    kinds = (int, float, torch.Tensor)
+    return looked("loss_scale", scale, update, kinds)
 
 
 def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:
@@ -233,7 +255,7 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
             is not the one that was added last.
     """
     start, after = batch.start, batch.cursor
-    before = None if into is None else into.cursor
+    before = None if into is None else into.taken.cursor
     if start is None or after is None:
         return before
     if start == before or (start == state.cursor and before is None):
@@ -258,16 +280,16 @@ def check_update(state: TrainState, grads: Grads) -> None:
     if not isinstance(grads, Grads):
         msg = f"Expected the Grads that value_and_grad returned, got {type(grads).__name__}."
         raise GradsError(msg)
-    grads.lease.check()
-    if grads.update != state.num_tried:
+    grads.taken.lease.check()
+    if grads.taken.update != state.num_tried:
         msg = (
-            f"These gradients were taken at update {grads.update}, but the state is at"
+            f"These gradients were taken at update {grads.taken.update}, but the state is at"
             f" update {state.num_tried}."
         )
         raise GradsError(msg)
     trained = state.definition.skeleton.trainable
-    if grads.trained not in (None, trained):
-        differ = sorted({*grads.trained} ^ {*trained})
+    if grads.taken.trained not in (None, trained):
+        differ = sorted({*grads.taken.trained} ^ {*trained})
         msg = (
             "These gradients were taken when other parameters were trained;"
             f" {', '.join(differ[:5])} were trained either then or now. Take gradients"

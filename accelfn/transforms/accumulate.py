@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute one step's gradients from several micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import attrs
@@ -68,6 +68,11 @@ class accumulate:
                 " micro_batch_size= (how large)."
             )
             raise ArgumentError(msg)
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """Of what a batch is the sum."""
+        return {"micro_batches": self._parts}
 
     def data(self, plan: Plan) -> Plan:
         """Cut a share into micro-batches."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute activations again in the backward pass, instead of keeping them."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.module.regions import Regions, are_regions, chosen
 from accelfn.engine.runner import Runner
@@ -57,8 +57,11 @@ class checkpoint_activations:
         af.checkpoint_activations()
     """
 
-    _draws: ClassVar[bool] = False
-    _recomputes: ClassVar[bool] = True
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True, "recomputes": True}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "recomputes": "and {other!r} may mean the same modules. Leave out one, and give the"
+        " other a tuple of classes, or a function."
+    }
     regions: Regions | None = attrs.field(default=None, validator=_are_regions)
 
     def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
@@ -74,16 +77,6 @@ class checkpoint_activations:
             return runner
 
         return checkpointing
-
-    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
-        """Refuse to recompute what is recomputed already."""
-        for other in others:
-            if other is not self and type(other) is type(self):
-                return (
-                    f"and {other!r} may mean the same modules. Leave out one, and give the"
-                    " other a tuple of classes, or a function."
-                )
-        return None
 
 
 def _checkpointed(

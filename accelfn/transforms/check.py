@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look, every few updates, whether all ranks still hold the same parameters."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import attrs
 
 from accelfn.base.arguments import integer
 from accelfn.collectives import check_values
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 
 _ADVICE = (
     "They were trained alike and have drifted apart. Look for what differs by rank in"
@@ -46,21 +48,18 @@ class check_replicas:
         af.check_replicas(every=100)
     """
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "apart": "would raise beside {other!r}, under which ranks differ on purpose."
+        " Leave it out; af.assert_replicas_agree(state) looks once."
+    }
     every: int = attrs.field(validator=integer(1, "a number of updates"), kw_only=True)
 
-    def after_update(self, state: TrainState, slot: None) -> tuple[TrainState, None]:
+    def after_update(
+        self, state: TrainState, slot: None, update: Update
+    ) -> tuple[TrainState, None]:
         """Compare, if it is time."""
         if state.step % self.every == 0:
             label = f"check_replicas at update {state.step}"
             check_values(state.params, state.world, label=label, advice=_ADVICE)
         return state, slot
-
-    def _refuse(self, transforms: tuple[Transform, ...]) -> str | None:
-        for each in transforms:
-            if "replicas_agree" in getattr(type(each), "gives_up", {}):
-                return (
-                    f"would raise beside {each!r}, under which ranks differ on purpose."
-                    " Leave it out; af.assert_replicas_agree(state) looks once."
-                )
-        return None

@@ -15,7 +15,9 @@ from accelfn.base.arguments import is_number, truth
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, GradsError, OptimizerError
 from accelfn.state.grads import Grads
+from accelfn.state.moment import Moment
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 
 
 def _is_positive(owner: object, field: Any, value: Any) -> None:
@@ -36,7 +38,7 @@ class clip_grad_norm:
     bitwise as they are, and so are those whose norm is not finite: scaling them would
     make all of them NaN or 0. Of sharded gradients (DTensors) the norm is over all shards.
 
-    Acts on: grads.
+    Acts on: grads; by group also init, which looks at their names.
 
     Args:
         max_norm: the bound, above 0; may be infinite, to report the norm alone.
@@ -63,30 +65,19 @@ class clip_grad_norm:
         af.clip_grad_norm(1.0)
     """
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     max_norm: float = attrs.field(validator=_is_positive)
     norm_type: float = attrs.field(default=2.0, validator=_is_positive, kw_only=True)
     per_group: bool = attrs.field(default=False, validator=truth(), kw_only=True)
 
-    def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
-        """Clip, in place."""
-        del slot
-        _refuse_sparse(grads, self)
-        tensors = list(grads.tensors.values())
-        if not tensors:
-            return grads, None
-        if not self.per_group:
-            return grads.with_metrics(grad_norm=self._clip_(tensors)), None
-        norms = {
-            f"grad_norm.{group}": self._clip_([grads.tensors[name] for name in names])
-            for group, names in _by_group(grads, state).items()
-        }
-        total = _total_norm(list(norms.values()), self.norm_type)
-        return grads.with_metrics(grad_norm=total, **norms), None
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Groups are looked at where each has a norm of its own."""
+        return () if self.per_group else ("init",)
 
-    def _check_state(self, state: TrainState) -> None:
+    def init(self, state: TrainState) -> None:
         """Refuse groups that would be clipped as one: of one name, or one's the other's number."""
-        groups = state.definition.optimizer.param_groups if self.per_group else []
+        groups = state.definition.optimizer.param_groups
         found: dict[str, int] = {}
         for i, group in enumerate(groups):
             label = _label(i, group)
@@ -99,6 +90,21 @@ class clip_grad_norm:
                 )
                 raise OptimizerError(msg)
 
+    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
+        """Clip, in place."""
+        _refuse_sparse(grads, self)
+        tensors = list(grads.tensors.values())
+        if not tensors:
+            return grads, slot
+        if not self.per_group:
+            return grads.with_metrics(grad_norm=self._clip_(tensors)), slot
+        norms = {
+            f"grad_norm.{group}": self._clip_([grads.tensors[name] for name in names])
+            for group, names in _by_group(grads, update.state).items()
+        }
+        total = _total_norm(list(norms.values()), self.norm_type)
+        return grads.with_metrics(grad_norm=total, **norms), slot
+
     def _clip_(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Scale tensors down to the bound, and return the norm that they had."""
         norm = _total_norm(tensors, self.norm_type)
@@ -106,7 +112,7 @@ class clip_grad_norm:
             scale = self.max_norm / norm
             # 1 within the bound, and for a norm of 0, inf or NaN
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
-            lists.mul_(map(_local, tensors), scale)
+            lists.mul_([_local(each) for each in tensors], scale)
         return norm
 
 
@@ -132,7 +138,7 @@ def _refuse_complex(grads: Grads, owner: object) -> None:
         raise GradsError(msg)
 
 
-def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
+def _by_group(grads: Grads, state: Moment) -> dict[str, list[str]]:
     """Return which gradients belong to each of the optimizer's parameter groups."""
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(meta): name for name, meta in metas}
@@ -226,13 +232,12 @@ class clip_grad_value:
         af.clip_grad_value(0.5)
     """
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     max_value: float = attrs.field(validator=_is_positive)
 
-    def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
+    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
         """Clamp, in place."""
-        del slot, state
         _refuse_sparse(grads, self)
         _refuse_complex(grads, self)
         lists.clamp_(grads.tensors.values(), -self.max_value, self.max_value)
-        return grads, None
+        return grads, slot

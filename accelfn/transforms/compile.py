@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelfn.base.arguments import truth
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.module.compiled import Compiler, Options
 from accelfn.engine.module.graph_runner import (
@@ -22,8 +22,6 @@ from accelfn.engine.module.regions import Regions, are_regions, chosen
 from accelfn.engine.runner import LocalRunner, Runner
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
-
-_FIRST_BUCKET_MB = 1
 
 
 def _is_backend(_owner: object, _field: object, value: Any) -> None:
@@ -125,11 +123,33 @@ class compile:  # noqa: A001 - what torch calls it
             msg = f"{self!r}: unknown mode; expected one of {', '.join(modes)}."
             raise ArgumentError(msg)
 
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """What becomes of the loss."""
+        whole = self.fullgraph and self.regions is None
+        return {"compiles": True, "one_graph": whole}
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        """What is compiled already, and what torch compiles wrongly."""
+        refused = {
+            "compiles": "and {other!r} would both compile the loss. Leave out one.",
+            "small_buckets": "splits its graphs at DistributedDataParallel's buckets, and torch"
+            " needs these to be of 1 MiB or more; {other!r} asks for smaller ones. Leave out"
+            " bucket_cap_mb=.",
+        }
+        if self._runs_it:
+            refused["recomputes"] = (
+                "would draw other random numbers in what {other!r} recomputes, for it"
+                " runs graphs as they stand. Take another backend, as 'aot_eager'."
+            )
+        return refused
+
     def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
         """Let what runs the loss run it compiled."""
         setup = state.setup
-        recomputes = any(getattr(each, "_recomputes", False) for each in setup)
-        apart = bool(setup.having("loss_scale")) or recomputes or self._runs_it
+        recomputes = "recomputes" in setup.facts
+        apart = bool(setup.owners["loss_scale"]) or recomputes or self._runs_it
         whole = self.fullgraph and not apart
 
         def compiling(module: nn.Module) -> Runner:
@@ -153,25 +173,6 @@ class compile:  # noqa: A001 - what torch calls it
             dynamic=self.dynamic,
             fullgraph=self.fullgraph,
         )
-
-    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
-        """Refuse to compile what is compiled already, and what torch compiles wrongly."""
-        for other in others:
-            if other is not self and type(other) is type(self):
-                return f"and {other!r} would both compile the loss. Leave out one."
-            if getattr(other, "_recomputes", False) and self._runs_it:
-                return (
-                    f"would draw other random numbers in what {other!r} recomputes, for it"
-                    " runs graphs as they stand. Take another backend, as 'aot_eager'."
-                )
-            cap = getattr(other, "bucket_cap_mb", None)
-            if cap is not None and cap < _FIRST_BUCKET_MB:
-                return (
-                    "splits its graphs at DistributedDataParallel's buckets, and torch needs"
-                    f" these to be of {_FIRST_BUCKET_MB} MiB or more; {other!r} asks for"
-                    " smaller ones. Leave out bucket_cap_mb=."
-                )
-        return None
 
     @property
     def _runs_it(self) -> bool:

@@ -9,9 +9,9 @@ import torch
 
 from accelfn.base import draws
 from accelfn.base.arguments import is_integer, is_number
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.engine.compression import Compression, LowRank, Narrow
-from accelfn.errors import ArgumentError, CompositionError
+from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 
 Slot: TypeAlias = dict[str, Any]
@@ -103,14 +103,40 @@ class compress:
         af.compress('powersgd', matrix_approximation_rank=2)
     """
 
-    _draws: ClassVar[bool] = False
+    needs: ClassVar[Mapping[str, str]] = {
+        "buckets": "is about gradients that af.wrap_ddp() reduces, which the setup lacks. Put"
+        " af.wrap_ddp() into the chain, or leave it out."
+    }
     method: str = attrs.field(validator=_is_method)
     matrix_approximation_rank: int | None = _of_powersgd(1)
     start_powerSGD_iter: int | None = _of_powersgd(0)  # noqa: N815 - torch's name
     min_compression_rate: float | None = _of_powersgd(0)
 
     @property
-    def _without(self) -> tuple[str, ...]:
+    def tells(self) -> Mapping[str, Any]:
+        """How buckets cross the ranks, and what of its slot is each rank's own."""
+        return {
+            "draws_nothing": True,
+            "compression": self._compression,
+            "by_rank": ("error",),
+        }
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        """Two of a kind, and what PowerSGD would lose."""
+        twice = {"compression": "and {other!r} would both say how. Keep one of them."}
+        if self.method != _POWERSGD:
+            return twice
+        return {
+            **twice,
+            "finds_unused": "keeps what is left out of a gradient for the next update, and"
+            " would lose that of parameters that {other!r} allows to be unused. Leave out"
+            " {told}.",
+        }
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Sums in 16 bits have no memory."""
         return () if self.method == _POWERSGD else ("init", "merge")
 
     def _option(self, name: str) -> Any:
@@ -145,27 +171,3 @@ class compress:
             start=self._option("start_powerSGD_iter"),
             rate=self._option("min_compression_rate"),
         )
-
-    def _check_state(self, state: TrainState) -> None:
-        """Refuse to be without effect."""
-        if not any(getattr(each, "_compresses", False) for each in state.setup):
-            msg = (
-                f"{self!r} is about gradients that af.wrap_ddp() reduces, which the setup"
-                " lacks. Put af.wrap_ddp() into the chain, or leave it out."
-            )
-            raise CompositionError(msg)
-
-    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
-        """Refuse two of a kind, and what PowerSGD would lose."""
-        for other in others:
-            if other is not self and type(other) is type(self):
-                return f"and {other!r} would both say how. Keep one of them."
-            if self.method == _POWERSGD:
-                for option in ("find_unused_parameters", "static_graph"):
-                    if getattr(other, option, False):
-                        return (
-                            "keeps what is left out of a gradient for the next update, and"
-                            f" would lose that of parameters that {other!r} allows to be"
-                            f" unused. Leave out {option}=True."
-                        )
-        return None

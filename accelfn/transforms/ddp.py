@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train replicas on every rank with torch's DistributedDataParallel."""
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 from torch import nn
 
 from accelfn.base.arguments import is_number, truth
-from accelfn.definition.fields import has_field
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
+
+_FIRST_BUCKET_MB = 1
+"""What torch makes of it: torch.compile splits graphs at buckets that are no smaller."""
 
 
 def _is_positive(_owner: object, field: Any, value: Any) -> None:
@@ -69,7 +72,6 @@ class wrap_ddp:
         af.wrap_ddp(bucket_cap_mb=10)
     """
 
-    _compresses: ClassVar[bool] = True
     bucket_cap_mb: float | None = _option(None, _is_positive)
     gradient_as_bucket_view: bool = _option(default=True, validator=truth())
     find_unused_parameters: bool = _option(default=False, validator=truth())
@@ -85,29 +87,40 @@ class wrap_ddp:
             )
             raise ArgumentError(msg)
 
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """What is known of its buckets, and whether it waits for all parameters."""
+        cap, unused = self.bucket_cap_mb, ("find_unused_parameters", "static_graph")
+        return {
+            "buckets": True,
+            "small_buckets": cap is not None and cap < _FIRST_BUCKET_MB,
+            "finds_unused": next(
+                (f"{n}=True" for n in unused if getattr(self, n)), None
+            ),
+        }
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        """What torch's DDP breaks on, and what would leave it without work."""
+        refused = {
+            "reduce": "would never reduce a gradient: {other!r} says how they cross ranks."
+            " Leave out one of the two."
+        }
+        if self.static_graph:
+            refused["value_and_grad"] = (
+                "expects one backward pass an update, but {other!r} runs several."
+                " Leave out static_graph=True."
+            )
+        return refused
+
     def engine(self, state: TrainState) -> Engine:
         """Build DistributedDataParallel around the state's tensors."""
         world = state.world
         options = attrs.asdict(self, filter=lambda field, _: field.name != "name")
-        found = (getattr(each, "_compression", None) for each in state.setup)
-        compression = next((make(state) for make in found if make), None)
+        (made,) = state.setup.facts.get("compression", (None,))
+        compression = None if made is None else made(state)
 
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
             return DDPRunner(module, world, options, compression, live)
 
         return Engine(state, make, compression)
-
-    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
-        """Refuse what torch's DDP breaks on, and what would leave it without work."""
-        for other in others:
-            if has_field(other, "reduce"):
-                return (
-                    f"would never reduce a gradient: {other!r} says how they cross ranks."
-                    " Leave out one of the two."
-                )
-            if self.static_graph and has_field(other, "value_and_grad"):
-                return (
-                    f"expects one backward pass an update, but {other!r} runs several."
-                    " Leave out static_graph=True."
-                )
-        return None

@@ -12,6 +12,7 @@ from accelfn.base.arguments import is_number
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 
 Params: TypeAlias = dict[str, torch.Tensor]
 
@@ -43,8 +44,7 @@ class ema:
 
     Cost:
         One copy of the parameters, of those in 16 bits in float32, in which small moves are
-        not lost; one pass over them an update. Behind `local_sgd` an
-        evaluation averages once more.
+        not lost; one pass over them an update.
 
     References:
         Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
@@ -54,7 +54,7 @@ class ema:
         af.ema(0.999)
     """
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     decay: float = attrs.field(validator=_is_decay)
 
     def init(self, state: TrainState) -> Params:
@@ -65,29 +65,19 @@ class ema:
         }
 
     def after_update(
-        self, state: TrainState, slot: Params
+        self, state: TrainState, slot: Params, update: Update
     ) -> tuple[TrainState, Params]:
         """Move the average towards the parameters, in place."""
         moving = [name for name, param in state.params.items() if _averages(param)]
-        params = (state.params[name].to(slot[name].dtype) for name in moving)
-        lists.lerp_((slot[name] for name in moving), params, 1 - self.decay)
+        params = [state.params[name].to(slot[name].dtype) for name in moving]
+        lists.lerp_([slot[name] for name in moving], params, 1 - self.decay)
         return state, slot
 
     def eval_params(
-        self, state: TrainState, slot: Params
-    ) -> Mapping[str, torch.Tensor]:
-        """Return the average; where ranks train apart, that of all ranks.
-
-        Those behind this one in the chain see to it themselves.
-        """
-        params: Mapping[str, torch.Tensor] = slot
-        for each in state.setup.having("eval_params"):
-            if each == self:
-                break
-            if "replicas_agree" in getattr(type(each), "gives_up", ()):
-                view = state.viewing(params)
-                params = each.eval_params(view, view.slots.get(each.name))
-        return {n: p.to(state.params[n].dtype) for n, p in params.items()}
+        self, params: Mapping[str, torch.Tensor], slot: Params, update: Update
+    ) -> tuple[Mapping[str, torch.Tensor], Params]:
+        """Return the average, in the parameters' dtypes."""
+        return {n: p.to(params[n].dtype) for n, p in slot.items()}, slot
 
 
 def _is_narrow(param: torch.Tensor) -> bool:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update parameters while gradients are computed, so that these are never all there."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from accelfn.definition.fields import has_field
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
@@ -34,7 +34,7 @@ class optimizer_in_backward:
     buckets hold all gradients as long as it lives, so what is saved there is nothing but
     gradients beside them.
 
-    Acts on: when the optimizer steps.
+    Acts on: init, which tries the optimizer; when the optimizer steps.
 
     Law:
         The result is bitwise that of the plain step; over more than 2 ranks, whose numbers a
@@ -61,10 +61,24 @@ class optimizer_in_backward:
         af.optimizer_in_backward()
     """
 
-    _draws: ClassVar[bool] = False
-    _in_backward: ClassVar[bool] = True
+    tells: ClassVar[Mapping[str, Any]] = {
+        "draws_nothing": True,
+        "steps_in_backward": True,
+    }
+    refuses: ClassVar[Mapping[str, str]] = {
+        "steps_in_backward": "and {other!r} are one too many. Leave out one of the two.",
+        **{
+            field: "frees each gradient as soon as it is complete, but {other!r} "
+            f"{why}. Leave out one of the two."
+            for field, why in _NEEDS_ALL.items()
+        },
+        "finds_unused": "would step parameters that {other!r} finds unused only when the"
+        " backward pass is over. Leave out {told}.",
+        "compiles": "steps in the midst of the backward pass, which {other!r} makes one"
+        " piece. Leave out one of the two.",
+    }
 
-    def _check_state(self, state: TrainState) -> None:
+    def init(self, state: TrainState) -> None:
         """Refuse an optimizer that couples parameters."""
         kind = type(state.definition.optimizer).__name__
         try:
@@ -83,30 +97,6 @@ class optimizer_in_backward:
                 " this transform out, or take another optimizer."
             )
             raise OptimizerError(msg)
-
-    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
-        """Refuse what needs gradients that are there together."""
-        for other in others:
-            if other is not self and type(other) is type(self):
-                return f"and {other!r} are one too many. Leave out one of the two."
-            for field, why in _NEEDS_ALL.items():
-                if has_field(other, field):
-                    return (
-                        "frees each gradient as soon as it is complete, but"
-                        f" {other!r} {why}. Leave out one of the two."
-                    )
-            for option in ("find_unused_parameters", "static_graph"):
-                if getattr(other, option, False):
-                    return (
-                        f"would step parameters that {other!r} finds unused only when the"
-                        f" backward pass is over. Leave out {option}=True."
-                    )
-            if hasattr(other, "fullgraph"):
-                return (
-                    f"steps in the midst of the backward pass, which {other!r} makes one"
-                    " piece. Leave out one of the two."
-                )
-        return None
 
 
 def _tried(state: TrainState, *, alone: bool) -> dict[str, torch.Tensor]:

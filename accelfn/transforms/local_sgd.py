@@ -14,6 +14,7 @@ from accelfn.definition.transform import transform
 from accelfn.state.grads import Grads
 from accelfn.state.metrics import Number
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.world import World
 
 Slot: TypeAlias = dict[str, Any]
@@ -62,7 +63,10 @@ class local_sgd:
     gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "between averages"}
     reduce: ClassVar[None] = None
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {
+        "draws_nothing": True,
+        "by_rank": ("weight",),
+    }
     sync_every: int = attrs.field(
         validator=integer(1, "a number of updates"), kw_only=True
     )
@@ -73,18 +77,21 @@ class local_sgd:
         """Start with ranks that agree."""
         return {"weight": 0, "since": state.step}
 
-    def grads(self, grads: Grads, slot: Slot, state: TrainState) -> tuple[Grads, Slot]:
+    def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Count the weight of what this rank has seen since the last average."""
-        del state
         return grads, {**slot, "weight": slot["weight"] + grads.weight}
 
-    def after_update(self, state: TrainState, slot: Slot) -> tuple[TrainState, Slot]:
+    def after_update(
+        self, state: TrainState, slot: Slot, update: Update
+    ) -> tuple[TrainState, Slot]:
         """Average when the period is over."""
         if state.step - slot["since"] < self.sync_every:
             return state, slot
-        return self.finalize(state, slot)
+        return self.finalize(state, slot, update)
 
-    def finalize(self, state: TrainState, slot: Slot) -> tuple[TrainState, Slot]:
+    def finalize(
+        self, state: TrainState, slot: Slot, update: Update
+    ) -> tuple[TrainState, Slot]:
         """Average now, in place, unless nothing was updated since the last time."""
         if state.step > slot["since"]:
             average_(self._averaged(state), slot["weight"], state.world)
@@ -95,16 +102,20 @@ class local_sgd:
         weights = [float(slot["weight"]) for slot in slots]
         return weights, {**slots[0], "weight": 0}
 
-    def eval_params(self, state: TrainState, slot: Slot) -> Mapping[str, torch.Tensor]:
+    def eval_params(
+        self, params: Mapping[str, torch.Tensor], slot: Slot, update: Update
+    ) -> tuple[Mapping[str, torch.Tensor], Slot]:
         """Return the average over ranks; a collective unless they were just averaged."""
-        owners = state.setup.having("eval_params")
-        agree = state.step == slot["since"] and len(owners) == 1
-        if state.world.size == 1 or agree:
-            return state.params
+        state = update.state
         trained = state.definition.skeleton.once_trained
-        copies = {n: p.clone() for n, p in state.params.items() if n in trained}
-        average_(list(copies.values()), slot["weight"], state.world)
-        return {**state.params, **copies}
+        agree = state.step == slot["since"] and all(
+            params[name] is param for name, param in state.params.items()
+        )
+        if update.world.size == 1 or agree:
+            return params, slot
+        copies = {n: p.clone() for n, p in params.items() if n in trained}
+        average_(list(copies.values()), slot["weight"], update.world)
+        return {**params, **copies}, slot
 
     def _averaged(self, state: TrainState) -> list[torch.Tensor]:
         # the others are as they were created, and rounding would move them

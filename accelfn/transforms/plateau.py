@@ -2,7 +2,7 @@
 """Lower the learning rates when what an evaluation gives is better no longer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import attrs
@@ -11,8 +11,8 @@ import torch
 from accelfn.base.arguments import integer, is_number
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
-from accelfn.state.hyper import scheduled
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.structure.prototype import Hyper
 
 Slot: TypeAlias = dict[str, Any]
@@ -88,7 +88,7 @@ class plateau:
         af.plateau(0.5, patience=3)
     """
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     factor: float = attrs.field(default=0.1, validator=_is_factor)
     mode: Literal["min", "max"] = attrs.field(
         default="min", validator=_one_of("min", "max")
@@ -110,11 +110,12 @@ class plateau:
 
     def init(self, state: TrainState) -> Slot:
         """Begin with nothing observed."""
+        self._check_number_of_rates(state)
         worst = math.inf if self.mode == "min" else -math.inf
         return {"best": worst, "num_bad": 0, "cooling": 0, "num_reductions": 0}
 
-    def observe(self, state: TrainState, slot: Slot, value: float) -> Slot:
-        """Return the slot that knows a value too; torch's ReduceLROnPlateau.step."""
+    def observe(self, value: float, slot: Slot, update: Update) -> tuple[float, Slot]:
+        """Let the slot know a value too; torch's ReduceLROnPlateau.step."""
         best, num_bad, cooling = slot["best"], slot["num_bad"] + 1, slot["cooling"]
         num_reductions = slot["num_reductions"]
         if self._is_better(value, best):
@@ -123,24 +124,24 @@ class plateau:
             cooling, num_bad = cooling - 1, 0
         if num_bad > self.patience:
             num_reductions, cooling, num_bad = num_reductions + 1, self.cooldown, 0
-        return {
+        return value, {
             "best": best,
             "num_bad": num_bad,
             "cooling": cooling,
             "num_reductions": num_reductions,
         }
 
-    def hyper(self, state: TrainState, slot: Slot) -> Hyper:
+    def hyper(self, hyper: Hyper, slot: Slot, update: Update) -> tuple[Hyper, Slot]:
         """Set the reduced rates, once there are any."""
         if not slot["num_reductions"]:
-            return {}
-        planned, least = scheduled(state), self.min_lr
+            return {}, slot
+        least = self.min_lr
         rates: dict[str | tuple[int | str, str], float] = {}
-        for i, group in enumerate(state.definition.optimizer.param_groups):
+        for i, group in enumerate(update.state.definition.optimizer.param_groups):
             floor = least[i] if isinstance(least, Sequence) else least
-            rate = planned.get((i, "lr"), group["lr"])
+            rate = hyper.get((i, "lr"), group["lr"])
             rates[i, "lr"] = self._reduced(rate, floor, slot["num_reductions"])
-        return rates
+        return rates, slot
 
     def _is_better(self, value: float, best: float) -> bool:
         size = self.threshold
@@ -161,7 +162,7 @@ class plateau:
             now = torch.tensor(lower, dtype=rate.dtype).item() if held else lower
         return now
 
-    def _check_state(self, state: TrainState) -> None:
+    def _check_number_of_rates(self, state: TrainState) -> None:
         """Refuse a number of least rates that is not the groups'."""
         groups = state.definition.optimizer.param_groups
         if isinstance(self.min_lr, Sequence) and len(self.min_lr) != len(groups):

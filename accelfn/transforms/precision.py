@@ -2,8 +2,8 @@
 """Run the loss in a lower precision."""
 
 import contextlib
-from collections.abc import Generator
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Generator, Mapping
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -19,6 +19,7 @@ from accelfn.engine.runner import LossFunction, Runner
 from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 
 Slot: TypeAlias = dict[str, torch.Tensor]
 
@@ -32,7 +33,7 @@ _SCALING = {
     "backoff_factor": 0.5,
     "growth_interval": 2000,
 }
-_SCALING_FIELDS = ("init", "loss_scale", "grads", "after_skip")
+_SCALING_FIELDS = ("init", "loss_scale", "grads", "after_update")
 
 
 def _is_precision(_owner: object, _field: object, value: object) -> None:
@@ -97,7 +98,7 @@ class autocast:
     that was skipped, else 0, and `metrics["loss_scale"]` the scale. It is that of the mean:
     losses that are totals are first divided by a power of 2 near the last update's weight.
 
-    Acts on: loss; with "fp16" also init, loss_scale, grads, after_skip; with "fp8" runner.
+    Acts on: loss; with "fp16" also init, loss_scale, grads, after_update; with "fp8" runner.
 
     Args:
         precision: "bf16", "fp16" or "fp8".
@@ -135,8 +136,6 @@ class autocast:
         af.autocast('fp16', init_scale=1024.0)
     """
 
-    _draws: ClassVar[bool] = False
-    _skips_on_device: ClassVar[bool] = True
     precision: str = attrs.field(validator=_is_precision)
     init_scale: float | None = _between(0, 2.0**100)
     growth_factor: float | None = _between(1, 2.0**20)
@@ -147,12 +146,19 @@ class autocast:
     )
 
     @property
-    def judges_finite(self) -> bool:
-        """Whether a loss may be infinite or NaN, because gradients are looked at."""
-        return self.precision == "fp16"
+    def tells(self) -> Mapping[str, Any]:
+        """What fp16 does about gradients that are not finite."""
+        scales = self.precision == "fp16"
+        return {
+            "draws_nothing": True,
+            "judges_finite": scales,
+            "sees_skips": scales,
+            "skips_on_device": scales,
+        }
 
     @property
-    def _without(self) -> tuple[str, ...]:
+    def without(self) -> tuple[str, ...]:
+        """What another precision has a say in."""
         without = () if self.precision == "fp16" else _SCALING_FIELDS
         return without if self.precision == "fp8" else (*without, "runner")
 
@@ -210,16 +216,17 @@ class autocast:
             "unit": _power_of_2(number(_rows(state), torch.float32)),
         }
 
-    def loss_scale(self, state: TrainState, slot: Slot) -> torch.Tensor:
-        """Return the scale of a total."""
-        del state
-        return slot["scale"] / slot["unit"]
+    def loss_scale(
+        self, scale: torch.Tensor, slot: Slot, update: Update
+    ) -> tuple[torch.Tensor, Slot]:
+        """Multiply by the scale of a total."""
+        return scale * (slot["scale"] / slot["unit"]), slot
 
-    def grads(self, grads: Grads, slot: Slot, state: TrainState) -> tuple[Grads, Slot]:
+    def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Look for what is not finite, on all ranks, and move the scale."""
         found = lists.non_finite(grads.tensors.values())
         if not grads.reduced:
-            all_reduce_([found], state.world, label="autocast: overflow?")
+            all_reduce_([found], update.world, label="autocast: overflow?")
         scale, good = slot["scale"].clone(), slot["good"].clone()
         torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage]
             scale,
@@ -235,23 +242,24 @@ class autocast:
         ):  # filled, for a copy would be waited for
             weight = torch.full((), weight, dtype=torch.float32, device=found.device)
         unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
-        if not state.num_tried % _LOOK_EVERY:
-            self._check_scale(state, slot)
+        if not update.num_tried % _LOOK_EVERY:
+            self._check_scale(update, slot)
         noted = grads.with_metrics(loss_scale=slot["scale"])
         noted = noted.with_skip(found, agreed=True)
         return noted, {"scale": scale, "good": good, "unit": unit}
 
-    def after_skip(self, grads: Grads, slot: Slot, state: TrainState) -> Slot:
-        """Keep the scale that was moved."""
-        del grads
-        if slot["scale"].is_cpu:
-            self._check_scale(state, slot)
-        return slot
+    def after_update(
+        self, state: TrainState, slot: Slot, update: Update
+    ) -> tuple[TrainState, Slot]:
+        """Keep the scale that was moved, after a skipped update too."""
+        if update.skipped and slot["scale"].is_cpu:
+            self._check_scale(update, slot)
+        return state, slot
 
-    def _check_scale(self, state: TrainState, slot: Slot) -> None:
+    def _check_scale(self, update: Update, slot: Slot) -> None:
         if float(slot["scale"]) < _SMALLEST_SCALE:
             msg = (
-                f"Update {state.step}: the loss scale of {self!r} fell to"
+                f"Update {update.state.step}: the loss scale of {self!r} fell to"
                 f" {float(slot['scale']):g}, and gradients still are infinite or not a"
                 " number, so it is not fp16 that makes them so. Look at the loss, the data"
                 " and the learning rate; af.autocast('bf16') has the range of float32."

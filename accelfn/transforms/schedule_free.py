@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.definition.fields import has_field
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.structure.partition import parts_of
 from accelfn.structure.prototype import Hyper, rebuilt
 
@@ -27,7 +27,7 @@ class schedule_free:
     `evaluate`, `frozen` and exports see what the optimizer's own `eval()` makes of a copy.
     In a `partition` it is about the parts that are schedule-free.
 
-    Acts on: hyper, eval_params.
+    Acts on: init, which looks at the optimizer; hyper, eval_params.
 
     Law:
         The evaluated parameters are bitwise those of the optimizer's `eval()`, and looking
@@ -52,19 +52,25 @@ class schedule_free:
         af.schedule_free()
     """
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "eval_params": "and {other!r} both say what is evaluated. Keep one of them."
+    }
 
-    def hyper(self, state: TrainState, slot: None) -> Hyper:
+    def hyper(self, hyper: Hyper, slot: None, update: Update) -> tuple[Hyper, None]:
         """Let every update be in the training mode."""
-        groups = state.definition.optimizer.param_groups
+        groups = update.state.definition.optimizer.param_groups
         found = (i for i, group in enumerate(groups) if "train_mode" in group)
-        return {(i, "train_mode"): True for i in found}
+        return {(i, "train_mode"): True for i in found}, slot
 
-    def eval_params(self, state: TrainState, slot: None) -> Mapping[str, torch.Tensor]:
+    def eval_params(
+        self, params: Mapping[str, torch.Tensor], slot: None, update: Update
+    ) -> tuple[Mapping[str, torch.Tensor], None]:
         """Return what the optimizer's own `eval()` makes of a copy of the parameters."""
+        state = update.state
         prototype = state.definition.optimizer
         metas = dict(state.definition.skeleton.module.named_parameters())
-        copies = {n: nn.Parameter(p.clone(), False) for n, p in state.params.items()}  # noqa: FBT003 - requires_grad
+        copies = {n: nn.Parameter(p.clone(), False) for n, p in params.items()}  # noqa: FBT003 - requires_grad
         optimizer = rebuilt(prototype, {id(metas[n]): p for n, p in copies.items()})
         entries = cast("dict[Any, Any]", optimizer.state)
         for name, param in copies.items():
@@ -74,16 +80,9 @@ class schedule_free:
             for group in part.param_groups:
                 group["train_mode"] = True
             cast("Any", part).eval()
-        return {name: param.detach() for name, param in copies.items()}
+        return {name: param.detach() for name, param in copies.items()}, slot
 
-    def _refuse(self, transforms: tuple[Transform, ...]) -> str | None:
-        """Return why it cannot stand beside others."""
-        for each in transforms:
-            if each is not self and has_field(each, "eval_params"):
-                return f"and {each!r} both say what is evaluated. Keep one of them."
-        return None
-
-    def _check_state(self, state: TrainState) -> None:
+    def init(self, state: TrainState) -> None:
         """Refuse a state without a schedule-free optimizer in its training mode."""
         optimizer = state.definition.optimizer
         parts = [each for each in parts_of(optimizer) if _is_schedule_free(each)]

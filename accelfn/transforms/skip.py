@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leave out updates whose gradients are not finite."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
@@ -12,6 +13,7 @@ from accelfn.definition.transform import transform
 from accelfn.errors import NonFiniteGradsError
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 
 Slot: TypeAlias = dict[str, Any]
 
@@ -24,7 +26,7 @@ class skip_nonfinite:
     as they are; its batch counts as seen. A loss that is not finite no longer raises.
     `metrics["skipped"]` is 1 for such an update, else 0.
 
-    Acts on: init, grads, after_update, after_skip.
+    Acts on: init, grads, after_update.
 
     Args:
         max_consecutive: how many updates may be skipped in a row; the next one raises.
@@ -46,8 +48,11 @@ class skip_nonfinite:
         af.skip_nonfinite(max_consecutive=3)
     """
 
-    _draws: ClassVar[bool] = False
-    judges_finite: ClassVar[bool] = True
+    tells: ClassVar[Mapping[str, Any]] = {
+        "draws_nothing": True,
+        "judges_finite": True,
+        "sees_skips": True,
+    }
     max_consecutive: int = attrs.field(
         default=10, validator=integer(0, "a number of updates"), kw_only=True
     )
@@ -57,33 +62,33 @@ class skip_nonfinite:
         del state
         return {"consecutive": 0}
 
-    def grads(self, grads: Grads, slot: Slot, state: TrainState) -> tuple[Grads, Slot]:
+    def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Look for what is not finite."""
-        del state
         found = lists.non_finite(grads.tensors.values())
         return grads.with_skip(found, agreed=grads.reduced), slot
 
-    def after_update(self, state: TrainState, slot: Slot) -> tuple[TrainState, Slot]:
-        """Begin to count anew."""
-        return state, {"consecutive": 0} if slot["consecutive"] else slot
-
-    def after_skip(self, grads: Grads, slot: Slot, state: TrainState) -> Slot:
-        """Count, and give up after too many."""
+    def after_update(
+        self, state: TrainState, slot: Slot, update: Update
+    ) -> tuple[TrainState, Slot]:
+        """Count updates that are skipped in a row, and give up after too many."""
+        if not update.skipped:
+            return state, {"consecutive": 0} if slot["consecutive"] else slot
         count = slot["consecutive"] + 1
         if count > self.max_consecutive:
-            raise NonFiniteGradsError(self._told(state, grads, count))
-        return {"consecutive": count}
+            raise NonFiniteGradsError(self._told(update, count))
+        return state, {"consecutive": count}
 
-    def _told(self, state: TrainState, grads: Grads, count: int) -> str:
+    def _told(self, update: Update, count: int) -> str:
         """Return what is known; a collective, for all ranks come here."""
+        grads = update.grads
         bad = [n for n, g in grads.tensors.items() if lists.non_finite([g])]
         own = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
-        loss = "" if grads.finite_loss else "; its loss is not finite"
-        rows = gather_text(own + loss, state.world, label="skip_nonfinite")
+        loss = "" if grads.taken.finite_loss else "; its loss is not finite"
+        rows = gather_text(own + loss, update.world, label="skip_nonfinite")
         told = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
         return (
             f"{count} updates in a row had gradients that are infinite or not a number, the"
-            f" last at update {state.step}, which {self!r} does not skip any more."
+            f" last at update {update.state.step}, which {self!r} does not skip any more."
             " Parameters with such gradients:\n"
             f"{told}\nThe state is as it was. Look at the batch, the loss and the learning"
             " rate."

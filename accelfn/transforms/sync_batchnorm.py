@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let batch normalisation see the samples of all ranks."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import nn
 
-from accelfn.definition.fields import has_field
-from accelfn.definition.transform import Transform, transform
+from accelfn.definition.transform import transform
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.module.synced_norm import Share, sync_norms
 from accelfn.engine.read_loss import Samples
@@ -48,7 +48,14 @@ class sync_batchnorm:
         af.sync_batchnorm()
     """
 
-    _draws: ClassVar[bool] = False
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "apart": "normalises by what all ranks see, so that each gradient depends on all, but"
+        " under {other!r} ranks train apart. Leave out one of the two.",
+        "one_graph": "asks the other ranks in the midst of the forward pass, which {other!r}"
+        " cannot trace as one graph. Compile with fullgraph=False, or only regions= without"
+        " BatchNorm.",
+    }
 
     def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
         """Let the layers of the engine's own module ask the other ranks."""
@@ -56,7 +63,7 @@ class sync_batchnorm:
         if world.size == 1:
             return make
 
-        compiled = any(hasattr(each, "fullgraph") for each in state.setup)
+        compiled = "compiles" in state.setup.facts
 
         def synced(module: nn.Module) -> Runner:
             share = Share()
@@ -64,22 +71,6 @@ class sync_batchnorm:
             return _CountingRunner(make(module), share)
 
         return synced
-
-    def _refuse(self, others: tuple[Transform, ...]) -> str | None:
-        """Refuse what would make statistics, or their gradients, mean something else."""
-        for other in others:
-            if has_field(other, "reduce") and getattr(other, "reduce", None) is None:
-                return (
-                    "normalises by what all ranks see, so that each gradient depends on"
-                    f" all, but under {other!r} ranks train apart. Leave out one of the two."
-                )
-            if getattr(other, "fullgraph", False) and other.regions is None:  # type: ignore[attr-defined]
-                return (
-                    "asks the other ranks in the midst of the forward pass, which"
-                    f" {other!r} cannot trace as one graph. Compile with fullgraph=False,"
-                    " or only regions= without BatchNorm."
-                )
-        return None
 
 
 class _CountingRunner(Delegating):

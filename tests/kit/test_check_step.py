@@ -176,7 +176,7 @@ def draws(state: Any, batch: Any) -> Any:
 
 def local_only(state: Any, batch: Any) -> Any:
     metrics, grads = gradient(state, batch, sync=False)
-    local = {name: g / grads.divisor for name, g in grads.tensors.items()}
+    local = {name: g / grads.taken.divisor for name, g in grads.tensors.items()}
     params = {name: p - 0.1 * local[name] for name, p in state.params.items()}
     return state.with_params(params), metrics
 

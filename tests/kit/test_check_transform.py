@@ -43,7 +43,7 @@ class SharedNoise:
 
     scale: float = 0.125
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         return grads.map(lambda g: g + self.scale * torch.randn_like(g)), slot
 
 
@@ -54,7 +54,7 @@ class Momentum:
     def init(self, state):
         return {name: torch.zeros_like(p) for name, p in state.params.items()}
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         for name, grad in grads.tensors.items():
             slot[name].mul_(0.5).add_(grad)
         moved = {name: slot[name].clone() for name in grads.tensors}
@@ -70,8 +70,8 @@ def test_a_users_transform_keeps_the_laws(kept: Any) -> None:
 class DecaysParams:
     """Changes the parameters before the update."""
 
-    def grads(self, grads, slot, state):
-        for param in state.params.values():
+    def grads(self, grads, slot, update):
+        for param in update.state.params.values():
             param.mul_(0.5)
         return grads, slot
 
@@ -92,7 +92,7 @@ class ScalesTheBatch:
 class WritesAnotherSlot:
     """Adds a slot that is not its own."""
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         return state.with_slot("somebody", 1), slot
 
 
@@ -190,8 +190,8 @@ class Reduces:
 
     sums: Any
 
-    def reduce(self, grads, slot, world):
-        return grads.with_sums(*self.sums(grads, world)), slot
+    def reduce(self, grads, slot, update):
+        return grads.with_sums(*self.sums(grads, update.world)), slot
 
 
 _seen: list[int] = []
@@ -201,7 +201,7 @@ _seen: list[int] = []
 class CountsInAClosure:
     """Remembers how often it was called, outside its slot."""
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         _seen.append(1)
         return grads.map(lambda g: g / len(_seen)), slot
 
@@ -210,7 +210,7 @@ class CountsInAClosure:
 class ReadsTheRank:
     """Takes its rank from where the launcher left it."""
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         rank = int(os.environ.get("RANK", "0"))
         return grads.map(lambda g: g * (1 + rank)), slot
 
@@ -219,7 +219,7 @@ class ReadsTheRank:
 class NeedsTheRank:
     """Cannot do without the launcher's variable."""
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         assert int(os.environ["WORLD_SIZE"]) > 0
         return grads, slot
 
@@ -228,7 +228,7 @@ class NeedsTheRank:
 class DrawsFromPython:
     """Draws from the process's own generator."""
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         factor = random.random()  # noqa: S311
         return grads.map(lambda g: g * factor), slot
 
@@ -237,8 +237,8 @@ class DrawsFromPython:
 class DrawsFromNumpy:
     """Draws from numpy's."""
 
-    def hyper(self, state, slot):
-        return {"lr": float(np.random.rand())}  # noqa: NPY002
+    def hyper(self, hyper, slot, update):
+        return {"lr": float(np.random.rand())}, slot  # noqa: NPY002
 
 
 @af.transform
@@ -258,17 +258,19 @@ class DrawsOutsideAStream:
 class MovesAGenerator:
     """Throws a draw away."""
 
-    def hyper(self, state, slot):
+    def hyper(self, hyper, slot, update):
         random.random()  # noqa: S311
-        return {}
+        return {}, slot
 
 
 @af.transform
 class NoiseByRank:
     """Seeds its noise by the rank, and replicas drift apart."""
 
-    def grads(self, grads, slot, state):
-        generator = torch.Generator().manual_seed(state.step + 100 * state.world.rank)
+    def grads(self, grads, slot, update):
+        generator = torch.Generator().manual_seed(
+            update.state.step + 100 * update.world.rank
+        )
         return grads.map(
             lambda g: g + torch.randn(g.shape, generator=generator).to(g)
         ), slot
@@ -287,7 +289,7 @@ class LosesItsSlot:
     def init(self, state):
         return Noted(a=torch.zeros(1))
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         after = Noted(slot)
         after.count = getattr(slot, "count", 0) + 1
         return grads.map(lambda g: g / after.count), after
@@ -307,7 +309,7 @@ class KeepsWhatItGivesUp:
 
     gives_up: ClassVar[dict[str, str]] = {"replicas_agree": "now and then"}
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         return grads, slot
 
 
@@ -317,7 +319,7 @@ class OpenOption:
 
     names: list = None  # type: ignore[assignment]
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         return grads, slot
 
 
@@ -340,9 +342,9 @@ _by_step: dict[tuple[int, ...], Any] = {}
 class RemembersByStep:
     """Keeps the last gradients outside its slot, where a run from the start finds its own."""
 
-    def grads(self, grads, slot, state):
-        place = (state.world.size, state.world.rank, state.step)
-        last = _by_step.get((*place[:2], state.step - 1), grads.tensors)
+    def grads(self, grads, slot, update):
+        place = (update.world.size, update.world.rank, update.state.step)
+        last = _by_step.get((*place[:2], update.state.step - 1), grads.tensors)
         _by_step[place] = grads.map(torch.clone).tensors
         return grads.with_tensors(
             {n: g + last[n] / 2 for n, g in grads.tensors.items()}
@@ -353,7 +355,7 @@ class RemembersByStep:
 class DropsAGradient:
     """Lets a parameter go untrained."""
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         kept = {n: g for n, g in grads.tensors.items() if n != "head.bias"}
         return grads.with_tensors(kept), slot
 
@@ -362,15 +364,15 @@ class DropsAGradient:
 class EvaluatesLess:
     """Evaluates a parameter less than there are."""
 
-    def eval_params(self, state, slot):
-        return {n: p for n, p in state.params.items() if n != "head.bias"}
+    def eval_params(self, params, slot, update):
+        return {n: p for n, p in params.items() if n != "head.bias"}, slot
 
 
 @af.transform
 class CountsTwice:
     """Moves the number of updates, and with it the schedule."""
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         return attrs.evolve(state, step=state.step + 1), slot
 
 
@@ -378,7 +380,7 @@ class CountsTwice:
 class AnotherSeed:
     """Moves the seed."""
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         return attrs.evolve(state, seed=state.seed + 1), slot
 
 
@@ -389,22 +391,22 @@ class FadesAsItIsEvaluated:
     def init(self, state):
         return {name: param.clone() for name, param in state.params.items()}
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         for name, param in state.params.items():
             slot[name].lerp_(param, 0.5)
         return state, slot
 
-    def eval_params(self, state, slot):
+    def eval_params(self, params, slot, update):
         for average in slot.values():
             average.mul_(0.75)
-        return slot
+        return slot, slot
 
 
 @af.transform
 class HalvesAtTheEnd:
     """Owes something at the end, however often it is paid."""
 
-    def finalize(self, state, slot):
+    def finalize(self, state, slot, update):
         return state.with_params({n: p / 2 for n, p in state.params.items()}), slot
 
 
@@ -431,7 +433,7 @@ class ForgetsItsSlot:
     def init(self, state):
         return {"sum": torch.zeros(())}
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         return grads.map(lambda g: g / 2), None
 
 
@@ -439,10 +441,12 @@ class ForgetsItsSlot:
 class MergesOne:
     """Has a number of its own on each rank, and merges as if there were one rank."""
 
+    tells: ClassVar[dict[str, Any]] = {"by_rank": ("seen",)}
+
     def init(self, state):
         return {"seen": torch.zeros(())}
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         return state, {"seen": slot["seen"] + 1 + state.world.rank}
 
     def merge(self, slots):
@@ -453,10 +457,12 @@ class MergesOne:
 class CannotMerge:
     """Has a number of its own on each rank, and raises when they are merged."""
 
+    tells: ClassVar[dict[str, Any]] = {"by_rank": ("seen",)}
+
     def init(self, state):
         return {"seen": torch.zeros(())}
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         return state, {"seen": slot["seen"] + 1 + state.world.rank}
 
     def merge(self, slots):
@@ -470,7 +476,7 @@ class NotOnFewer:
     def init(self, state):
         return {"ranks": torch.tensor(state.world.size)}
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         if state.world.size < slot["ranks"]:
             message = "fewer ranks"
             raise ValueError(message)
@@ -522,35 +528,35 @@ class LosesExtras:
 class ReportsOnOneRank:
     """Reports a value on one rank only."""
 
-    def grads(self, grads, slot, state):
-        return (grads.with_metrics(seen=1.0) if state.world.is_main else grads), slot
+    def grads(self, grads, slot, update):
+        return (grads.with_metrics(seen=1.0) if update.world.is_main else grads), slot
 
 
 @af.transform
 class SetsADtype:
     """Leaves another default dtype to all."""
 
-    def hyper(self, state, slot):
+    def hyper(self, hyper, slot, update):
         torch.set_default_dtype(torch.float64)
-        return {"lr": 0.1}
+        return {"lr": 0.1}, slot
 
 
 @af.transform
 class SetsThreads:
     """Leaves another number of threads."""
 
-    def hyper(self, state, slot):
+    def hyper(self, hyper, slot, update):
         torch.set_num_threads(3)
-        return {"lr": 0.1}
+        return {"lr": 0.1}, slot
 
 
 @af.transform
 class SetsDeterminism:
     """Leaves torch deterministic."""
 
-    def hyper(self, state, slot):
+    def hyper(self, hyper, slot, update):
         torch.use_deterministic_algorithms(mode=True)
-        return {"lr": 0.1}
+        return {"lr": 0.1}, slot
 
 
 @pytest.fixture(autouse=True)
@@ -621,7 +627,7 @@ class DriftsAtLast:
 
     every: int
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         if state.step % self.every == 0:
             moved = {n: p + state.world.rank for n, p in state.params.items()}
             state = state.with_params(moved)
@@ -641,7 +647,7 @@ class DriftsAfterwards:
 
     at: int
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         moves = {self.at: 1, self.at + 1: state.world.rank}.get(state.step, 0)
         if moves:
             moved = {n: p + moves for n, p in state.params.items()}
@@ -661,9 +667,9 @@ def test_an_average_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     plain = af.local_sgd.finalize
 
-    def finalize(self, state, slot):
+    def finalize(self, state, slot, update):
         seen.append(state.step)
-        return plain(self, state, slot)
+        return plain(self, state, slot, update)
 
     monkeypatch.setattr(af.local_sgd, "finalize", finalize)
     check_transform(af.local_sgd(sync_every=8), sizes=(2,), problems=(Problem(),))
@@ -696,7 +702,7 @@ def test_one_that_only_looks_says_so() -> None:
     class Looks:
         gives_up: ClassVar[dict[str, str]] = {"acts": "it only looks"}
 
-        def after_update(self, state, slot):
+        def after_update(self, state, slot, update):
             return state, slot
 
     check_transform(Looks(), sizes=(2,), problems=(Problem(),))
@@ -737,6 +743,7 @@ class TestReducing:
         @af.transform
         class Honest:
             gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "in time it is"}
+            tells: ClassVar[dict[str, Any]] = {"by_rank": ("rest",)}
 
             def init(self, state):
                 return ErrorFeedback().init(state)
@@ -744,8 +751,8 @@ class TestReducing:
             def merge(self, slots):
                 return ErrorFeedback().merge(slots)
 
-            def reduce(self, grads, slot, world):
-                return ErrorFeedback().reduce(grads, slot, world)
+            def reduce(self, grads, slot, update):
+                return ErrorFeedback().reduce(grads, slot, update)
 
         check_transform(Honest(), sizes=(2,), problems=(Problem(),))
 
@@ -767,8 +774,36 @@ def test_an_unknown_law_cannot_be_given_up() -> None:
     class Odd:
         gives_up: ClassVar[dict[str, str]] = {"gravity": "at times"}
 
-        def grads(self, grads, slot, state):
+        def grads(self, grads, slot, update):
             return grads, slot
 
     with pytest.raises(af.ArgumentError, match="gravity"):
         check_transform(Odd())
+
+
+def _same(_self: Any, value: Any, *_given: Any) -> Any:
+    return value
+
+
+def _same_pair(_self: Any, value: Any, slot: Any, _update: Any) -> Any:
+    return value, slot
+
+
+IDLE = {
+    **dict.fromkeys(("data", "loss", "value_and_grad", "runner"), _same),
+    **dict.fromkeys(
+        (
+            *("loss_scale", "grads", "hyper", "after_update"),
+            *("observe", "eval_params"),
+        ),
+        _same_pair,
+    ),
+}
+
+
+@pytest.mark.parametrize("field", IDLE)
+def test_a_method_that_does_nothing_is_told(field: str) -> None:
+    """Whatever field it is: what gives back what it was given has shown nothing of itself."""
+    idle = af.transform(type("Idle", (), {field: IDLE[field]}))()
+    with pytest.raises(LawError, match=rf"'acts'.*Idle\(\).{field} changed nothing"):
+        check_transform(idle, sizes=(2,), problems=(Problem(),), updates=4)

@@ -69,7 +69,7 @@ class clamp:
 
     bound: float
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         return grads.map(lambda g: g.clamp(-self.bound, self.bound)), slot
 
 
@@ -90,15 +90,15 @@ class average:
     def init(self, state):
         return {name: param.clone() for name, param in state.params.items()}
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         decay = 1.0 if self.late and state.step == 1 else self.decay
         return state, {
             name: old * decay + (1 - decay) * state.params[name]
             for name, old in slot.items()
         }
 
-    def eval_params(self, state, slot):
-        return slot
+    def eval_params(self, params, slot, update):
+        return slot, slot
 
 
 def test_what_is_evaluated_counts():
@@ -120,7 +120,7 @@ def test_slots_of_transforms_that_both_have_count():
         def init(self, state):
             return {"count": 0}
 
-        def after_update(self, state, slot):
+        def after_update(self, state, slot, update):
             return state, {"count": slot["count"] + self.by}
 
     assert_equivalent(Counts(1), Counts(1, name="other"))
@@ -136,7 +136,7 @@ class disturb:
     rank: int
     update: int
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         world = state.world
         here = self.size, self.rank, self.update
         if (world.size, world.rank, state.step - 1) == here:
@@ -177,7 +177,7 @@ def test_what_is_owed_at_the_end_counts():
 
     @af.transform
     class Owes:
-        def finalize(self, state, slot):
+        def finalize(self, state, slot, update):
             state.params["head.bias"].zero_()
             return state, slot
 
@@ -218,7 +218,7 @@ def test_metrics_of_both_count():
     class Reports:
         value: float
 
-        def grads(self, grads, slot, state):
+        def grads(self, grads, slot, update):
             return grads.with_metrics(own=self.value), slot
 
     assert_equivalent(Reports(1.0), None)

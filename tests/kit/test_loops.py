@@ -426,8 +426,8 @@ def test_quantities_of_a_state_include_what_transforms_set():
 
     @af.transform
     class Halve:
-        def hyper(self, state, slot):
-            return {"momentum": 0.25, (0, "weight_decay"): 0.125}
+        def hyper(self, hyper, slot, update):
+            return {"momentum": 0.25, (0, "weight_decay"): 0.125}, slot
 
     state = af.TrainState.create(
         model=nn.Linear(1, 1),

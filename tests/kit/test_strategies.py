@@ -114,18 +114,18 @@ class TestChains:
     @given(setup=chains(reduced=True))
     def test_reduced(self, setup):
         """Exactly one transform says how gradients cross ranks."""
-        assert len([*setup.having("engine"), *setup.having("reduce")]) == 1
+        assert len([*setup.owners["engine"], *setup.owners["reduce"]]) == 1
 
     @given(setup=chains(reduced=True, include=[af.local_sgd(sync_every=2)]))
     def test_reduced_by_what_is_included(self, setup):
         """What is included may be what reduces; no other does then."""
         assert af.local_sgd(sync_every=2) in list(setup)
-        assert setup.having("engine") == ()
+        assert setup.owners["engine"] == ()
 
     @given(setup=chains(include=[af.wrap_ddp(static_graph=True)]))
     def test_an_included_option_is_respected(self, setup):
         """Beside a static graph nothing is drawn that runs several backward passes."""
-        assert setup.having("value_and_grad") == ()
+        assert setup.owners["value_and_grad"] == ()
 
     @given(setup=chains(include=[af.accumulate, af.wrap_ddp]))
     def test_included_classes_draw_options_that_compose(self, setup):
@@ -157,7 +157,7 @@ class TestChains:
 class Halve:
     """A user's transform about gradients."""
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         return grads.map(lambda grad: grad / 2), slot
 
 
@@ -165,7 +165,7 @@ class Halve:
 class Whole:
     """A user's transform that reduces gradients by itself."""
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
         return grads, slot
 
 
@@ -446,7 +446,7 @@ class TestPrograms:
     )
     def test_unused_parameters_are_looked_for(self, program):
         """A drawn wrap_ddp looks for unused parameters where the model has some."""
-        (ddp,) = program.setup.having("engine")
+        (ddp,) = program.setup.owners["engine"]
         assert ddp.find_unused_parameters
 
     @given(program=programs(setup=af.wrap_ddp()))

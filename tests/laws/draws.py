@@ -158,13 +158,13 @@ class _Noting:
 
     noted: dict[str, Draws] = attrs.field(factory=dict, kw_only=True, eq=False)
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         self.noted["one"] = numbers()
         return grads, slot
 
-    def hyper(self, state, slot):
+    def hyper(self, hyper, slot, update):
         self.noted["two"] = numbers()
-        return {}
+        return {}, slot
 
 
 Noting = af.transform(_Noting)

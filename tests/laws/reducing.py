@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways for gradients to cross the ranks, written as users write them, with public names only."""
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 import torch
 
 import accelfn as af
@@ -15,7 +18,8 @@ def weight_of(grads: af.Grads, world: af.World) -> torch.Tensor:
 class SumAll:
     """Sum gradients and their weight in one call a dtype: what `wrap_ddp` is for."""
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
+        world = update.world
         sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
         return grads.with_sums(sums, weight), slot
 
@@ -24,7 +28,8 @@ class SumAll:
 class GatherAll:
     """Let every rank see all gradients, and add them up itself."""
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
+        world = update.world
         sums = {n: af.gather(g[None], world).sum(0) for n, g in grads.tensors.items()}
         weight = af.gather(weight_of(grads, world), world).sum()
         return grads.with_sums(sums, weight), slot
@@ -34,7 +39,8 @@ class GatherAll:
 class HalfPrecision:
     """Sum gradients in 16 bits, as `compress("fp16")` does: near their mean."""
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
+        world = update.world
         weight = af.reduce(weight_of(grads, world), world)
         scale = weight.clamp(min=1)
         narrow = {n: (g / scale).half() for n, g in grads.tensors.items()}
@@ -47,17 +53,21 @@ class HalfPrecision:
 class ErrorFeedback:
     """Send multiples of an eighth of the mean, and what that leaves out with the next ones."""
 
+    tells: ClassVar[Mapping[str, Any]] = {"by_rank": ("rest",)}
+
     def init(self, state):
-        return {name: torch.zeros_like(p) for name, p in state.params.items()}
+        return {"rest": {n: torch.zeros_like(p) for n, p in state.params.items()}}
 
     def merge(self, slots):
-        mean = {n: sum(s[n] for s in slots) / len(slots) for n in slots[0]}
-        return [1.0] * len(slots), mean
+        rests = [slot["rest"] for slot in slots]
+        mean = {n: sum(rest[n] for rest in rests) / len(rests) for n in rests[0]}
+        return [1.0] * len(slots), {"rest": mean}
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
+        world, rest = update.world, slot["rest"]
         weight = af.reduce(weight_of(grads, world), world)
         scale = weight.clamp(min=1)
-        wanted = {n: g / scale + slot[n] for n, g in grads.tensors.items()}
+        wanted = {n: g / scale + rest[n] for n, g in grads.tensors.items()}
         sent = {n: (8 * each).round() / 8 for n, each in wanted.items()}
         left = {n: wanted[n] - sent[n] for n in wanted}
-        return grads.with_sums(af.reduce(sent, world), 1), {**slot, **left}
+        return grads.with_sums(af.reduce(sent, world), 1), {"rest": {**rest, **left}}

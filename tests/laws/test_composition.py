@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.definition.fields import FIELDS
 from tests.catalog import CATALOG, public_transforms, stacks
-from tests.laws.test_updates import elements, gradients
+from tests.laws.test_updates import begun, elements, gradients
 from tests.strategies import Run, differences, tensors
 
 VALUES = [entry.transform for entry in CATALOG]
@@ -111,7 +111,8 @@ def test_values_flow_left_to_right(bounds: list[float], values: list[float]) -> 
     state, grads = gradients([values])
     expected = {name: grad.clone() for name, grad in grads.tensors.items()}
     for each in clips:
-        found, _ = each.grads(grads.with_tensors(expected), None, state)
+        before = grads.with_tensors(expected)
+        found, _ = each.grads(before, None, begun(state, before))
         expected = dict(found.tensors)
     state = state.with_setup(af.chain(*clips))
     after = af.apply_grads(state, grads)

@@ -15,6 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.definition.transform import transform
+from accelfn.state.update import Update
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, Found, trained, without_slots
 from tests.strategies import IN, LOSSES, Run, differences, runs, tensors
@@ -81,9 +82,9 @@ class Scaled:
 
         return small
 
-    def loss_scale(self, state: af.TrainState, slot: None) -> torch.Tensor:
-        del state, slot
-        return torch.tensor(2.0**self.exponent)
+    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
+        del update
+        return scale * torch.tensor(2.0**self.exponent), slot
 
 
 @given(
@@ -235,9 +236,10 @@ def sums_of(world: af.World, run: Run, setup: af.chain) -> tuple[Found, Found, F
     for _, batch in zip(range(run.updates), af.batches(state), strict=False):
         _, grads = compute(state, batch, sync=False)
         grads = af.sync_grads(state, grads)
-        scale = 1.0 if grads.loss_scale is None else float(grads.loss_scale)
+        scale = grads.taken.loss_scale
+        scale = 1.0 if scale is None else float(scale)
         for name, total in grads.tensors.items():
-            true[name] += total / grads.denominator / scale
+            true[name] += total / grads.taken.denominator / scale
         state, _ = step(state, batch)
     applied = {name: (first[name] - p) / 0.125 for name, p in state.params.items()}
     return true, applied, dict(state.slots["compress"]["error"])
@@ -249,9 +251,9 @@ class Rescaled:
 
     exponents: tuple[int, ...]
 
-    def loss_scale(self, state: af.TrainState, slot: None) -> torch.Tensor:
-        exponent = self.exponents[state.num_tried % len(self.exponents)]
-        return torch.tensor(2.0**exponent)
+    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
+        exponent = self.exponents[update.num_tried % len(self.exponents)]
+        return scale * torch.tensor(2.0**exponent), slot
 
 
 @given(

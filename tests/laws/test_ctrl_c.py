@@ -7,9 +7,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -49,26 +49,24 @@ class Pressing(TorchDispatchMode):
 class Skipping:
     """Wishes for the skip of every other update, and draws after each."""
 
+    tells: ClassVar[Mapping[str, Any]] = {"sees_skips": True}
+
     def init(self, state):
         del state
         return torch.zeros(())
 
-    def grads(self, grads, slot, state):
-        return grads.with_skip(state.num_tried % 2, agreed=True), slot
+    def grads(self, grads, slot, update):
+        return grads.with_skip(update.num_tried % 2, agreed=True), slot
 
-    def after_update(self, state, slot):
-        return state, slot + 1
-
-    def after_skip(self, grads, slot, state):
-        del grads, state
-        return slot + torch.rand(())
+    def after_update(self, state, slot, update):
+        return state, slot + (torch.rand(()) if update.skipped else 1)
 
 
 @af.transform
 class Ending:
     """Owes something at the end."""
 
-    def finalize(self, state, slot):
+    def finalize(self, state, slot, update):
         for param in state.params.values():
             param.mul_(2)
         return state, slot

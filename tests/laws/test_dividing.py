@@ -11,6 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.definition.transform import transform
+from accelfn.state.update import Update
 from accelfn.testing import simulate, strategies
 from accelfn.testing.simulation.sums import Sums
 
@@ -35,9 +36,9 @@ class Scaled:
 
     scale: float
 
-    def loss_scale(self, state: af.TrainState, slot: None) -> torch.Tensor:
-        del state, slot
-        return torch.tensor(self.scale)
+    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
+        del update
+        return scale * torch.tensor(self.scale), slot
 
 
 def create(world: af.World, kinds: list[torch.dtype], *setup: Any, **sgd: Any) -> Any:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.state.update import Update
 from accelfn.testing import simulate
 from accelfn.testing.catalog import APART
 from tests.catalog import public_transforms
@@ -215,8 +216,10 @@ def test_an_average_moves_in_any_dtype(
     )
     state, slot = state.with_params({"0": start * 0}), state.slots["ema"]
     for _ in range(updates):
-        state, slot = ema.after_update(state, slot)
-    found = ema.eval_params(state, slot)["0"]
+        update = Update(state=state, slots={"ema": slot})
+        state, slot = ema.after_update(state, slot, update)
+    update = Update(state=state, slots={"ema": slot})
+    found = ema.eval_params(state.params, slot, update)[0]["0"]
     assert found.dtype is dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
     expected = _as_real(torch.full((2,), decay**updates, dtype=wide))
@@ -243,7 +246,9 @@ def test_a_norm_is_not_kept_in_16_bits(
         state, None
     )
     clip = af.clip_grad_norm(2.0, norm_type=norm_type)
-    clipped, _ = clip.grads(grads.map(lambda g: g * 24576), None, state)
+    grads = grads.map(lambda g: g * 24576)
+    update = Update(state=state, slots=dict(state.slots), grads=grads)
+    clipped, _ = clip.grads(grads, None, update)
     norm = (
         torch.full((rows * len(dtypes),), 24576.0).double().norm(norm_type)
         if rows

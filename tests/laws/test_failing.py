@@ -3,8 +3,8 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -16,6 +16,7 @@ from torch import nn
 import accelfn as af
 from accelfn.definition.fields import FIELDS
 from accelfn.definition.transform import transform
+from accelfn.state.update import Update
 from accelfn.testing import simulate
 from tests.laws.worlds import Found
 from tests.strategies import OPTIMIZERS, differences, model, tensors
@@ -29,7 +30,7 @@ BEFORE = (
     "after_skip",
     "runner",
 )
-"""Fields whose failure leaves the state as it was."""
+"""Fields whose failure leaves the state as it was; after_skip is after_update behind a skip."""
 LATER = ("after_update", "finalize")
 """Fields whose state has been updated by then."""
 
@@ -38,13 +39,15 @@ LATER = ("after_update", "finalize")
 class Fails:
     """Raise at some call of one field; else count calls of the others in a slot."""
 
+    tells: ClassVar[Mapping[str, Any]] = {"sees_skips": True}
+
     field: str = ""
     at: int = 0
     calls: list[str] = attrs.field(factory=list, eq=False, repr=False)
 
     @property
-    def _without(self) -> tuple[str, ...]:
-        always = {"init", "grads", "after_update", "after_skip"}
+    def without(self) -> tuple[str, ...]:
+        always = {"init", "grads", "after_update"}
         return tuple(set(FIELDS) - always - {self.field})
 
     def _call(self, field: str, slot: Any = None) -> Any:
@@ -73,31 +76,29 @@ class Fails:
 
         return wrapped
 
-    def loss_scale(self, state: af.TrainState, slot: Any) -> float:
+    def loss_scale(self, scale: Any, slot: Any, update: Update) -> Any:
         self._call("loss_scale")
-        return 4.0
+        return scale * 4.0, slot
 
-    def hyper(self, state: af.TrainState, slot: Any) -> dict:
+    def hyper(self, hyper: Mapping[Any, Any], slot: Any, update: Update) -> Any:
         self._call("hyper")
-        return {"lr": 0.125}
+        return {"lr": 0.125}, slot
 
-    def grads(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
+    def grads(self, grads: af.Grads, slot: Any, update: Update) -> Any:
         for grad in grads.tensors.values():
             grad.mul_(2.0)
         return grads, self._call("grads", slot)
 
-    def after_update(self, state: af.TrainState, slot: Any) -> Any:
-        return state, self._call("after_update", slot)
+    def after_update(self, state: af.TrainState, slot: Any, update: Update) -> Any:
+        field = "after_skip" if update.skipped else "after_update"
+        return state, self._call(field, slot)
 
-    def after_skip(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
-        return self._call("after_skip", slot)
-
-    def finalize(self, state: af.TrainState, slot: Any) -> Any:
+    def finalize(self, state: af.TrainState, slot: Any, update: Update) -> Any:
         return state, self._call("finalize", slot)
 
-    def eval_params(self, state: af.TrainState, slot: Any) -> Any:
+    def eval_params(self, params: Any, slot: Any, update: Update) -> Any:
         self._call("eval_params")
-        return state.params
+        return params, slot
 
     def runner(self, make: Any, state: af.TrainState) -> Any:
         self._call("runner")

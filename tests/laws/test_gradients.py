@@ -13,6 +13,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.definition.transform import transform
+from accelfn.state.update import Update
 from accelfn.testing import simulate
 from tests.laws.test_pairs import Scales
 from tests.strategies import LOSSES, Run, differences, tensors
@@ -149,7 +150,7 @@ class Drops:
 
     names: tuple[str, ...]
 
-    def grads(self, grads: af.Grads, slot: None, state: af.TrainState) -> Any:
+    def grads(self, grads: af.Grads, slot: None, update: Update) -> Any:
         kept = {n: g for n, g in grads.tensors.items() if n not in self.names}
         return grads.with_tensors(kept), slot
 
@@ -188,7 +189,7 @@ def test_what_is_added_keeps_the_place(kinds: list[bool]) -> None:
     after = af.apply_grads(state, grads)
     seen = 0 if all(kinds) else 4
     assert (after.cursor.samples, after.step) == (seen, 1)
-    assert (grads.num_micro_batches, float(grads.weight)) == (
+    assert (grads.taken.num_micro_batches, float(grads.weight)) == (
         len(kinds),
         4 * len(kinds),
     )

@@ -8,6 +8,7 @@ effects do not commute.
 import functools
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -22,12 +23,14 @@ from accelfn.definition.fields import FIELDS
 from accelfn.definition.transform import explanation, transform
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import Delegating
+from accelfn.state.update import Update
 from tests.laws.worlds import single
 
 FROM_THE_LEFT = (
     *("init", "data", "hyper", "loss_scale", "grads", "after_update", "after_skip"),
     *("observe", "eval_params", "finalize"),
 )
+"""Among them after_skip, which is after_update of who sees skips, behind one."""
 FROM_THE_RIGHT = ("loss", "value_and_grad", "runner")
 """Wrappers: the leftmost is outermost, so it is made last."""
 ALONE = ("reduce", "engine", "merge")
@@ -46,7 +49,11 @@ class Notes:
     forgets: str | None = None
 
     @property
-    def _without(self) -> tuple[str, ...]:
+    def tells(self) -> Mapping[str, Any]:
+        return {"sees_skips": "after_skip" in self.fields}
+
+    @property
+    def without(self) -> tuple[str, ...]:
         return tuple(set(FIELDS) - set(self.fields))
 
     def _note(self, field: str, slot: Any) -> Any:
@@ -70,31 +77,29 @@ class Notes:
         self._note("value_and_grad", None)
         return functools.partial(inner)
 
-    def loss_scale(self, state: af.TrainState, slot: Any) -> float:
+    def loss_scale(self, scale: Any, slot: Any, update: Update) -> Any:
         self._note("loss_scale", slot)
-        return 1.0
+        return scale * 1.0, slot
 
-    def hyper(self, state: af.TrainState, slot: Any) -> dict:
+    def hyper(self, hyper: Mapping[Any, Any], slot: Any, update: Update) -> Any:
         self._note("hyper", slot)
-        return {}
+        return {}, slot
 
-    def grads(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
+    def grads(self, grads: af.Grads, slot: Any, update: Update) -> Any:
         return grads, self._note("grads", slot)
 
-    def after_update(self, state: af.TrainState, slot: Any) -> Any:
-        return state, self._note("after_update", slot)
+    def after_update(self, state: af.TrainState, slot: Any, update: Update) -> Any:
+        field = "after_skip" if update.skipped else "after_update"
+        return state, self._note(field, slot)
 
-    def after_skip(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
-        return self._note("after_skip", slot)
-
-    def eval_params(self, state: af.TrainState, slot: Any) -> Any:
+    def eval_params(self, params: Any, slot: Any, update: Update) -> Any:
         self._note("eval_params", slot)
-        return state.params
+        return params, slot
 
-    def observe(self, state: af.TrainState, slot: Any, value: float) -> Any:
-        return self._note("observe", slot)
+    def observe(self, value: float, slot: Any, update: Update) -> Any:
+        return value, self._note("observe", slot)
 
-    def finalize(self, state: af.TrainState, slot: Any) -> Any:
+    def finalize(self, state: af.TrainState, slot: Any, update: Update) -> Any:
         return state, self._note("finalize", slot)
 
     def runner(self, make: Any, state: af.TrainState) -> Any:
@@ -112,8 +117,15 @@ class Skips:
 
     at: tuple[int, ...] = ()
 
-    def grads(self, grads: af.Grads, slot: None, state: af.TrainState) -> Any:
-        return grads.with_skip(state.num_tried in self.at, agreed=True), slot
+    def grads(self, grads: af.Grads, slot: None, update: Update) -> Any:
+        return grads.with_skip(update.num_tried in self.at, agreed=True), slot
+
+
+def noting(fields: set[str]) -> tuple[str, ...]:
+    """Return fields, without after_skip where there is no after_update to be called."""
+    if "after_update" not in fields:
+        fields = fields - {"after_skip"}
+    return tuple(sorted(fields))
 
 
 @st.composite
@@ -122,7 +134,7 @@ def notes(draw: st.DrawFn) -> list[Notes]:
     fields = draw(st.sets(st.sampled_from(FROM_THE_LEFT + FROM_THE_RIGHT), min_size=1))
     found = []
     for i in range(draw(st.integers(2, 3))):
-        own = tuple(sorted(fields - draw(st.sets(st.sampled_from(sorted(fields))))))
+        own = noting(fields - draw(st.sets(st.sampled_from(sorted(fields)))))
         forgets = draw(st.sampled_from([None, *own]))
         found.append(Notes(own, forgets=forgets, name="abc"[i]))
     return found
@@ -157,7 +169,7 @@ def played(setup: list[Any], num_updates: int) -> tuple[af.TrainState, list[Any]
     state, step = create(*setup), af.make_step(mean)
     for _ in range(num_updates):
         state, _ = step(state, next(iter(af.batches(state))))
-    state = af.observe(state, 1.0) if state.setup.having("observe") else state
+    state = af.observe(state, 1.0) if state.setup.owners["observe"] else state
     af.eval_params(state)
     return af.finalize(state), list(LOG)
 
@@ -179,8 +191,11 @@ def test_each_field_has_its_order(
     times |= {"init": 1, "observe": 1, "eval_params": 1, "finalize": 1}
     times |= {field: min(num_updates, 1) for field in FROM_THE_RIGHT}
     times |= {"after_skip": skipped, "after_update": num_updates - skipped}
+    owning = dict(af.chain(*setup).owners)
+    seeing = (each for each in owning["after_update"] if "after_skip" in each.fields)
+    owning["after_skip"] = tuple(seeing)
     for field, count in times.items():
-        owners = [each.name for each in af.chain(*setup).having(field)]
+        owners = [each.name for each in owning[field]]
         owners = [name for name in owners if name != "skips"]
         owners = owners[::-1] if field in FROM_THE_RIGHT else owners
         found = [name for name, called in log if called == field]
@@ -199,7 +214,7 @@ def keepers(draw: st.DrawFn) -> list[Notes]:
     found = []
     for name in "ab":
         gone = draw(st.sets(st.sampled_from(SLOTTED), max_size=2))
-        own = tuple(each for each in SLOTTED if each not in gone)
+        own = noting(set(SLOTTED) - gone)
         forgets = draw(st.none() | st.sampled_from(own))
         found.append(Notes(own, forgets=forgets, name=name))
     return found
@@ -207,7 +222,7 @@ def keepers(draw: st.DrawFn) -> list[Notes]:
 
 @given(setup=keepers(), skips=st.lists(st.booleans(), min_size=1, max_size=4))
 def test_each_has_its_own_slot(setup: list[Notes], skips: list[bool]) -> None:
-    """It gets what it gave last, None too; a skipped update leaves all but after_skip's."""
+    """It gets what it gave last, None too; a skip leaves that of all who do not see it."""
     at = tuple(i for i, each in enumerate(skips) if each)
     state, _ = played([*setup, Skips(at)], len(skips))
     for each in setup:
@@ -236,7 +251,7 @@ PRINTED = {
     field: rf"(\w+)\.{field}\b"
     for field in FROM_THE_LEFT + FROM_THE_RIGHT
     if field not in ("init", "observe", "eval_params", "finalize")
-} | {"after_skip": r"# if skipped, it ends here: (\w+)"}
+} | {"after_skip": r"# if skipped, it goes on with after_update: (\w+)"}
 
 
 @given(setup=notes())
@@ -272,14 +287,14 @@ class Maps:
     plus: float = attrs.field(kw_only=True)
 
     @property
-    def _without(self) -> tuple[str, ...]:
+    def without(self) -> tuple[str, ...]:
         return tuple(set(FIELDS) - {self.field})
 
     def _of(self, value: Any) -> Any:
         return value * self.by + self.plus
 
-    def _moved(self, state: af.TrainState) -> af.TrainState:
-        return state.with_params({n: self._of(p) for n, p in state.params.items()})
+    def _moved(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._of(param) for name, param in params.items()}
 
     def data(self, plan: af.Plan) -> af.Plan:
         return attrs.evolve(
@@ -296,17 +311,17 @@ class Maps:
 
         return wrapped
 
-    def grads(self, grads: af.Grads, slot: None, state: af.TrainState) -> Any:
+    def grads(self, grads: af.Grads, slot: None, update: Update) -> Any:
         return grads.map(self._of), slot
 
-    def after_update(self, state: af.TrainState, slot: None) -> Any:
-        return self._moved(state), slot
+    def after_update(self, state: af.TrainState, slot: None, update: Update) -> Any:
+        return state.with_params(self._moved(state.params)), slot
 
-    def eval_params(self, state: af.TrainState, slot: None) -> Any:
-        return self._moved(state).params
+    def eval_params(self, params: Any, slot: None, update: Update) -> Any:
+        return self._moved(params), slot
 
-    def finalize(self, state: af.TrainState, slot: None) -> Any:
-        return self._moved(state), slot
+    def finalize(self, state: af.TrainState, slot: None, update: Update) -> Any:
+        return state.with_params(self._moved(state.params)), slot
 
     def runner(self, make: Any, state: af.TrainState) -> Any:
         return lambda module: MapsLoss(make(module), self._of)
@@ -389,7 +404,7 @@ def test_loss_scales_are_multiplied(scales: list[float], parts: int) -> None:
         metrics, grads = compute(state, X, into=grads)
     assert float(metrics["loss"]) == float(X.mean())
     if scales:
-        assert float(grads.loss_scale) == math.prod(scales)
+        assert float(grads.taken.loss_scale) == math.prod(scales)
         expected = float(X.mean()) * math.prod(scales) * float(grads.weight)
         assert float(grads.tensors["0"]) == expected
     assert number(af.apply_grads(state, grads)) == 1.0 - float(X.mean())
@@ -409,7 +424,7 @@ def test_the_last_accumulation_cuts(counts: list[tuple[bool, int]]) -> None:
     batch, alone = (next(iter(af.batches(each))) for each in (state, last))
     assert batch.weights == alone.weights
     _, grads = af.value_and_grad(mean)(state, batch)
-    assert grads.num_micro_batches == len(alone.weights)
+    assert grads.taken.num_micro_batches == len(alone.weights)
     assert math.isclose(number(af.apply_grads(state, grads)), 1.0 - float(X.mean()))
 
 
@@ -419,8 +434,8 @@ class Scales:
 
     scale: float
 
-    def loss_scale(self, state: af.TrainState, slot: None) -> float:
-        return self.scale
+    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
+        return scale * self.scale, slot
 
 
 @transform
@@ -429,8 +444,8 @@ class Sets:
 
     values: tuple[tuple[Any, float], ...] = ()
 
-    def hyper(self, state: af.TrainState, slot: None) -> dict:
-        return dict(self.values)
+    def hyper(self, hyper: Mapping[Any, Any], slot: None, update: Update) -> Any:
+        return dict(self.values), slot
 
 
 PLACES = ["lr", "momentum", (0, "lr"), (1, "lr"), ("head", "lr"), (0, "momentum")]

@@ -163,9 +163,9 @@ def test_plateau_reduces_what_is_scheduled(
 class Summing:
     """Takes the sum of all ranks' gradients itself."""
 
-    def reduce(self, grads, slot, state):
-        sums = [af.all_reduce(each, state.world) for each in grads.sums.values()]
-        weight = af.all_reduce(torch.tensor(float(grads.weight)), state.world)
+    def reduce(self, grads, slot, update):
+        sums = [af.all_reduce(each, update.world) for each in grads.sums.values()]
+        weight = af.all_reduce(torch.tensor(float(grads.weight)), update.world)
         return grads.with_sums(dict(zip(grads.sums, sums, strict=True)), weight), slot
 
 

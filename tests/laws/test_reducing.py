@@ -55,7 +55,8 @@ class OffBy:
     rank: int
     name_: str = ""
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
+        world = update.world
         sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
         if world.rank == self.rank and not self.name_:
             weight = torch.nextafter(weight, 2 * weight + 1)
@@ -88,9 +89,9 @@ def test_sums_that_differ_by_rank_are_refused(
 class OwnWeight:
     """Give the mean the way that `with_tensors` offers: times this rank's own weight."""
 
-    def reduce(self, grads, slot, world):
-        own = weight_of(grads, world)
-        sums, weight = af.reduce((grads.tensors, own), world)
+    def reduce(self, grads, slot, update):
+        own = weight_of(grads, update.world)
+        sums, weight = af.reduce((grads.tensors, own), update.world)
         means = {n: s / weight * own.clamp(min=1) for n, s in sums.items()}
         return grads.with_tensors(means), slot
 
@@ -101,7 +102,7 @@ class OnItsOwn:
 
     gives_up: ClassVar[dict[str, str]] = {"replicas_agree": "always"}
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
         return grads, slot
 
 
@@ -135,7 +136,8 @@ def test_draws_in_a_reduce_are_shared(run: Run, size: int) -> None:
 class RoundsAtRandom:
     """Round sums down or up, by chance."""
 
-    def reduce(self, grads, slot, world):
+    def reduce(self, grads, slot, update):
+        world = update.world
         sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
         rounded = {n: (s + torch.rand_like(s)).floor() for n, s in sums.items()}
         return grads.with_sums(rounded, weight), slot

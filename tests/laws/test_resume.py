@@ -284,7 +284,7 @@ class Counting:
     def init(self, state: af.TrainState) -> torch.Tensor:
         return torch.zeros(())
 
-    def after_update(self, state: af.TrainState, slot: Any) -> tuple[Any, Any]:
+    def after_update(self, state: af.TrainState, slot: Any, update: Any) -> Any:
         return state, slot + 1
 
     def merge(self, slots: list[Any]) -> tuple[list[float], Any]:

@@ -30,8 +30,8 @@ class Skipping:
 
     numbers: frozenset[int]
 
-    def grads(self, grads, slot, state):
-        return grads.with_skip(state.num_tried in self.numbers, agreed=True), slot
+    def grads(self, grads, slot, update):
+        return grads.with_skip(update.num_tried in self.numbers, agreed=True), slot
 
 
 def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:

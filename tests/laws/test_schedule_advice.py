@@ -144,8 +144,8 @@ def test_rates_of_a_transform_are_its_own() -> None:
 
     @af.transform
     class Sets:
-        def hyper(self, state: af.TrainState, slot: None) -> dict[str, float]:
-            return {"lr": 0.1}
+        def hyper(self, hyper: Any, slot: None, update: Any) -> Any:
+            return {"lr": 0.1}, slot
 
     assert told(af.schedules.linear(2), 40, setup=Sets()) == []
 

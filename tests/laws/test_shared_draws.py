@@ -2,8 +2,9 @@
 """What transforms draw is the same on all ranks, and kept as what a state can train with."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -22,41 +23,40 @@ Drawn = dict[str, list[float]]
 class _Noting:
     """Each field draws a number and notes it by the field's name; a slot keeps the last."""
 
+    tells: ClassVar[Mapping[str, Any]] = {"sees_skips": True}
+
     seen: Drawn = attrs.field(factory=dict, kw_only=True, eq=False)
 
     def init(self, state):
         del state
         return self._drawn("init")
 
-    def loss_scale(self, state, slot):
-        del state, slot
+    def loss_scale(self, scale, slot, update):
+        del update
         self._drawn("loss_scale")
-        return 1.0
+        return scale * 1.0, slot
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         del slot
-        return grads.with_skip(state.num_tried == 1, agreed=True), self._drawn("grads")
+        skipping = grads.with_skip(update.num_tried == 1, agreed=True)
+        return skipping, self._drawn("grads")
 
-    def hyper(self, state, slot):
-        del state, slot
+    def hyper(self, hyper, slot, update):
+        del hyper, update
         self._drawn("hyper")
-        return {}
+        return {}, slot
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         del slot
-        return state, self._drawn("after_update")
+        return state, self._drawn("after_skip" if update.skipped else "after_update")
 
-    def after_skip(self, grads, slot, state):
-        del grads, slot, state
-        return self._drawn("after_skip")
-
-    def eval_params(self, state, slot):
-        del slot
+    def eval_params(self, params, slot, update):
+        del update
         self._drawn("eval_params")
-        return state.params
+        return params, slot
 
-    def finalize(self, state, slot):
-        del slot
+    def finalize(self, state, slot, update):
+        del slot, update
         return state, self._drawn("finalize")
 
     def _drawn(self, field):
@@ -65,7 +65,8 @@ class _Noting:
         return value
 
 
-FIELDS = {name for name in vars(_Noting) if not name.startswith("_")} - {"seen"}
+FIELDS = {name for name in vars(_Noting) if not name.startswith("_")}
+FIELDS = FIELDS - {"seen", "tells"} | {"after_skip"}
 Noting = af.transform(_Noting)
 
 
@@ -172,7 +173,7 @@ class Noisy:
         del state
         return torch.zeros(())
 
-    def after_update(self, state, slot):
+    def after_update(self, state, slot, update):
         return state, slot + torch.rand(())
 
 

@@ -16,6 +16,7 @@ import accelfn as af
 from accelfn.base import lists
 from accelfn.definition.transform import transform
 from accelfn.errors import NonFiniteGradsError
+from accelfn.state.update import Update
 from accelfn.step import skipping
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, Found, params, single
@@ -205,8 +206,8 @@ class Wishes:
     at: tuple[int, ...] = ()
     flag: Any = True
 
-    def grads(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
-        mine = self.rank in (None, state.world.rank) and state.num_tried in self.at
+    def grads(self, grads: af.Grads, slot: Any, update: Update) -> Any:
+        mine = self.rank in (None, update.world.rank) and update.num_tried in self.at
         flag = self.flag if mine else self.flag * 0 == 1
         return grads.with_skip(flag, agreed=self.rank is None), slot
 

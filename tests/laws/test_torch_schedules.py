@@ -2,7 +2,7 @@
 """A torch scheduler as a schedule sets what it sets when it is stepped by hand, bitwise."""
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 import accelfn as af
+from accelfn.state.update import Update
 from accelfn.testing import simulate
 from accelfn.testing.comparing.loops import quantities
 from tests.laws.torch_schedulers import (
@@ -234,8 +235,8 @@ class Sets:
 
     values: dict[Any, Any]
 
-    def hyper(self, state: af.TrainState, slot: None) -> dict[Any, Any]:
-        return self.values
+    def hyper(self, hyper: Mapping[Any, Any], slot: None, update: Update) -> Any:
+        return self.values, slot
 
 
 @given(given=givens(), rate=st.sampled_from([0.0, 0.25]), whole=st.booleans())

@@ -4,6 +4,7 @@
 import functools
 import math
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.state.update import Update
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, params, single, trained
 from tests.strategies import LOSSES, Run, differences, runs, tensors
@@ -41,11 +43,16 @@ def gradients(
     return state, grads.with_tensors(tensors)
 
 
+def begun(state: af.TrainState, grads: af.Grads) -> Update:
+    """Return what transforms are told of a state's next update, with these gradients."""
+    return Update(state=state, slots=dict(state.slots), grads=grads)
+
+
 def clipped(values: list[list[float]], *by: object) -> Tensors:
     """Return what transforms make of gradients with these values."""
     state, grads = gradients(values)
     for each in by:
-        grads, _ = each.grads(grads, None, state)
+        grads, _ = each.grads(grads, None, begun(state, grads))
     return {name: grad.clone() for name, grad in grads.tensors.items()}
 
 
@@ -101,7 +108,7 @@ def test_clipping_by_group(
 
     clip = af.clip_grad_norm(bound, norm_type=p, per_group=True)
     state, grads = gradients(values, grouped)
-    found, _ = clip.grads(grads, None, state)
+    found, _ = clip.grads(grads, None, begun(state, grads))
     for i, each in enumerate(members):
         alone = clipped(
             [values[j] for j in each], af.clip_grad_norm(bound, norm_type=p)
@@ -177,7 +184,7 @@ def test_the_norm_is_of_the_whole_gradient(run: Run, size: int, p: float) -> Non
     batch = next(iter(af.batches(state)))
     _, grads = af.value_and_grad(LOSSES[run.loss])(state, batch)
     weight = float(grads.weight) or 1.0
-    divisor = 1.0 if grads.is_mean else weight
+    divisor = 1.0 if grads.taken.is_mean else weight
     expected = norm_of({n: g / divisor for n, g in grads.tensors.items()}, p)
     parts = af.accumulate(num_micro_batches=2)
     for _, means in trained(size, run, DDP, parts, clip):
@@ -277,8 +284,9 @@ class Sets:
 
     at: frozenset[int]
 
-    def hyper(self, state: af.TrainState, slot: Any) -> dict[str, float]:
-        return {"lr": 2.0**-state.step} if state.step in self.at else {}
+    def hyper(self, hyper: Mapping[Any, Any], slot: Any, update: Update) -> Any:
+        step = update.state.step
+        return ({"lr": 2.0**-step} if step in self.at else {}), slot
 
 
 @given(

@@ -157,8 +157,8 @@ MUTANTS = [
         law="L2",
         test=test_plateau.test_ranks_observe_the_same,
         place=observe.observe,
-        old='setup.having("engine") or setup.having("reduce")',
-        new='setup.having("engine")',
+        old='setup.owners["engine"] or setup.owners["reduce"]',
+        new='setup.owners["engine"]',
     ),
     Mutant(
         name="rates that are tensors are compared by shape",

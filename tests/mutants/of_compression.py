@@ -2,7 +2,7 @@
 """Bugs in compressing gradients."""
 
 from accelfn.engine import compression, ddp
-from accelfn.step import apply_grads
+from accelfn.state import succession
 from accelfn.transforms import compress
 from tests.laws import test_compression
 from tests.mutants.mutant import Mutant
@@ -121,9 +121,9 @@ MUTANTS = [
         says="what a skipped update left out is added to the next gradient",
         law="L18",
         test=test_compression.test_a_skipped_update_leaves_what_was_left_out,
-        place=apply_grads._skipped,
-        old="kept = dict(state.slots)",
-        new="kept = {**state.slots, **grads.slots}",
+        place=succession.skipped,
+        old="num_skipped=state.num_skipped + 1,",
+        new="num_skipped=state.num_skipped + 1, slots={**state.slots, **update.grads.taken.slots},",
     ),
     Mutant(
         name="compressed to 32 bits",

@@ -25,7 +25,7 @@ MUTANTS = [
         law="L10",
         test=test_exchanging.test_a_period_begins_where_it_was_put_on,
         place=engine.engine_of,
-        old='"replicas_agree" not in setup.gives_up() or state.step == 0',
+        old='"apart" not in setup.facts or state.step == 0',
         new="True",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         law="L2",
         test=test_exchanging.test_ranks_go_together_again_when_they_agree,
         place=engine.engine_of,
-        old='"replicas_agree" not in setup.gives_up() or state.step == 0',
+        old='"apart" not in setup.facts or state.step == 0',
         new="state.step == 0",
     ),
     Mutant(

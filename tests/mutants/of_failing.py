@@ -3,7 +3,7 @@
 
 from accelfn.engine import engine
 from accelfn.state import grads
-from accelfn.step import apply_grads, counts, value_and_grad
+from accelfn.step import apply_grads, counts, stages, sync_grads, value_and_grad
 from tests.laws import test_counts, test_failing, test_gradients, test_skipping
 from tests.mutants.mutant import Mutant
 
@@ -13,9 +13,9 @@ MUTANTS = [
         says="gradients that a failed update has worked on are taken again as they are",
         law="L54",
         test=test_failing.test_gradients_of_a_failed_update,
-        place=apply_grads._updated,
-        old="except BaseException:\n        given.give_away()\n        raise",
-        new="except ZeroDivisionError:\n        given.give_away()\n        raise",
+        place=stages.take,
+        old="    finally:\n            given.give_away()",
+        new="    finally:\n            pass",
     ),
     Mutant(
         name="skipped gradients stay",
@@ -33,7 +33,7 @@ MUTANTS = [
         test=test_failing.test_a_state_that_was_updated_says_so,
         args={"field": "finalize"},
         place=apply_grads.finalize.__wrapped__,
-        old="state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)",
+        old="begin_donation(state, state.num_tried)",
         new="pass",
     ),
     Mutant(
@@ -50,8 +50,8 @@ MUTANTS = [
         says="sync_grads adds up means, each counting alike",
         law="L3",
         test=test_gradients.test_means_are_reduced_by_weight,
-        place=apply_grads.sync_grads.__wrapped__,
-        old="factor = grads.divisor if grads.is_mean else 1",
+        place=sync_grads.sync_grads.__wrapped__,
+        old="factor = taken.divisor if taken.is_mean else 1",
         new="factor = 1",
     ),
     Mutant(
@@ -60,8 +60,8 @@ MUTANTS = [
         law="L3",
         test=test_gradients.test_weights_of_nothing,
         place=grads.Grads.weight,
-        old="self.divisor * self.num_averaged",
-        new="self.divisor",
+        old="taken.divisor * taken.num_averaged",
+        new="taken.divisor",
     ),
     Mutant(
         name="a stand-in is counted",
@@ -87,7 +87,7 @@ MUTANTS = [
         law="L42",
         test=test_gradients.test_what_is_added_keeps_the_place,
         place=value_and_grad._innermost,
-        old="cursor = None if into is None else into.cursor",
+        old="cursor = None if into is None else into.taken.cursor",
         new="cursor = None",
     ),
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = [
         law="L18",
         test=test_skipping.test_too_many_in_a_row_raise_on_every_rank,
         place=engine.Engine.value_and_grad,
-        old="read.is_finite and (into is None or into.finite_loss)",
+        old="read.is_finite and (before is None or before.finite_loss)",
         new="read.is_finite",
     ),
     Mutant(

@@ -31,7 +31,7 @@ MUTANTS = [
         law="L34",
         test=test_memory.test_an_estimate_is_exact,
         place=memory._stepped,
-        old="live.update(live.planned({}, {}))",
+        old="live.update({})",
         new="{}",
     ),
     Mutant(

@@ -77,7 +77,7 @@ MUTANTS = [
         says="an optimizer is not tried",
         law="L22",
         test=test_in_backward.test_an_optimizer_that_couples_parameters_is_refused,
-        place=transform.optimizer_in_backward._check_state,
+        place=transform.optimizer_in_backward.init,
         old="if differ:",
         new="if False:",
     ),

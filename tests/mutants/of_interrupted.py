@@ -3,7 +3,7 @@
 
 from accelfn.engine import watch
 from accelfn.engine.optimizer import live_optimizer
-from accelfn.step import apply_grads
+from accelfn.step import stages
 from tests.laws import test_interrupted
 from tests.mutants.mutant import Mutant
 
@@ -13,8 +13,8 @@ MUTANTS = [
         says="an optimizer that raised before it changed anything costs the state",
         law="L54",
         test=test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
-        place=apply_grads._undo,
-        old="lease.restore()",
+        place=stages._undo,
+        old="state.lease.restore()",
         new="pass",
     ),
     Mutant(

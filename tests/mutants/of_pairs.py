@@ -3,8 +3,8 @@
 
 from accelfn.definition.transform import _piped
 from accelfn.engine import compression, ddp, engine
-from accelfn.state import grads, hyper, views
-from accelfn.step import apply_grads, value_and_grad
+from accelfn.state import grads, hyper, succession, update
+from accelfn.step import value_and_grad
 from accelfn.transforms import accumulate, clip, ema, local_sgd
 from tests.laws import test_dtypes, test_pairs, test_skipping
 from tests.mutants.mutant import Mutant
@@ -17,8 +17,8 @@ MUTANTS = [
         test=test_pairs.test_wrappers_nest,
         args={"field": "loss"},
         place=value_and_grad.wrap_loss,
-        old='reversed(setup.having("loss"))',
-        new='setup.having("loss")',
+        old='reversed(setup.owners["loss"])',
+        new='setup.owners["loss"]',
     ),
     Mutant(
         name="runners are wrapped from the left",
@@ -26,8 +26,8 @@ MUTANTS = [
         law="L30",
         test=test_pairs.test_each_field_has_its_order,
         place=engine.Engine.__init__,
-        old='reversed(definition.setup.having("runner"))',
-        new='definition.setup.having("runner")',
+        old='reversed(definition.setup.owners["runner"])',
+        new='definition.setup.owners["runner"]',
     ),
     Mutant(
         name="the last one's parameters",
@@ -35,27 +35,27 @@ MUTANTS = [
         law="L30",
         test=test_pairs.test_values_flow_from_the_left,
         args={"field": "eval_params"},
-        place=views.eval_params,
-        old="view = state.viewing(params)",
-        new="view = state",
+        place=update.through,
+        old="(value, slot, update)\n",
+        new='(state.params if field == "eval_params" else value, slot, update)\n',
     ),
     Mutant(
         name="the last scale",
         says="of several that scale losses only the last does",
         law="L17",
         test=test_pairs.test_loss_scales_are_multiplied,
-        place=value_and_grad._loss_scale,
-        old="scale = scale * found",
-        new="scale = torch.as_tensor(found)",
+        place=update.through,
+        old="(value, slot, update)\n",
+        new='(torch.ones(()) if field == "loss_scale" else value, slot, update)\n',
     ),
     Mutant(
         name="one group's rate stays",
         says="a rate for all groups leaves one that was set for a group before",
         law="L30",
         test=test_pairs.test_the_last_one_that_sets_a_hyperparameter_wins,
-        place=hyper.hyper_of,
-        old="hyper = {k: v for k, v in hyper.items() if k not in found} | {**found}",
-        new="hyper.update(found)",
+        place=hyper.laid_over,
+        old="planned[i, key] = value",
+        new="planned[i, key] = planned.get((i, key), value) if isinstance(where, str) else value",
     ),
     Mutant(
         name="the first of a name",
@@ -80,25 +80,25 @@ MUTANTS = [
         says="a skipped update leaves slots as `grads` had made them",
         law="L18",
         test=test_pairs.test_each_has_its_own_slot,
-        place=apply_grads._skipped,
-        old="kept = dict(state.slots)",
-        new="kept = dict(slots)",
+        place=succession.skipped,
+        old="num_skipped=state.num_skipped + 1,",
+        new="num_skipped=state.num_skipped + 1, slots=update.slots,",
     ),
     Mutant(
         name="after a skip the slot of before",
         says="after_skip is given the slot that `grads` was given, not what it gave",
         law="L18",
         test=test_pairs.test_each_has_its_own_slot,
-        place=apply_grads._skipped,
-        old="slots.get(each.name)",
-        new="kept.get(each.name)",
+        place=succession.through_state,
+        old="update.slots.get(owner.name)",
+        new="state.slots.get(owner.name)",
     ),
     Mutant(
         name="None is no slot",
         says="a transform that gives None for its slot gets its last one again",
         law="L33",
         test=test_pairs.test_each_has_its_own_slot,
-        place=apply_grads._with,
+        place=update.with_own,
         old="if slot is None and name not in slots:",
         new="if slot is None:",
     ),
@@ -108,8 +108,8 @@ MUTANTS = [
         law="L30",
         test=test_pairs.test_explain_prints_what_is_called,
         place=_piped,
-        old="setup.having(field)",
-        new="setup.having(field)[::-1]",
+        old="setup.owners[field]",
+        new="setup.owners[field][::-1]",
     ),
     Mutant(
         name="one that agrees speaks for all",

@@ -2,15 +2,16 @@
 """Bugs in how ranks and micro-batches are put together."""
 
 from accelfn import collectives
+from accelfn.definition import transform
 from accelfn.engine import ddp, engine, read_loss
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.loop import evaluate
-from accelfn.state import mean
-from accelfn.state.grads import Grads
-from accelfn.step import apply_grads
-from accelfn.step.value_and_grad import _innermost
+from accelfn.state import grads, mean
+from accelfn.state.grads import never_zero
+from accelfn.step import stages, sync_grads
+from accelfn.step.value_and_grad import _check_into
 from accelfn.testing.simulation import standings
-from accelfn.transforms import accumulate, ema, local_sgd
+from accelfn.transforms import accumulate, local_sgd
 from accelfn.transforms import ddp as wrap_ddp
 from tests.laws import (
     test_collectives,
@@ -28,8 +29,8 @@ MUTANTS = [
         says="gradients of totals are applied without a division by their weight",
         law="L1",
         test=test_equivalence.test_ranks_and_micro_batches_are_exactly_neutral,
-        place=apply_grads._updated,
-        old="divide_(grads.tensors.values(), grads.scale)",
+        place=grads.Grads.divided,
+        old="divide_(self.tensors.values(), taken.scale)",
         new="pass",
     ),
     Mutant(
@@ -92,7 +93,7 @@ MUTANTS = [
         law="L5",
         test=test_equivalence.test_adding_what_is_a_mean_already,
         place=engine.Engine._take_in,
-        old="if into.is_mean:",
+        old="if into.taken.is_mean:",
         new="if False:",
     ),
     Mutant(
@@ -100,9 +101,9 @@ MUTANTS = [
         says="gradients are summed over ranks, their weight is not",
         law="L5",
         test=test_equivalence.test_accumulating_by_hand,
-        place=apply_grads.sync_grads,
+        place=sync_grads.sync_grads,
         old="divisor=counts[0]",
-        new="divisor=grads.divisor",
+        new="divisor=taken.divisor",
     ),
     Mutant(
         name="every micro-batch communicates",
@@ -136,8 +137,8 @@ MUTANTS = [
         says="what is added to reduced gradients is of one rank, and replicas drift",
         law="L2",
         test=test_equivalence.test_what_would_drift_is_refused,
-        place=_innermost,
-        old="if into is not None and into.reduced and",
+        place=_check_into,
+        old="if into.reduced and",
         new="if False and",
     ),
     Mutant(
@@ -145,9 +146,9 @@ MUTANTS = [
         says="a setup in which nothing reduces gradients trains ranks apart",
         law="L2",
         test=test_equivalence.test_what_would_drift_is_refused,
-        place=apply_grads._reduced,
+        place=stages.reduced,
         old="if not owners:",
-        new="if not owners: return grads, slots\n    if not owners:",
+        new="if not owners: return update\n    if not owners:",
     ),
     Mutant(
         name="values are not compared",
@@ -201,9 +202,9 @@ MUTANTS = [
         says="to divide by no 0, weights below 1 are taken for 1",
         law="L3",
         test=test_equivalence.test_the_unit_of_weights_does_not_matter,
-        place=Grads.denominator,
-        old="torch.where(self.divisor == 0, 1, self.divisor)",
-        new="self.divisor.clamp(min=1)",
+        place=never_zero,
+        old="torch.where(divisor == 0, 1, divisor)",
+        new="divisor.clamp(min=1)",
     ),
     Mutant(
         name="the maximum instead of the sum",
@@ -319,8 +320,8 @@ MUTANTS = [
         law="L8",
         test=test_local_sgd.test_for_adam_it_differs_from_ddp,
         place=local_sgd.local_sgd.grads,
-        old="del state",
-        new="average_(list(grads.tensors.values()), grads.weight, state.world)",
+        old="return grads,",
+        new="average_(list(grads.tensors.values()), grads.weight, update.world)\n    return grads,",
     ),
     Mutant(
         name="local SGD averages one rank",
@@ -364,17 +365,17 @@ MUTANTS = [
         law="L10",
         test=test_local_sgd.test_what_ema_keeps_is_evaluated_alike,
         place=local_sgd.local_sgd.eval_params,
-        old=" and len(owners) == 1",
-        new="",
+        old='agree = state.step == slot["since"] and all(',
+        new='agree = state.step == slot["since"] or not (',
     ),
     Mutant(
         name="each rank's own ema",
         says="behind local_sgd each rank evaluates the average that it keeps itself",
         law="L10",
         test=test_local_sgd.test_what_ema_keeps_is_evaluated_alike,
-        place=ema.ema.eval_params,
-        old="params = each.eval_params(view, view.slots.get(each.name))",
-        new="continue",
+        place=transform.chain.__init__,
+        old='"apart" in told[id(each)]',
+        new="0",
     ),
     Mutant(
         name="optimizer entries of one rank",
@@ -391,17 +392,16 @@ MUTANTS = [
         law="L23",
         test=test_interleaving.test_any_order_of_ranks_gives_the_same,
         place=engine.Engine.value_and_grad,
-        old="self._stream(state), tried), num_before",
-        new="self._stream(state), next(self._stream.__func__.__dict__.setdefault('n',"
-        " iter(range(10**9))))), 0",
+        old="tried, num_before)",
+        new="next(self._stream.__func__.__dict__.setdefault('n', iter(range(10**9)))), 0)",
     ),
     Mutant(
         name="a failed average goes unnoticed",
         says="a state whose update was cut off can be used as if it were whole",
         law="L54",
         test=test_faults.test_no_rank_holds_half_a_step,
-        place=apply_grads._updated,
-        old="lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)",
+        place=stages.begin_donation,
+        old="state.lease.end(StateDonatedError, _INTERRUPTED, update=update)",
         new="pass",
     ),
     Mutant(

@@ -2,8 +2,8 @@
 """Bugs in how a user's own `reduce` is taken, and in what a plain loop does otherwise."""
 
 from accelfn.collectives import replicas
-from accelfn.state import grads, hyper
-from accelfn.step import apply_grads
+from accelfn.state import grads, hyper, update
+from accelfn.step import stages
 from accelfn.testing.simulation import sayings
 from tests.laws import test_random_setups, test_reducing, test_torch_schedules
 from tests.mutants.mutant import Mutant
@@ -16,7 +16,7 @@ MUTANTS = [
         test=test_reducing.test_a_users_sum_is_that_of_all_ranks,
         place=grads.Grads.with_sums,
         old="divisor=_whole_weight(weight),",
-        new="divisor=self.divisor,",
+        new="divisor=self.taken.divisor,",
     ),
     Mutant(
         name="means are taken for sums",
@@ -50,17 +50,17 @@ MUTANTS = [
         says="gradients of each rank's own weight are applied",
         law="L2",
         test=test_reducing.test_a_weight_of_one_rank_is_refused,
-        place=apply_grads._check_sums,
-        old="if not reduced.reduced:",
-        new="if not reduced.reduced:\n        return\n    if False:",
+        place=stages._check_sums,
+        old="if not sums.reduced:",
+        new="if not sums.reduced:\n        return\n    if False:",
     ),
     Mutant(
         name="a reduce draws for itself",
         says="what a user's reduce draws is another number on each rank",
         law="L50",
         test=test_reducing.test_draws_in_a_reduce_are_shared,
-        place=apply_grads._reduced,
-        old='with shared_draws(state, "reduce", owners), torch.no_grad():',
+        place=update.through,
+        old="with shared_draws(state, field), torch.no_grad():",
         new="with torch.no_grad():",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         says="gradients are divided by a weight that is one too many",
         law="L3",
         test=test_random_setups.test_it_trains_what_a_plain_loop_trains,
-        place=grads.Grads.scale,
+        place=grads.Taken.scale,
         old="return self.denominator",
         new="return self.denominator + 1",
     ),
@@ -77,7 +77,7 @@ MUTANTS = [
         says="an update takes the rate of how many were tried, not of how many were taken",
         law="L19",
         test=test_torch_schedules.test_from_torch_is_the_scheduler_stepped,
-        place=hyper.scheduled,
+        place=hyper.planned_for,
         old="rates(state.step)",
         new="rates(state.num_tried)",
     ),

@@ -8,7 +8,7 @@ from accelfn.engine import engine
 from accelfn.loop import observe
 from accelfn.schedules import advice, of_torch
 from accelfn.state import hyper
-from accelfn.step import apply_grads
+from accelfn.step import stages
 from accelfn.structure import prototype
 from accelfn.transforms import plateau
 from tests.laws import test_plateau, test_schedule_advice, test_torch_schedules
@@ -68,7 +68,7 @@ MUTANTS = [
         says="what a transform's hyper sets is lost where a schedule is",
         law="L19",
         test=test_torch_schedules.test_hyper_has_the_last_word,
-        place=hyper.assigned,
+        place=hyper.laid_over,
         old="planned[i, key] = value",
         new="planned.setdefault((i, key), value)",
     ),
@@ -86,7 +86,7 @@ MUTANTS = [
         says="a state that was loaded takes the rates of a run's first updates",
         law="L46",
         test=test_torch_schedules.test_from_torch_over_ranks_and_cuts,
-        place=hyper.scheduled,
+        place=hyper.planned_for,
         old="rates(state.step)",
         new="rates(state.step - state.definition.cache.keys.setdefault('first', state.step))",
     ),
@@ -105,9 +105,9 @@ MUTANTS = [
         says="an optimizer that steps in the backward pass takes its own rates",
         law="L19",
         test=test_torch_schedules.test_from_torch_in_backward,
-        place=apply_grads.step_in_backward,
-        old="*planned_for(state, slots)",
-        new="{}, {}",
+        place=stages.take_in_backward,
+        old="engine.plan(state, planned,",
+        new="engine.plan(state, {},",
     ),
     Mutant(
         name="what follows a metric is stepped without",
@@ -161,8 +161,8 @@ MUTANTS = [
         law="L19",
         test=test_plateau.test_plateau_reduces_what_is_scheduled,
         place=plateau.plateau.hyper,
-        old="scheduled(state)",
-        new="{}",
+        old='hyper.get((i, "lr"), group["lr"])',
+        new='group["lr"]',
     ),
     Mutant(
         name="what was observed is forgotten",
@@ -188,7 +188,7 @@ MUTANTS = [
         law="L2",
         test=test_plateau.test_ranks_apart_observe_their_own,
         place=inspect.unwrap(observe.observe),
-        old='if setup.having("engine") or setup.having("reduce"):',
+        old='if setup.owners["engine"] or setup.owners["reduce"]:',
         new="if True:",
     ),
     Mutant(
@@ -232,9 +232,9 @@ MUTANTS = [
         says="a schedule's end is warned of where a transform sets the rates",
         law="L19",
         test=test_schedule_advice.test_rates_of_a_transform_are_its_own,
-        place=hyper._notice_end,
-        old='"lr" not in sets',
-        new="sets is not None",
+        place=hyper.planned_for,
+        old='"lr" not in named',
+        new="named is not None",
     ),
     Mutant(
         name="all ranks tell",

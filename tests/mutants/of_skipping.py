@@ -3,8 +3,8 @@
 
 from accelfn.base import lists
 from accelfn.engine import engine
-from accelfn.state import grads
-from accelfn.step import apply_grads, counts, skipping, value_and_grad
+from accelfn.state import grads, succession
+from accelfn.step import counts, skipping, stages, value_and_grad
 from accelfn.transforms import precision, skip
 from tests.laws import test_counts, test_skipping
 from tests.mutants.mutant import Mutant
@@ -34,7 +34,7 @@ MUTANTS = [
         law="L18",
         test=test_skipping.test_any_wish_of_any_rank_skips_once,
         place=grads.Grads.with_skip,
-        old="wish if self.skip is None else self.skip | wish",
+        old="wish if before is None else before | wish",
         new="wish",
     ),
     Mutant(
@@ -60,16 +60,16 @@ MUTANTS = [
         says="what transforms of gradients noted of a skipped update stays",
         law="L18",
         test=test_skipping.test_a_skipped_update_is_one_that_was_not,
-        place=apply_grads._skipped,
-        old="kept = dict(state.slots)",
-        new="kept = dict(slots)",
+        place=succession.skipped,
+        old="num_skipped=state.num_skipped + 1,",
+        new="num_skipped=state.num_skipped + 1, slots=update.slots,",
     ),
     Mutant(
         name="a skipped update counts",
         says="state.step and the schedule go on over a skipped update",
         law="L19",
         test=test_skipping.test_the_scale_follows_its_rule,
-        place=apply_grads._skipped,
+        place=succession.skipped,
         old="step=state.step,",
         new="step=state.step + 1,",
     ),
@@ -78,8 +78,8 @@ MUTANTS = [
         says="gradients that are not finite are applied",
         law="L18",
         test=test_skipping.test_one_bad_element_on_one_rank_skips_that_update_on_all,
-        place=apply_grads._updated,
-        old="if skip:",
+        place=stages.take,
+        old="if update.skipped:",
         new="if False:",
     ),
     Mutant(
@@ -96,8 +96,8 @@ MUTANTS = [
         says="a skipped update takes back the smaller scale too",
         law="L18",
         test=test_skipping.test_the_scale_follows_its_rule,
-        place=apply_grads._skipped,
-        old="kept = _with(kept, each.name, slot)",
+        place=succession.through_state,
+        old="state = changed(state, slots=dict(slots))",
         new="pass",
     ),
     Mutant(
@@ -114,7 +114,7 @@ MUTANTS = [
         says="gradients are not divided by the loss scale before they are clipped",
         law="L16",
         test=test_skipping.test_a_scale_that_is_a_power_of_2_changes_no_bit,
-        place=grads.Grads.scale,
+        place=grads.Taken.scale,
         old="self.loss_scale.double() * self.denominator",
         new="self.denominator",
     ),
@@ -169,7 +169,7 @@ MUTANTS = [
         says="skips that were counted before are forgotten",
         law="L18",
         test=test_skipping.test_a_device_that_skips_by_itself_does_as_the_host,
-        place=skipping.counts_after,
+        place=succession._counted,
         old="before + flag.long()",
         new="flag.long()",
     ),
@@ -188,8 +188,8 @@ MUTANTS = [
         law="L4",
         test=test_counts.test_several_denominators_are_those_of_the_whole_update,
         place=value_and_grad._count,
-        old="parts = each._parts(batch)",
-        new="parts = each._parts(batch)[:1]",
+        old="parts_of[-1](batch)",
+        new="parts_of[-1](batch)[:1]",
     ),
     Mutant(
         name="a share is divided again",

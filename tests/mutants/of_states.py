@@ -4,8 +4,8 @@
 from accelfn.base import draws
 from accelfn.engine.optimizer import in_backward
 from accelfn.loop import salvage
-from accelfn.state import lease, shared_draws, state, views
-from accelfn.step import apply_grads, holding
+from accelfn.state import lease, shared_draws, state, succession, update
+from accelfn.step import apply_grads, holding, stages
 from accelfn.structure import given, skeleton
 from tests.laws import (
     test_ctrl_c,
@@ -32,8 +32,8 @@ MUTANTS = [
         says="what transforms draw after an update, and at the end, differs by rank",
         law="L50",
         test=test_shared_draws.test_what_transforms_draw_is_of_the_state,
-        place=apply_grads._called,
-        old="shared_draws(state, field, owners), torch.no_grad()",
+        place=succession.through_state,
+        old="shared_draws(state, field), torch.no_grad()",
         new="torch.no_grad()",
     ),
     Mutant(
@@ -41,9 +41,9 @@ MUTANTS = [
         says="what transforms draw after an update that was skipped differs by rank",
         law="L50",
         test=test_shared_draws.test_what_transforms_draw_is_of_the_state,
-        place=apply_grads._skipped,
-        old='shared_draws(state, "after_skip", owners), torch.no_grad()',
-        new="torch.no_grad()",
+        place=succession.through_state,
+        old="with shared_draws(state, field), torch.no_grad():",
+        new="with torch.no_grad() if update.skipped else shared_draws(state, field):",
     ),
     Mutant(
         name="one stream for all fields",
@@ -59,9 +59,9 @@ MUTANTS = [
         says="what a transform draws for the parameters to evaluate differs by rank",
         law="L50",
         test=test_shared_draws.test_what_transforms_draw_is_of_the_state,
-        place=views.eval_params,
-        old="shared, torch.no_grad()",
-        new="torch.no_grad()",
+        place=update.through,
+        old="with shared_draws(state, field), torch.no_grad():",
+        new='with torch.no_grad() if field == "eval_params" else shared_draws(state, field):',
     ),
     Mutant(
         name="one beginning for all",
@@ -70,7 +70,7 @@ MUTANTS = [
         test=test_shared_draws.test_draws_of_two_beginnings_differ,
         args={"size": 1},
         place=state.TrainState.with_setup,
-        old='f"init {each.name}"',
+        old='f"init {owner.name}"',
         new='"init"',
     ),
     Mutant(
@@ -78,9 +78,9 @@ MUTANTS = [
         says="an interrupt comes in the midst of an update, and the state is lost",
         law="L54",
         test=test_ctrl_c.test_an_interrupt_comes_before_an_update_or_after_it,
-        place=apply_grads._updated,
-        old="    hold()\n    given.give_away()",
-        new="    given.give_away()",
+        place=stages.take,
+        old="hold()\n                begin_donation",
+        new="begin_donation",
     ),
     Mutant(
         name="Ctrl-C in an update of the backward pass",
@@ -150,9 +150,9 @@ MUTANTS = [
         says="a state that was lost on its way to the caller is found by nobody",
         law="L54",
         test=test_ctrl_c.test_what_stood_in_a_function_is_found,
-        place=apply_grads._hand_over,
-        old="hand_over(after, error",
-        new="end(error",
+        place=stages.ended,
+        old="hand_over(after, StateDonatedError",
+        new="end(StateDonatedError",
     ),
     Mutant(
         name="half an update salvaged",

@@ -3,11 +3,11 @@
 
 from accelfn import collectives
 from accelfn.base import contexts, draws
-from accelfn.definition import slots
+from accelfn.definition import facts, slots
 from accelfn.definition.transform import _apply, _check_chain, _flatten, _repr, chain
 from accelfn.engine import buffers, engine
-from accelfn.state import grads, hyper, state, views
-from accelfn.step import apply_grads, make_step
+from accelfn.state import grads, hyper, state, update, views
+from accelfn.step import make_step, stages, sync_grads
 from accelfn.structure import skeleton
 from accelfn.transforms import accumulate, clip, ema, precision
 from tests.catalog import CATALOG
@@ -31,19 +31,15 @@ MUTANTS = [
         says="gradients are clipped while they are totals, and divided afterwards",
         law="L16",
         test=test_equivalence.test_ranks_and_micro_batches_are_neutral_up_to_rounding,
-        place=apply_grads._updated,
+        place=stages.transformed,
         old="""\
-        if grads.tensors and not grads.is_mean and not later:
-            # of a weight of 0 they are zeros, and stay that
-            divide_(grads.tensors.values(), grads.scale)
-            grads = attrs.evolve(grads, is_mean=True, loss_scale=None)
-        grads, slots = _transformed(state, grads, setup, slots)
+    update = update.with_grads(update.grads.divided())
+    grads, update = through("grads", update.grads, update, Grads)
+    return update.with_grads(grads)
 """,
         new="""\
-        grads, slots = _transformed(state, grads, setup, slots)
-        if grads.tensors and not grads.is_mean and not later:
-            divide_(grads.tensors.values(), grads.scale)
-            grads = attrs.evolve(grads, is_mean=True)
+    grads, update = through("grads", update.grads, update, Grads)
+    return update.with_grads(grads.divided())
 """,
     ),
     Mutant(
@@ -96,7 +92,7 @@ MUTANTS = [
         says="of two parameter groups that are called alike one is not clipped",
         law="L15",
         test=test_updates.test_groups_that_would_be_one_are_refused,
-        place=clip.clip_grad_norm._check_state,
+        place=clip.clip_grad_norm.init,
         old="if found.setdefault(label, i) != i:",
         new="if False:",
     ),
@@ -114,7 +110,7 @@ MUTANTS = [
         says="a failed step, and one on a copy, move the learning rate",
         law="L19",
         test=test_updates.test_the_schedule_follows_updates,
-        place=hyper.scheduled,
+        place=hyper.planned_for,
         old="rates(state.step)",
         new="rates(next(state.definition.cache.keys.setdefault('calls', iter(range(99)))))",
     ),
@@ -123,7 +119,7 @@ MUTANTS = [
         says="an update takes the rate of the one after it",
         law="L19",
         test=test_updates.test_the_schedule_follows_updates,
-        place=hyper.scheduled,
+        place=hyper.planned_for,
         old="rates(state.step)",
         new="rates(state.step + 1)",
     ),
@@ -141,8 +137,8 @@ MUTANTS = [
         says="a fused optimizer divides by the weight, and not by the scale of the loss",
         law="L17",
         test=test_dividing.test_the_weight_is_not_rounded,
-        place=apply_grads._updated,
-        old="grads.loss_scale is None and not",
+        place=engine.Engine.prepare,
+        old="is_scaled or not",
         new="not",
     ),
     Mutant(
@@ -150,7 +146,7 @@ MUTANTS = [
         says="sync_grads gives zeros to parameters that took part on no rank",
         law="L2",
         test=test_dividing.test_sync_grads_gives_what_ddp_gives,
-        place=apply_grads.sync_grads,
+        place=sync_grads.sync_grads,
         old="if some",
         new="if some or True",
     ),
@@ -159,11 +155,14 @@ MUTANTS = [
         says="the average moves as often as gradients were taken, not once an update",
         law="L20",
         test=test_updates.test_ema_closed_form,
-        place=apply_grads._after,
-        old="after = _after_update(after, definition.setup)",
+        place=stages._after,
+        old="""\
+        after = through_state("after_update", after, update)
+""",
         new="""\
-for _ in range(grads.num_micro_batches):
-        after = _after_update(after, definition.setup)""",
+        for _ in range(update.grads.taken.num_micro_batches):
+            after = through_state("after_update", after, update)
+""",
     ),
     Mutant(
         name="EMA the wrong way round",
@@ -180,7 +179,7 @@ for _ in range(grads.num_micro_batches):
         law="L20",
         test=test_updates.test_ema_closed_form,
         place=ema.ema.after_update,
-        old="lists.lerp_((slot[name] for name in moving), params, 1 - self.decay)",
+        old="lists.lerp_([slot[name] for name in moving], params, 1 - self.decay)",
         new="""\
 averages = [slot[name] for name in moving]
     lists.mul_(averages, self.decay)
@@ -310,10 +309,10 @@ averages = [slot[name] for name in moving]
         law="L21",
         test=test_purity.test_parameters_keep_their_dtype,
         place=clip.clip_grad_norm.grads,
-        old="return grads.with_metrics(grad_norm=self._clip_(tensors)), None",
+        old="return grads.with_metrics(grad_norm=self._clip_(tensors)), slot",
         new="""\
 norm = self._clip_(tensors)
-        return grads.with_metrics(grad_norm=norm).map(torch.Tensor.float), None""",
+        return grads.with_metrics(grad_norm=norm).map(torch.Tensor.float), slot""",
     ),
     Mutant(
         name="no gradient is taken for 0",
@@ -395,7 +394,7 @@ for path in state.definition.skeleton.aliases:
         law="L32",
         test=test_parameters.test_names_and_order_are_only_names_and_order,
         place=clip.clip_grad_norm._clip_,
-        old="lists.mul_(map(_local, tensors), scale)",
+        old="lists.mul_([_local(each) for each in tensors], scale)",
         new="lists.mul_(tensors[:-1], scale)",
     ),
     Mutant(
@@ -413,8 +412,8 @@ for path in state.definition.skeleton.aliases:
         law="L50",
         test=test_randomness.test_ranks_steps_and_micro_batches_draw_apart,
         place=engine.Engine.value_and_grad,
-        old="tried), num_before)",
-        new="tried), 0)",
+        old="tried, num_before)",
+        new="tried, 0)",
     ),
     Mutant(
         name="keys differ above bit 32",
@@ -431,8 +430,8 @@ for path in state.definition.skeleton.aliases:
         law="L50",
         test=test_randomness.test_different_numbers_under_a_key_draw_differently,
         place=draws.fold,
-        old="return z ^ (z >> 31)",
-        new="return (z ^ (z >> 31)) << 32 & _MASK",
+        old="parent = z ^ (z >> 31)",
+        new="parent = (z ^ (z >> 31)) << 32 & _MASK",
     ),
     Mutant(
         name="a key is its text",
@@ -466,18 +465,18 @@ for path in state.definition.skeleton.aliases:
         says="transforms of one field run in the opposite order",
         law="L30",
         test=test_composition.test_values_flow_left_to_right,
-        place=apply_grads._transformed,
-        old='owners = setup.having("grads")',
-        new='owners = setup.having("grads")[::-1]',
+        place=update.through,
+        old="setup.owners[field]",
+        new="setup.owners[field][::-1]",
     ),
     Mutant(
         name="the outermost is special",
         says="what a transform does depends on whether another stands to its left",
         law="L30",
         test=test_composition.test_transforms_about_different_fields_commute,
-        place=chain.having,
-        old="return self._owners[field]",
-        new="return tuple(t for t in self._owners[field] if t is not self.transforms[0])",
+        place=chain.__init__,
+        old="tuple(t for t in flat if has_field(t, f))",
+        new="tuple(t for t in flat if has_field(t, f) and (t is not flat[0] or not flat[1:]))",
     ),
     Mutant(
         name="one micro-batch more",
@@ -545,9 +544,9 @@ for path in state.definition.skeleton.aliases:
         says="a transform looks at those to its right, and not to its left",
         law="L30",
         test=test_composition.test_pairs_without_meaning_are_refused,
-        place=_check_chain,
-        old="refuse(transforms)",
-        new="refuse(transforms[transforms.index(each) :])",
+        place=facts.check_together,
+        old="others = [other for other in transforms if other is not each]",
+        new="others = list(transforms)[list(transforms).index(each) + 1 :]",
     ),
     Mutant(
         name="slots of transforms that are gone",
@@ -566,7 +565,7 @@ for path in state.definition.skeleton.aliases:
         test=test_composition.test_slots_are_conserved,
         args={"value": ema.ema(0.25, name="other")},
         place=state.TrainState.with_setup,
-        old="if each.name not in slots:",
+        old="if owner.name not in slots:",
         new="if True:",
     ),
 ]

@@ -256,7 +256,7 @@ MUTANTS = [
         test=test_loops.test_quantities_of_gradients_are_those_of_the_mean,
         args={"setup": None, "weight": 4},
         place=loops._gradients,
-        old="grad / source.scale",
+        old="grad / source.taken.scale",
         new="grad",
     ),
     Mutant(
@@ -383,8 +383,8 @@ MUTANTS = [
         test=test_check_transform.test_planted_bugs_are_refused_by_their_law,
         args={"planted": test_check_transform.EvaluatesLess(), "law": "drops_nothing"},
         place=method_laws._lost_parameter,
-        old="state.params.keys() - returned.keys()",
-        new="returned.keys() - state.params.keys()",
+        old="params.keys() - returned[0].keys()",
+        new="returned[0].keys() - params.keys()",
     ),
     Mutant(
         name="replicas are one",

@@ -202,7 +202,7 @@ MUTANTS = [
         args={"how": "raised ValueError: boom"},
         place=roll_call.RollCall.linger,
         old="self._told.how != _LEFT",
-        new="self._told.how == LEFT",
+        new="self._told.how == _LEFT",
     ),
     Mutant(
         name="an earlier world is heard again",

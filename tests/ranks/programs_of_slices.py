@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import accelfn as af
+from accelfn.state.grads import Taken
+from accelfn.state.update import Update
 
 PLACES = {
     "rows": ((5, 3), Shard(0)),
@@ -135,8 +137,9 @@ def clipped(world: af.World, norm_type: float) -> tuple[float, dict[str, torch.T
     }
     tensors["plain"] = torch.tensor([3.0, -4.0], dtype=torch.float64)
     clip = af.clip_grad_norm(0.5, norm_type=norm_type)
-    grads = af.Grads(tensors=tensors, divisor=1)
-    grads, _ = clip.grads(grads, None, fresh(world))
+    grads, state = af.Grads(tensors=tensors, taken=Taken(divisor=1)), fresh(world)
+    update = Update(state=state, slots=dict(state.slots), grads=grads)
+    grads, _ = clip.grads(grads, None, update)
     found = {
         name: each.full_tensor() if name in PLACES else each
         for name, each in grads.tensors.items()

@@ -20,9 +20,9 @@ class FromUpdate:
 
     update: int
 
-    def reduce(self, grads, slot, world):
-        summed, slot = SumAll().reduce(grads, slot, world)
-        if grads.update < self.update:
+    def reduce(self, grads, slot, update):
+        summed, slot = SumAll().reduce(grads, slot, update)
+        if update.num_tried < self.update:
             return summed, slot
         return grads.with_sums(summed.tensors, grads.weight), slot
 

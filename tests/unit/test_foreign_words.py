@@ -301,6 +301,7 @@ MADE_BY_ACCELFN = {
     "Batches",
     "Cursor",
     "Grads",
+    "Update",
     "Loaded",
     "Plan",
     "RankLogger",

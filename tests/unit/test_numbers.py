@@ -25,6 +25,7 @@ from accelfn.errors import (
     NonFiniteLossError,
     OptimizerError,
 )
+from accelfn.state.update import Update
 from accelfn.testing import assert_states_equal, simulate
 
 DDP = af.chain(af.shard_data(), af.wrap_ddp())
@@ -75,7 +76,9 @@ def test_n2_clipping_leaves_what_is_not_finite(bad: float) -> None:
     state = create(af.clip_grad_norm(1.0))
     _, grads = af.value_and_grad(mean_loss)(state, ROWS)
     tensors = {"weight": torch.tensor([[bad, 3.0]]), "bias": torch.tensor([4.0])}
-    clipped, _ = af.clip_grad_norm(1.0).grads(grads.with_tensors(tensors), None, state)
+    grads = grads.with_tensors(tensors)
+    update = Update(state=state, slots=dict(state.slots), grads=grads)
+    clipped, _ = af.clip_grad_norm(1.0).grads(grads, None, update)
     assert clipped.tensors["weight"][0, 1] == 3.0
     assert clipped.tensors["bias"] == 4.0
 

@@ -289,8 +289,8 @@ def test_hyper_of_a_group():
     class Sets:
         where: object
 
-        def hyper(self, state, slot):
-            return {(self.where, "lr"): 0.0}
+        def hyper(self, hyper, slot, update):
+            return {(self.where, "lr"): 0.0}, slot
 
     for where, moved in (("head", "0."), (1, "0."), (0, "2.")):
         model = seeded()

@@ -39,8 +39,8 @@ def test_groups_are_numbered_through_the_parts():
     class Stops:
         where: object
 
-        def hyper(self, state, slot):
-            return {(self.where, "lr"): 0.0}
+        def hyper(self, hyper, slot, update):
+            return {(self.where, "lr"): 0.0}, slot
 
     for where, still in ((0, "weight"), (1, "bias")):
         state = create(PARTED, setup=Stops(where))
@@ -60,8 +60,8 @@ def test_a_hyperparameter_that_one_part_lacks():
 
     @af.transform
     class Sets:
-        def hyper(self, state, slot):
-            return {"betas": (0.5, 0.5)}
+        def hyper(self, hyper, slot, update):
+            return {"betas": (0.5, 0.5)}, slot
 
     with pytest.raises(af.OptimizerError, match="group 0 has .*'ns_steps'"):
         STEP(create(PARTED, setup=Sets()), X)

@@ -55,7 +55,7 @@ class Spy:
 
     seen: list[Any] = attrs.field(factory=list, eq=False)
 
-    def grads(self, grads: af.Grads, slot: Any, state: af.TrainState) -> Any:
+    def grads(self, grads: af.Grads, slot: Any, update: Any) -> Any:
         self.seen.append({n: g.clone() for n, g in grads.tensors.items()})
         return grads, slot
 
@@ -323,7 +323,7 @@ def test_a_count_of_0_weighs_nothing(counts: list[int]) -> None:
     after = af.apply_grads(state, grads)
     for name, grad in expected.tensors.items():
         moved = (before[name] - after.params[name]) / 0.1
-        mean = grad / (1 if expected.is_mean else expected.weight)
+        mean = grad / (1 if expected.taken.is_mean else expected.weight)
         assert torch.allclose(moved, mean * factor, atol=1e-5)
 
 

@@ -225,7 +225,7 @@ def test_transform_that_raises_after_the_update():
 
     @af.transform
     class Breaks:
-        def after_update(self, state, slot):
+        def after_update(self, state, slot, update):
             raise ZeroDivisionError
 
     state = make().with_setup(Breaks())

@@ -167,10 +167,10 @@ def test_error_in_the_second_micro_batch():
 class Breaks:
     """A transform of gradients that raises where told."""
 
-    def grads(self, grads, slot, state):
+    def grads(self, grads, slot, update):
         torch.randn(3)
         grads = grads.map(lambda grad: grad.mul_(0))
-        if state.step >= 2:
+        if update.state.step >= 2:
             raise ZeroDivisionError
         return grads, slot
 
@@ -200,8 +200,9 @@ class Sets:
     value: object = 0.5
     until: int = 99
 
-    def hyper(self, state, slot):
-        return {self.where: self.value} if state.step < self.until else {}
+    def hyper(self, hyper, slot, update):
+        found = {self.where: self.value} if update.state.step < self.until else {}
+        return found, slot
 
 
 @pytest.mark.parametrize("where", ["lrr", ("body", "lr"), (3, "lr"), 7])

@@ -112,7 +112,7 @@ def test_misspelt_field():
 
         @af.transform
         class Noise:
-            def grad(self, grads, slot, state):
+            def grad(self, grads, slot, update):
                 return grads, slot
 
 
@@ -185,11 +185,11 @@ def test_unit_chain_is_the_identity():
 
 def test_methods_take_what_they_are_called_with():
     """A method with other arguments is refused when the class is made a transform."""
-    with pytest.raises(af.ArgumentError, match=r"Odd\.grads.*grads, slot, state"):
+    with pytest.raises(af.ArgumentError, match=r"Odd\.grads.*grads, slot, update"):
 
         @af.transform
         class Odd:
-            def grads(self, grads, state):
+            def grads(self, grads, update):
                 return grads
 
 
@@ -198,7 +198,7 @@ def test_methods_return_a_value_and_a_slot():
 
     @af.transform
     class Forgets:
-        def grads(self, grads, slot, state):
+        def grads(self, grads, slot, update):
             return grads
 
     state = af.TrainState.create(
@@ -216,8 +216,8 @@ def test_methods_return_a_value_and_a_slot():
 class Draws:
     """Draw in every update."""
 
-    def grads(self, grads, slot, state):
-        del slot, state
+    def grads(self, grads, slot, update):
+        del slot, update
         return grads, torch.rand(())
 
 

@@ -275,8 +275,8 @@ def test_observers_of_ones_own():
         def init(self, state):
             return []
 
-        def observe(self, state, slot, value):
-            return [*slot, value]
+        def observe(self, value, slot, update):
+            return value, [*slot, value]
 
     state = make(af.chain(Best(), Best(name="other")))
     state = af.observe(af.observe(state, 2), 1.0)

@@ -161,7 +161,7 @@ def test_what_a_transform_returns_is_looked_at(name, value):
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), "x", None])
 def test_a_rate_is_a_finite_number(rate):
     """One that is none would make the parameters what no later step can mend."""
-    state = create(transform_of(hyper={"lr": rate}))
+    state = create(transform_of(hyper=({"lr": rate}, None)))
     before = state.params["weight"].clone()
     with pytest.raises(af.OptimizerError, match="'lr': a transform gave"):
         step(state, X)

@@ -7,24 +7,22 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from accelfn.base.contexts import is_profiled
 from accelfn.engine.optimizer.fused_adam import FusedAdam
 from accelfn.engine.watch import Watch
 from accelfn.errors import OptimizerError
-from accelfn.state.hyper import assigned
 from accelfn.state.metrics import Number
 from accelfn.structure.partition import bare_step, parts_of
 from accelfn.structure.prototype import (
     OTHERS,
     STRUCTURE,
     Assignments,
-    Hyper,
     group_key,
     named_state,
     rebuilt,
@@ -50,7 +48,6 @@ class LiveOptimizer:
     ) -> None:
         """Copy the prototype, with each parameter replaced as `params` says."""
         self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
-        self._given = prototype.param_groups
         self._step = bare_step(self._torch)
         self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names
@@ -105,14 +102,12 @@ class LiveOptimizer:
         self._state = state
         self._num_entries = -1  # the entries are copies: name them again after the step
 
-    def planned(self, scheduled: Assignments, hyper: Hyper) -> Assignments:
-        """Return this update's hyperparameters: the schedule's, and `hyper` over it.
+    def check_mode(self, planned: Assignments) -> None:
+        """Raise unless a schedule-free optimizer, if it is one, is to train.
 
         Raises:
-            OptimizerError: a parameter group or a hyperparameter is not there; or nobody
-                set a schedule-free optimizer's mode.
+            OptimizerError: nobody set its mode.
         """
-        planned = assigned(self._given, scheduled, hyper)
         for i in self._modal:
             if not planned.get((i, _MODE)):
                 msg = (
@@ -121,7 +116,6 @@ class LiveOptimizer:
                     " af.schedule_free() to the setup."
                 )
                 raise OptimizerError(msg)
-        return planned
 
     def divides(self, divisor: Number) -> bool:
         """Whether the optimizer's own kernel divides gradients by this.
@@ -156,7 +150,8 @@ class LiveOptimizer:
         """
         everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         self._begin(hyper, watched=self._kernel is None and not everywhere)
-        step = self._torch.step if everywhere or is_profiled() else self._step
+        profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        step = self._torch.step if everywhere or profiled else self._step
         scale = divisor if isinstance(divisor, torch.Tensor) else None
         skip = skip if self._fused else None
         kernel = self._kernel if step is self._step else None

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeAlias
 
+from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
+from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
 from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.watching import subclassed
@@ -20,8 +23,13 @@ from accelfn.world import World
 Acted: TypeAlias = dict[str, set[int]]
 """After which updates each method had done something, by how a message calls it."""
 
-LATER = ("grads", "hyper", "after_update", "after_skip")
-"""Methods that may have nothing to do for many updates; others have, or are for the end."""
+LATER = ("grads", "hyper", "after_update")
+"""Methods that may have nothing to do for many updates; others have at once."""
+_AT_ONCE = ("reduce", "loss_scale", "observe", "eval_params")
+_WRAPS = ("data", "loss", "value_and_grad", "runner")
+"""Methods that return another plan, or function, where they do something."""
+_OVER_RANKS = ("data", "reduce", "runner")
+"""Methods that may have nothing to do in a world of 1."""
 
 
 def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
@@ -42,9 +50,15 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
             found.setdefault(name, set()).add(update[rank])
 
         busy: set[int] = set()
+        kind = type(transform)
         methods = {
-            field: _observed(field, getattr(type(transform), field), note, busy)
-            for field in (*LATER, "finalize")
+            field: _observed(field, getattr(kind, field), note, busy)
+            for field in (*LATER, *_AT_ONCE, "finalize")
+            if has_field(transform, field) and callable(getattr(kind, field))
+        }
+        methods |= {
+            field: _observed_wrapper(field, getattr(kind, field), note)
+            for field in _WRAPS
             if has_field(transform, field)
         }
         return subclassed(transform, methods)
@@ -54,6 +68,7 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
         state = start(world, observed)
         update[world.rank] = 1
         for after, _ in subject.advance(state, 0, subject.updates):
+            eval_params(after)
             finalize(after.copy())
             update[world.rank] += 1
 
@@ -61,19 +76,32 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
     return found
 
 
-def idle(transforms: Any, found: Mapping[str, set[int]]) -> list[str]:
-    """Return the methods that did nothing, of those that have something to do in time."""
-    return [
-        name
+def idle(transforms: Any, found: Mapping[str, set[int]], size: int) -> list[str]:
+    """Return the methods that did nothing, of those that have something to do in time.
+
+    `finalize` may owe nothing; `init`, `merge` and `engine` are no changes of something.
+    """
+    fields = (*LATER, *_AT_ONCE, *_WRAPS)
+    wanted = [
+        method_name(each, field, skipped=skipped)
         for each in transforms
-        for field in LATER
-        if has_field(each, field) and (name := method_name(each, field)) not in found
+        for field in fields
+        for skipped in _calls(each, field)
+        if has_field(each, field) and callable(getattr(each, field))
+        if size > 1 or field not in _OVER_RANKS
     ]
+    return [name for name in wanted if name not in found]
 
 
-def method_name(transform: Any, field: str) -> str:
+def _calls(transform: Any, field: str) -> tuple[bool, ...]:
+    """Return after which updates a method must do something: skipped ones, or others."""
+    sees = field == "after_update" and "sees_skips" in facts_of(transform)
+    return (True,) if sees else (False,)
+
+
+def method_name(transform: Any, field: str, *, skipped: bool) -> str:
     """Return what a message calls a transform's method."""
-    return f"{transform!r}.{field}"
+    return f"{transform!r}.{field}{' of a skipped update' if skipped else ''}"
 
 
 def _observed(
@@ -85,53 +113,55 @@ def _observed(
     """Return the method, which notes each call from outside that did something."""
 
     @wraps(method)
-    def call(self: Any, *given: Any) -> Any:
-        (world,) = [each.world for each in given if isinstance(each, TrainState)]
+    def call(self: Any, value: Any, slot: Any, update: Update) -> Any:
+        world = update.world
         if world.rank in busy:  # one method of the transform's calls another
-            return method(self, *given)
+            return method(self, value, slot, update)
         busy.add(world.rank)
-        before, talked = _given_to(self, field, given), len(world.connection.trail)
-        returned = method(self, *given)
+        # after a skip, without it, the slot of before the update would stay
+        kept = update.state.slots.get(self.name) if update.skipped else slot
+        before, talked = _named(field, value, kept), len(world.connection.trail)
+        returned = method(self, value, slot, update)
         busy.discard(world.rank)
-        after = _returned_by(field, returned)
-        if len(world.connection.trail) > talked or first_difference(before, after):
-            note(method_name(self, field), world.rank)
+        if field == "hyper" and not returned[0]:  # it laid nothing over
+            returned = value, returned[1]
+        changed = first_difference(before, _named(field, *returned))
+        changed = changed or (field == "eval_params" and returned[0] is not value)
+        if len(world.connection.trail) > talked or changed:
+            note(method_name(self, field, skipped=update.skipped), world.rank)
         return returned
 
     return call
 
 
-def _given_to(self: Any, field: str, given: tuple[Any, ...]) -> dict[str, Any]:
+def _observed_wrapper(
+    field: str, method: Callable[..., Any], note: Callable[[str, int], None]
+) -> Callable[..., Any]:
+    """Return the method, which notes each call that returned another thing."""
+
+    @wraps(method)
+    def call(self: Any, inner: Any, *given: Any) -> Any:
+        returned = method(self, inner, *given)
+        if returned is not inner and returned != inner:
+            note(method_name(self, field, skipped=False), 0)
+        return returned
+
+    return call
+
+
+def _named(field: str, value: Any, slot: Any) -> dict[str, Any]:
     """Return what a method can change of what it is given, copied, by name."""
-    if field == "hyper":
-        return {}
-    if field == "after_skip":  # without it, the slot of before the update would stay
-        return _named("slot", given[2].slots.get(self.name))
-    value, slot, *_ = given
-    return _of_value(value) | _named("slot", slot)
-
-
-def _returned_by(field: str, returned: Any) -> dict[str, Any]:
-    """Return what came of it."""
-    if field == "hyper":
-        return dict(returned)
-    if field == "after_skip":
-        return _named("slot", returned)
-    value, slot = returned
-    return _of_value(value) | _named("slot", slot)
-
-
-def _of_value(value: TrainState | Grads) -> dict[str, Any]:
+    own = {path: kept(leaf) for path, leaf in leaves("slot", slot)}
     if isinstance(value, TrainState):
-        return entries(value)
-    parts = {
-        "tensors": value.tensors,
-        "divisor": value.divisor,
-        "metrics": value.metrics,
-        "skip": None if value.skip is None else value.skip.flag,
-    }
-    return _named("grads", parts)
-
-
-def _named(name: str, value: Any) -> dict[str, Any]:
-    return {path: kept(leaf) for path, leaf in leaves(name, value)}
+        return entries(value) | own
+    if isinstance(value, Grads):
+        skip = value.taken.skip
+        value = {
+            "tensors": value.tensors,
+            "divisor": value.taken.divisor,
+            "metrics": value.metrics,
+            "skip": None if skip is None else skip.flag,
+        }
+    elif field == "hyper":
+        value = {str(where): each for where, each in value.items()}
+    return {path: kept(leaf) for path, leaf in leaves(field, value)} | own

@@ -141,7 +141,7 @@ def _check_made(state: TrainState, world: World, setup: chain) -> None:
 
 def _over_ranks(setup: chain, size: int) -> chain:
     """Return the setup with a way for gradients to cross ranks, if it has none."""
-    if size == 1 or setup.having("engine") or setup.having("reduce"):
+    if size == 1 or setup.owners["engine"] or setup.owners["reduce"]:
         return setup
     sharded = any(isinstance(each, shard_data) for each in setup)
     return chain(None if sharded else shard_data(), wrap_ddp(), setup)
@@ -168,7 +168,7 @@ def _comparable(held: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
     """Leave out what only one setup can have."""
     names = [{each.name for each in setup} for setup in pair]
     lone = names[0] ^ names[1]
-    evaluates = any(setup.having("eval_params") for setup in pair)
+    evaluates = any(setup.owners["eval_params"] for setup in pair)
     reported = [each["metrics"] for each in held]
     both = all(isinstance(each, Mapping) for each in reported)
     shared = set.intersection(*map(set, reported)) if both else set[str]()

@@ -117,7 +117,7 @@ def any_schedule(subject: Subject) -> str | None:
 def replicas_agree(subject: Subject) -> str | None:
     """Ranks hold the same parameters, optimizer state and slots, bit by bit.
 
-    Slots of a transform that says how they are merged may be each rank's own, as values of
+    Entries of slots that a transform tells by_rank may be each rank's own, as values of
     metrics are, but not their names.
     """
     first, *others = subject.plain
@@ -127,9 +127,15 @@ def replicas_agree(subject: Subject) -> str | None:
             if broken:
                 return (
                     f"after update {update}, ranks 0 and {rank} hold different states:"
-                    f" {broken}"
+                    f" {broken}" + (_BY_RANK if broken.startswith("slots[") else "")
                 )
     return None
+
+
+_BY_RANK = (
+    " What a slot holds for this rank alone is told by its name:"
+    ' tells = {"by_rank": ("rest",)}.'
+)
 
 
 def resumes(subject: Subject) -> str | None:

@@ -84,7 +84,7 @@ def _own_slot(members: Sequence[Any], around: Around) -> Law:
 
         def rank(world: World) -> str | None:
             state = subject.start(world)
-            made = {name for name in expected if state.slots[name] is not None}
+            made = {name for name in expected if state.slots.get(name) is not None}
             for after, _ in subject.advance(state, 0, 1):
                 state = after
             others = sorted(set(state.slots) - names)
@@ -143,8 +143,10 @@ def _lost_gradient(grads: Grads, returned: tuple[Grads, Any]) -> str | None:
     )
 
 
-def _lost_parameter(state: TrainState, returned: Mapping[str, Any]) -> str | None:
-    lost = sorted(state.params.keys() - returned.keys())
+def _lost_parameter(
+    params: Mapping[str, Any], returned: tuple[Mapping[str, Any], Any]
+) -> str | None:
+    lost = sorted(params.keys() - returned[0].keys())
     return f"leaves out the parameter {lost[0]!r}." if lost else None
 
 

@@ -109,7 +109,7 @@ class Problem:
         if number:
             for batch in batches(state):
                 state, metrics = step(state, batch)
-                if state.setup.having("observe"):
+                if state.setup.owners["observe"]:
                     state = observe(state, 1.0)  # it gets no better
                 yield state, metrics
                 if state.step >= last:

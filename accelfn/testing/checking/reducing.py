@@ -10,6 +10,7 @@ import torch
 from accelfn.collectives import reduce
 from accelfn.definition.fields import has_field
 from accelfn.state.grads import Grads
+from accelfn.state.update import Update
 from accelfn.testing.checking.watching import Seen, subclassed
 from accelfn.world import World
 
@@ -30,21 +31,21 @@ def held_to_mean(transform: Any, seen: Seen) -> Any:
 
 def _held(method: Callable[..., Any], seen: Seen) -> Callable[..., Any]:
     @wraps(method)
-    def call(self: Any, grads: Grads, slot: Any, world: World) -> Any:
-        wanted = _mean(grads, world)
-        returned = method(self, grads, slot, world)
+    def call(self: Any, grads: Grads, slot: Any, update: Update) -> Any:
+        wanted = _mean(grads, update.world)
+        returned = method(self, grads, slot, update)
         found: Grads = returned[0]
         missing = sorted(wanted.keys() - found.tensors.keys())
         if missing:
-            seen(f"in update {grads.update} it leaves out {missing[0]!r}")
+            seen(f"in update {update.num_tried} it leaves out {missing[0]!r}")
         for name in wanted.keys() & found.tensors.keys():
-            mean = found.tensors[name].double() / found.denominator
+            mean = found.tensors[name].double() / found.taken.denominator
             size, off = wanted[name].norm(), (mean - wanted[name]).norm()
             if not off <= NEAR * size:
                 seen(
-                    f"in update {grads.update}, rank {world.rank}, the gradient of {name!r}"
-                    f" is off by {float(off / size):.2g} times the size of the mean over all"
-                    " ranks, each by its weight"
+                    f"in update {update.num_tried}, rank {update.world.rank}, the gradient of"
+                    f" {name!r} is off by {float(off / size):.2g} times the size of the mean"
+                    " over all ranks, each by its weight"
                 )
         return returned
 

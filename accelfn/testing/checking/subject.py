@@ -10,6 +10,7 @@ import attrs
 
 from accelfn.base import tree
 from accelfn.checkpoint import load, save
+from accelfn.definition.facts import by_rank
 from accelfn.state.state import TrainState
 from accelfn.testing.comparing.entries import entries
 from accelfn.testing.simulate import simulate
@@ -129,7 +130,7 @@ class Subject:
 
 
 _OWN = "own "
-"""Begins the name of what is a rank's own, of a transform with `merge`."""
+"""Begins the name of what is a rank's own, as its transform tells."""
 
 
 def _twin(state: TrainState) -> TrainState:
@@ -153,9 +154,9 @@ def held(states: States, metrics: Any) -> dict[str, Any]:
     several = len(leaves(states)) > 1
     for name, state in leaves(states):
         prefix = f"{name}." if several else ""
-        own = [each.name for each in state.setup.having("merge")]
+        own = [f"slots[{slot!r}][{entry!r}]" for slot, entry in by_rank(state.setup)]
         for path, leaf in entries(state).items():
-            is_own = any(path.startswith(f"slots[{slot!r}]") for slot in own)
+            is_own = path.startswith(tuple(own))
             found[f"{prefix}{_OWN if is_own else ''}{path}"] = leaf
     if isinstance(metrics, Mapping):
         found |= {f"metrics[{name!r}]": value for name, value in metrics.items()}

@@ -7,15 +7,18 @@ from typing import Any
 import attrs
 
 from accelfn.base.arguments import check_integer
+from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
 from accelfn.definition.transform import chain, is_transform
 from accelfn.definition.transform import transform as transform_of
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
 from accelfn.testing.checking.acting import Acted, acted, idle
+from accelfn.testing.checking.fact_laws import fact_law
 from accelfn.testing.checking.laws import COMMON, Law, first_broken
 from accelfn.testing.checking.method_laws import method_laws
 from accelfn.testing.checking.problems import PROBLEMS, Problem
@@ -40,7 +43,7 @@ def check_transform(
 
     It is composed with `shard_data` and `wrap_ddp`, unless it takes their part, and trains
     small models in simulated worlds. A law that it names in its `gives_up` must be broken.
-    One with `after_skip` sees an update skipped.
+    One that sees skips sees an update skipped.
 
     | law | says |
     | --- | --- |
@@ -59,10 +62,11 @@ def check_transform(
     | `own_randomness` | the process's random generators are neither read nor moved |
     | `forks_apart` | a copy trains as its original does, while another trains in turns |
     | `any_schedule` | in whichever order ranks have their turns, the run is the same |
-    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots; those of a \
-transform with `merge` may be each rank's own |
+    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots, but for \
+entries that it tells `by_rank` |
     | `reduces_to_mean` | what `reduce` gives is within 5 % the mean over all ranks, by weight |
     | `resumes` | saved and loaded after any update, the run goes on bit by bit |
+    | `facts` | what it tells is so: it draws nothing, recomputes, judges what is finite |
     | `acts` | each method has done something by then, or nothing was seen of it |
 
     Args:
@@ -70,9 +74,8 @@ transform with `merge` may be each rank's own |
         sizes: of the worlds.
         problems: what is trained.
         updates: how many are taken. Default: as many as it takes until each of `grads`,
-            `hyper`, `after_update` and `after_skip` has done something and another update
-            has followed, from 4 to 33; and if it can be, so that `finalize` has something
-            to do.
+            `hyper` and `after_update` has done something, and another update has followed,
+            from 4 to 33; and if it can be, so that `finalize` has something to do.
 
     Raises:
         LawError: it breaks a law, or keeps one that it says it gives up.
@@ -126,7 +129,7 @@ def _setup(members: Sequence[Any]) -> chain:
     reduces = (has_field(each, field) for each in members for field in _REDUCING)
     if not any(reduces):
         around.append(wrap_ddp())
-    skips = any(has_field(each, "after_skip") for each in members)
+    skips = any("sees_skips" in facts_of(each) for each in members)
     return chain(*around, *members, skips_once() if skips else None)
 
 
@@ -137,9 +140,9 @@ _REDUCING = ("engine", "reduce")
 class skips_once:
     """Wishes to skip the second update: for transforms that have a say in what is skipped."""
 
-    def grads(self, grads: Grads, slot: None, state: TrainState) -> tuple[Grads, None]:
+    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
         """Wish it on all ranks."""
-        return grads.with_skip(state.num_tried == 1, agreed=True), slot
+        return grads.with_skip(update.num_tried == 1, agreed=True), slot
 
 
 def _acting(
@@ -163,7 +166,7 @@ def _acting(
 
             for name, when in acted(subject, start).items():
                 found.setdefault(name, set()).update(when)
-        idlers = idle(members, found)
+        idlers = idle(members, found, size)
         if not idlers:
             break
     told = "s" if tried > 1 else ""
@@ -219,7 +222,11 @@ def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
         del subject
         return next(filter(None, map(_not_a_value, members)), None)
 
-    return {"value": value, **method_laws(members, _setup)}
+    return {
+        "value": value,
+        **method_laws(members, _setup),
+        "facts": fact_law(members, _setup),
+    }
 
 
 def _not_a_value(transform: Any) -> str | None:

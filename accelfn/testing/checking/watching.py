@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -13,6 +13,7 @@ from accelfn.base import tree
 from accelfn.data import Batch
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 
 Seen: TypeAlias = Callable[[str], None]
 """Is told of each input that was changed."""
@@ -38,8 +39,8 @@ def watched(transform: Any, seen: Seen) -> Any:
     return subclassed(transform, methods)
 
 
-def subclassed(transform: Any, methods: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return a transform of the same options and name, with other methods."""
+def subclassed(transform: Any, methods: Mapping[str, Any]) -> Any:
+    """Return a transform of the same options and name, with other methods, or facts."""
     kind = type(transform)
     body = {"__slots__": (), "__module__": kind.__module__, **methods}
     made = object.__new__(type(kind.__name__, (kind,), body))
@@ -88,7 +89,8 @@ _WATCHES: dict[str, Callable[[str, Callable[..., Any], Seen], Any]] = {
     "loss_scale": _watch_method,
     "hyper": _watch_method,
     "after_update": _watch_method,
-    "after_skip": _watch_method,
+    "observe": _watch_method,
+    "reduce": _watch_method,
     "eval_params": _watch_method,
     "finalize": _watch_method,
     "loss": _watch_wrapper,
@@ -117,6 +119,11 @@ def _guarded(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
     """Return the tensors of one argument that the method must leave alone, by name."""
     if isinstance(value, TrainState):
         return _of_state(value, own=own, all_but_slots=field not in _IN_PLACE)
+    if isinstance(value, Update):
+        if field in _IN_PLACE:  # the state before has given its tensors away
+            return _of_slots(value.slots, own)
+        state = cast("TrainState", value.state)
+        return _of_state(state, own=own, all_but_slots=True)
     if isinstance(value, nn.Module):
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
     if isinstance(value, Grads) or field in _OWN_ARGUMENTS:
@@ -133,14 +140,20 @@ _OWN_ARGUMENTS = frozenset(_WATCHES) - {"loss", "value_and_grad"}
 def _of_state(
     state: TrainState, *, own: str, all_but_slots: bool
 ) -> dict[str, torch.Tensor]:
-    parts: dict[str, Any] = {
-        f"slots[{name!r}]": slot for name, slot in state.slots.items() if name != own
-    }
+    parts: dict[str, Any] = {}
     if all_but_slots:
         parts |= {f"params[{name!r}]": param for name, param in state.params.items()}
         parts |= {f"buffers[{name!r}]": each for name, each in state.buffers.items()}
         entries = state.opt_state.items()
         parts |= {f"opt_state[{name!r}]": dict(entry) for name, entry in entries}
+    return _of_slots(state.slots, own) | _tensors(parts)
+
+
+def _of_slots(slots: Mapping[str, Any], own: str) -> dict[str, torch.Tensor]:
+    return _tensors({f"slots[{n!r}]": slot for n, slot in slots.items() if n != own})
+
+
+def _tensors(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         leaves = tree.tensor_leaves(part)

@@ -235,7 +235,7 @@ def _gradients(source: Grads | nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(source, nn.Module):
         named = _bare(source).named_parameters()
         return {name: param.grad for name, param in named if param.grad is not None}
-    return {name: grad / source.scale for name, grad in source.tensors.items()}
+    return {name: grad / source.taken.scale for name, grad in source.tensors.items()}
 
 
 def _bare(model: Any) -> Any:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of an update, from gradients to the next state: each makes the next `Update`.
+
+This is where a state is donated: until the optimizer is reached, whatever raises leaves it
+as it was; from then on its lease is ended, unless it is known that nothing was changed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from accelfn.base.contexts import span
+from accelfn.collectives import check_sums
+from accelfn.definition.facts import facts_of
+from accelfn.engine.engine import Engine, engine_of
+from accelfn.errors import GradsError, StateDonatedError
+from accelfn.state.grads import Grads
+from accelfn.state.hyper import planned_for
+from accelfn.state.metrics import Metrics, Number
+from accelfn.state.state import OptState, TrainState
+from accelfn.state.succession import skipped, successor, through_state
+from accelfn.state.update import Update, through
+from accelfn.step.skipping import decided
+from accelfn.step.value_and_grad import check_update
+from accelfn.world import World
+
+_INTERRUPTED = (
+    "Update {update} was interrupted before it was whole, so the tensors of this state may"
+    " be partly updated. Load a checkpoint, or go on from a copy."
+)
+_DONATED = (
+    "This state was given to the step of update {update}, which updated its tensors in place."
+    " Go on with the state that the step returned, which af.salvage(state) finds if it was"
+    " lost; to keep one, take state.copy() before the step, or call step(state, batch,"
+    " donate=False)."
+)
+
+
+def take(
+    state: TrainState, grads: Grads, hold: Callable[[], None]
+) -> tuple[TrainState, Mapping[str, Number]]:
+    """Take the update of gradients; return the next state, and what transforms report.
+
+    `hold` is called before the state is given away: from then on Ctrl-C would lose it.
+    """
+    with span("accelfn apply_grads"):
+        check_update(state, grads)
+        planned, update = planned_for(_begun(state, grads))
+        update = reduced(update)
+        given, engine = update.grads, engine_of(state)
+        try:
+            update, flag = transformed(update), None
+            if update.grads.taken.skip is not None:
+                update, flag = decided(update, update.grads.taken.skip, engine)
+            if update.skipped:
+                hold()
+                after = _left_out(state, update, engine)
+            else:
+                ready = engine.prepare(state, update.grads, planned)
+                hold()
+                begin_donation(state, given.taken.update)
+                try:
+                    opt_state = engine.update(ready, planned, flag)
+                except BaseException:
+                    _undo(state, engine)
+                    raise
+                after = _after(state, update, opt_state, flag)
+        finally:
+            given.give_away()
+        return after, update.grads.metrics
+
+
+def take_in_backward(
+    state: TrainState,
+    compute: Callable[[], tuple[Metrics, Grads]],
+    hold: Callable[[], None],
+) -> tuple[TrainState, Metrics]:
+    """Take an update while the backward pass runs: its optimizer steps are in `compute`.
+
+    Args:
+        state: given to the update as soon as the backward pass has a gradient.
+        compute: runs forward and backward, and leaves the gradients' cursor and buffers.
+        hold: is called before the backward pass, for Ctrl-C would lose the state from then on.
+    """
+    with span("accelfn step in backward"):
+        world, setup = state.definition.world, state.definition.setup
+        if world.size > 1 and not setup.owners["engine"]:
+            raise GradsError(_unreduced(world))
+        engine = engine_of(state)
+        planned, update = planned_for(Update(state=state, slots=_slots(state)))
+        tried = state.num_tried
+        engine.plan(state, planned, hold, lambda: begin_donation(state, tried))
+        try:
+            metrics, grads = compute()
+        except BaseException:
+            engine.forget_plan()  # it may not have come to the backward pass
+            if state.lease.is_over:
+                _undo(state, engine)
+            raise
+        grads.give_away()
+        slots = {**update.slots, **grads.taken.slots}
+        update = Update(state=state, slots=slots, grads=grads)
+        return _after(state, update, engine.finish(grads), None), metrics
+
+
+def reduced(update: Update) -> Update:
+    """Let the gradients be those of all ranks, as the setup says.
+
+    Raises:
+        GradsError: it does not say how; or what a `reduce` gave is no sum of all ranks.
+    """
+    grads, world = update.grads, update.state.definition.world
+    if grads.reduced or world.size == 1:
+        return update
+    owners = update.state.definition.setup.owners["reduce"]
+    if not owners:
+        raise GradsError(_unreduced(world))
+    owner = owners[0]
+    if owner.reduce is None:
+        return update
+    sums, update = through("reduce", grads, update, Grads)
+    if "apart" not in facts_of(owner):
+        _check_sums(owner, sums, update)
+    return update.with_grads(sums)
+
+
+def transformed(update: Update) -> Update:
+    """Let the `grads` of transforms see, and change, the gradients of the mean."""
+    if not update.state.definition.setup.owners["grads"]:
+        return update  # the optimizer's kernel may divide them
+    update = update.with_grads(update.grads.divided())
+    grads, update = through("grads", update.grads, update, Grads)
+    return update.with_grads(grads)
+
+
+def begin_donation(state: TrainState, update: int) -> None:
+    """Let the state be used no more, for its tensors are about to change."""
+    state.lease.end(StateDonatedError, _INTERRUPTED, update=update)
+
+
+def ended(state: TrainState, after: TrainState, update: int) -> TrainState:
+    """Hand the tensors of a state over to the one after it, which is returned."""
+    state.definition.world.connection.is_between = True
+    state.lease.hand_over(after, StateDonatedError, _DONATED, update=update)
+    return after
+
+
+def _begun(state: TrainState, grads: Grads) -> Update:
+    slots, crossed = _slots(state), grads.taken.slots
+    return Update(
+        state=state, slots={**slots, **crossed} if crossed else slots, grads=grads
+    )
+
+
+def _slots(state: TrainState) -> dict[str, Any]:
+    # the private field: a property would check the lease again
+    return state._slots  # pyright: ignore[reportPrivateUsage]
+
+
+def _after(
+    state: TrainState, update: Update, opt_state: OptState, flag: torch.Tensor | None
+) -> TrainState:
+    """Return the state after an update that the optimizer has taken."""
+    after = successor(update, state, opt_state, flag)
+    if state.definition.setup.owners["after_update"]:
+        after = through_state("after_update", after, update)
+    return ended(state, after, update.grads.taken.update)
+
+
+def _undo(state: TrainState, engine: Engine) -> None:
+    """Let a state be used again after an update that raised before it changed anything."""
+    if engine.is_undone():
+        state.lease.restore()
+
+
+def _left_out(state: TrainState, update: Update, engine: Engine) -> TrainState:
+    """Return the state as it is, after the batch; transforms may note that in their slots."""
+    after = through_state("after_update", skipped(update, state), update)
+    engine.discard()
+    return ended(state, after, update.grads.taken.update)
+
+
+def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
+    """Raise unless `reduce` gave what is the same on all ranks, as far as can be seen.
+
+    That takes a collective in the first update, and where the world is checked; simulated
+    ranks compare without one.
+    """
+    if not sums.reduced:
+        msg = (
+            f"{owner!r}.reduce returned gradients of this rank's weight, by which each rank"
+            " would divide its own, so that replicas drift apart. Return"
+            " grads.with_sums(sums, weight): what af.reduce makes of grads.tensors and of"
+            " grads.weight. If ranks are to differ, say so:"
+            ' gives_up = {"replicas_agree": "..."}.'
+        )
+        raise GradsError(msg)
+    cache = update.state.definition.cache
+    check_sums(
+        sums.tensors,
+        sums.taken.divisor,
+        update.world,
+        label=f"what {owner!r}.reduce returned in update {update.num_tried}",
+        is_first=not cache.compared_sums,
+    )
+    cache.compared_sums = True
+
+
+def _unreduced(world: World) -> str:
+    return (
+        f"The gradients are not reduced over the {world.size} ranks. Add"
+        " af.wrap_ddp() or af.local_sgd(sync_every=...) to the setup, or call"
+        " af.sync_grads(state, grads) before apply_grads."
+    )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sync_grads`: gradients of this rank into those of all, for custom steps."""
+
+import attrs
+import torch
+
+from accelfn.base.calling import called
+from accelfn.base.contexts import own_modes
+from accelfn.collectives import all_reduce_
+from accelfn.errors import GradsError
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState, check_state
+from accelfn.step.value_and_grad import check_update
+
+
+@called
+def sync_grads(state: TrainState, grads: Grads) -> Grads:
+    """Reduce gradients over the ranks of the state's world, exactly by weight.
+
+    For custom steps that took them with `sync=False`, or without `wrap_ddp`.
+
+    Cost: one all-reduce of all gradients, flattened, and one of their weight.
+
+    Law: what `wrap_ddp` gives.
+
+    Raises:
+        GradsError: they are reduced already, sparse, or not this state's.
+        PeerFailedError: another rank failed.
+    """
+    check_state("af.sync_grads(state, grads)", state)
+    state.lease.check()
+    check_update(state, grads)
+    world = state.definition.world
+    if world.size == 1:
+        return grads
+    if grads.reduced:
+        msg = "sync_grads: these gradients are reduced over the ranks already."
+        raise GradsError(msg)
+    params = state.params
+    names = state.definition.skeleton.trainable
+    sparse = [name for name, grad in grads.tensors.items() if grad.is_sparse]
+    if sparse:
+        msg = (
+            f"sync_grads: the gradients of {', '.join(sparse[:5])} are sparse. Make those"
+            " layers with sparse=False, or let af.wrap_ddp() reduce them."
+        )
+        raise GradsError(msg)
+    taken = grads.taken
+    factor = taken.divisor if taken.is_mean else 1
+    with own_modes(world.device):
+        totals = {
+            name: grads.tensors[name] * factor
+            if name in grads.tensors
+            else torch.zeros_like(params[name])
+            for name in names
+        }
+        told = [float(name in grads.tensors) for name in names]
+        counts = torch.tensor([0.0, *told], dtype=torch.float64, device=world.device)
+        counts[0] = taken.divisor
+        all_reduce_([*totals.values(), counts], world, label="sync_grads")
+        # a parameter that took part on no rank has no gradient
+        if len(grads.tensors) < len(names):
+            took_part = zip(names, counts[1:].tolist(), strict=True)
+            totals = {name: totals[name] for name, some in took_part if some}
+    taken = attrs.evolve(taken, divisor=counts[0], is_mean=False)
+    return attrs.evolve(grads, tensors=totals, taken=taken, reduced=True)

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transforms tell of themselves, a user's own as accelfn's: read, refused, and held true."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import accelfn as af
+from accelfn.errors import LawError
+from accelfn.testing import check_transform
+from accelfn.testing.checking.problems import Problem
+
+ONE = (Problem(),)
+
+
+@af.transform
+class DrawsAllTheSame:
+    """Says that it draws nothing, and adds noise."""
+
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+
+    def grads(self, grads: af.Grads, slot: None, update: af.Update) -> Any:
+        return grads.map(lambda g: g + torch.randn_like(g)), slot
+
+
+@af.transform
+class NamesNoEntry:
+    """Says that an entry differs by rank which its slot has not."""
+
+    tells: ClassVar[Mapping[str, Any]] = {"by_rank": ("reminder",)}
+
+    def init(self, state: af.TrainState) -> dict[str, int]:
+        return {"remainder": 0}
+
+    def after_update(self, state: af.TrainState, slot: Any, update: af.Update) -> Any:
+        return state, {"remainder": slot["remainder"] + 1}
+
+
+@af.transform
+class RankInItsSlot:
+    """Keeps what is this rank's own, and says so or does not."""
+
+    says: bool = True
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        return {"by_rank": ("mine",) if self.says else ()}
+
+    def init(self, state: af.TrainState) -> dict[str, int]:
+        return {"mine": 0, "all": 0}
+
+    def after_update(self, state: af.TrainState, slot: Any, update: af.Update) -> Any:
+        mine = slot["mine"] + 1 + update.world.rank
+        return state, {"mine": mine, "all": slot["all"] + 1}
+
+    def merge(self, slots: Sequence[Any]) -> tuple[list[float], Any]:
+        return [1.0] * len(slots), {**slots[0], "mine": 0}
+
+
+@af.transform
+class JudgesNothing:
+    """Says that it looks at gradients, and lets those pass that are not finite."""
+
+    tells: ClassVar[Mapping[str, Any]] = {"judges_finite": True}
+
+    def grads(self, grads: af.Grads, slot: None, update: af.Update) -> Any:
+        return grads.map(lambda g: g / 2), slot
+
+
+@af.transform
+class RunsAgain:
+    """Runs a module again in the backward pass, and says so or does not."""
+
+    says: bool
+    does: bool
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        return {"recomputes": self.says}
+
+    def runner(self, make: Callable[[nn.Module], Any], state: af.TrainState) -> Any:
+        def again(module: nn.Module) -> Any:
+            made = make(module)
+            for each in module.children() if self.does else ():
+                each.forward = _checkpointed(each.forward)
+            return made
+
+        return again
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: checkpoint(forward, *given, use_reentrant=False)
+
+
+@af.transform
+class OtherParts:
+    """Says that a batch is one part, and has two backward passes."""
+
+    tells: ClassVar[Mapping[str, Any]] = {"micro_batches": lambda batch: [batch]}
+
+    def value_and_grad(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def twice(
+            state: Any, batch: Any, /, *extras: Any, into: Any = None, sync: bool = True
+        ) -> Any:
+            _, into = inner(state, batch, *extras, into=into, sync=False)
+            return inner(state, batch, *extras, into=into, sync=sync)
+
+        return twice
+
+
+LIES = {
+    "draws_nothing": (DrawsAllTheSame(), "do not tell draws_nothing"),
+    "by_rank": (NamesNoEntry(), "'reminder' differs by rank, which its slot lacks"),
+    "judges_finite": (JudgesNothing(), "after a loss that was infinite"),
+    "recomputes": (RunsAgain(says=True, does=False), "no module ran again"),
+    "recomputes, untold": (
+        RunsAgain(says=False, does=True),
+        "does not tell recomputes",
+    ),
+    "micro_batches": (OtherParts(), "tells 1 micro_batches of a batch, and had 2"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_told_must_be_so(lie: str) -> None:
+    transform, said = LIES[lie]
+    with pytest.raises(LawError, match=said):
+        check_transform(transform, sizes=(2,), problems=ONE)
+
+
+def test_what_differs_by_rank_is_told_by_entry() -> None:
+    """An entry that is told may differ; without a word, ranks that hold it have drifted."""
+    check_transform(RankInItsSlot(), sizes=(2,), problems=ONE)
+    with pytest.raises(LawError, match=r"(?s)replicas_agree.*by_rank"):
+        check_transform(RankInItsSlot(says=False), sizes=(2,), problems=ONE)
+
+
+def test_other_entries_of_such_a_slot_must_agree() -> None:
+    """What one entry is free to be, its neighbours are not."""
+
+    @af.transform
+    class Drifts:
+        tells: ClassVar[Mapping[str, Any]] = {"by_rank": ("mine",)}
+
+        def init(self, state: af.TrainState) -> dict[str, int]:
+            return {"mine": 0, "all": 0}
+
+        def after_update(self, state: Any, slot: Any, update: af.Update) -> Any:
+            return state, {"mine": slot["mine"], "all": update.world.rank}
+
+        def merge(self, slots: Sequence[Any]) -> tuple[list[float], Any]:
+            return [1.0] * len(slots), slots[0]
+
+    with pytest.raises(LawError, match=r"(?s)replicas_agree.*'all'"):
+        check_transform(Drifts(), sizes=(2,), problems=ONE)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tell": {"apart": True}}, "did you mean 'tells'"),
+        ({"refuse": {}}, "did you mean 'refuses'"),
+        ({"tells": {"sees_skip": True}}, "did you mean 'sees_skips'"),
+        ({"needs": {"bucket": "..."}}, "did you mean 'buckets'"),
+    ],
+    ids=["tell", "refuse", "sees_skip", "bucket"],
+)
+def test_a_misspelt_fact_is_refused(body: dict[str, Any], said: str) -> None:
+    with pytest.raises(af.ArgumentError, match=said):
+        af.transform(type("Mine", (), body))
+
+
+def test_a_fact_of_ones_own_is_refused_by_another() -> None:
+    """Users' transforms may have facts of their own, and refuse each other by them."""
+
+    @af.transform
+    class Quantizes:
+        tells: ClassVar[Mapping[str, Any]] = {"rounds_weights": "to 4 bits"}
+
+    @af.transform
+    class Exact:
+        refuses: ClassVar[Mapping[str, str]] = {
+            "rounds_weights": "is exact, but {other!r} rounds {told}. Keep one."
+        }
+
+    told = r"Exact\(\) is exact, but Quantizes\(\) rounds to 4 bits. Keep one."
+    for pair in ((Exact(), Quantizes()), (Quantizes(), Exact())):
+        with pytest.raises(af.CompositionError, match=told):
+            af.chain(*pair)
+
+
+def test_what_is_needed_is_asked_for_where_a_state_is() -> None:
+    """A part of a chain may lack what another part has; a state's setup may not."""
+
+    @af.transform
+    class Needs:
+        needs: ClassVar[Mapping[str, str]] = {"buckets": "has nothing to do."}
+
+    part = af.chain(Needs())
+    model, optimizer = (lambda: nn.Linear(1, 1)), torch.optim.SGD
+    whole = af.chain(af.wrap_ddp(), part)
+    af.TrainState.create(model=model, optimizer=optimizer, setup=whole)
+    with pytest.raises(af.CompositionError, match=r"Needs\(\) has nothing to do"):
+        af.TrainState.create(model=model, optimizer=optimizer, setup=part)
+
+
+def test_facts_are_a_mapping() -> None:
+    @af.transform
+    class Lists:
+        tells: ClassVar[Any] = ["recomputes"]
+
+    with pytest.raises(af.ArgumentError, match=r"Lists\(\).tells is \['recomputes'\]"):
+        af.chain(Lists())
+
+
+def test_an_init_that_gives_nothing_makes_no_slot() -> None:
+    @af.transform
+    class Looks:
+        def init(self, state: af.TrainState) -> None:
+            if not state.params:
+                msg = "nothing to look at"
+                raise ValueError(msg)
+
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=Looks()
+    )
+    assert dict(state.slots) == {}
+
+
+@pytest.mark.parametrize("field", ["eval_params", "loss_scale"])
+def test_what_is_asked_often_keeps_no_slot(field: str) -> None:
+    """A slot that such a method gives back would be lost, and is refused."""
+
+    def counting(_self: Any, value: Any, slot: Any, _update: af.Update) -> Any:
+        return value, {"asked": slot["asked"] + 1}
+
+    body = {"init": lambda _self, _state: {"asked": 0}, field: counting}
+    setup = af.transform(type("Counts", (), body))()
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=setup
+    )
+    step = af.make_step(lambda model, x: model(x).mean())
+    with pytest.raises(af.ArgumentError, match=f"{field} of the transform 'counts'"):
+        af.eval_params(state) if field == "eval_params" else step(
+            state, torch.ones(1, 1)
+        )
+
+
+def test_only_those_that_see_skips_are_called_after_one() -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def note(self: Any, state: Any, slot: Any, update: af.Update) -> Any:
+        calls.append((self.name, update.skipped))
+        return state, slot
+
+    blind = af.transform(type("Blind", (), {"after_update": note}))()
+    body = {"after_update": note, "tells": {"sees_skips": True}}
+    seeing = af.transform(type("Seeing", (), body))()
+    setup = af.chain(blind, seeing, af.skip_nonfinite())
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=setup
+    )
+    step = af.make_step(lambda model, x: model(x).mean())
+    state, _ = step(state, torch.full((1, 1), float("inf")))
+    state, _ = step(state, torch.ones(1, 1))
+    assert calls == [("seeing", True), ("blind", False), ("seeing", False)]
+
+
+def test_outside_of_a_step_there_are_no_gradients() -> None:
+    seen: list[af.Update] = []
+
+    @af.transform
+    class Sees:
+        def eval_params(self, params: Any, slot: None, update: af.Update) -> Any:
+            seen.append(update)
+            return params, slot
+
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=Sees()
+    )
+    af.eval_params(state)
+    (update,) = seen
+    assert update.state is state
+    assert update.world is state.world
+    assert (update.weight, update.num_tried, update.skipped) == (0, 0, False)
+    assert not update.grads.tensors
+
+
+def test_one_that_draws_beside_one_that_does_not() -> None:
+    """A stream is made where one of several draws, wherever it stands."""
+
+    @af.transform
+    class Noise:
+        def grads(self, grads: af.Grads, slot: None, update: af.Update) -> Any:
+            return grads.map(lambda g: g + torch.rand_like(g)), slot
+
+    found: list[torch.Tensor] = []
+    for setup in (
+        af.chain(af.clip_grad_norm(9.0), Noise()),
+        af.chain(Noise(), af.clip_grad_norm(9.0)),
+        af.chain(Noise()),
+    ):
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, setup=setup
+        )
+        step = af.make_step(lambda model, x: model(x).mean())
+        torch.rand(len(found))  # the process's own draws are nobody's
+        state, _ = step(state, torch.ones(1, 2))
+        found.append(state.params["weight"])
+    assert all(torch.equal(found[0], each) for each in found)
+
+
+def _taking(*names: str) -> Any:
+    """Return a method that takes arguments of these names."""
+    scope: dict[str, Any] = {}
+    exec(f"def method(self, {', '.join(names)}): ...", scope)  # noqa: S102 - names of ours
+    return scope["method"]
+
+
+OLD = {
+    "after_skip": (("grads", "slot", "state"), "sees_skips"),
+    "grads": (("grads", "slot", "state"), "update.state"),
+    "reduce": (("grads", "slot", "world"), "update.world"),
+    "observe": (("state", "slot", "value"), "value is the first"),
+    "after_update": (("state", "slot"), "slot, update"),
+    "hyper": (("state", "slot"), "hyper, slot, update"),
+    "eval_params": (("state", "slot"), "params, slot, update"),
+    "loss_scale": (("state", "slot"), "scale, slot, update"),
+    "finalize": (("state", "slot"), "state, slot, update"),
+}
+
+
+@pytest.mark.parametrize("field", OLD)
+def test_a_method_in_the_shape_of_before_is_refused(field: str) -> None:
+    """At the class, with what it is called with now."""
+    names, said = OLD[field]
+    with pytest.raises(af.ArgumentError, match=said):
+        af.transform(type("Mine", (), {field: _taking(*names)}))
