@@ -134,6 +134,7 @@ class DDPRunner:
     """Runs the loss inside DistributedDataParallel; the last micro-batch communicates."""
 
     reduces = True
+    lone_module = None
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from accelfn.data.cursor import Cursor
 from accelfn.definition.fields import check_returned
 from accelfn.engine.agreement import check_definitions
 from accelfn.engine.buffers import Buffers
+from accelfn.engine.home import Home, ReplicaHome
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
@@ -47,34 +48,29 @@ class Engine:
     def __init__(
         self,
         state: TrainState,
+        home: Home,
         innermost: Innermost,
         compression: "Compression | None" = None,
     ) -> None:
-        """Build a module and an optimizer around the state's tensors."""
-        self._compression = compression
+        """Build an optimizer, and what runs losses, around a home of the state's tensors."""
+        self._home, self._compression = home, compression
         definition = state.definition
-        skeleton = definition.skeleton
         self._device = definition.world.device
         self._world_size = definition.world.size
         self._connection = definition.world.connection
         self._bound: tuple[object, object, object] = (None, None, None)
         self._stream_of: tuple[int | None, int] = (None, 0)
-        module = skeleton.build(state.params, state.buffers)
-        named = dict(module.named_parameters())
-        self._all = named
-        self._trained = {name: named[name] for name in skeleton.trainable}
-        self._pairs = list(self._trained.items())
-        metas = dict(skeleton.module.named_parameters())
+        metas = dict(definition.skeleton.module.named_parameters())
         self._optimizer = LiveOptimizer(
             definition.optimizer,
-            {metas[name]: param for name, param in named.items()},
-            {param: name for name, param in named.items()},
+            {metas[name]: param for name, param in home.params.items()},
+            {param: name for name, param in home.params.items()},
         )
         live = None
         if "steps_in_backward" in definition.setup.facts:
-            live = LiveUpdate(self._optimizer, self._trained)
+            live = LiveUpdate(self._optimizer, home.trained)
         self.live_update = live
-        self._buffers = Buffers(module)
+        self._buffers = Buffers(home.module)
 
         def make_runner(module: nn.Module) -> Runner:
             return innermost(module, live)
@@ -83,11 +79,11 @@ class Engine:
             make_runner = each.runner(make_runner, state)
             ok, what = callable(make_runner), "a function that makes a runner"
             check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
-        self._runner = make_runner(module)
+        self._runner = make_runner(home.module)
         if live is not None and not live.by_buckets:
             live.hook()
-        self._of_all_ranks = buffers_of_all_ranks(module)
-        # gradients that lie in `param.grad` now, not yet applied
+        self._of_all_ranks = buffers_of_all_ranks(home.module)
+        # gradients that lie in the home now, not yet applied
         self._live: dict[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
 
@@ -100,8 +96,7 @@ class Engine:
         if bound[0] is params and bound[1] is buffers and bound[2] is opt_state:
             return
         self._move_out()
-        for name, param in self._all.items():
-            param.data = params[name]
+        self._home.bind(params)
         self._buffers.bind(buffers)
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
@@ -135,7 +130,7 @@ class Engine:
         try:
             with draws.stream(key, self._device, tried, num_before):
                 read = self._runner.forward(loss_fn, samples, sync=sync)
-                if into is None and self._has_gradients():
+                if into is None and self._home.has_gradients():
                     refuse_taken()
                 averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
@@ -190,9 +185,7 @@ class Engine:
         ):
             grads = grads.divided()
         if grads.tensors is not self._live:
-            grads.check_fit(self._trained)
-            for name, param in self._pairs:
-                param.grad = grads.tensors.get(name)
+            self._home.put_gradients(grads)
         return grads
 
     def plan(
@@ -243,8 +236,7 @@ class Engine:
 
     def _ended(self, grads: Grads, opt_state: OptState) -> OptState:
         """Leave nothing of an update but the state after it."""
-        for _, param in self._pairs:
-            param.grad = None
+        self._home.clear_gradients()
         if grads.buffers:
             self._buffers.commit(grads.buffers)
         self._live, self._live_buffers = None, {}
@@ -253,8 +245,7 @@ class Engine:
 
     def discard(self) -> None:
         """Drop gradients that are not to be applied."""
-        for _, param in self._pairs:
-            param.grad = None
+        self._home.clear_gradients()
         self._live, self._live_buffers = None, {}
 
     def is_undone(self) -> bool:
@@ -287,23 +278,16 @@ class Engine:
             self.live_update.hold()
         return self._runner.backward(read.scalar, scale, weight)
 
-    def _has_gradients(self) -> bool:
-        """Whether a loss has left some: the first and the last are looked at, each step."""
-        first, last = self._pairs[0][1], self._pairs[-1][1]
-        return first.grad is not None or last.grad is not None
-
     def _found(
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that a backward pass left, or what it stepped."""
-        found = dict(stepped) or {
-            name: grad
-            for name, param in self._pairs
-            if (grad := param.grad) is not None
-        }
-        num_trained = len(self._pairs)
-        if reduced and len(found) < num_trained and not self._runner.expects_unused:
-            refuse_unused(name for name in self._trained if name not in found)
+        found, trained = (
+            dict(stepped) or self._home.take_gradients(),
+            self._home.trained,
+        )
+        if reduced and len(found) < len(trained) and not self._runner.expects_unused:
+            refuse_unused(name for name in trained if name not in found)
         if not found:
             msg = (
                 "The loss depends on no trainable parameter of the model, only on other"
@@ -328,18 +312,16 @@ class Engine:
             self._move_out()
         if into is None:
             return
-        into.check_fit(self._trained)
         if (into.taken.loss_scale is None) != (loss_scale is None):
             msg = (
                 "value_and_grad(into=grads): these gradients were taken under another"
                 " setup, which scales losses otherwise."
             )
             raise GradsError(msg)
+        self._home.put_gradients(into)
         into.give_away()
         if into.taken.is_mean:
             lists.mul_(into.tensors.values(), into.taken.divisor)
-        for name, grad in into.tensors.items():
-            self._trained[name].grad = grad
 
     def _move_out(self) -> None:
         """Let gradients that nobody applied be their holder's own."""
@@ -351,13 +333,11 @@ class Engine:
         for name, buffer in self._live_buffers.items():
             self._live_buffers[name] = buffer.clone()
         self._live, self._live_buffers = None, {}
-        for param in self._trained.values():
-            param.grad = None
+        self._home.clear_gradients()
 
     def _abandon(self, state: TrainState) -> None:
         """Leave nothing of a pass that raised; after one, a DDP reducer is unusable."""
-        for param in self._trained.values():
-            param.grad = None
+        self._home.clear_gradients()
         self._live, self._live_buffers = None, {}
         self._buffers.abandon()
         self.forget_plan()
@@ -367,7 +347,7 @@ class Engine:
 
 def local_engine(state: TrainState) -> Engine:
     """Return an engine in which nothing crosses ranks."""
-    return Engine(state, lambda module, _: LocalRunner(module))
+    return Engine(state, ReplicaHome(state), lambda module, _: LocalRunner(module))
 
 
 def engine_of(state: TrainState) -> Engine:

@@ -28,6 +28,11 @@ class Runner(Protocol):
         """Whether a parameter may take no part in the loss."""
         ...
 
+    @property
+    def lone_module(self) -> nn.Module | None:
+        """The module, where nothing but the loss runs in a pass: one graph can hold it."""
+        ...
+
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
@@ -61,6 +66,11 @@ class Delegating(ABC):
         """Whether a parameter may take no part in the loss."""
         return self._inner.expects_unused
 
+    @property
+    def lone_module(self) -> None:
+        """None: this one acts beside the loss."""
+        return
+
     @abstractmethod
     def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
         """Return the loss function that the other runner is to run, before it does."""
@@ -86,7 +96,7 @@ class LocalRunner:
 
     def __init__(self, module: nn.Module) -> None:
         """Take the module."""
-        self._module = module
+        self.lone_module = self._module = module
         self._ones = Ones()
 
     def forward(

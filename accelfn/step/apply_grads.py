@@ -12,6 +12,7 @@ from accelfn.state.succession import through_state
 from accelfn.state.update import Update
 from accelfn.step.holding import held
 from accelfn.step.stages import begin_donation, ended, take
+from accelfn.step.value_and_grad import check_update
 
 
 @held
@@ -30,6 +31,7 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     """
     check_state("af.apply_grads(state, grads)", state)
     state.lease.check()
+    check_update(state, grads)
     with own_modes(state.definition.world.device):
         return take(state, grads, _held_already)[0]
 

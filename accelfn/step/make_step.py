@@ -16,7 +16,7 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.step.counts import Count
 from accelfn.step.holding import holding
 from accelfn.step.stages import take, take_in_backward
-from accelfn.step.value_and_grad import gradients_of
+from accelfn.step.value_and_grad import check_update, gradients_of
 
 
 class Step(Protocol):
@@ -70,6 +70,8 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
                     state, lambda: compute(state, batch, *extras), hold.begin
                 )
             metrics, grads = compute(state, batch, *extras)
+            if definition.setup.owners["value_and_grad"]:
+                check_update(state, grads)  # a user's own may return anything
             state, reported = take(state, grads, hold.begin)
             return state, metrics.with_values(reported) if reported else metrics
 

@@ -22,7 +22,6 @@ from accelfn.state.state import OptState, TrainState
 from accelfn.state.succession import skipped, successor, through_state
 from accelfn.state.update import Update, through
 from accelfn.step.skipping import decided
-from accelfn.step.value_and_grad import check_update
 from accelfn.world import World
 
 _INTERRUPTED = (
@@ -45,7 +44,6 @@ def take(
     `hold` is called before the state is given away: from then on Ctrl-C would lose it.
     """
     with span("accelfn apply_grads"):
-        check_update(state, grads)
         planned, update = planned_for(_begun(state, grads))
         update = reduced(update)
         given, engine = update.grads, engine_of(state)

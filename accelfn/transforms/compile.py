@@ -19,7 +19,7 @@ from accelfn.engine.module.graph_runner import (
     compile_regions,
 )
 from accelfn.engine.module.regions import Regions, are_regions, chosen
-from accelfn.engine.runner import LocalRunner, Runner
+from accelfn.engine.runner import Runner
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 
@@ -159,8 +159,8 @@ class compile:  # noqa: A001 - what torch calls it
                 compile_regions(found, compiler)
                 return RegionsRunner(make(module), compiler)
             runner = make(module)
-            if whole and type(runner) is LocalRunner:
-                return OneGraphRunner(module, compiler)
+            if whole and runner.lone_module is not None:
+                return OneGraphRunner(runner.lone_module, compiler)
             return TwoGraphsRunner(runner, compiler)
 
         return compiling

@@ -11,6 +11,7 @@ from accelfn.base.arguments import is_number, truth
 from accelfn.definition.transform import transform
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
+from accelfn.engine.home import ReplicaHome
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
@@ -123,4 +124,4 @@ class wrap_ddp:
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
             return DDPRunner(module, world, options, compression, live)
 
-        return Engine(state, make, compression)
+        return Engine(state, ReplicaHome(state), make, compression)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show behind a failure or a skip, and in gradients taken by hand."""
 
-from accelfn.engine import engine
+from accelfn.engine import engine, home
 from accelfn.state import grads
 from accelfn.step import apply_grads, counts, stages, sync_grads, value_and_grad
 from tests.laws import test_counts, test_failing, test_gradients, test_skipping
@@ -23,7 +23,7 @@ MUTANTS = [
         law="L54",
         test=test_failing.test_a_failed_call_costs_itself,
         place=engine.Engine.discard,
-        old="param.grad = None",
+        old="self._home.clear_gradients()",
         new="pass",
     ),
     Mutant(
@@ -77,7 +77,7 @@ MUTANTS = [
         says="a gradient that a transform left out is the one that the backward pass left",
         law="L26",
         test=test_gradients.test_what_is_left_out_stays,
-        place=engine.Engine.prepare,
+        place=home.ReplicaHome.put_gradients,
         old="grads.tensors.get(name)",
         new="grads.tensors.get(name, param.grad)",
     ),

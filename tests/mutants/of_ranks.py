@@ -174,8 +174,10 @@ MUTANTS = [
         law="L24",
         test=test_ddp.test_buckets_change_nothing,
         place=engine.Engine._found,
-        old="(grad := param.grad) is not None",
-        new="(grad := param.grad) is not None and (grad._base is not None or not reduced)",
+        old="self._home.take_gradients(),",
+        new="""\
+{n: g for n, g in self._home.take_gradients().items()
+ if g._base is not None or not reduced},""",
     ),
     Mutant(
         name="an option is left out",
@@ -410,7 +412,7 @@ MUTANTS = [
         law="L54",
         test=test_faults.test_a_step_that_raised_can_be_tried_again,
         place=engine.Engine._abandon,
-        old="param.grad = None",
+        old="self._home.clear_gradients()",
         new="pass",
     ),
     Mutant(

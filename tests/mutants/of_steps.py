@@ -5,7 +5,7 @@ from accelfn import collectives
 from accelfn.base import contexts, draws
 from accelfn.definition import facts, slots
 from accelfn.definition.transform import _apply, _check_chain, _flatten, _repr, chain
-from accelfn.engine import buffers, engine
+from accelfn.engine import buffers, engine, home
 from accelfn.state import grads, hyper, state, update, views
 from accelfn.step import make_step, stages, sync_grads
 from accelfn.structure import skeleton
@@ -384,9 +384,9 @@ for path in state.definition.skeleton.aliases:
         says="gradients go to the parameters in the order in which they were found",
         law="L32",
         test=test_parameters.test_gradients_go_by_name,
-        place=engine.Engine.prepare,
+        place=home.ReplicaHome.put_gradients,
         old="grads.tensors.get(name)",
-        new="list(grads.tensors.values())[list(self._trained).index(name)]",
+        new="list(grads.tensors.values())[list(self.trained).index(name)]",
     ),
     Mutant(
         name="the last parameter is not clipped",

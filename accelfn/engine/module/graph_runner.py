@@ -32,6 +32,7 @@ class OneGraphRunner:
     """Runs a loss and its backward pass as one graph; nothing crosses ranks."""
 
     reduces = False
+    lone_module = None
     expects_unused = True
 
     def __init__(self, module: nn.Module, compiler: Compiler) -> None:
