@@ -56,8 +56,8 @@ critic_step, generator_step = map(af.make_step, (critic_loss, generator_loss))
 def gan_step(states: Pair, batch: af.Batch) -> Pair:
     """Update the critic, then the generator; each sees the other as it is, frozen."""
     generator, critic = states
-    critic, _ = critic_step(critic, batch, af.frozen(generator, raw=True))
-    generator, _ = generator_step(generator, batch.value, af.frozen(critic, raw=True))
+    critic, _ = critic_step(critic, batch, af.frozen(generator, at="train"))
+    generator, _ = generator_step(generator, batch.value, af.frozen(critic, at="train"))
     return generator, critic
 
 

@@ -43,9 +43,10 @@ _LONGEST = 10.0**9
 
 @called
 def launch(
+    size: int,
     fn: Callable[Concatenate[World, ...], Any],
+    /,
     *args: Any,
-    nproc: int = 2,
     device: str | torch.device | None = None,
     timeout: float = 300.0,
 ) -> list[Any]:
@@ -59,9 +60,9 @@ def launch(
     it: big data is better read in `fn` than passed to it.
 
     Args:
+        size: the number of ranks.
         fn: what each rank does. It gets its `World`.
         args: what it gets beside it.
-        nproc: the number of ranks.
         device: as in `World.from_env`: default a GPU for each rank, or the CPU without any.
         timeout: as in `World.from_env`.
 
@@ -81,42 +82,48 @@ def launch(
         RankFailedError: a rank failed; the text begins with the traceback of the first.
 
     Example:
-        >>> launch(lambda world, x: x + world.rank, 10, nproc=2)
+        >>> launch(2, lambda world, x: x + world.rank, 10)
         [10, 11]
     """
-    _check(fn, nproc=nproc, device=device, timeout=timeout)
-    name, size = asked_size(os.environ)
-    if size > 1:
+    _check(size, fn, device=device, timeout=timeout)
+    name, others = asked_size(os.environ)
+    if others > 1:
         msg = (
-            f"af.launch: this process is one of {size} already ({name}={size}), and each"
-            f" would start {nproc} more. Call the function itself, with"
+            f"af.launch: this process is one of {others} already ({name}={others}), and each"
+            f" would start {size} more. Call the function itself, with"
             " af.World.from_env()."
         )
         raise LaunchError(msg)
     with tempfile.TemporaryDirectory(prefix="accelfn-call-") as name:
         folder = Path(name)
         _write_call(folder, fn, args, device=device, timeout=timeout)
-        ended = _run(folder, nproc)
+        ended = _run(folder, size)
         if ended.failures:
             raise RankFailedError(ended.report)
-        return [_result(folder, rank) for rank in range(nproc)]
+        return [_result(folder, rank) for rank in range(size)]
 
 
-def _check(fn: object, *, nproc: object, device: object, timeout: object) -> None:
+def _check(size: object, fn: object, *, device: object, timeout: object) -> None:
     """Refuse what each rank would refuse, or could not do."""
-    if not callable(fn):
-        msg = f"af.launch({fn!r}): expected a function, fn(world, *args)."
+    if callable(size):
+        msg = (
+            f"af.launch({size!r}, ...): the number of ranks comes first, as in simulate:"
+            " af.launch(2, fn, *args)."
+        )
         raise ArgumentError(msg)
-    if not is_integer(nproc, 1):
-        msg = f"af.launch(nproc={nproc!r}): expected a number of processes, 1 or more."
+    if not is_integer(size, 1):
+        msg = f"af.launch({size!r}, fn): expected a number of ranks, 1 or more."
+        raise ArgumentError(msg)
+    if not callable(fn):
+        msg = f"af.launch({size}, {fn!r}): expected a function, fn(world, *args)."
         raise ArgumentError(msg)
     if not is_number(timeout) or not 0 < timeout < _LONGEST:
         msg = f"af.launch(timeout={timeout!r}): expected a positive number of seconds."
         raise ArgumentError(msg)
-    _check_device(device, nproc)
+    _check_device(device, size)
 
 
-def _check_device(device: Any, nproc: int) -> None:
+def _check_device(device: Any, size: int) -> None:
     count = torch.cuda.device_count()
     default = "cuda" if count else "cpu"
     try:
@@ -127,10 +134,10 @@ def _check_device(device: Any, nproc: int) -> None:
     if asked.type not in ("cpu", "cuda"):
         msg = f"af.launch(device={device!r}): expected cpu or cuda."
         raise ArgumentError(msg)
-    needed = nproc if asked.index is None else asked.index + 1
+    needed = size if asked.index is None else asked.index + 1
     if asked.type == "cuda" and needed > count:
         msg = (
-            f"af.launch(nproc={nproc}, device={device!r}): that takes {needed} GPUs, and"
+            f"af.launch({size}, fn, device={device!r}): that takes {needed} GPUs, and"
             f' torch sees {count} here. Start fewer ranks, or pass device="cpu".'
         )
         raise ArgumentError(msg)

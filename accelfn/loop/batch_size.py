@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelfn.base.arguments import check_integer
 from accelfn.base.calling import called
 from accelfn.collectives import all_gather, naming
+from accelfn.collectives.agreed import check_world
 from accelfn.errors import (
     ArgumentError,
     Error,
@@ -34,9 +35,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_
 
 
 @called
-def find_batch_size(
-    fn: Callable[[int, World], R], start: int, *, world: World | None = None
-) -> R:
+def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> R:
     """Return `fn(batch_size, world)` for the largest of start, start/2, ... that fits.
 
     `fn` is called anew for each batch size, so it creates its state and data inside, from
@@ -50,7 +49,7 @@ def find_batch_size(
     Args:
         fn: takes a batch size and a `World`; what the batch size counts is its own affair.
         start: the first batch size, 1 or more, the same on all ranks.
-        world: whose ranks agree; default `World.single()`.
+        world: whose ranks agree.
 
     Law: the batch size is the largest `start // 2**k` for which no rank runs out of memory,
         the same on all ranks; a rank that does while others wait for it ends their waiting.
@@ -68,14 +67,14 @@ def find_batch_size(
         ...     if batch_size > 24:
         ...         raise MemoryError
         ...     return f"trained on {batch_size}"
-        >>> find_batch_size(train, 64)
+        >>> find_batch_size(train, 64, World.single())
         'trained on 16'
     """
     if not callable(fn):
         msg = f"af.find_batch_size({fn!r}): expected a function fn(batch_size, world)."
         raise ArgumentError(msg)
     check_integer("af.find_batch_size", "start", start, 1)
-    world = World.single() if world is None else world
+    check_world("af.find_batch_size(fn, start, world)", world)
     _check_world(world, start)
     batch_size = start
     while True:

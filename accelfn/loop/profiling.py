@@ -14,6 +14,7 @@ from torch import profiler as torch_profiler
 from accelfn.base.arguments import as_path, check_integer
 from accelfn.base.calling import called
 from accelfn.base.contexts import is_profiled
+from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.world import World
 
@@ -95,8 +96,8 @@ class Profiler:
 @contextmanager
 def profile(
     directory: str | os.PathLike[str],
+    world: World,
     *,
-    world: World | None = None,
     wait: int = 1,
     warmup: int = 1,
     active: int = 3,
@@ -114,7 +115,7 @@ def profile(
 
     Args:
         directory: made if it is not there; an older trace of the same rank is replaced.
-        world: tells the rank in the file's name; default `World.single()`.
+        world: tells the rank in the file's name.
         wait: steps to pass over, 0 or more: the first builds the engine.
         warmup: steps to record and drop, 1 or more, for the first are distorted.
         active: steps to write, 1 or more.
@@ -141,7 +142,7 @@ def profile(
 
     Example:
         ```python
-        with af.profile("traces", world=world) as profiler:
+        with af.profile("traces", world) as profiler:
             for batch in af.batches(state, epochs=1):
                 state, metrics = step(state, batch)
                 profiler.step()
@@ -163,7 +164,7 @@ def profile(
         if not isinstance(value, bool):
             msg = f"af.profile({name}={value!r}): expected True or False."
             raise ArgumentError(msg)
-    world = World.single() if world is None else world
+    check_world("af.profile(directory, world)", world)
     folder = as_path("af.profile(directory)", directory, "a directory")
     path = folder / f"rank-{world.rank}.json"
     if is_profiled() or not _ONE_A_PROCESS.acquire(blocking=False):

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from accelfn.errors import (
     PlainDataError,
 )
 from accelfn.state.state import TrainState, check_state
-from accelfn.state.views import eval_params
+from accelfn.state.views import params_at
 from accelfn.weights.shards import INDEX, bytes_in, divided, index_of
 
 
@@ -34,7 +34,7 @@ def export_model(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    raw: bool = False,
+    at: Literal["train", "eval"] = "eval",
 ) -> None:
     """Write a state's model to a new directory, as Hugging Face tools read it; on all ranks.
 
@@ -48,7 +48,7 @@ def export_model(
         directory: does not exist yet.
         max_shard_size: of a file's tensors, in bytes or as "5GB" or "100MiB"; a tensor that is
             larger has a file of its own.
-        raw: True takes the parameters that are trained, of rank 0, instead of those to
+        at: "train" takes the parameters that are trained, of rank 0, in place of those to
             evaluate (see `ema`, `local_sgd`).
 
     Law: `import_model` gives these tensors, bitwise, whatever the size of the files.
@@ -64,7 +64,7 @@ def export_model(
     call = "af.export_model(state, directory)"
     check_state(call, state)
     path, limit = as_path(call, directory, "a directory"), bytes_in(max_shard_size)
-    params = _params(state, raw=raw)
+    params = params_at(state, call, at)
     job = save_of(state, path)
     tensors: dict[str, torch.Tensor] = {}
 
@@ -90,19 +90,23 @@ def export_model(
 
 
 @called
-def full_params(state: TrainState, *, raw: bool = False) -> dict[str, torch.Tensor]:
+def full_params(
+    state: TrainState, *, at: Literal["train", "eval"] = "eval"
+) -> dict[str, torch.Tensor]:
     """Return copies of the whole parameters on the host, by name; call it on all ranks.
 
     Args:
         state: not donated; it stays as it is.
-        raw: True takes this rank's parameters as they are trained, instead of those to
+        at: "train" takes this rank's parameters as they are trained, in place of those to
             evaluate.
 
     Cost: a copy of the parameters on each rank; where they are sharded, a gather of each.
     """
-    check_state("af.full_params(state)", state)
+    call = "af.full_params(state)"
+    check_state(call, state)
+    params = params_at(state, call, at)
     with own_modes(state.world.device), torch.no_grad():
-        return {n: _host(t).clone() for n, t in _params(state, raw=raw).items()}
+        return {n: _host(t).clone() for n, t in params.items()}
 
 
 @called
@@ -110,7 +114,7 @@ def save_pretrained(
     state: TrainState,
     directory: str | os.PathLike[str],
     *,
-    raw: bool = False,
+    at: Literal["train", "eval"] = "eval",
     **options: Any,
 ) -> None:
     """Write a state's model by its own method of this name, on rank 0; call it on all ranks.
@@ -121,7 +125,7 @@ def save_pretrained(
     Args:
         state: not donated; it stays as it is.
         directory: does not exist yet.
-        raw: True takes the parameters that are trained, of rank 0, instead of those to
+        at: "train" takes the parameters that are trained, of rank 0, in place of those to
             evaluate.
         **options: handed on, such as `max_shard_size`.
 
@@ -147,7 +151,10 @@ def save_pretrained(
             " only afterwards. Upload that."
         )
         raise ArgumentError(msg)
-    params = _params(state, raw=raw)
+    if "raw" in options:
+        msg = f'{call}, raw=: write at="train" in place of raw=True, at="eval" of raw=False.'
+        raise ArgumentError(msg)
+    params = params_at(state, call, at)
     job, exchange = save_of(state, path), _exchange(state, "save_pretrained")
     job.agreed(exchange, "begin", lambda: commit.begin(job))
     tensors = _held({**params, **state.buffers}, job)
@@ -161,11 +168,6 @@ def save_pretrained(
             disk.rename(job.partial, job.final)
 
     job.agreed(exchange, "write by the model's save_pretrained", write)
-
-
-def _params(state: TrainState, *, raw: bool) -> Mapping[str, torch.Tensor]:
-    state.lease.check()
-    return state.params if raw else eval_params(state)
 
 
 def _exchange(state: TrainState, doing: str) -> commit.Exchange:

@@ -64,7 +64,7 @@ def test_the_largest_that_fits_on_all_ranks_is_found(
             full = batch_size > fits[world.rank]
             return train(batch_size, inner, full, place)
 
-        state = af.find_batch_size(fn, start, world=world)
+        state = af.find_batch_size(fn, start, world)
         return tried[world.rank][-1], tensors(state)
 
     sizes = [start >> k for k in range(start.bit_length())]

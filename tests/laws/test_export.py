@@ -53,9 +53,9 @@ def trained(kind: str, world: af.World, *setup: object) -> af.TrainState:
     return run.train(run.state(world))[0]
 
 
-def evaluated(state: af.TrainState, *, raw: bool) -> Tensors:
+def evaluated(state: af.TrainState, *, at: str) -> Tensors:
     """Return copies of what an export has, under the names of the state."""
-    params = state.params if raw else af.eval_params(state)
+    params = state.params if at == "train" else af.eval_params(state)
     return {n: t.clone() for n, t in {**params, **state.buffers}.items()}
 
 
@@ -82,7 +82,7 @@ def same(one: Tensors, two: Tensors) -> bool:
     kind=st.sampled_from(KINDS),
     setup=st.sampled_from(AVERAGING),
     limit=LIMITS,
-    raw=st.booleans(),
+    at=st.sampled_from(["train", "eval"]),
     how=st.sampled_from(["cpu", "meta", "factory"]),
 )
 def test_what_is_exported_is_imported(
@@ -90,16 +90,16 @@ def test_what_is_exported_is_imported(
     kind: str,
     setup: tuple[object, ...],
     limit: int | str,
-    raw: bool,
+    at: str,
     how: str,
 ) -> None:
-    """An export has what is evaluated, or with raw=True what rank 0 trains; ties are tied."""
+    """An export has what is evaluated, or with at="train" what rank 0 trains; ties are tied."""
 
     def export(world: af.World) -> Tensors:
         state = trained(kind, world, *setup)
-        expected = evaluated(state, raw=raw)
-        af.export_model(state, exported, max_shard_size=limit, raw=raw)
-        assert same(expected, evaluated(state, raw=raw))
+        expected = evaluated(state, at=at)
+        af.export_model(state, exported, max_shard_size=limit, at=at)
+        assert same(expected, evaluated(state, at=at))
         return expected
 
     with folder() as exported:
@@ -117,21 +117,21 @@ def test_what_is_exported_is_imported(
     size=st.integers(1, 3),
     kind=st.sampled_from(KINDS),
     setup=st.sampled_from(AVERAGING),
-    raw=st.booleans(),
+    at=st.sampled_from(["train", "eval"]),
 )
 def test_full_params_are_copies_on_every_rank(
-    size: int, kind: str, setup: tuple[object, ...], raw: bool
+    size: int, kind: str, setup: tuple[object, ...], at: str
 ) -> None:
     """Each rank has the evaluated parameters, or its own, in memory of their own."""
 
     def look(world: af.World) -> None:
         state = trained(kind, world, *setup)
-        expected = evaluated(state, raw=raw)
-        found = af.full_params(state, raw=raw)
+        expected = evaluated(state, at=at)
+        found = af.full_params(state, at=at)
         assert same({name: expected[name] for name in state.params}, found)
         for each in found.values():
             each.zero_()
-        assert same(expected, evaluated(state, raw=raw))
+        assert same(expected, evaluated(state, at=at))
 
     simulate(size, look)
 

@@ -2,8 +2,8 @@
 """Bugs in what others are given of a state, and in what is taken from them."""
 
 from accelfn import full_params
+from accelfn.state.views import params_at
 from accelfn.weights.empty import _parameters_on_meta
-from accelfn.weights.export import _params
 from accelfn.weights.placing import Placement, _set
 from accelfn.weights.shards import divided
 from tests.laws import test_export
@@ -15,9 +15,9 @@ MUTANTS = [
         says="parameters are exported as they are trained, and no average of them",
         law="L41",
         test=test_export.test_what_is_exported_is_imported,
-        place=_params,
-        old="return state.params if raw else eval_params(state)",
-        new="return state.params",
+        place=params_at,
+        old='if at == "train" or (at is None and not owners):',
+        new="if True:",
     ),
     Mutant(
         name="an import cuts ties",

@@ -18,7 +18,7 @@ def search(
         tried.append(batch_size)
         return train(batch_size, inner, batch_size > fits[world.rank], place)
 
-    state = af.find_batch_size(fn, start, world=world)
+    state = af.find_batch_size(fn, start, world)
     step = af.make_step(lambda model, batch: model(batch[0]).square().mean())
     state, _ = step(state, next(iter(af.batches(state))))
     af.barrier(world)
@@ -34,4 +34,4 @@ def fail_on_one(world: af.World) -> None:
             raise ValueError(msg)
         af.barrier(inner)
 
-    af.find_batch_size(fn, 8, world=world)
+    af.find_batch_size(fn, 8, world)

@@ -24,7 +24,7 @@ def work(world, folder):
     threading.Event().wait()
 
 def launch():
-    af.launch(work, sys.argv[1], nproc=2, device="cpu")
+    af.launch(2, work, sys.argv[1], device="cpu")
 
 thread = threading.Thread(target=launch)
 thread.start()

@@ -43,7 +43,7 @@ def test_out_of_memory_is_noticed(run_out) -> None:
             run_out()
         return batch_size
 
-    assert af.find_batch_size(fn, 23) == 5
+    assert af.find_batch_size(fn, 23, af.World.single()) == 5
     assert tried == [23, 11, 5]
 
 
@@ -59,7 +59,7 @@ def test_other_errors_pass_at_once(error) -> None:
         raise error
 
     with pytest.raises(type(error)) as raised:
-        af.find_batch_size(fn, 8)
+        af.find_batch_size(fn, 8, af.World.single())
     assert raised.value is error
     assert tried == [8]
 
@@ -91,7 +91,7 @@ def test_nothing_of_a_try_is_kept(size) -> None:
                     raise MemoryError from None
             return tensor
 
-        return af.find_batch_size(fn, 8, world=world)
+        return af.find_batch_size(fn, 8, world)
 
     assert [len(found) for found in simulate(size, search)] == [2] * size
 
@@ -99,7 +99,9 @@ def test_nothing_of_a_try_is_kept(size) -> None:
 def test_the_last_error_is_shown() -> None:
     """Where not even 1 fits, the message names it, and the error is the cause."""
     with pytest.raises(af.OutOfMemoryError, match=r"size of 1, the last after 4") as it:
-        af.find_batch_size(lambda _, __: raises(MemoryError("boom")), 4)
+        af.find_batch_size(
+            lambda _, __: raises(MemoryError("boom")), 4, af.World.single()
+        )
     assert str(it.value.__cause__) == "boom"
 
 
@@ -107,19 +109,19 @@ def test_the_last_error_is_shown() -> None:
 def test_a_start_is_a_positive_integer(start) -> None:
     """Anything else can be no batch size."""
     with pytest.raises(af.ArgumentError, match="start="):
-        af.find_batch_size(lambda size, _: size, start)
+        af.find_batch_size(lambda size, _: size, start, af.World.single())
 
 
 def test_a_function_is_called() -> None:
     """Something that cannot be called is refused."""
     with pytest.raises(af.ArgumentError, match="expected a function"):
-        af.find_batch_size(8, 8)
+        af.find_batch_size(8, 8, af.World.single())
 
 
 def test_ranks_start_alike() -> None:
     """Different starts on different ranks would never agree."""
     with pytest.raises(af.ArgumentError, match=r"differs between ranks: \[4, 5\]"):
-        simulate(2, lambda w: af.find_batch_size(lambda b, _: b, 4 + w.rank, world=w))
+        simulate(2, lambda w: af.find_batch_size(lambda b, _: b, 4 + w.rank, w))
 
 
 def test_the_outer_world_is_refused_meanwhile() -> None:
@@ -127,8 +129,8 @@ def test_the_outer_world_is_refused_meanwhile() -> None:
 
     def search(world):
         with pytest.raises(af.WorldError, match="the world that the function is given"):
-            af.find_batch_size(lambda *_: af.barrier(world), 4, world=world)
-        return af.find_batch_size(lambda size, _: size, 4, world=world)
+            af.find_batch_size(lambda *_: af.barrier(world), 4, world)
+        return af.find_batch_size(lambda size, _: size, 4, world)
 
     assert simulate(2, search).results == (4, 4)
 
@@ -138,7 +140,7 @@ def test_a_search_in_a_search_is_refused() -> None:
 
     def search(world):
         return af.find_batch_size(
-            lambda size, inner: af.find_batch_size(lambda s, _: s, size, world=inner),
+            lambda size, inner: af.find_batch_size(lambda s, _: s, size, inner),
             4,
             world=world,
         )
@@ -156,7 +158,7 @@ def test_a_rank_that_fails_is_no_rank_without_memory() -> None:
         af.barrier(world)
 
     with pytest.raises(ValueError, match="a bug"):
-        simulate(2, lambda world: af.find_batch_size(fn, 4, world=world))
+        simulate(2, lambda world: af.find_batch_size(fn, 4, world))
 
 
 def test_a_lost_connection_is_no_lack_of_memory() -> None:
@@ -168,7 +170,7 @@ def test_a_lost_connection_is_no_lack_of_memory() -> None:
                 raise af.PeerFailedError("gone")
 
         with pytest.raises(af.PeerFailedError, match="no rank ran out of memory"):
-            af.find_batch_size(fn, 4, world=world)
+            af.find_batch_size(fn, 4, world)
         return True
 
     assert simulate(2, search).results == (True, True)
@@ -188,6 +190,6 @@ def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend) -> None:
         monkeypatch.setattr(batch_size, "_backend", lambda _: Backend())
         said = rf"2 ranks joined by {backend}.*backend='gloo'.*a run of one process"
         with pytest.raises(af.WorldError, match=said):
-            af.find_batch_size(lambda *_: pytest.fail("it was tried"), 4, world=world)
+            af.find_batch_size(lambda *_: pytest.fail("it was tried"), 4, world)
     finally:
         dist.destroy_process_group()

@@ -364,12 +364,12 @@ def as_exported(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("words", "raw"), [((), True), (("--slot", "ema"), False)])
-def test_export_is_that_of_the_state(words, raw, tmp_path, capsys):
+@pytest.mark.parametrize(("words", "at"), [((), "train"), (("--slot", "ema"), "eval")])
+def test_export_is_that_of_the_state(words, at, tmp_path, capsys):
     """Without a model the very file is written that `af.export_model` writes."""
     (*_, state) = states(3)
     af.save(state, tmp_path / "saved")
-    af.export_model(state, tmp_path / "expected", raw=raw)
+    af.export_model(state, tmp_path / "expected", at=at)
     out = tmp_path / "out"
     code, rows, err = run(capsys, "export", tmp_path / "saved", out, *words)
     assert (code, err) == (0, "")

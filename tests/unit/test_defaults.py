@@ -121,7 +121,10 @@ def state() -> af.TrainState:
 
 def opened(**options: Any) -> None:
     """Begin to look at steps, and leave before the first."""
-    with suppress(KeyError), af.profile(tempfile.gettempdir(), **options):
+    with (
+        suppress(KeyError),
+        af.profile(tempfile.gettempdir(), af.World.single(), **options),
+    ):
         raise KeyError
 
 
@@ -188,7 +191,7 @@ COUNTS = {
         lambda n: af.compress("powersgd", start_powerSGD_iter=n), 0
     ),
     "af.find_batch_size(start)": Count(
-        lambda n: af.find_batch_size(nothing, n, world=af.World()), 1
+        lambda n: af.find_batch_size(nothing, n, af.World()), 1
     ),
     "af.local_sgd(sync_every=)": Count(lambda n: af.local_sgd(sync_every=n), 1),
     "af.micro_batches(num)": Count(lambda n: af.micro_batches(torch.ones(9, 1), n), 1),
@@ -232,7 +235,6 @@ OTHERS = {
     "af.Data.num_updates(seed=)": "any integer",
     "af.TrainState.create(seed=)": "any integer",
     "testing.simulate(seed=)": "any integer",
-    "af.launch(nproc=)": "starts processes",
     "testing.assert_equivalent(updates=)": "trains",
     "testing.check_step(updates=)": "trains",
     "af.Data.epoch(number=)": "is the reader's",

@@ -311,7 +311,7 @@ def test_predictions_of_a_state_donated_meanwhile():
 def test_evaluates_the_average():
     """Under `ema` the average is evaluated, not the parameters."""
     state = make()
-    with af.bind(state, raw=False) as model, torch.no_grad():
+    with af.bind(state, at="eval") as model, torch.no_grad():
         expected = float(model.eval()(X).mean())
     found = af.evaluate(state, data(11), lambda model, batch: model(batch[0]).mean())
     assert pytest.approx(expected, rel=1e-6) == found["value"]

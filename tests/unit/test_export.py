@@ -242,7 +242,7 @@ def test_a_model_writes_itself_once(tmp_path):
         for param in state.params.values():
             param.add_(1)
         af.save_pretrained(state, tmp_path / "model", note="hello")
-        af.save_pretrained(state, tmp_path / "raw", raw=True)
+        af.save_pretrained(state, tmp_path / "raw", at="train")
         assert (tmp_path / "model/config.json").read_text() == "hello"
         for name, expected in (("model", state.slots["ema"]), ("raw", state.params)):
             held = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
@@ -337,7 +337,7 @@ def test_transformers_reads_an_export(size, gpt, tmp_path):
     assert model.lm_head.weight is model.transformer.wte.weight
     expected = af.frozen(state)
     assert not torch.equal(
-        expected(tokens).logits, af.frozen(state, raw=True)(tokens).logits
+        expected(tokens).logits, af.frozen(state, at="train")(tokens).logits
     )
     assert torch.equal(expected(tokens).logits, model(tokens).logits)
 
@@ -350,7 +350,7 @@ def test_transformers_models_write_themselves(gpt, tmp_path):
     state, tokens, config = gpt
     af.save_pretrained(state, tmp_path / "ours", max_shard_size="2KB")
     assert "model.safetensors.index.json" in files_in(tmp_path / "ours")
-    with af.bind(state, raw=False) as model:
+    with af.bind(state, at="eval") as model:
         model.save_pretrained(tmp_path / "theirs")
     expected = af.frozen(state)(tokens).logits
     for name in ("ours", "theirs"):

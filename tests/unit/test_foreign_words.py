@@ -408,7 +408,7 @@ TAKE_A_PATH = {
     "save_pretrained": lambda path: af.save_pretrained(STATE, path),
     "import_model": lambda path: af.import_model(nn.Linear(3, 1), path),
     "import_torch_weights": lambda path: af.import_torch_weights(nn.Linear(3, 1), path),
-    "profile": lambda path: af.profile(path).__enter__(),
+    "profile": lambda path: af.profile(path, af.World.single()).__enter__(),
 }
 
 

@@ -47,7 +47,7 @@ def test_results_and_surroundings(capfd):
         }
 
     before = observed()
-    first, second = af.launch(work, 2.0, nproc=2, device="cpu", timeout=77)
+    first, second = af.launch(2, work, 2.0, device="cpu", timeout=77)
     assert observed() == before
     for found in (first, second):
         assert found["n"] == 2
@@ -69,7 +69,7 @@ def test_a_rank_that_raises():
         af.barrier(world)
 
     with pytest.raises(af.RankFailedError) as caught:
-        af.launch(work, nproc=2, device="cpu")
+        af.launch(2, work, device="cpu")
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("rank 1 failed first (exit code 1, pid ")
     assert lines[2].startswith(f'  File "{__file__}"')
@@ -79,25 +79,25 @@ def test_a_rank_that_raises():
 def test_what_cannot_come_back_or_go():
     """A result that is no plain data, and none at all, are named with the rank."""
     with pytest.raises(af.RankFailedError, match="what rank 0 returned is a object"):
-        af.launch(lambda _: object(), nproc=1, device="cpu")
+        af.launch(1, lambda _: object(), device="cpu")
     with pytest.raises(af.RankFailedError, match="rank 0 left.*and returned nothing"):
-        af.launch(lambda _: sys.exit(0), nproc=1, device="cpu")
+        af.launch(1, lambda _: sys.exit(0), device="cpu")
     lock = threading.Lock()
     with pytest.raises(af.ArgumentError, match="cannot travel"):
-        af.launch(lambda _: lock, nproc=1)
+        af.launch(1, lambda _: lock)
 
 
-@pytest.mark.parametrize("nproc", [0, -1, 1.0, True, "2"])
-def test_a_number_of_processes(nproc):
+@pytest.mark.parametrize("size", [0, -1, 1.0, True, "2"])
+def test_a_number_of_ranks(size):
     """Anything but a whole number from 1 on is refused with its value."""
-    with pytest.raises(af.ArgumentError, match=r"nproc=.*1 or more"):
-        af.launch(print, nproc=nproc)
+    with pytest.raises(af.ArgumentError, match=r"number of ranks, 1 or more"):
+        af.launch(size, print)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"fn": 5}, r"launch\(5\): expected a function"),
+        ({"fn": 5}, r"launch\(2, 5\): expected a function"),
         ({"timeout": -1}, "timeout=-1.*positive number of seconds"),
         ({"timeout": 0}, "timeout=0"),
         ({"timeout": float("nan")}, "timeout=nan"),
@@ -115,7 +115,7 @@ def test_what_no_rank_could_do(monkeypatch, given, said):
     monkeypatch.setattr("accelfn.launching.function.run_here", None)
     fn = given.pop("fn", print)
     with pytest.raises(af.ArgumentError, match=said):
-        af.launch(fn, **given)
+        af.launch(2, fn, **given)
 
 
 def test_more_ranks_than_gpus(monkeypatch):
@@ -124,14 +124,22 @@ def test_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in (None, "cuda"):
         with pytest.raises(af.ArgumentError, match="takes 3 GPUs, and torch sees 2"):
-            af.launch(print, nproc=3, device=device)
+            af.launch(3, print, device=device)
 
 
 def test_a_rank_launches_none(monkeypatch):
     """A process that is one of several starts no others for each."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(af.LaunchError, match=r"one of 2 already \(WORLD_SIZE=2\)"):
-        af.launch(print)
+        af.launch(2, print)
+
+
+def test_the_order_of_before_is_refused():
+    """The number of ranks comes first, as in `simulate`."""
+    with pytest.raises(af.ArgumentError, match=r"comes first, .*af.launch\(2, fn"):
+        af.launch(print, 2)
+    with pytest.raises(af.CallError, match=r"write af.launch\(2, fn, \*args\)"):
+        af.launch(2, print, nproc=2)
 
 
 def test_a_script_needs_no_guard(tmp_path):
@@ -139,7 +147,7 @@ def test_a_script_needs_no_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import accelfn as af\nk = 3\ndef f(world):\n    return k * world.rank\n"
-        "print(af.launch(f, nproc=2, device='cpu'))\n"
+        "print(af.launch(2, f, device='cpu'))\n"
     )
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=False
@@ -152,7 +160,7 @@ def test_a_thread_launches_too():
     results = []
 
     def launch():
-        results.extend(af.launch(lambda world: world.rank, nproc=2, device="cpu"))
+        results.extend(af.launch(2, lambda world: world.rank, device="cpu"))
 
     thread = threading.Thread(target=launch)
     thread.start()
@@ -182,14 +190,14 @@ CELLS = [
             state, metrics = step(state, batch)
         return af.mean(metrics, world)["loss"]
 
-    losses = af.launch(train, 0.01, nproc=2, device="cpu")
+    losses = af.launch(2, train, 0.01, device="cpu")
     assert losses[0] == losses[1] > 0
     """,
     """
     def fails(world):
         raise ValueError("in a cell")
 
-    af.launch(fails, nproc=1, device="cpu")
+    af.launch(1, fails, device="cpu")
     """,
 ]
 

@@ -21,7 +21,7 @@ def profiled(directory, *, steps=6, world=None, **options):
         world=world,
     )
     step = af.make_step(lambda model, batch: model(batch).square().mean())
-    with af.profile(directory, world=world, **options) as profiler:
+    with af.profile(directory, world, **options) as profiler:
         for _ in range(steps):
             state, _ = step(state, torch.ones(4, 3))
             profiler.step()
@@ -65,7 +65,10 @@ def test_nothing_written_is_said(tmp_path) -> None:
 def test_a_folder_that_cannot_be_made_is_said_before_the_steps(tmp_path) -> None:
     """Nobody waits for a trace that has nowhere to go."""
     (tmp_path / "taken").touch()
-    with pytest.raises(OSError, match="taken"), af.profile(tmp_path / "taken"):
+    with (
+        pytest.raises(OSError, match="taken"),
+        af.profile(tmp_path / "taken", af.World.single()),
+    ):
         pytest.fail("the block was entered")
 
 
@@ -99,7 +102,9 @@ def test_what_is_recorded_beside_times(tmp_path, option) -> None:
 
 def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
     """Section D: they are there once the steps are over, by shape where shapes are."""
-    with af.profile(tmp_path, wait=0, record_shapes=True) as profiler:
+    with af.profile(
+        tmp_path, af.World.single(), wait=0, record_shapes=True
+    ) as profiler:
         with pytest.raises(af.ArgumentError, match="no step is written yet"):
             profiler.key_averages()
         for step in range(6):
@@ -112,7 +117,7 @@ def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
     parts = [each for each in by_shape if each.key == "aten::add"]
     assert [each.count for each in parts] == [1, 1, 1]
     assert whole.count == 3
-    with af.profile(tmp_path, wait=0) as profiler:
+    with af.profile(tmp_path, af.World.single(), wait=0) as profiler:
         for _ in range(6):
             profiler.step()
     with pytest.raises(af.ArgumentError, match="record_shapes=True"):
@@ -121,14 +126,17 @@ def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
 
 def test_an_error_passes(tmp_path) -> None:
     """What the block raises is raised, and the next profile may begin."""
-    with pytest.raises(ValueError, match="mine"), af.profile(tmp_path):
+    with (
+        pytest.raises(ValueError, match="mine"),
+        af.profile(tmp_path, af.World.single()),
+    ):
         raise ValueError("mine")
     profiled(tmp_path)
 
 
 def test_a_second_profiler_is_refused(tmp_path) -> None:
     """torch has one a process; of a simulated world, one rank can be profiled."""
-    with af.profile(tmp_path, active=1, wait=0) as outer:
+    with af.profile(tmp_path, af.World.single(), active=1, wait=0) as outer:
         with pytest.raises(af.WorldError, match="one profiler a process"):
             profiled(tmp_path)
         for _ in range(2):
@@ -137,7 +145,7 @@ def test_a_second_profiler_is_refused(tmp_path) -> None:
         profiled(tmp_path)
 
     def train(world):
-        with af.profile(tmp_path, world=world):
+        with af.profile(tmp_path, world):
             af.barrier(world)
 
     with pytest.raises(af.WorldError, match="profile one rank"):
@@ -150,7 +158,7 @@ def test_a_rank_is_in_the_name(tmp_path) -> None:
     def look(world):
         if world.is_main:
             return None
-        with af.profile(tmp_path, world=world, wait=0) as profiler:
+        with af.profile(tmp_path, world, wait=0) as profiler:
             for _ in range(4):
                 profiler.step()
         return profiler.path

@@ -35,14 +35,14 @@ def same(one, two):
 
 
 def test_views_are_of_the_average(tmp_path):
-    """Frozen modules, `bind(raw=False)` and exports are at x, raw ones at y."""
+    """Frozen modules, `bind(at="eval")` and exports are at x, those that are trained at y."""
     state = stepped(create())
     x = af.eval_params(state)
     assert same(x, state.params) == []
     assert same(x, dict(af.frozen(state).named_parameters())) == list(x)
-    raw = dict(af.frozen(state, raw=True).named_parameters())
+    raw = dict(af.frozen(state, at="train").named_parameters())
     assert same(state.params, raw) == list(x)
-    with af.bind(state, raw=False) as model:
+    with af.bind(state, at="eval") as model:
         assert same(x, dict(model.named_parameters())) == list(x)
     af.export_model(state, tmp_path / "out")
     loaded = net()

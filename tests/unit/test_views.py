@@ -89,10 +89,10 @@ def test_evaluated_parameters():
     state = make(setup=af.ema(0.5))
     average = bits(af.eval_params(state))
     assert bits(state.slots["ema"]) == average != bits(state.params)
-    with af.bind(state, raw=False) as model:
+    with af.bind(state, at="eval") as model:
         assert average == bits(dict(model.named_parameters()))
     assert average == bits(dict(af.frozen(state).named_parameters()))
-    raw = af.frozen(state, raw=True)
+    raw = af.frozen(state, at="train")
     assert bits(state.params) == bits(dict(raw.named_parameters()))
     plain = make()
     assert bits(plain.params) == bits(af.eval_params(plain))
@@ -135,3 +135,50 @@ def test_rng_has_a_purpose(purpose):
     """What the draws are for is a word."""
     with pytest.raises(af.ArgumentError, match=r"purpose.*word"):
         af.rng(make(), purpose)
+
+
+def test_which_parameters_is_asked_where_they_differ():
+    """Under `ema` nothing guesses which ones a lent module is to hold."""
+    state = make(setup=af.ema(0.5))
+    with pytest.raises(
+        af.ArgumentError, match=r"ema\(0.5\) evaluates other parameters"
+    ):
+        af.bind(state).__enter__()
+    for at, params in (("train", state.params), ("eval", af.eval_params(state))):
+        with af.bind(state, at=at) as model:
+            assert bits(params) == bits(dict(model.named_parameters()))
+    plain = make()
+    with af.bind(plain) as model:
+        assert bits(plain.params) == bits(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda state, **given: af.bind(state, **given).__enter__(),
+        af.frozen,
+        af.full_params,
+        lambda state, **given: af.export_model(state, "nowhere", **given),
+    ],
+    ids=["bind", "frozen", "full_params", "export_model"],
+)
+def test_where_parameters_are_taken_is_one_word(call):
+    """Another word, and the one of before, are refused with what to write."""
+    with pytest.raises(af.ArgumentError, match=r'expected "train" or "eval"'):
+        call(make(), at="raw")
+    with pytest.raises(af.CallError, match='at="train" in place of raw=True'):
+        call(make(), raw=True)
+
+
+def test_save_pretrained_hands_no_old_word_on(tmp_path):
+    """Its options go to the model's own method, which would be given `raw`."""
+
+    class Own(nn.Linear):
+        def save_pretrained(self, *_, **__):
+            pytest.fail("it was handed on")
+
+    state = af.TrainState.create(
+        model=lambda: Own(1, 1), optimizer=torch.optim.SGD, setup=af.ema(0.5)
+    )
+    with pytest.raises(af.ArgumentError, match='at="train" in place of raw=True'):
+        af.save_pretrained(state, tmp_path / "saved", raw=True)

@@ -19,6 +19,7 @@ _SCHEDULE = {
     "num_training_steps total_steps num_steps T_max total_iters max_steps": "num_updates=",
     "eta_min end_factor min_lr": "end=",
 }
+AT = 'write at="train" in place of raw=True, at="eval" of raw=False'
 ARGUMENTS: Mapping[str, Words] = {
     name: _each(words)
     for name, words in {
@@ -78,10 +79,17 @@ ARGUMENTS: Mapping[str, Words] = {
             "device_ids output_device": "the world has a device; leave it out",
             "process_group": "the world has it; leave it out",
         },
-        "af.launch": {"num_processes nprocs nproc_per_node world_size": "nproc="},
+        "af.launch": {
+            "nproc num_processes nprocs nproc_per_node world_size": "the number of ranks"
+            " comes first; write af.launch(2, fn, *args)"
+        },
         "af.CheckpointStore": {
             "keep_last save_total_limit total_limit max_to_keep save_top_k": "keep=",
         },
+        "af.bind": {"raw": AT},
+        "af.frozen": {"raw": AT},
+        "af.export_model": {"raw": AT},
+        "af.full_params": {"raw": AT},
         "af.load": {
             "only missing extra cast": "write af.load_part(state, directory, only, ...), which"
             " returns a report",

@@ -212,9 +212,9 @@ NAMES = _each(
         "all_reduce": WORLD["all_reduce"],
         "all_gather": WORLD["all_gather"],
         "unwrap_model extract_model_from_parallel": _BIND,
-        "notebook_launcher": "write af.launch(fn, nproc=...)",
+        "notebook_launcher": "write af.launch(size, fn, *args)",
         "debug_launcher": "write accelfn.testing.simulate(size, fn)",
-        "find_executable_batch_size": "write af.find_batch_size(fn, start)",
+        "find_executable_batch_size": "write af.find_batch_size(fn, start, world)",
         "load_checkpoint_in_model load_checkpoint_and_dispatch from_pretrained": "write"
         " af.import_model(model, directory, device_map=...)",
         "init_empty_weights": "write af.import_model(factory, directory), which makes the model"
