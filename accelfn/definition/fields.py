@@ -21,6 +21,7 @@ slot)`: the value flows through the chain, left to right, `slot` is the transfor
 | `finalize` | one shape | the state, with what is owed at the end |
 | `merge` | `slots -> (weights, slot)` | how ranks that differ become one, to load them |
 | `engine` | `state -> engine` | how the model lies over the ranks |
+| `module` | `(module, state) -> module` | the engine's own module, which runs the loss |
 | `runner` | `make -> make` | wraps `module -> runner`, which runs the loss forward and backward |
 """
 
@@ -45,6 +46,7 @@ _ARGUMENTS = {
     "finalize": ("state", "slot", "update"),
     "merge": ("slots",),
     "engine": ("state",),
+    "module": ("module", "state"),
     "runner": ("make", "state"),
 }
 FIELDS = tuple(_ARGUMENTS)

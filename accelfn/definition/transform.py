@@ -235,10 +235,10 @@ class chain:
         flat = tuple(_flatten(transforms))
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
         told = {id(each): facts_of(each) for each in flat}
-        # where ranks are apart, what others evaluate is brought together at the end
-        owners["eval_params"] = tuple(
-            sorted(owners["eval_params"], key=lambda each: "apart" in told[id(each)])
-        )
+        # where ranks are apart, what others evaluate is brought together at the end; and what
+        # runs again is what others have made of a module
+        for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
+            owners[field] = _with_last(owners[field], fact, told)
         _check_chain(flat, owners, told)
         facts: dict[str, tuple[Any, ...]] = {}
         for each in flat:
@@ -309,6 +309,13 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
             raise CompositionError(msg)
 
 
+def _with_last(
+    owners: tuple[Any, ...], fact: str, told: Mapping[int, Mapping[str, Any]]
+) -> tuple[Any, ...]:
+    """Return transforms in their order, but those that tell a fact at the end."""
+    return tuple(sorted(owners, key=lambda each: fact in told[id(each)]))
+
+
 def _check_chain(
     transforms: tuple[Transform, ...],
     owners: Mapping[str, tuple[Any, ...]],
@@ -346,7 +353,9 @@ def explanation(setup: chain) -> str:
     wraps = _nested(
         setup, "value_and_grad", f"value_and_grad({_nested(setup, 'loss', 'loss_fn')})"
     )
+    made = _piped(setup, "module", "module")
     lies = _nested(setup, "runner", engine[0].name if engine else "local")
+    lies = lies if made == "module" else f"{lies} of {made}"
     scales = "".join(f" * {e.name}.loss_scale" for e in setup.owners["loss_scale"])
     mean = f"grads / (weight{scales})" if scales else "grads / weight"
     noting = [

@@ -22,13 +22,13 @@ from accelfn.definition.fields import check_returned
 from accelfn.engine.agreement import check_definitions
 from accelfn.engine.buffers import Buffers
 from accelfn.engine.home import Home, ReplicaHome
-from accelfn.engine.module.synced_norm import buffers_of_all_ranks
+from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.engine.untaken import refuse_taken, refuse_unused
-from accelfn.errors import GradsError, LossError
+from accelfn.errors import GradsError, LossError, ModelError
 from accelfn.schedules.advice import advise_of_rates
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics
@@ -70,7 +70,8 @@ class Engine:
         if "steps_in_backward" in definition.setup.facts:
             live = LiveUpdate(self._optimizer, home.trained)
         self.live_update = live
-        self._buffers = Buffers(home.module)
+        module = _made(home.module, state)
+        self._buffers = Buffers(module)
 
         def make_runner(module: nn.Module) -> Runner:
             return innermost(module, live)
@@ -79,10 +80,11 @@ class Engine:
             make_runner = each.runner(make_runner, state)
             ok, what = callable(make_runner), "a function that makes a runner"
             check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
-        self._runner = make_runner(home.module)
+        self._runner = make_runner(module)
         if live is not None and not live.by_buckets:
             live.hook()
-        self._of_all_ranks = buffers_of_all_ranks(home.module)
+        self._of_all_ranks = buffers_of_all_ranks(module)
+        self._shares = shares_of(module)
         # gradients that lie in the home now, not yet applied
         self._live: dict[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
@@ -123,6 +125,8 @@ class Engine:
         kept = {} if into is None else into.buffers
         if samples.known == 0:  # an empty share's stand-in is not counted in buffers
             kept = tree.clone(dict(kept))
+        for share in self._shares:
+            share.counts = samples.known != 0
         self._buffers.begin(kept)
         compression = self._compression if sync else None
         if compression is not None:
@@ -343,6 +347,26 @@ class Engine:
         self.forget_plan()
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.engine = None
+
+
+def _made(module: nn.Module, state: TrainState) -> nn.Module:
+    """Return the engine's own module as the setup's transforms make it.
+
+    It is changed in place: its parameters have their home in it.
+    """
+    for owner in state.definition.setup.owners["module"]:
+        returned, names = owner.module(module, state), dict(module.named_parameters())
+        ok, what = isinstance(returned, nn.Module), "a module"
+        check_returned(owner, "module", ok=ok, returned=returned, expected=what)
+        params = dict(returned.named_parameters())
+        if any(params.get(name) is not param for name, param in names.items()):
+            msg = (
+                f"{owner!r}.module returned a module of other parameters. Return the one that"
+                " was given, changed in place."
+            )
+            raise ModelError(msg)
+        module = returned
+    return module
 
 
 def local_engine(state: TrainState) -> Engine:

@@ -12,9 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accelfn.definition.transform import transform
-from accelfn.engine.engine import MakeRunner
 from accelfn.engine.module.regions import Regions, are_regions, chosen
-from accelfn.engine.runner import Runner
 from accelfn.state.state import TrainState
 
 
@@ -30,7 +28,7 @@ class checkpoint_activations:
     numbers under the same autocast, and leaves running statistics alone. Modules inside
     one that is meant are part of it. Evaluation and prediction keep nothing anyway.
 
-    Acts on: runner.
+    Acts on: module.
 
     Args:
         regions: a class of modules, such as `nn.TransformerEncoderLayer`, several, or a
@@ -64,19 +62,13 @@ class checkpoint_activations:
     }
     regions: Regions | None = attrs.field(default=None, validator=_are_regions)
 
-    def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
+    def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Let the engine's own module checkpoint the calls of some of its modules."""
         del state
-
-        def checkpointing(module: nn.Module) -> Runner:
-            found = chosen(module, self.regions, f"{self!r}")
-            runner = make(module)  # first: it may have given modules another forward
-            for each in found:
-                # its own attribute: the model's structure and names stay as they are
-                each.forward = partial(_checkpointed, each, each.forward)
-            return runner
-
-        return checkpointing
+        for each in chosen(module, self.regions, f"{self!r}"):
+            # its own attribute: the model's structure and names stay as they are
+            each.forward = partial(_checkpointed, each, each.forward)
+        return module
 
 
 def _checkpointed(

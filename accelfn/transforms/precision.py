@@ -13,9 +13,8 @@ from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
 from accelfn.collectives import all_reduce_
 from accelfn.definition.transform import transform
-from accelfn.engine.engine import MakeRunner
 from accelfn.engine.module.float8 import Chosen, check_installed, to_float8
-from accelfn.engine.runner import LossFunction, Runner
+from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
@@ -98,7 +97,7 @@ class autocast:
     that was skipped, else 0, and `metrics["loss_scale"]` the scale. It is that of the mean:
     losses that are totals are first divided by a power of 2 near the last update's weight.
 
-    Acts on: loss; with "fp16" also init, loss_scale, grads, after_update; with "fp8" runner.
+    Acts on: loss; with "fp16" also init, loss_scale, grads, after_update; with "fp8" module.
 
     Args:
         precision: "bf16", "fp16" or "fp8".
@@ -160,7 +159,7 @@ class autocast:
     def without(self) -> tuple[str, ...]:
         """What another precision has a say in."""
         without = () if self.precision == "fp16" else _SCALING_FIELDS
-        return without if self.precision == "fp8" else (*without, "runner")
+        return without if self.precision == "fp8" else (*without, "module")
 
     def _option(self, name: str) -> Any:
         given = getattr(self, name)
@@ -186,15 +185,11 @@ class autocast:
         autocast_loss.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
         return autocast_loss
 
-    def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
+    def module(self, module: torch.nn.Module, state: TrainState) -> torch.nn.Module:
         """Let the engine's own module multiply in float8."""
         del state
-
-        def converting(module: torch.nn.Module) -> Runner:
-            to_float8(module, self.layers, repr(self))
-            return make(module)
-
-        return converting
+        to_float8(module, self.layers, repr(self))
+        return module
 
     def init(self, state: TrainState) -> Slot:
         """Begin with the first scale."""

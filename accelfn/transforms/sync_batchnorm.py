@@ -7,10 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from accelfn.definition.transform import transform
-from accelfn.engine.engine import MakeRunner
-from accelfn.engine.module.synced_norm import Share, sync_norms
-from accelfn.engine.read_loss import Samples
-from accelfn.engine.runner import Delegating, LossFunction, Runner
+from accelfn.engine.module.synced_norm import sync_norms
 from accelfn.state.state import TrainState
 
 
@@ -25,7 +22,7 @@ class sync_batchnorm:
     BatchNorm. Modules other than the state's own, such as `af.frozen` teachers, are
     left alone. In a world of 1 it changes nothing.
 
-    Acts on: runner.
+    Acts on: module.
 
     Law:
         However the batch is shared out, parameters and running statistics are those of one
@@ -57,31 +54,9 @@ class sync_batchnorm:
         " BatchNorm.",
     }
 
-    def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
+    def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Let the layers of the engine's own module ask the other ranks."""
-        world = state.world
-        if world.size == 1:
-            return make
-
-        compiled = "compiles" in state.setup.facts
-
-        def synced(module: nn.Module) -> Runner:
-            share = Share()
-            sync_norms(module, world, share, f"{self!r}", compiled=compiled)
-            return _CountingRunner(make(module), share)
-
-        return synced
-
-
-class _CountingRunner(Delegating):
-    """Tells the layers whether a share counts."""
-
-    def __init__(self, inner: Runner, share: Share) -> None:
-        """Take what runs losses, and what the layers look at."""
-        super().__init__(inner)
-        self._share = share
-
-    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
-        """Return the loss as it is."""
-        self._share.counts = samples.known != 0
-        return loss_fn
+        if state.world.size > 1:
+            compiled = "compiles" in state.setup.facts
+            sync_norms(module, state.world, f"{self!r}", compiled=compiled)
+        return module

@@ -82,14 +82,10 @@ class RunsAgain:
     def tells(self) -> Mapping[str, Any]:
         return {"recomputes": self.says}
 
-    def runner(self, make: Callable[[nn.Module], Any], state: af.TrainState) -> Any:
-        def again(module: nn.Module) -> Any:
-            made = make(module)
-            for each in module.children() if self.does else ():
-                each.forward = _checkpointed(each.forward)
-            return made
-
-        return again
+    def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
+        for each in module.children() if self.does else ():
+            each.forward = _checkpointed(each.forward)
+        return module
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ BEFORE = (
     "hyper",
     "grads",
     "after_skip",
+    "module",
     "runner",
 )
 """Fields whose failure leaves the state as it was; after_skip is after_update behind a skip."""
@@ -99,6 +100,10 @@ class Fails:
     def eval_params(self, params: Any, slot: Any, update: Update) -> Any:
         self._call("eval_params")
         return params, slot
+
+    def module(self, module: Any, state: af.TrainState) -> Any:
+        self._call("module")
+        return module
 
     def runner(self, make: Any, state: af.TrainState) -> Any:
         self._call("runner")

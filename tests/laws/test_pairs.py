@@ -28,7 +28,7 @@ from tests.laws.worlds import single
 
 FROM_THE_LEFT = (
     *("init", "data", "hyper", "loss_scale", "grads", "after_update", "after_skip"),
-    *("observe", "eval_params", "finalize"),
+    *("observe", "eval_params", "finalize", "module"),
 )
 """Among them after_skip, which is after_update of who sees skips, behind one."""
 FROM_THE_RIGHT = ("loss", "value_and_grad", "runner")
@@ -101,6 +101,10 @@ class Notes:
 
     def finalize(self, state: af.TrainState, slot: Any, update: Update) -> Any:
         return state, self._note("finalize", slot)
+
+    def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
+        self._note("module", None)
+        return module
 
     def runner(self, make: Any, state: af.TrainState) -> Any:
         self._note("runner", None)
@@ -189,7 +193,7 @@ def test_each_field_has_its_order(
     skipped = len(at & set(range(num_updates)))
     times = dict.fromkeys(FROM_THE_LEFT + FROM_THE_RIGHT, num_updates)
     times |= {"init": 1, "observe": 1, "eval_params": 1, "finalize": 1}
-    times |= {field: min(num_updates, 1) for field in FROM_THE_RIGHT}
+    times |= {field: min(num_updates, 1) for field in (*FROM_THE_RIGHT, "module")}
     times |= {"after_skip": skipped, "after_update": num_updates - skipped}
     owning = dict(af.chain(*setup).owners)
     seeing = (each for each in owning["after_update"] if "after_skip" in each.fields)

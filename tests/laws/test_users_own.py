@@ -53,6 +53,7 @@ PAIRS = {
     "loss_scale": (own.Scale(1024.0), None),
     "autocast": (own.Autocast(), af.autocast("bf16")),
     "checkpoint_activations": (own.Recompute(), af.checkpoint_activations()),
+    "runner": (own.Timed(), None),
     "wrap_ddp": (af.chain(own.Shard(), own.Replicas()), MEAN),
 }
 USERS = [
@@ -102,6 +103,7 @@ LAWFUL = [
     own.Scale(1024.0),
     own.Recompute(),
     own.Replicas(),
+    own.Timed(),
 ]
 
 

@@ -235,14 +235,31 @@ class Recompute:
         "recomputes": "and {other!r} may mean the same modules."
     }
 
-    def runner(self, make: Callable[[nn.Module], Any], state: af.TrainState) -> Any:
-        def checkpointing(module: nn.Module) -> Any:
-            made = make(module)
-            for each in module.children():
-                each.forward = _again(each.forward)
-            return made
+    def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
+        for each in module.children():
+            each.forward = _again(each.forward)
+        return module
 
-        return checkpointing
+
+@af.transform
+class Timed:
+    """What runs a loss, wrapped: `compile` does so."""
+
+    def runner(self, make: Callable[[nn.Module], Any], state: af.TrainState) -> Any:
+        def made(module: nn.Module) -> Any:
+            return _Passing(make(module))
+
+        return made
+
+
+class _Passing:
+    """Runs losses as another does."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:

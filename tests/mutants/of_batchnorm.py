@@ -3,7 +3,6 @@
 
 from accelfn.engine import engine
 from accelfn.engine.module import synced_norm
-from accelfn.transforms import sync_batchnorm
 from tests.laws import test_sync_batchnorm
 from tests.mutants.mutant import Mutant
 
@@ -49,9 +48,9 @@ MUTANTS = [
         says="the sample that stands in for an empty share counts in the statistics",
         law="L36",
         test=test_sync_batchnorm.test_ranks_normalise_as_one,
-        place=sync_batchnorm._CountingRunner.before,
-        old="samples.known != 0",
-        new="True",
+        place=engine.Engine.value_and_grad,
+        old="share.counts = samples.known != 0",
+        new="share.counts = True",
     ),
     Mutant(
         name="empty shares forget statistics",

@@ -1,14 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what transforms tell of themselves, and in how it is held true."""
 
-from accelfn.definition import facts
+from accelfn.definition import facts, transform
 from accelfn.definition.transform import chain
+from accelfn.engine import engine
 from accelfn.state import state, succession, update
 from accelfn.testing.checking import acting, fact_laws, subject
 from tests.kit import test_check_transform, test_facts
 from tests.mutants.mutant import Mutant
+from tests.unit import test_modules
 
 MUTANTS = [
+    Mutant(
+        name="what recomputes is made anew",
+        says="modules that are checkpointed are given another forward afterwards",
+        law="L30",
+        test=test_modules.test_who_changes_modules_stands_in_any_order,
+        place=transform._with_last,
+        old="fact in told[id(each)]",
+        new="0",
+    ),
+    Mutant(
+        name="any module will do",
+        says="a transform gives the engine a module whose parameters no optimizer steps",
+        test=test_modules.test_another_module_is_refused,
+        place=engine._made,
+        old="params.get(name) is not param",
+        new="False",
+    ),
     Mutant(
         name="fields alone are refused",
         says="a transform that refuses a fact stands beside one that tells it",

@@ -376,8 +376,8 @@ MUTANTS = [
         law="L10",
         test=test_local_sgd.test_what_ema_keeps_is_evaluated_alike,
         place=transform.chain.__init__,
-        old='"apart" in told[id(each)]',
-        new="0",
+        old='(("eval_params", "apart"), ("module", "recomputes"))',
+        new='(("module", "recomputes"),)',
     ),
     Mutant(
         name="optimizer entries of one rank",

@@ -13,7 +13,10 @@ from accelfn.base.contexts import is_profiled
 from accelfn.testing import simulate
 
 
-def profiled(directory, *, steps=6, world=None, **options):
+ALONE = af.World.single()
+
+
+def profiled(directory, *, steps=6, world=ALONE, **options):
     """Train some updates under a profile; return its record and the final parameters."""
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(3, 1),

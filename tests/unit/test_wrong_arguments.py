@@ -146,7 +146,7 @@ def a_round(state):
     "name",
     [
         *("data", "loss", "value_and_grad", "loss_scale", "hyper", "eval_params"),
-        *("runner", "grads", "after_update", "finalize"),
+        *("module", "runner", "grads", "after_update", "finalize"),
     ],
 )
 def test_what_a_transform_returns_is_looked_at(name, value):

@@ -25,6 +25,10 @@ _LABEL = "sync_batchnorm"
 _OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
+_SHARE = "_accelfn_share"
+"""Under which a layer over all ranks has what it looks at."""
+
+
 class Share:
     """Whether what this rank passes forward counts; an empty share's stand-in does not."""
 
@@ -185,14 +189,13 @@ class _AnyDims(_BatchNorm):
     _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
 
 
-def sync_norms(
-    module: nn.Module, world: World, share: Share, owner: str, *, compiled: bool
-) -> None:
+def sync_norms(module: nn.Module, world: World, owner: str, *, compiled: bool) -> None:
     """Let a module's batch normalisations be over all ranks; names stay.
 
     Raises:
         ModelError: one computes otherwise than torch's, or has ranks of its own.
     """
+    share = Share()
     for path, layer in module.named_modules():
         if not isinstance(layer, _BatchNorm):
             continue
@@ -218,7 +221,13 @@ def sync_norms(
         if compiled:  # ranks meet between graphs
             synced = torch.compiler.disable(synced.__call__)
         vars(layer)["forward"] = synced
-        vars(layer)["_buffers_of_all_ranks"] = True
+        vars(layer)[_SHARE] = share
+
+
+def shares_of(module: nn.Module) -> list[Share]:
+    """Return what layers of a module look at, each once: whether a pass counts."""
+    found = (vars(each).get(_SHARE) for each in module.modules())
+    return list({id(share): share for share in found if share is not None}.values())
 
 
 def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
@@ -226,6 +235,6 @@ def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()
-        if "_buffers_of_all_ranks" in vars(owner)
+        if _SHARE in vars(owner)
         for key in owner._buffers  # pyright: ignore[reportPrivateUsage]
     )

@@ -79,7 +79,8 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
 def idle(transforms: Any, found: Mapping[str, set[int]], size: int) -> list[str]:
     """Return the methods that did nothing, of those that have something to do in time.
 
-    `finalize` may owe nothing; `init`, `merge` and `engine` are no changes of something.
+    `finalize` may owe nothing, and the models here may have nothing that `module` is about;
+    `init`, `merge` and `engine` are no changes of something.
     """
     fields = (*LATER, *_AT_ONCE, *_WRAPS)
     wanted = [
