@@ -16,6 +16,7 @@ MUTANTS = [
         says="modules that are checkpointed are given another forward afterwards",
         law="L30",
         test=test_modules.test_who_changes_modules_stands_in_any_order,
+        args={"size": 2},
         place=transform._with_last,
         old="fact in told[id(each)]",
         new="0",

@@ -323,7 +323,7 @@ norm = self._clip_(tensors)
         place=engine.Engine.update,
         old="opt_state = self._optimizer",
         new="""\
-for _, param in self._pairs:
+for param in self._home.trained.values():
         param.grad = torch.zeros_like(param) if param.grad is None else param.grad
     opt_state = self._optimizer""",
     ),
@@ -336,7 +336,7 @@ for _, param in self._pairs:
         place=engine.Engine.update,
         old="opt_state = self._optimizer",
         new="""\
-for param in self._all.values():
+for param in self._home.params.values():
         param.data.mul_(0.5)
     opt_state = self._optimizer""",
     ),

@@ -12,7 +12,6 @@ import accelfn as af
 from accelfn.base.contexts import is_profiled
 from accelfn.testing import simulate
 
-
 ALONE = af.World.single()
 
 
