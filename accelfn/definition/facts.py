@@ -22,15 +22,17 @@ from typing import Any, cast
 from accelfn.errors import ArgumentError, CompositionError
 
 FACTS: Mapping[str, str] = {
-    "apart": "ranks hold different parameters between averages",
+    "apart": "ranks hold different parameters between averages; it follows from"
+    " `gives_up` of `replicas_agree`, and from `reduce = None`",
     "buckets": "gradients cross the ranks in DistributedDataParallel's buckets",
-    "by_rank": "names of the entries of its slot that differ by rank",
+    "by_rank": "names of entries of its slot that differ by rank",
     "compiles": "the loss is compiled",
-    "compression": "how buckets cross the ranks: a function of a state, of an engine's own",
+    "compression": "a function of a state that returns how buckets cross the ranks",
     "draws_nothing": "its methods draw no random numbers, so no stream of them is made",
-    "finds_unused": "the option by which parameters may take no part in the loss",
+    "finds_unused": "parameters may take no part in the loss, by an option that is named",
     "judges_finite": "it looks at the gradients, so that a loss may be infinite",
-    "micro_batches": "the parts of a batch, of which each has its backward pass: a function",
+    "micro_batches": "a function of a batch that returns its parts, each of which has its"
+    " backward pass",
     "one_graph": "the loss is traced as one graph",
     "recomputes": "modules run again in the backward pass",
     "sees_skips": "its `after_update` is called after a skipped update, too",

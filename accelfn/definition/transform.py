@@ -9,7 +9,7 @@ accelfn's own are made the same way. Leftmost is outermost; values flow left to 
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import (
     Any,
     NoReturn,
@@ -240,17 +240,16 @@ class chain:
         for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
             owners[field] = _with_last(owners[field], fact, told)
         _check_chain(flat, owners, told)
-        facts: dict[str, tuple[Any, ...]] = {}
-        for each in flat:
-            for fact, value in told[id(each)].items():
-                facts[fact] = (*facts.get(fact, ()), value)
         drawing = frozenset(
             field
             for field, having in owners.items()
             if not all(told[id(each)].get("draws_nothing") for each in having)
         )
         self.__attrs_init__(  # type: ignore[attr-defined]
-            transforms=flat, owners=owners, facts=facts, drawing=drawing
+            transforms=flat,
+            owners=owners,
+            facts=_by_fact(told[id(each)] for each in flat),
+            drawing=drawing,
         )
 
     @property
@@ -307,6 +306,15 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
                 hint = " Compose those in it: af.chain(*transforms)."
             msg = f"chain: argument {position} is {each!r}, not a transform.{hint}"
             raise CompositionError(msg)
+
+
+def _by_fact(told: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """Return what is told of each fact."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for facts in told:
+        for fact, value in facts.items():
+            found[fact] = (*found.get(fact, ()), value)
+    return found
 
 
 def _with_last(

@@ -22,13 +22,14 @@ from accelfn.definition.fields import check_returned
 from accelfn.engine.agreement import check_definitions
 from accelfn.engine.buffers import Buffers
 from accelfn.engine.home import Home, ReplicaHome
+from accelfn.engine.module.made import made
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.engine.untaken import refuse_taken, refuse_unused
-from accelfn.errors import GradsError, LossError, ModelError
+from accelfn.errors import GradsError, LossError
 from accelfn.schedules.advice import advise_of_rates
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics
@@ -70,7 +71,7 @@ class Engine:
         if "steps_in_backward" in definition.setup.facts:
             live = LiveUpdate(self._optimizer, home.trained)
         self.live_update = live
-        module = _made(home.module, state)
+        module = made(home.module, state)
         self._buffers = Buffers(module)
 
         def make_runner(module: nn.Module) -> Runner:
@@ -347,26 +348,6 @@ class Engine:
         self.forget_plan()
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.engine = None
-
-
-def _made(module: nn.Module, state: TrainState) -> nn.Module:
-    """Return the engine's own module as the setup's transforms make it.
-
-    It is changed in place: its parameters have their home in it.
-    """
-    for owner in state.definition.setup.owners["module"]:
-        returned, names = owner.module(module, state), dict(module.named_parameters())
-        ok, what = isinstance(returned, nn.Module), "a module"
-        check_returned(owner, "module", ok=ok, returned=returned, expected=what)
-        params = dict(returned.named_parameters())
-        if any(params.get(name) is not param for name, param in names.items()):
-            msg = (
-                f"{owner!r}.module returned a module of other parameters. Return the one that"
-                " was given, changed in place."
-            )
-            raise ModelError(msg)
-        module = returned
-    return module
 
 
 def local_engine(state: TrainState) -> Engine:

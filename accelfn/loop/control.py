@@ -211,7 +211,7 @@ def assert_replicas_agree(state: TrainState) -> None:
 
 def _shared(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
     """Return a slot without the entries that are each rank's own."""
-    if not any(name == owner for owner, _ in own):
+    if not isinstance(slot, Mapping) or not any(name == owner for owner, _ in own):
         return slot
     return {entry: each for entry, each in slot.items() if (name, entry) not in own}
 

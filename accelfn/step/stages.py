@@ -22,6 +22,7 @@ from accelfn.state.state import OptState, TrainState
 from accelfn.state.succession import skipped, successor, through_state
 from accelfn.state.update import Update, through
 from accelfn.step.skipping import decided
+from accelfn.structure.prototype import Assignments
 from accelfn.world import World
 
 _INTERRUPTED = (
@@ -57,12 +58,7 @@ def take(
             else:
                 ready = engine.prepare(state, update.grads, planned)
                 hold()
-                begin_donation(state, given.taken.update)
-                try:
-                    opt_state = engine.update(ready, planned, flag)
-                except BaseException:
-                    _undo(state, engine)
-                    raise
+                opt_state = _stepped(state, ready, planned, flag, engine)
                 after = _after(state, update, opt_state, flag)
         finally:
             given.give_away()
@@ -154,6 +150,22 @@ def _begun(state: TrainState, grads: Grads) -> Update:
 def _slots(state: TrainState) -> dict[str, Any]:
     # the private field: a property would check the lease again
     return state._slots  # pyright: ignore[reportPrivateUsage]
+
+
+def _stepped(
+    state: TrainState,
+    ready: Grads,
+    planned: Assignments,
+    flag: torch.Tensor | None,
+    engine: Engine,
+) -> OptState:
+    """Step the optimizer; from here on the state is given away."""
+    begin_donation(state, ready.taken.update)
+    try:
+        return engine.update(ready, planned, flag)
+    except BaseException:
+        _undo(state, engine)
+        raise
 
 
 def _after(

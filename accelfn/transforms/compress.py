@@ -118,7 +118,7 @@ class compress:
         return {
             "draws_nothing": True,
             "compression": self._compression,
-            "by_rank": ("error",),
+            "by_rank": ("error",) if self.method == _POWERSGD else (),
         }
 
     @property

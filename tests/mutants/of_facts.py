@@ -3,7 +3,7 @@
 
 from accelfn.definition import facts, transform
 from accelfn.definition.transform import chain
-from accelfn.engine import engine
+from accelfn.engine.module import made
 from accelfn.state import state, succession, update
 from accelfn.testing.checking import acting, fact_laws, subject
 from tests.kit import test_check_transform, test_facts
@@ -25,7 +25,7 @@ MUTANTS = [
         name="any module will do",
         says="a transform gives the engine a module whose parameters no optimizer steps",
         test=test_modules.test_another_module_is_refused,
-        place=engine._made,
+        place=made.made,
         old="params.get(name) is not param",
         new="False",
     ),

@@ -79,8 +79,11 @@ MUTANTS = [
         law="L54",
         test=test_ctrl_c.test_an_interrupt_comes_before_an_update_or_after_it,
         place=stages.take,
-        old="hold()\n                begin_donation",
-        new="begin_donation",
+        old="""\
+                hold()
+                opt_state""",
+        new="""\
+                opt_state""",
     ),
     Mutant(
         name="Ctrl-C in an update of the backward pass",
