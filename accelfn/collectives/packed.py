@@ -200,10 +200,10 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
 
 
 @called
-def barrier(world: World) -> None:
-    """Wait until every rank is here."""
+def barrier(world: World, *, label: str = "barrier") -> None:
+    """Wait until every rank is here; `label` says for what, in errors."""
     check_world("barrier", world)
-    all_reduce_([torch.zeros(1, device=world.device)], world, label="barrier")
+    all_reduce_([torch.zeros(1, device=world.device)], world, label=label)
 
 
 def sum_named(

@@ -14,7 +14,9 @@ from accelfn.world import World
 
 
 @called
-def gather_valid(values: Any, batch: Batch, world: World) -> Any:
+def gather_valid(
+    values: Any, batch: Batch, world: World, *, label: str = "gather_valid"
+) -> Any:
     """Return the values of all ranks' samples, without filler, in the order of the batch.
 
     Args:
@@ -23,6 +25,7 @@ def gather_valid(values: Any, batch: Batch, world: World) -> Any:
             tensors of any shapes, strings, numbers, and dicts, lists and tuples of those.
         batch: from `af.batches`, in which those samples were.
         world: whose ranks took part.
+        label: what the ranks are doing, for errors.
 
     Returns: a tree of tensors, or a list, with an entry for each sample of the update, the
     same on all ranks. Ranks that all took the whole batch give it once.
@@ -46,17 +49,17 @@ def gather_valid(values: Any, batch: Batch, world: World) -> Any:
     _check_rows(values, rows)
     held = sum(weight or 0 for weight in batch.weights)
     mine = torch.tensor([len(kept), held], device=world.device)
-    told = [each.tolist() for each in all_gather(mine, world, label="gather_valid")]
+    told = [each.tolist() for each in all_gather(mine, world, label=label)]
     counts = [int(row[0]) for row in told]
     # where nothing shards the data, every rank holds the whole batch
     alone = world.size == 1 or sum(row[1] for row in told) > batch.num_samples
     if isinstance(values, list):
         valid = [values[place] for place in kept.tolist()]
         data = codec.to_bytes(valid, path="values")
-        parts = [data] if alone else gather_bytes(data, world, label="gather_valid")
+        parts = [data] if alone else gather_bytes(data, world, label=label)
         return [each for part in parts for each in codec.from_bytes(part)]
     valid = tree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], values)
-    return valid if alone else join_rows(valid, counts, world, label="gather_valid")
+    return valid if alone else join_rows(valid, counts, world, label=label)
 
 
 def _check_rows(values: Any, rows: int) -> None:

@@ -9,12 +9,19 @@ from accelfn.world import World
 
 
 @called
-def mean(metrics: Metrics, world: World) -> dict[str, float]:
+def mean(
+    metrics: Metrics, world: World, *, label: str = "mean of metrics"
+) -> dict[str, float]:
     """Return the exact mean of each metric over all ranks: the visible collective.
 
     Totals and weights are added over ranks and divided once, so the result is the mean
     over all that was seen, however uneven the shares. It reads the device, as a log line
     must; a step does not.
+
+    Args:
+        metrics: of this rank.
+        world: whose ranks saw them.
+        label: what the ranks are doing, for errors.
 
     Cost: one all-reduce of two float64 numbers a name, and six that tell the names.
 
@@ -30,5 +37,5 @@ def mean(metrics: Metrics, world: World) -> dict[str, float]:
     if not metrics:
         return {}
     pairs = {name: (each.total, each.weight) for name, each in metrics.sums.items()}
-    sums = sum_named(pairs, world, kind="mean", label="mean of metrics", what="metrics")
+    sums = sum_named(pairs, world, kind="mean", label=label, what="metrics")
     return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}

@@ -251,3 +251,45 @@ def test_ranks_that_hold_other_models_are_told(other):
 
     with pytest.raises(af.errors.ReplicaMismatchError, match="differ in structure"):
         simulate(2, fn)
+
+
+def labelled(name, world):
+    """Call a public collective under a label of ours."""
+    given = {
+        "barrier": lambda: (),
+        "mean": lambda: (af.Metrics({"loss": (1.0, 1.0)}),),
+        "gather_valid": lambda: (torch.ones(1), one_batch(world)),
+        "any_rank": lambda: (False,),
+        "all_ranks": lambda: (True,),
+        "broadcast_object": lambda: ("text",),
+        "gather_objects": lambda: ("text",),
+        "scatter": lambda: ([torch.ones(1)] * world.size,),
+        "all_to_all": lambda: ([torch.ones(1)] * world.size,),
+    }.get(name, lambda: (torch.ones(1),))()
+    getattr(af, name)(*given, world, label="ours")
+    return [label for label, _ in world.connection.trail]
+
+
+def one_batch(world):
+    state = af.TrainState.create(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        data=af.Data(torch.ones(2, 1), batch_size=world.size),
+        setup=af.shard_data(),
+        world=world,
+    )
+    return next(iter(af.batches(state)))
+
+
+LABELLED = [
+    *("all_ranks", "all_to_all", "any_rank", "barrier", "broadcast"),
+    *("broadcast_object", "gather", "gather_objects", "gather_ragged", "gather_valid"),
+    *("mean", "pad_across", "reduce", "scatter"),
+]
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_every_collective_says_what_for(name):
+    """The label that a call gives is what errors, and the record of calls, have."""
+    for labels in simulate(2, lambda world: labelled(name, world)):
+        assert "ours" in labels
