@@ -107,8 +107,8 @@ def check_transforms(state: TrainState, manifest: Manifest, folder: Path) -> Non
     mine = {each.name for each in state.setup}
     saved = manifest.slots
     gone = [n for n in manifest.transforms if n in saved and n not in mine]
-    own = (each.name for each in state.setup if each.name in state.slots)
-    new = [name for name in own if name not in saved]
+    begun = (e.name for e in state.setup.owners["init"] if e.name in state.slots)
+    new = [name for name in begun if name not in saved]
     if gone or new:
         msg = (
             f"{folder}: the setup differs from the saved one: slots of transforms that"

@@ -9,7 +9,8 @@ them as users' have, and nothing asks for another's type or options.
 | `tells` | facts, of the table below, each with a value that is not false |
 | `refuses` | by a field's or a fact's name, the sentence in which `chain` refuses another \
 transform that has it; `{other!r}` in it is that transform, `{told}` what it tells |
-| `needs` | by a fact, the sentence in which a state refuses a setup where none tells it |
+| `needs` | by a field's or a fact's name, the sentence in which a state refuses a setup \
+in which no transform has it |
 | `without` | fields that its options leave it without |
 | `gives_up` | laws that it breaks on purpose, each with its reason |
 """
@@ -19,6 +20,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from accelfn.definition.fields import FIELDS, has_field
 from accelfn.errors import ArgumentError, CompositionError
 
 FACTS: Mapping[str, str] = {
@@ -47,11 +49,9 @@ ATTRIBUTES = ("tells", "refuses", "needs", "without", "gives_up")
 
 def facts_of(transform: Any) -> dict[str, Any]:
     """Return what a transform tells, and what follows from its other attributes."""
-    told = {
-        name: value for name, value in _mapping(transform, "tells").items() if value
-    }
-    stays = getattr(transform, "reduce", transform) is None
-    if stays or "replicas_agree" in _mapping(transform, "gives_up"):
+    told = {name: value for name, value in told_by(transform, "tells").items() if value}
+    stays = has_field(transform, "reduce") and transform.reduce is None
+    if stays or "replicas_agree" in told_by(transform, "gives_up"):
         told["apart"] = True
     return told
 
@@ -69,22 +69,59 @@ def check_attributes(cls: type) -> None:
     """Raise where an attribute of a class looks like one of a transform's, misspelt.
 
     Raises:
-        ArgumentError: it does, or names a fact that looks like another.
+        ArgumentError: it does; or one of a transform's is annotated as an option.
     """
-    options = inspect.get_annotations(cls)
+    annotations = inspect.get_annotations(cls)
+    options = {name for name, kind in annotations.items() if not _is_of_class(kind)}
+    for name in sorted(options & {*ATTRIBUTES, *FIELDS}):
+        msg = (
+            f"{cls.__name__}.{name}: a transform's own word cannot be an option. Annotate it"
+            " as ClassVar, or not at all, if that is meant; or call the option otherwise."
+        )
+        raise ArgumentError(msg)
     for name, value in vars(cls).items():
         plain = not name.startswith("_") and name not in options and not callable(value)
-        if plain and name not in ATTRIBUTES:
+        if plain and name not in (*ATTRIBUTES, *FIELDS):
             _refuse_near(f"{cls.__name__}.{name}", name, ATTRIBUTES)
-        if name in ("tells", "needs") and isinstance(value, Mapping):
-            for fact in cast("Mapping[str, Any]", value).keys() - FACTS.keys():
-                _refuse_near(f"{cls.__name__}.{name}[{fact!r}]", fact, tuple(FACTS))
+
+
+def _is_of_class(annotation: object) -> bool:
+    """Whether an annotation is a ClassVar, which may be a text."""
+    return "ClassVar" in str(annotation)
+
+
+def check_told(transform: Any) -> None:
+    """Raise unless what a transform tells can be read: names that are known, and sentences.
+
+    Raises:
+        ArgumentError: one looks like another, misspelt, or is no name or sentence.
+    """
+    shown = repr(transform)
+    for name in ("tells", "needs", "refuses"):
+        known = (*FACTS, *FIELDS) if name != "tells" else tuple(FACTS)
+        for fact, value in told_by(transform, name).items():
+            if fact not in known:
+                _refuse_near(f"{shown}.{name}[{fact!r}]", fact, known)
+            if name != "tells" and not isinstance(value, str):
+                msg = f"{shown}.{name}[{fact!r}] is {value!r}; expected a sentence."
+                raise ArgumentError(msg)
+    left = transform.without if hasattr(type(transform), "without") else ()
+    for field in (left,) if isinstance(left, str) else left:
+        if isinstance(left, str) or field not in FIELDS:
+            msg = (
+                f"{shown}.without is {left!r}; expected a tuple of {', '.join(FIELDS)}."
+            )
+            raise ArgumentError(msg)
+    entries = told_by(transform, "tells").get("by_rank") or ()
+    if isinstance(entries, str) or not all(isinstance(each, str) for each in entries):
+        msg = f"{shown}.tells['by_rank'] is {entries!r}; expected a tuple of names."
+        raise ArgumentError(msg)
 
 
 def _refuse_near(what: str, name: str, known: Sequence[str]) -> None:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     if near:
-        msg = f"{what}: did you mean {near[0]!r}? A transform has {', '.join(known)}."
+        msg = f"{what}: did you mean {near[0]!r}? Known are {', '.join(known)}."
         raise ArgumentError(msg)
 
 
@@ -102,32 +139,39 @@ def check_together(
     """
     for each in transforms:
         others = [other for other in transforms if other is not each]
-        refuses = _mapping(each, "refuses")
+        refuses = told_by(each, "refuses")
         for other in others if refuses else ():
             for name, sentence in refuses.items():
                 told = says[id(other)].get(name)
                 if told:
-                    said = sentence.replace("{other!r}", repr(other))
+                    said = sentence.replace("{other!r}", "{other}")
                     said = said.replace("{told}", str(told))
+                    said = said.replace("{other}", repr(other))
                     msg = f"chain: {each!r} {said}"
                     raise CompositionError(msg)
 
 
-def check_needs(transforms: Iterable[Any], facts: Collection[str]) -> None:
+def check_needs(transforms: Iterable[Any], there: Collection[str]) -> None:
     """Raise where a transform is applied without another that it is nothing without.
 
     Raises:
         CompositionError: in the words of the one that needs it.
     """
     for each in transforms:
-        for name, sentence in _mapping(each, "needs").items():
-            if name not in facts:
+        for name, sentence in told_by(each, "needs").items():
+            if name not in there:
                 msg = f"{each!r} {sentence}"
                 raise CompositionError(msg)
 
 
-def _mapping(transform: Any, name: str) -> Mapping[str, Any]:
-    found = getattr(transform, name, {})
+def told_by(transform: Any, name: str) -> Mapping[str, Any]:
+    """Return an attribute of a transform that is a mapping; none is an empty one.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    # asked of the class, for a property that raises must not be taken for none
+    found = getattr(transform, name) if hasattr(type(transform), name) else {}
     if isinstance(found, Mapping):
         return cast("Mapping[str, Any]", found)
     msg = f"{transform!r}.{name} is {found!r}; expected a mapping by name."

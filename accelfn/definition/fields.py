@@ -75,7 +75,12 @@ def has_field(value: object, field: str) -> bool:
 
     One whose options leave it without some of its fields names these in `without`.
     """
-    return hasattr(type(value), field) and field not in getattr(value, "without", ())
+    if not hasattr(type(value), field):
+        return False
+    # asked of the class, for a property that raises must not be taken for none
+    return (
+        not hasattr(type(value), "without") or field not in cast("Any", value).without
+    )
 
 
 def pair(

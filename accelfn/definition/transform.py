@@ -25,7 +25,13 @@ import attrs
 from accelfn.base import words
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
-from accelfn.definition.facts import check_attributes, check_together, facts_of
+from accelfn.definition.facts import (
+    check_attributes,
+    check_together,
+    check_told,
+    facts_of,
+    told_by,
+)
 from accelfn.definition.fields import FIELDS, check_fields, has_field
 from accelfn.definition.slots import is_slot_name
 from accelfn.errors import ArgumentError, CallError, CompositionError
@@ -233,6 +239,8 @@ class chain:
     def __init__(self, *transforms: Any) -> None:
         """Take transforms, leftmost outermost."""
         flat = tuple(_flatten(transforms))
+        for each in flat:
+            check_told(each)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
         told = {id(each): facts_of(each) for each in flat}
         # where ranks are apart, what others evaluate is brought together at the end; and what
@@ -273,7 +281,7 @@ class chain:
         """Return the laws that the transforms break on purpose, with their reasons."""
         given: dict[str, str] = {}
         for each in self.transforms:
-            given.update(cast("Any", getattr(type(each), "gives_up", {})))
+            given.update(told_by(each, "gives_up"))
         return given
 
     def explain(self) -> None:
@@ -338,9 +346,14 @@ def _check_chain(
             )
             raise CompositionError(msg)
         seen[each.name] = each
-    for field, what in (("engine", "engines"), ("reduce", "ways to reduce gradients")):
-        if len(owners[field]) > 1:
-            first, second, *_ = owners[field]
+    compressing = tuple(t for t in transforms if "compression" in told[id(t)])
+    for several, what in (
+        (owners["engine"], "engines"),
+        (owners["reduce"], "ways to reduce gradients"),
+        (compressing, "ways to compress gradients"),
+    ):
+        if len(several) > 1:
+            first, second, *_ = several
             msg = f"chain: two {what}, {first!r} and {second!r}. Keep one of them."
             raise CompositionError(msg)
     says: dict[int, dict[str, Any]] = {id(each): {} for each in transforms}

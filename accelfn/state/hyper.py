@@ -19,34 +19,46 @@ from accelfn.structure.prototype import STRUCTURE, Assignments, Hyper
 
 
 def planned_for(update: Update) -> tuple[Assignments, Update]:
-    """Return what the schedule and the transforms set for an update; the last has the say.
+    """Return what the schedule and the transforms set for the update that is taken now.
 
     Raises:
         OptimizerError: a parameter group or a hyperparameter is not there.
     """
+    planned, is_over, update = _planned(update)
+    if is_over:
+        _notice_end(update.state)
+    return planned, update
+
+
+def _planned(update: Update) -> tuple[Assignments, bool, Update]:
+    """Return what is set, the last one having the say; and whether the schedule is over.
+
+    Where transforms set rates, nobody can tell.
+    """
     state = update.state
     definition = state.definition
     planned = {} if definition.rates is None else definition.rates(state.step)
+    is_over, named = _is_over(planned), set[str]()
+    owners = definition.setup.owners["hyper"]
+    if not owners:
+        return planned, is_over, update
+    groups = definition.optimizer.param_groups
+    with shared_draws(state, "hyper"), torch.no_grad():
+        for owner in owners:
+            slot = update.slots.get(owner.name)
+            returned = owner.hyper(MappingProxyType(planned), slot, update)
+            found, kept = pair(owner, "hyper", returned, Mapping)
+            planned = laid_over(groups, planned, found)
+            named.update(w if isinstance(w, str) else w[-1] for w in found)
+            if kept is not slot:
+                update = update.with_slot(owner.name, kept)
+    return planned, is_over and "lr" not in named, update
+
+
+def _is_over(planned: Assignments) -> bool:
     rate = planned.get((0, "lr"))
     # a rate that is a tensor may be on a device, which nobody waits for
-    is_over = type(rate) is float and rate == 0.0
-    named: set[str] = set()
-    owners = definition.setup.owners["hyper"]
-    if owners:
-        groups = definition.optimizer.param_groups
-        with shared_draws(state, "hyper"), torch.no_grad():
-            for owner in owners:
-                slot = update.slots.get(owner.name)
-                seen = MappingProxyType(planned)
-                returned = owner.hyper(seen, slot, update)
-                found, kept = pair(owner, "hyper", returned, Mapping)
-                planned = laid_over(groups, planned, found)
-                named.update(w if isinstance(w, str) else w[-1] for w in found)
-                if kept is not slot:
-                    update = update.with_slot(owner.name, kept)
-    if is_over and "lr" not in named:
-        _notice_end(state)
-    return planned, update
+    return type(rate) is float and rate == 0.0
 
 
 def _notice_end(state: Moment) -> None:
@@ -59,7 +71,7 @@ def _notice_end(state: Moment) -> None:
 
 def of_next_update(state: Moment, slots: Mapping[str, Any]) -> Assignments:
     """Return all that is set for a state's next update; the rest is the optimizer's own."""
-    return planned_for(Update(state=state, slots=slots))[0]
+    return _planned(Update(state=state, slots=slots))[0]
 
 
 def rates_of_next_update(state: Moment, slots: Mapping[str, Any]) -> tuple[float, ...]:

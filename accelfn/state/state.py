@@ -325,7 +325,8 @@ class TrainState:
         """
         self.lease.check()
         composed = chain(setup)
-        check_needs(composed, composed.facts)
+        there = {field for field, owners in composed.owners.items() if owners}
+        check_needs(composed, there | composed.facts.keys())
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=composed)

@@ -10,6 +10,7 @@ import torch
 
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import pair
+from accelfn.errors import ArgumentError
 from accelfn.state.lease import Lease
 from accelfn.state.shared_draws import shared_draws
 from accelfn.state.skips import Skips
@@ -87,7 +88,14 @@ def through_state(field: str, state: TrainState, update: Update) -> TrainState:
         for owner in owners:
             slot = update.slots.get(owner.name)
             returned = getattr(owner, field)(state, slot, update)
-            state, kept = pair(owner, field, returned, TrainState)
+            after, kept = pair(owner, field, returned, TrainState)
+            if update.skipped and after is not state:
+                msg = (
+                    f"{owner!r}.{field} returned another state after a skipped update, which"
+                    " leaves all as it is. Return the state that was given."
+                )
+                raise ArgumentError(msg)
+            state = after
             if kept is not state.slots.get(owner.name):
                 slots = with_own(state.slots, owner.name, kept)
                 state = changed(state, slots=dict(slots))

@@ -59,6 +59,8 @@ def take(
                 ready = engine.prepare(state, update.grads, planned)
                 hold()
                 opt_state = _stepped(state, ready, planned, flag, engine)
+                if ready is not update.grads:
+                    update = update.with_grads(ready)
                 after = _after(state, update, opt_state, flag)
         finally:
             given.give_away()
@@ -78,6 +80,7 @@ def take_in_backward(
         hold: is called before the backward pass, for Ctrl-C would lose the state from then on.
     """
     with span("accelfn step in backward"):
+        state.lease.check()
         world, setup = state.definition.world, state.definition.setup
         if world.size > 1 and not setup.owners["engine"]:
             raise GradsError(_unreduced(world))

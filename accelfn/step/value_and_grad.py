@@ -244,7 +244,8 @@ def _loss_scale(state: TrainState) -> torch.Tensor:
     scale = torch.ones((), device=state.definition.world.device)
     update = Update(state=state, slots=state.slots)
     kinds = (int, float, torch.Tensor)
-    return looked("loss_scale", scale, update, kinds)
+    found = looked("loss_scale", scale, update, kinds)
+    return found if isinstance(found, torch.Tensor) else scale * found
 
 
 def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:

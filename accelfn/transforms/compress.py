@@ -123,12 +123,10 @@ class compress:
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Two of a kind, and what PowerSGD would lose."""
-        twice = {"compression": "and {other!r} would both say how. Keep one of them."}
+        """What PowerSGD would lose."""
         if self.method != _POWERSGD:
-            return twice
+            return {}
         return {
-            **twice,
             "finds_unused": "keeps what is left out of a gradient for the next update, and"
             " would lose that of parameters that {other!r} allows to be unused. Leave out"
             " {told}.",

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What transforms tell of themselves, a user's own as accelfn's: read, refused, and held true."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -162,12 +164,153 @@ def test_other_entries_of_such_a_slot_must_agree() -> None:
         ({"refuse": {}}, "did you mean 'refuses'"),
         ({"tells": {"sees_skip": True}}, "did you mean 'sees_skips'"),
         ({"needs": {"bucket": "..."}}, "did you mean 'buckets'"),
+        ({"refuses": {"eval_parms": "..."}}, "did you mean 'eval_params'"),
+        (
+            {"tells": property(lambda _: {"sees_skip": True})},
+            "did you mean 'sees_skips'",
+        ),
+        ({"tels": {}, "__annotations__": {"tels": ClassVar}}, "did you mean 'tells'"),
+        ({"without": ("after_updat",)}, r"without is \('after_updat',\)"),
+        ({"without": "grads"}, "without is 'grads'"),
+        ({"tells": {"by_rank": "rest"}}, "expected a tuple of names"),
+        ({"refuses": {"grads": True}}, "expected a sentence"),
+        ({"tells": {}, "__annotations__": {"tells": dict}}, "cannot be an option"),
+        ({"module": "x", "__annotations__": {"module": str}}, "cannot be an option"),
     ],
-    ids=["tell", "refuse", "sees_skip", "bucket"],
 )
 def test_a_misspelt_fact_is_refused(body: dict[str, Any], said: str) -> None:
+    """Where the class is made, or at the first chain, where properties are known."""
     with pytest.raises(af.ArgumentError, match=said):
-        af.transform(type("Mine", (), body))
+        af.chain(af.transform(type("Mine", (), dict(body)))())
+
+
+@pytest.mark.parametrize("name", ["seeds", "cells", "refused_once"])
+def test_other_words_are_ones_own(name: str) -> None:
+    """A constant that is no near miss stays a constant."""
+    af.chain(af.transform(type("Mine", (), {name: 3}))())
+
+
+@pytest.mark.parametrize("name", ["tells", "refuses", "needs", "without", "gives_up"])
+def test_a_property_that_raises_is_not_taken_for_none(name: str) -> None:
+    body = {name: property(lambda each: each.misspelt)}
+    with pytest.raises(AttributeError, match="misspelt"):
+        af.chain(af.transform(type("Mine", (), body))())
+
+
+def test_gives_up_may_be_a_property() -> None:
+    body = {"gives_up": property(lambda _: {"replicas_agree": "by an option"})}
+    setup = af.chain(af.transform(type("Mine", (), body))())
+    assert setup.gives_up() == {"replicas_agree": "by an option"}
+    assert "apart" in setup.facts
+
+
+def test_a_reduce_that_options_leave_out_lets_ranks_agree() -> None:
+    body = {"reduce": None, "without": ("reduce",)}
+    setup = af.chain(af.transform(type("Mine", (), body))(), af.check_replicas(every=1))
+    assert "apart" not in setup.facts
+
+
+def test_two_ways_to_compress_are_refused() -> None:
+    body = {"tells": {"compression": lambda state: state}}
+    mine = af.transform(type("Mine", (), body))()
+    with pytest.raises(af.CompositionError, match="two ways to compress gradients"):
+        af.chain(af.wrap_ddp(), mine, af.compress("bf16"))
+
+
+def test_a_field_may_be_needed() -> None:
+    body = {"needs": {"engine": "needs an engine."}}
+    mine = af.transform(type("Mine", (), body))()
+    model, optimizer = (lambda: nn.Linear(1, 1)), torch.optim.SGD
+    whole = af.chain(mine, af.wrap_ddp())
+    af.TrainState.create(model=model, optimizer=optimizer, setup=whole)
+    with pytest.raises(af.CompositionError, match="needs an engine"):
+        af.TrainState.create(model=model, optimizer=optimizer, setup=mine)
+
+
+def _state(setup: Any = None, **given: Any) -> af.TrainState:
+    return af.TrainState.create(
+        model=lambda: nn.Linear(1, 1, bias=False),
+        optimizer=torch.optim.SGD,
+        setup=setup,
+        **given,
+    )
+
+
+def _total(model: nn.Module, rows: torch.Tensor) -> af.Loss:
+    return af.Loss(model(rows).sum(), len(rows))
+
+
+def test_gradients_after_an_update_say_what_they_are() -> None:
+    """Whether they are means is known of them, with other transforms and without."""
+    seen: list[tuple[float, bool]] = []
+
+    @af.transform
+    class Looks:
+        def after_update(self, state: Any, slot: None, update: af.Update) -> Any:
+            mean = update.grads.divided().tensors["weight"]
+            seen.append((float(mean), update.grads.taken.is_mean))
+            return state, slot
+
+    for setup in (Looks(), af.chain(af.clip_grad_norm(99.0), Looks())):
+        af.make_step(_total)(_state(setup), torch.full((4, 1), 3.0))
+    assert seen == [(3.0, True)] * 2
+
+
+def test_a_scale_may_be_a_number() -> None:
+    """What losses are multiplied by is divided out of gradients, tensor or not."""
+
+    @af.transform
+    class Scales:
+        def loss_scale(self, scale: Any, slot: None, update: af.Update) -> Any:
+            return 128.0, slot
+
+    rows = torch.full((4, 1), 3.0)
+    plain, _ = af.make_step(_total)(_state(), rows)
+    scaled, _ = af.make_step(_total)(_state(Scales()), rows)
+    assert torch.equal(plain.params["weight"], scaled.params["weight"])
+
+
+def test_looking_at_rates_says_nothing() -> None:
+    """A schedule that is over is told of by steps alone."""
+    begun = _state(schedule=lambda update: 1.0 if update < 1 else 0.0)
+    state = attrs.evolve(begun, step=25)
+    looks = state.definition.cache.looks_at
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert state.lrs == (0.0,)
+    assert state.definition.cache.looks_at == looks
+    with pytest.warns(af.Warning, match="changes nothing any more"):
+        af.make_step(_total)(state, torch.ones(1, 1))
+
+
+def test_a_skip_changes_no_state() -> None:
+    body = {
+        "tells": {"sees_skips": True},
+        "grads": lambda _, grads, slot, _update: (grads.with_skip(flag=True), slot),
+        "after_update": lambda _, state, slot, _update: (
+            state.with_params({n: p + 1 for n, p in state.params.items()}),
+            slot,
+        ),
+    }
+    state = _state(af.transform(type("Moves", (), body))())
+    with pytest.raises(af.ArgumentError, match="another state after a skipped update"):
+        af.make_step(_total)(state, torch.ones(1, 1))
+    assert state.num_tried == 0
+    assert set(state.params) == {"weight"}
+
+
+def test_an_earlier_checkpoint_of_one_that_begins_late(tmp_path: Any) -> None:
+    """A slot that is made by the first update is none before it, nor when it is loaded."""
+
+    @af.transform
+    class Late:
+        def grads(self, grads: af.Grads, slot: Any, update: af.Update) -> Any:
+            return grads, (slot or 0) + 1
+
+    state = _state(Late())
+    af.save(state, tmp_path / "first")
+    state, _ = af.make_step(_total)(state, torch.ones(1, 1))
+    assert dict(af.load(state, tmp_path / "first").slots) == {}
 
 
 def test_a_fact_of_ones_own_is_refused_by_another() -> None:

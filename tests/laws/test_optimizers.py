@@ -127,7 +127,7 @@ def test_each_part_is_its_own_optimizer(
         schedule=lambda step: factors[step],
         world=single(),
     )
-    with af.bind(state.copy()) as net:
+    with af.bind(state.copy(), at="train") as net:
         expected = by_hand(net, rest, factors)
     step = af.make_step(lambda net, x: net(x).square().mean())
     for i in range(len(factors)):
@@ -205,7 +205,7 @@ def test_freezing_is_requires_grad(optimizer: str, masks: list[frozenset[str]]) 
     run = Run(optimizer=optimizer, dyadic=False)
     state = run.state(single())
     step = af.make_step(lambda net, x: net(x).square().mean())
-    with af.bind(state.copy()) as net:
+    with af.bind(state.copy(), at="train") as net:
         torchs = OPTIMIZERS[optimizer](list(net.named_parameters()))
         for i, mask in enumerate(masks):
             for name, param in net.named_parameters():
@@ -256,7 +256,7 @@ def test_schedule_free_is_its_own_modes(kind: str, updates: int, seed: int) -> N
         world=single(),
     )
     step = af.make_step(lambda net, x: net(x).square().mean())
-    with af.bind(state.copy()) as net:
+    with af.bind(state.copy(), at="train") as net:
         torchs = FREE[kind](list(net.named_parameters()))
         torchs.train()
         for i in range(updates):

@@ -207,7 +207,7 @@ def test_tied_stays_tied(run: Run, setup: object) -> None:
         loaded = af.load(run.state(), Path(folder) / "saved")
     for each in (state, state.copy(), loaded):
         assert "second.weight" not in each.params
-        with af.bind(each) as net:
+        with af.bind(each, at="train") as net:
             assert net.second.weight is net.first.weight
             assert torch.equal(net.first.weight, state.params["first.weight"])
         lent = af.frozen(each)

@@ -4,9 +4,12 @@
 from accelfn.definition import facts, transform
 from accelfn.definition.transform import chain
 from accelfn.engine.module import made
-from accelfn.state import state, succession, update
+from accelfn.state import grads, hyper, state, succession, update
+from accelfn.step import stages
 from accelfn.testing.checking import acting, fact_laws, subject
+from accelfn.transforms import local_sgd
 from tests.kit import test_check_transform, test_facts
+from tests.laws import test_users_own, users_own
 from tests.mutants.mutant import Mutant
 from tests.unit import test_modules
 
@@ -14,7 +17,6 @@ MUTANTS = [
     Mutant(
         name="what recomputes is made anew",
         says="modules that are checkpointed are given another forward afterwards",
-        law="L30",
         test=test_modules.test_who_changes_modules_stands_in_any_order,
         args={"size": 2},
         place=transform._with_last,
@@ -26,13 +28,12 @@ MUTANTS = [
         says="a transform gives the engine a module whose parameters no optimizer steps",
         test=test_modules.test_another_module_is_refused,
         place=made.made,
-        old="params.get(name) is not param",
+        old="before.get(n) is not after.get(n)",
         new="False",
     ),
     Mutant(
         name="fields alone are refused",
         says="a transform that refuses a fact stands beside one that tells it",
-        law="L30",
         test=test_facts.test_a_fact_of_ones_own_is_refused_by_another,
         place=chain.__init__,
         old="told = {id(each): facts_of(each) for each in flat}",
@@ -51,7 +52,7 @@ MUTANTS = [
         says="a state takes a setup in which a transform has nothing to do",
         test=test_facts.test_what_is_needed_is_asked_for_where_a_state_is,
         place=facts.check_needs,
-        old="if name not in facts:",
+        old="if name not in there:",
         new="if False:",
     ),
     Mutant(
@@ -69,13 +70,12 @@ MUTANTS = [
         test=test_facts.test_what_is_told_must_be_so,
         args={"lie": "recomputes, untold"},
         place=facts.facts_of,
-        old="if value\n",
-        new="if True\n",
+        old="if value",
+        new="if True",
     ),
     Mutant(
         name="one that draws nothing speaks for all",
         says="beside a transform that draws nothing, another one draws from the process",
-        law="L50",
         test=test_facts.test_one_that_draws_beside_one_that_does_not,
         place=chain.__init__,
         old="if not all(",
@@ -84,7 +84,6 @@ MUTANTS = [
     Mutant(
         name="a skip is an update",
         says="after a skipped update, transforms that do not look for it count one",
-        law="L18",
         test=test_facts.test_only_those_that_see_skips_are_called_after_one,
         place=succession.through_state,
         old="if update.skipped:",
@@ -122,8 +121,8 @@ MUTANTS = [
         test=test_facts.test_what_is_told_must_be_so,
         args={"lie": "by_rank"},
         place=fact_laws._no_entry,
-        old="if slot is not None and name not in slot:",
-        new="if slot is None:",
+        old="if slot is not None and not (",
+        new="if slot is None and not (",
     ),
     Mutant(
         name="judges of finite losses",
@@ -194,5 +193,76 @@ MUTANTS = [
         place=acting.idle,
         old="(*LATER, *_AT_ONCE, *_WRAPS)",
         new="(*LATER, *_WRAPS)",
+    ),
+    Mutant(
+        name="an average too late",
+        says="local_sgd averages one update after it was asked to",
+        law="L10",
+        test=test_users_own.test_each_trains_as_the_original_does,
+        args={"pair": test_users_own.PAIRS["local_sgd"]},
+        place=local_sgd.local_sgd.after_update,
+        old="< self.sync_every",
+        new="<= self.sync_every",
+    ),
+    Mutant(
+        name="a user's sums by one rank's weight",
+        says="the sums that a user's reduce gives are divided by each rank's own weight",
+        law="L2",
+        test=test_users_own.test_each_keeps_the_laws,
+        args={"transform": users_own.Mean()},
+        place=grads.Grads.with_sums,
+        old="divisor=_whole_weight(weight),",
+        new="divisor=self.taken.divisor,",
+    ),
+    Mutant(
+        name="in this order alone",
+        says="what another transform evaluates is averaged only before local_sgd",
+        law="L10",
+        test=test_users_own.test_what_not_all_may_evaluate_is_brought_together,
+        place=transform._with_last,
+        old="fact in told[id(each)]",
+        new="0",
+    ),
+    Mutant(
+        name="nobody refuses",
+        says="transforms stand together that refuse each other",
+        law="L30",
+        test=test_users_own.test_two_that_recompute_are_refused,
+        place=facts.check_together,
+        old="if told:",
+        new="if False:",
+    ),
+    Mutant(
+        name="a typo is no fact",
+        says="a property of facts that raises is taken for one that tells nothing",
+        test=test_facts.test_a_property_that_raises_is_not_taken_for_none,
+        args={"name": "tells"},
+        place=facts.told_by,
+        old="getattr(transform, name) if hasattr(type(transform), name) else {}",
+        new="getattr(transform, name, {})",
+    ),
+    Mutant(
+        name="looked at and gone",
+        says="who looks at the rates of a state uses up the word that its schedule is over",
+        test=test_facts.test_looking_at_rates_says_nothing,
+        place=hyper.of_next_update,
+        old="_planned(Update(state=state, slots=slots))[0]",
+        new="planned_for(Update(state=state, slots=slots))[0]",
+    ),
+    Mutant(
+        name="means that say they are totals",
+        says="after_update is given gradients that were divided, and say that they were not",
+        test=test_facts.test_gradients_after_an_update_say_what_they_are,
+        place=stages.take,
+        old="if ready is not update.grads:",
+        new="if False:",
+    ),
+    Mutant(
+        name="a skip that trains",
+        says="a transform that sees skips changes parameters after one",
+        test=test_facts.test_a_skip_changes_no_state,
+        place=succession.through_state,
+        old="if update.skipped and after is not state:",
+        new="if False:",
     ),
 ]

@@ -77,7 +77,7 @@ MUTANTS = [
         says="an update takes the rate of how many were tried, not of how many were taken",
         law="L19",
         test=test_torch_schedules.test_from_torch_is_the_scheduler_stepped,
-        place=hyper.planned_for,
+        place=hyper._planned,
         old="rates(state.step)",
         new="rates(state.num_tried)",
     ),

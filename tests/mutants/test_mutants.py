@@ -23,6 +23,8 @@ UNTRIED = {
     "test_dtypes::test_every_transform_has_a_row": "looks at the tests' own rows",
     "test_draws::test_everything_that_draws_has_a_row": "looks at the tests' own table",
     "test_draws::test_no_two_rows_share_draws": "each row's own mutants are with the rows",
+    "test_users_own::test_they_have_every_field": "looks at the tests' own classes",
+    "test_users_own::test_they_use_public_names_alone": "looks at the tests' own code",
     "test_ddp::test_a_profiler_sees_ddp_and_changes_nothing": "runs in other processes",
 }
 """Laws without a mutant, and why."""

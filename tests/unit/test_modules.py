@@ -74,3 +74,20 @@ def test_a_module_may_be_put_around_one() -> None:
 
     trained(af.chain(Named("first", name="one"), Named("second", name="two")), 1)
     assert seen == ["first", "second"] * 2
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_what_no_state_would_hold_is_refused(what: str) -> None:
+    """A parameter or buffer that a transform adds would be trained, or saved, by nobody."""
+
+    @af.transform
+    class Adds:
+        def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
+            if what == "buffer":
+                module.register_buffer("extra", torch.zeros(1))
+            else:
+                module.extra = nn.Parameter(torch.ones(1))
+            return module
+
+    with pytest.raises(af.ModelError, match=r"Adds\(\).module .*\(extra\)"):
+        trained(Adds(), 1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's own module, as transforms make it."""
 
+import torch
 from torch import nn
 
 from accelfn.definition.fields import check_returned
@@ -17,15 +18,24 @@ def made(module: nn.Module, state: TrainState) -> nn.Module:
         ModelError: a transform returned one of other parameters.
     """
     for owner in state.definition.setup.owners["module"]:
-        returned, names = owner.module(module, state), dict(module.named_parameters())
+        before = _held_by(module)
+        returned = owner.module(module, state)
         ok, what = isinstance(returned, nn.Module), "a module"
         check_returned(owner, "module", ok=ok, returned=returned, expected=what)
-        params = dict(returned.named_parameters())
-        if any(params.get(name) is not param for name, param in names.items()):
+        after = _held_by(returned)
+        others = {
+            n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)
+        }
+        if others:
             msg = (
-                f"{owner!r}.module returned a module of other parameters. Return the one that"
-                " was given, changed in place."
+                f"{owner!r}.module returned a module of other parameters or buffers"
+                f" ({', '.join(sorted(others)[:5])}), which no state would hold. Return the"
+                " one that was given, changed in place."
             )
             raise ModelError(msg)
         module = returned
     return module
+
+
+def _held_by(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -2,7 +2,7 @@
 """Whether what a transform tells of itself is so."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -72,7 +72,7 @@ def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
     for each in members:
         for name in facts_of(each).get("by_rank", ()):
             slot = slots.get(each.name)
-            if slot is not None and name not in slot:
+            if slot is not None and not (isinstance(slot, Mapping) and name in slot):
                 return f"it tells that {name!r} differs by rank, which its slot lacks."
     return None
 
