@@ -25,6 +25,7 @@ import attrs
 from accelfn.base import words
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
+from accelfn.definition.explanation import explanation
 from accelfn.definition.facts import (
     check_attributes,
     check_together,
@@ -286,7 +287,7 @@ class chain:
 
     def explain(self) -> None:
         """Print the nested calls of one step, as this chain composes them."""
-        print(explanation(self))  # noqa: T201 - printing is what it is for
+        print(explanation(self.owners))  # noqa: T201 - printing is what it is for
 
     _repr_pretty_ = _repr_pretty
 
@@ -361,49 +362,3 @@ def _check_chain(
         for each in having:
             says[id(each)][field] = field
     check_together(transforms, {key: {**say, **told[key]} for key, say in says.items()})
-
-
-def explanation(setup: chain) -> str:
-    """Return the nested calls of one step as text."""
-    engine, reduce = setup.owners["engine"], setup.owners["reduce"]
-    if reduce:
-        how = "not reduced" if reduce[0].reduce is None else "reduced"
-        how = f"{how} over ranks: {reduce[0].name}"
-    else:
-        how = "averaged over ranks" if engine else "not reduced over ranks"
-    wraps = _nested(
-        setup, "value_and_grad", f"value_and_grad({_nested(setup, 'loss', 'loss_fn')})"
-    )
-    made = _piped(setup, "module", "module")
-    lies = _nested(setup, "runner", engine[0].name if engine else "local")
-    lies = lies if made == "module" else f"{lies} of {made}"
-    scales = "".join(f" * {e.name}.loss_scale" for e in setup.owners["loss_scale"])
-    mean = f"grads / (weight{scales})" if scales else "grads / weight"
-    noting = [
-        e.name for e in setup.owners["after_update"] if facts_of(e).get("sees_skips")
-    ]
-    lines = [
-        f"plan = {_piped(setup, 'data', 'plan')}  # who takes which samples",
-        f"metrics, grads = {wraps}(state, batch)",
-        f"# engine: {lies}; gradients {how}",
-        f"grads = {_piped(setup, 'grads', mean)}",
-        *(f"# if skipped, it goes on with after_update: {name}" for name in noting),
-        f"hyper = {_piped(setup, 'hyper', 'schedule(state.step)')}",
-        "state = optimizer(state, grads, hyper)",
-        f"state = {_piped(setup, 'after_update', 'state')}",
-    ]
-    told = [line for line in lines if line != "state = state"]
-    return "\n    ".join(["step(state, batch):", *told])
-
-
-def _nested(setup: chain, field: str, inner: str) -> str:
-    """Return the wraps of a field, the leftmost outermost."""
-    calls = [f"{each.name}.{field}(" for each in setup.owners[field]]
-    return "".join(calls) + inner + ")" * len(calls)
-
-
-def _piped(setup: chain, field: str, value: str) -> str:
-    """Return the calls through which a value flows, the leftmost innermost."""
-    for each in setup.owners[field]:
-        value = f"{each.name}.{field}({value})"
-    return value

@@ -290,11 +290,8 @@ class TrainState:
         self.lease.check()
         check_params(params, self._params)
         with own_modes(self.world.device):
-            return self.viewing({n: tree.clone(params[n]) for n in self._params})
-
-    def viewing(self, params: Mapping[str, torch.Tensor]) -> Self:
-        """Return the state with these very parameters; to look at, not to step."""
-        return attrs.evolve(self, params=dict(params))
+            copies = {n: tree.clone(params[n]) for n in self._params}
+        return attrs.evolve(self, params=copies)
 
     @called
     def with_slot(self, name: str, value: Any) -> Self:

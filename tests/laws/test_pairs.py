@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.definition.explanation import explanation
 from accelfn.definition.fields import FIELDS
-from accelfn.definition.transform import explanation, transform
+from accelfn.definition.transform import transform
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import Delegating
 from accelfn.state.update import Update
@@ -261,7 +262,7 @@ PRINTED = {
 @given(setup=notes())
 def test_explain_prints_what_is_called(setup: list[Notes]) -> None:
     """What explain() prints of a field is what a step calls, innermost first."""
-    text = explanation(af.chain(*setup))
+    text = explanation(af.chain(*setup).owners)
     _, log = played([*setup, Skips((1,))], 2)
     for field, pattern in PRINTED.items():
         printed = re.findall(pattern, text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show where two transforms have a say in one field, or one is odd."""
 
-from accelfn.definition.transform import _piped
+from accelfn.definition.explanation import _piped
 from accelfn.engine import compression, ddp, engine
 from accelfn.state import grads, hyper, succession, update
 from accelfn.step import value_and_grad
@@ -108,8 +108,8 @@ MUTANTS = [
         law="L30",
         test=test_pairs.test_explain_prints_what_is_called,
         place=_piped,
-        old="setup.owners[field]",
-        new="setup.owners[field][::-1]",
+        old="owners[field]",
+        new="owners[field][::-1]",
     ),
     Mutant(
         name="one that agrees speaks for all",

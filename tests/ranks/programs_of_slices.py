@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -54,11 +55,12 @@ def sharded(
 
     state = fresh(world)
     weight = torch.arange(15.0).reshape(5, 3)
-    state = state.viewing(
-        {
+    state = attrs.evolve(
+        state,
+        params={
             "weight": distributed(weight, Shard(0)),
             "bias": torch.zeros(5) if zeros else torch.ones(5),
-        }
+        },
     )
     slot = {
         name: distributed(whole(name), place) for name, (_, place) in PLACES.items()

@@ -6,6 +6,7 @@ import json
 import os
 from functools import partial
 
+import attrs
 import pytest
 import safetensors.torch
 import torch
@@ -287,8 +288,11 @@ def test_sharded_parameters_are_whole_for_others(tmp_path):
     """A DTensor is gathered, for full_params and for export."""
     mesh = dist.init_device_mesh("cpu", (1,))
     whole = fresh(Stub)
-    sharded = whole.viewing(
-        {n: distribute_tensor(p, mesh, [Shard(0)]) for n, p in whole.params.items()}
+    sharded = attrs.evolve(
+        whole,
+        params={
+            n: distribute_tensor(p, mesh, [Shard(0)]) for n, p in whole.params.items()
+        },
     )
     found = af.full_params(sharded)
     af.export_model(sharded, tmp_path / "model")
