@@ -14,7 +14,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 WITH_TESTS = (
     *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8]"),
-    *("sybil", "schedulefree", "lomo-optim", "pytest-xdist"),
+    *("sybil", "schedulefree", "lomo-optim", "pytest-xdist", "pytest-timeout"),
     "openmpi",  # its mpirun
     *("ipykernel", "nbclient"),  # notebooks, executed
     *("accelerate", "datasets", "transformers"),  # what others read and write
@@ -62,7 +62,9 @@ def tests(session: nox.Session) -> None:
     side_by_side = "-n", "auto", "--dist", "loadgroup"
     # what was skipped is said, with its reason, and where the time went
     said = "-rs", "--durations=30", *side_by_side
-    run(session, "pytest", "--hypothesis-profile=ci", *said, *session.posargs)
+    # twice as long as any test waits: what hangs ends its process, with all threads' stacks
+    ends = "--timeout=600", "--timeout-method=thread"
+    run(session, "pytest", "--hypothesis-profile=ci", *said, *ends, *session.posargs)
 
 
 @nox.session

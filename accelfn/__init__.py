@@ -122,6 +122,7 @@ if _TYPE_CHECKING:
     from accelfn.loop.logs import RankLogger as RankLogger
     from accelfn.loop.logs import logger as logger
     from accelfn.loop.memory import memory_estimate as memory_estimate
+    from accelfn.loop.memory_use import memory as memory
     from accelfn.loop.observe import observe as observe
     from accelfn.loop.profiling import profile as profile
     from accelfn.loop.run import epochs as epochs
@@ -138,8 +139,10 @@ if _TYPE_CHECKING:
     from accelfn.transforms.clip import clip_grad_value as clip_grad_value
     from accelfn.transforms.compile import compile as compile  # noqa: A004 - torch's name
     from accelfn.transforms.compress import compress as compress
+    from accelfn.transforms.context_parallel import context_parallel as context_parallel
     from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
     from accelfn.transforms.ema import ema as ema
+    from accelfn.transforms.fsdp import wrap_fsdp as wrap_fsdp
     from accelfn.transforms.identity import identity as identity
     from accelfn.transforms.in_backward import (
         optimizer_in_backward as optimizer_in_backward,
@@ -178,6 +181,7 @@ _LATER = {
     "accelfn.loop.evaluate": ("evaluate", "predict"),
     "accelfn.loop.logs": ("RankLogger", "logger"),
     "accelfn.loop.memory": ("memory_estimate",),
+    "accelfn.loop.memory_use": ("memory",),
     "accelfn.loop.observe": ("observe",),
     "accelfn.loop.profiling": ("profile",),
     "accelfn.loop.run": ("epochs", "run"),
@@ -190,6 +194,8 @@ _LATER = {
     "accelfn.transforms.compile": ("compile",),
     "accelfn.transforms.compress": ("compress",),
     "accelfn.transforms.ddp": ("wrap_ddp",),
+    "accelfn.transforms.context_parallel": ("context_parallel",),
+    "accelfn.transforms.fsdp": ("wrap_fsdp",),
     "accelfn.transforms.ema": ("ema",),
     "accelfn.transforms.identity": ("identity",),
     "accelfn.transforms.in_backward": ("optimizer_in_backward",),

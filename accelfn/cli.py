@@ -295,8 +295,10 @@ def _launch(words: argparse.Namespace) -> int:
     chosen = _settings(words.config, vars(words))
     machines = chosen.machines()
     nproc = _num_processes(chosen["nproc"])
+    # what other machines start is theirs to say; their ranks check the product
+    axes = chosen.axes_of(nproc if machines.most == 1 else None)
     if words.show:
-        rows = [*chosen.lines(), *planned(nproc=nproc, machines=machines)]
+        rows = [*chosen.lines(), *planned(nproc=nproc, machines=machines, axes=axes)]
         sys.stdout.writelines(f"{row}\n" for row in rows)
         return 0
     if words.script is None:
@@ -310,6 +312,7 @@ def _launch(words: argparse.Namespace) -> int:
         module=words.module,
         machines=machines,
         max_restarts=chosen["max_restarts"],
+        axes=axes,
     )
 
 

@@ -65,7 +65,7 @@ def train(world: af.World) -> None:
         state,
         af.make_step(loss_fn),
         until=updates,
-        every={af.epochs(1): lambda state, _: af.evaluate(state, tests, loss_fn)},
+        actions={af.epochs(1): lambda state, _: af.evaluate(state, tests, loss_fn)},
         track=lambda numbers, update: af.print_once(world, update, numbers),
     )
     af.save_pretrained(state, FOLDER)

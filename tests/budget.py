@@ -18,6 +18,9 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_shard_histories::test_states_do_not_meet",
+        "laws.test_context::test_what_trained_on_parts_goes_on_anywhere",
+        "laws.test_context::test_each_token_counts_once",
         "laws.test_pairs::test_values_flow_from_the_left",
         "laws.test_pairs::test_wrappers_nest",
         "laws.test_callers::test_whatever_is_cut_off_is_there_whole_or_not",
@@ -56,6 +59,7 @@ _NUMBERS = {
         "laws.test_faults::test_a_failure_ends_all_and_names_the_culprit",
         "laws.test_faults::test_a_save_in_which_a_rank_fails_leaves_nothing_or_all",
         "laws.test_faults::test_no_rank_holds_half_a_step",
+        "laws.test_fully_sharded::test_a_step_is_that_of_the_tutorial",
         "laws.test_gradients::test_means_are_reduced_by_weight",
         "laws.test_gathering::test_lockstep_trains_on_the_mean_over_all",
         "laws.test_gathering::test_uneven_data_need_no_join",
@@ -97,7 +101,6 @@ _NUMBERS = {
         "laws.test_resume::test_ranks_that_differ_are_averaged",
         "laws.test_resume::test_sums_are_taken_alike_after_a_cut",
         "laws.test_running::test_a_run_that_is_cut_goes_on",
-        "laws.test_running::test_it_is_the_loop",
         "laws.test_running::test_ranks_end_together",
         "laws.test_skipping::test_a_device_that_skips_by_itself_does_as_the_host",
         "laws.test_skipping::test_a_scale_that_is_a_power_of_2_changes_no_bit",
@@ -125,6 +128,17 @@ _NUMBERS = {
         "unit.test_checkpoint::test_what_is_kept_of_any_saves",
         "unit.test_transforms_over_ranks::test_gradients_are_left_on_a_rank_under_accumulate",
     ),
+    25: (
+        "laws.test_layouts::test_another_setup_and_back_changes_nothing",
+        "laws.test_layouts::test_the_kit_compares_what_is_split",
+        "laws.test_layouts::test_what_is_saved_in_one_layout_is_loaded_in_another",
+        "laws.test_memory::test_an_estimate_of_parts_is_exact",
+        "laws.test_really_sharded::test_each_rank_has_its_share_and_no_more",
+        "laws.test_really_sharded::test_what_crosses_the_ranks_is_units",
+        "laws.test_shards::test_an_update_is_skipped_on_all_ranks_or_none",
+        "laws.test_shards::test_parts_train_what_the_whole_does",
+        "ranks.test_splitting::test_split_models_train_as_on_gloo",
+    ),
     30: (
         "laws.test_compression::test_a_total_overflows_no_sooner_than_its_mean",
         "laws.test_ddp::test_gradients_are_the_holders_own",
@@ -134,6 +148,7 @@ _NUMBERS = {
         "laws.test_streams::test_elastic_streams_come_once",
     ),
     45: (
+        "laws.test_running::test_it_is_the_loop",
         "laws.test_batch_size::test_the_largest_that_fits_on_all_ranks_is_found",
         "laws.test_definitions::test_definitions_that_differ_are_refused",
         "laws.test_exchanging::test_a_period_begins_where_it_was_put_on",
@@ -144,6 +159,8 @@ _NUMBERS = {
         "laws.test_purity::test_forks_do_not_meet",
     ),
     150: (
+        "laws.test_axes::test_calls_along_axes_are_of_the_ranks_that_differ_in_them",
+        "laws.test_axes::test_parts_of_a_world_divide_it",
         "laws.test_same_data::test_ranks_with_another_order_are_told",
         "laws.test_dividing::test_the_weight_is_not_rounded",
         "laws.test_ranks_data::test_elastic_runs_see_each_sample_once",
@@ -168,6 +185,7 @@ _NUMBERS = {
         "laws.test_resume::test_saving_changes_nothing",
         "laws.test_storage::test_any_change_of_a_file_is_noticed",
     ),
+    200: ("laws.test_random_steps::test_any_step_is_the_loop_by_hand",),
 }
 NUMBERS = {name: number for number, names in _NUMBERS.items() for name in names}
 """By module and name of the test."""

@@ -67,6 +67,7 @@ CATALOG = [
     Entry(af.plateau(0.5, patience=0)),
     Entry(af.ema(0.5), other={"decay": af.ema(0.25)}),
     Entry(af.sync_batchnorm()),
+    Entry(af.context_parallel()),
 ]
 
 
@@ -79,7 +80,11 @@ def stacks(max_size: int = 9) -> st.SearchStrategy[tuple[object, ...]]:
         both = [t for t in order if isinstance(t, (af.wrap_ddp, af.local_sgd))]
         kept = [t for t in order if t not in both[1:]]
         if any(isinstance(t, af.local_sgd) for t in kept):  # there ranks differ
-            agreeing = (af.check_replicas, af.sync_batchnorm)
+            agreeing = (
+                af.check_replicas,
+                af.sync_batchnorm,
+                af.context_parallel,
+            )
             kept = [t for t in kept if not isinstance(t, agreeing)]
         return tuple(kept)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.base.shards import gathered, is_shard
 from accelfn.testing.strategies import Program
 
 IN, OUT = 3, 2
@@ -164,12 +165,12 @@ def runs(draw: st.DrawFn, **fixed: object) -> Run:
 
 
 def tensors(state: af.TrainState) -> dict[str, torch.Tensor]:
-    """Return every tensor of a state by a path, copied."""
+    """Return every tensor of a state by a path, copied; of what is split, the whole."""
     found: dict[str, torch.Tensor] = {}
 
     def walk(path: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
-            found[path] = value.detach().clone()
+            found[path] = (gathered if is_shard(value) else torch.clone)(value.detach())
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             found[path] = torch.tensor(float(value), dtype=torch.float64)
         elif hasattr(value, "items"):

@@ -10,11 +10,13 @@ import time
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
+from math import prod
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 import accelfn as af
@@ -25,6 +27,7 @@ from tests.waiting import HANGS, is_gone, wait_until
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
+WEIGHTS = "model.safetensors"
 LAUNCH_2 = ["-m", "accelfn.cli", "launch", "--nproc", "2"]
 LAUNCHERS = {"launch": LAUNCH_2, **({"python": []} if at_night() else {})}
 by_launcher = pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
@@ -446,3 +449,63 @@ def test_a_plateau(tmp_path: Path, launcher: list[str]) -> None:
     assert rates == sorted(rates, reverse=True)
     without, with_it = percentages(printed)
     assert with_it > max(without, 98.0)
+
+
+def test_a_sharded_text_goes_on_with_one_process(tmp_path: Path) -> None:
+    """Two processes hold halves and save them; one goes on, and the loss falls further."""
+    first = output_of(tmp_path, "15_sharded_text.py", *LAUNCH_2)
+    second = output_of(tmp_path, "15_sharded_text.py")
+
+    assert first.startswith("from update 0, on 2 ranks\nto update 60, held-out")
+    assert second.startswith("from update 60, on 1 ranks\nto update 120, held-out")
+    before, after = (
+        float(re.findall(r"'loss': ([\d.]+)", each)[0]) for each in (first, second)
+    )
+    assert after < before < 2.5
+    here, whole = re.findall(r"parameters +([\d.]+) KiB +([\d.]+) KiB", first)[0]
+    assert 2 * float(here) == float(whole)
+    for step in (60, 120):
+        with safe_open(tmp_path / f"sharded-text-{step}" / WEIGHTS, "pt") as file:
+            assert file.get_tensor("blocks.1.up.weight").shape == (256, 64)
+
+
+def test_a_sharded_text_is_that_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks train, and go on, the held-out loss is that of one that never stops."""
+    losses: list[float] = []
+    for sizes in ((1,), (2, 3), (4, 1)):
+        folder = tmp_path / f"on {sizes}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        train = partial(
+            example("15_sharded_text.py").train, num_updates=12 // len(sizes)
+        )
+        *_, last = [simulate(size, train).results for size in sizes]
+        losses.extend(each["loss"] for each in last)
+
+    assert pytest.approx([losses[0]] * 5, **ROUNDING) == losses
+
+
+def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
+    """Two processes have half of every text each, and the loss of one that has them whole."""
+    by_two = [*LAUNCH_2, "--axes", "cp=2"]
+    two = output_of(tmp_path, "16_long_text.py", *by_two)
+    one = output_of(tmp_path, "16_long_text.py")
+
+    assert two.startswith("axes {'cp': 2}, last loss")
+    losses = [float(re.findall(r"loss ([\d.]+)", each)[0]) for each in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3)
+    assert losses[0] < 3
+
+
+def test_a_long_text_is_that_of_one_rank() -> None:
+    """However texts and samples are split, the loss is that of one rank."""
+    train = partial(example("16_long_text.py").train, num_updates=3)
+    worlds: list[dict[str, int]] = [{"cp": 1}, {"cp": 2}, {"dp_shard": 2, "cp": 2}]
+    losses = [
+        each["loss"]
+        for axes in worlds
+        for each in simulate(prod(axes.values()), train, axes=axes)
+    ]
+    assert pytest.approx([losses[0]] * 7, **ROUNDING) == losses

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and streams: every random draw is a function of what it is for.
+"""Keys and seeded draws: every random draw is a function of what it is for.
 
-A key is a 64-bit integer mixed from named parts. `stream` sets torch's default generators
+A key is a 64-bit integer mixed from named parts. `seeded` sets torch's default generators
 from a key and puts them back after, so code that draws from them (dropout, `torch.randn`)
 needs no change, and a resumed run draws what the uninterrupted one draws.
 
-A process has each default generator once, so one thread at a time may be in a stream: another
+A process has each default generator once, so one thread at a time may draw: another
 one's draws would be the first's, and the states that are put back would go back in time.
 
 torch's CPU generator keeps only the low 32 bits of a seed. Keys are mixed so that different
@@ -64,7 +64,7 @@ def _of_device(device: torch.device) -> Sequence[torch.Generator]:
     return [torch.cuda.default_generators[index]]
 
 
-class stream(AbstractContextManager[None]):
+class seeded(AbstractContextManager[None]):
     """Let draws from torch's default generators come from `seed` inside a `with` block.
 
     The generators are put back after it, also when the block raises. A class and not a

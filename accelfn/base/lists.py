@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call for many tensors: torch's fused operators on lists, which have no public name.
 
-Functions with a _ at the end work in place; none does anything to an empty list.
+Functions with a _ at the end work in place; none does anything to an empty list. Of tensors
+that lie over the ranks it is the part of this rank that they work on.
 """
 
 from collections.abc import Iterable
 
 import torch
 
+from accelfn.base.shards import local
+
+
+def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    # as `local`, which is not called for each, for steps have many
+    return [
+        each if type(each) is torch.Tensor else getattr(each, "_local_tensor", each)
+        for each in tensors
+    ]
+
 
 def mul_(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor by one number."""
-    found = list(tensors)
+    found = _parts(tensors)
     if found:
         torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateUsage]
 
 
 def div_(tensors: Iterable[torch.Tensor], divisor: float | torch.Tensor) -> None:
     """Divide each tensor by one number."""
-    found = list(tensors)
+    found = _parts(tensors)
     if found:
         torch._foreach_div_(found, divisor)  # pyright: ignore[reportPrivateUsage]
 
@@ -34,36 +45,36 @@ def add_(
     alpha: float = 1,
 ) -> None:
     """Add `alpha` times a number, or another tensor, to each."""
-    found = list(tensors)
+    found = _parts(tensors)
     if not found:
         return
     if isinstance(others, (int, float)):
         torch._foreach_add_(found, others * alpha)  # pyright: ignore[reportPrivateUsage]
     else:
-        torch._foreach_add_(found, list(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_add_(found, _parts(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
 
 
 def lerp_(
     tensors: Iterable[torch.Tensor], ends: Iterable[torch.Tensor], share: float
 ) -> None:
     """Move each tensor towards another by a share of the way; one that is there stays."""
-    found = list(tensors)
+    found = _parts(tensors)
     if found:
-        torch._foreach_lerp_(found, list(ends), share)  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_lerp_(found, _parts(ends), share)  # pyright: ignore[reportPrivateUsage]
 
 
 def copy_(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
     """Copy another tensor into each."""
-    found = list(tensors)
+    found = _parts(tensors)
     if found:
-        torch._foreach_copy_(found, list(sources))  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_copy_(found, _parts(sources))  # pyright: ignore[reportPrivateUsage]
 
 
 def norms(
     tensors: Iterable[torch.Tensor], norm_type: float, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return the norm of each, computed in a dtype."""
-    found = list(tensors)
+    found = _parts(tensors)
     return list(torch._foreach_norm(found, norm_type, dtype=dtype)) if found else []  # pyright: ignore[reportPrivateUsage]
 
 
@@ -72,7 +83,7 @@ def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
     One pass, in which torch's kernel multiplies by 1: numbers stay bitwise what they are.
     """
-    found = [_dense(tensor) for tensor in tensors]
+    found = [_dense(local(tensor)) for tensor in tensors]
     device = found[0].device if found else None
     # the kernel takes float32 alone, whatever the default dtype is
     flag = torch.zeros((), dtype=torch.float32, device=device)
@@ -92,7 +103,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def clamp_(tensors: Iterable[torch.Tensor], low: float, high: float) -> None:
     """Bound every element of each."""
-    found = list(tensors)
+    found = _parts(tensors)
     if found:
         torch._foreach_clamp_min_(found, low)  # pyright: ignore[reportPrivateUsage]
         torch._foreach_clamp_max_(found, high)  # pyright: ignore[reportPrivateUsage]

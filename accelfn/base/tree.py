@@ -15,6 +15,7 @@ from typing import Any, cast
 import attrs
 import torch
 
+from accelfn.base.shards import copied, is_shard
 from accelfn.errors import ArgumentError, BatchError
 
 
@@ -202,7 +203,8 @@ def clone(tree: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().clone()
+            shared = is_shard(leaf)
+            copies[id(leaf)] = copied(leaf) if shared else leaf.detach().clone()
         return copies[id(leaf)]
 
     return tree_map(copy_once, tree)

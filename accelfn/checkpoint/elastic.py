@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which files a rank reads: those of as many ranks, or of any other number."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -174,7 +174,7 @@ def source_of(
         manifest=manifest,
         device=str(world.device),
         verify=verify,
-        sharded=_sharded(state),
+        sharded={**_belonging(state, manifest), **_sharded(state)},
     )
     if manifest.world_size == world.size:
         return attrs.evolve(source, rank=world.rank if differs else 0)
@@ -189,6 +189,37 @@ def _sharded(state: TrainState) -> Mapping[str, torch.Tensor]:
     if not any(map(is_sharded, tree.tree_leaves(fields))):
         return {}
     return encoded(fields)[1].sharded
+
+
+def _belonging(state: TrainState, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+    """Return how what belongs to parameters is to lie, by the names under which it is saved.
+
+    A state that was not stepped has nothing of its optimizer yet that would tell.
+    """
+    layout = state.definition.layout
+    if layout is None:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    units = {u: t for u, t in manifest.trees.items() if u not in ("params", "buffers")}
+    for tensor, param in _params_of(units, layout.cuts):
+        if manifest.shape_of(tensor) == tuple(layout.shapes[param]):
+            found[tensor] = state.params[param]
+    return found
+
+
+def _params_of(
+    coded: Any, params: Collection[str], within: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of an encoded tree that stand under a parameter's name, and it."""
+    if isinstance(coded, list):
+        for each in cast("list[Any]", coded):
+            yield from _params_of(each, params, within)
+    elif isinstance(coded, dict):
+        for key, inside in cast("dict[str, Any]", coded).items():
+            if key == "tensor" and isinstance(inside, str) and within is not None:
+                yield inside, within
+            else:
+                yield from _params_of(inside, params, key if key in params else within)
 
 
 def _merging(state: TrainState, manifest: Manifest) -> list[Any]:

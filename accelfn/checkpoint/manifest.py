@@ -168,6 +168,16 @@ class Manifest:
             raise CheckpointCorruptError(msg)
         return self._places[tensor]
 
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, of a sharded one the whole's."""
+        if tensor in self.sharded:
+            return tuple(self.sharded[tensor]["shape"])
+        return next(
+            tuple(file.tensors[tensor].shape)
+            for file in self.files.values()
+            if tensor in file.tensors
+        )
+
     @cached_property
     def _places(self) -> Mapping[str, str]:
         """Which file has each tensor that all ranks had alike."""

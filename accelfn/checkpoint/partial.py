@@ -7,11 +7,11 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn.base.shards import copied, gathered, is_shard
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.commit import digests
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.fields import FIELDS, fields_of, with_fields
-from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state.state import TrainState
 
@@ -200,8 +200,9 @@ def with_kept(
         CheckpointError: the state has others.
     """
     kept = source.manifest.kept
-    here = {n: p for n, p in state.params.items() if n in kept and not is_sharded(p)}
-    changed = [n for n, digest in digests(here).items() if digest != kept[n]]
+    here = {n: p for n, p in state.params.items() if n in kept}
+    # one after the other, for each may be gathered
+    changed = [n for n, p in here.items() if _digest(n, p) != kept[n]]
     if changed or here.keys() != kept.keys():
         gone = sorted(kept.keys() - here.keys())
         msg = (
@@ -210,5 +211,11 @@ def with_kept(
             f" with other values {compare.some(changed)}. Import them first."
         )
         raise CheckpointError(msg)
-    copies = {name: param.clone() for name, param in here.items()}
+    copies = {n: copied(p) if is_shard(p) else p.clone() for n, p in here.items()}
     return {**saved, "params": {**saved["params"], **copies}}
+
+
+def _digest(name: str, param: torch.Tensor) -> str:
+    """Return what a whole parameter is known by; where ranks have parts, a collective."""
+    whole = gathered(param) if is_shard(param) else param
+    return digests({name: whole})[name]

@@ -54,8 +54,8 @@ def agreed(
     """
     check_world(label, world)
     connection = world.connection
-    if connection.tells_structure:
-        connection.structure = tree.outline(values, partial(_star, grad=grad))
+    if connection.simulated is not None:
+        connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
     return _compared(world, (kind, op, root, label), values, free, grad=grad)
 
 
@@ -139,7 +139,7 @@ def _told(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) -> 
 def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:
     """Tell the ranks of one another, and raise."""
     label = said["label"]
-    text = json.dumps([said, given, world.connection.step, site()]).encode()
+    text = json.dumps([said, given, world.connection.activity.step, site()]).encode()
     size = torch.tensor([len(text)], device=world.device)
     longest = max(int(each) for each in _gathered(size, world, label))
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)

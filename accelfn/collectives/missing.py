@@ -17,15 +17,16 @@ _LOOK = "Look at its output for the cause."
 
 def missing(world: World, label: str) -> str:
     """Say in words which rank failed, left or did not arrive while this one waited."""
-    roll = world.connection.roll_call
+    whole = world.whole
+    roll = whole.connection.roll_call
     if roll is None:
-        return _somebody(world)
-    world.connection.tell(f"waited in {label!r}", is_waiting=True)
-    _wake(world)
+        return _somebody(whole)
+    whole.connection.tell(f"waited in {label!r}", is_waiting=True)
+    _wake(whole)
     heard = roll.hear()
     if heard is None and roll.rank_0_keeps_it:
         return f"rank 0, or one before it, {_GONE}: the store that it keeps is silent."
-    return _somebody(world) if heard is None else _told(world, label, heard)
+    return _somebody(whole) if heard is None else _told(whole, label, heard)
 
 
 def _somebody(world: World) -> str:
@@ -36,7 +37,7 @@ def _somebody(world: World) -> str:
 def _told(world: World, label: str, heard: Mapping[int, Standing]) -> str:
     gone = {rank: each for rank, each in heard.items() if not each.is_waiting}
     silent = [r for r in range(world.size) if r != world.rank and r not in heard]
-    mine = Standing(how=f"waited in {label!r}", step=world.connection.step)
+    mine = Standing(how=f"waited in {label!r}", step=world.connection.activity.step)
     astray = {
         rank: each
         for rank, each in heard.items()
@@ -56,13 +57,17 @@ def _wake(world: World) -> None:
 
     Gloo closes all of a rank's connections when a call on one of them times out.
     """
-    group = world.connection.group
-    if group is None:
-        return
-    for peer in range(world.size):
-        if peer != world.rank:
-            with suppress(RuntimeError):  # which is what it is for
-                group.recv([torch.empty(1)], peer, 0).wait(_AT_ONCE)
+    connection = world.connection
+    for group in (
+        connection.group,
+        *(each.group for each in connection.parts.values()),
+    ):
+        if group is None:
+            continue
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with suppress(RuntimeError):  # which is what it is for
+                    group.recv([torch.empty(1)], peer, 0).wait(_AT_ONCE)
 
 
 def named(ranks: Sequence[int]) -> str:

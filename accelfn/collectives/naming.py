@@ -38,22 +38,24 @@ class naming:
         connection = self._world.connection
         if connection.is_lent:
             connection.check_not_lent()
-        self._outer, connection.label = connection.label, self._label
-        connection.trail.append((self._label, connection.step))
+        activity = connection.activity
+        self._outer, activity.label = activity.label, self._label
+        activity.trail.append((self._label, activity.step))
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
         """Name the failure, if it is one of the connection."""
-        self._world.connection.label = self._outer
-        self._world.connection.structure = None
+        activity = self._world.connection.activity
+        activity.label, activity.structure = self._outer, None
         if not isinstance(error, RuntimeError) or isinstance(error, Error):
             return
         if any(sign in str(error) for sign in _PEER_SIGNS):
+            whole = self._world.whole
             from accelfn.collectives.missing import missing  # noqa: PLC0415 - rarely needed
 
             msg = (
-                f"Rank {self._world.rank} of {self._world.size} waited in {self._label!r}"
+                f"Rank {whole.rank} of {whole.size} waited in {self._label!r}"
                 f"{self._when()}, but {missing(self._world, self._label)}"
                 f" ({_in_short(str(error))})"
             )
@@ -61,7 +63,7 @@ class naming:
             raise PeerFailedError(msg) from None
 
     def _when(self) -> str:
-        step = self._world.connection.step
+        step = self._world.connection.activity.step
         return "" if step is None else f" at update {step}"
 
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas: ranks that should hold the same tell one another checksums of it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
+from accelfn.base import shards
 from accelfn.base.arguments import Number
 from accelfn.collectives.calls import shown
 from accelfn.collectives.packed import all_gather, gather_text
 from accelfn.errors import ReplicaMismatchError
 from accelfn.world import World
+from accelfn.world.folding import folded
 
 _CREATED = (
     "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or"
@@ -55,9 +57,9 @@ def check_values(
     Raises:
         ReplicaMismatchError: they do not; the first tensor that differs is named.
     """
-    if world.size == 1:
+    if world.size == 1 or not tensors:
         return
-    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
+    sums = sums_of(tensors.values(), world, label=label)
     rows = [row.tolist() for row in all_gather(sums, world, label=label)]
     named = [
         [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
@@ -109,17 +111,17 @@ def check_sums(
     Raises:
         ReplicaMismatchError: they do not; the first difference is named, a row a rank.
     """
-    say = world.connection.say
-    if say is None and not (is_first or world.checked):
+    simulated = world.connection.simulated
+    if simulated is None and not (is_first or world.checked):
         return
     rows = {"the weight": f"{float(weight)!r}"}
     dense = {n: t for n, t in sums.items() if t.layout is torch.strided}
     rows |= {n: f"{shown(t)}, checksum {int(checksum(t))}" for n, t in dense.items()}
-    if say is None:
+    if simulated is None:
         check_rows(rows, world, label=label, advice=_SUMS)
         return
     said = [f"{name}: {row}" for name, row in rows.items()]
-    other = say(label, said)
+    other = simulated.compare(label, said)
     if other is not None:
         ranks, tables = zip(*sorted([other, (world.rank, said)]), strict=True)
         found = _first_difference(list(tables))
@@ -159,6 +161,23 @@ def _first_difference(
 
 def _listed(rows: Sequence[str]) -> str:
     return "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+
+
+def sums_of(
+    tensors: Iterable[torch.Tensor], world: World, *, label: str
+) -> torch.Tensor:
+    """Return checksums: of a tensor that is split, that of all parts of this rank's copy.
+
+    Where a rank has a part it is a collective.
+    """
+    listed = list(tensors)
+    sums = torch.stack([checksum(shards.local(tensor)) for tensor in listed])
+    split = [i for i, tensor in enumerate(listed) if shards.is_shard(tensor)]
+    if split:
+        copy = folded(world).along("dp_shard")
+        parts = torch.stack(all_gather(sums[split], copy, label=label))
+        sums[split] = torch.stack([checksum(each) for each in parts.unbind(1)])
+    return sums
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

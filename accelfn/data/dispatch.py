@@ -20,18 +20,23 @@ from accelfn.data.stream import Stream
 from accelfn.errors import DataError
 from accelfn.world import World
 
+_LABEL = "dispatch of data"
+
 
 def read_dispatched(
     stream: Stream, plan: Plan, start: Cursor, epochs: int | None, world: World
 ) -> Iterator[tuple[Portion, list[Any]]]:
-    """Yield this rank's portions, read by rank 0.
+    """Yield this rank's portions, read by rank 0 for all.
+
+    Ranks that share a batch, along "cp" and "tp", are told by the first of them.
 
     Raises:
         DataError: on every rank, if rank 0 could not read.
     """
+    ranks, sharers = world.batch, world.along("cp", "tp")
     updates = None
     if world.is_main:
-        plans = [_of_rank(plan, rank) for rank in range(world.size)]
+        plans = [_of_rank(plan, rank) for rank in range(ranks.size)]
         updates = stream.portions(plans, start, epochs)
     while epochs is None or start.epoch < epochs:
         failure, payloads = None, None
@@ -47,10 +52,11 @@ def read_dispatched(
                 payloads = [
                     codec.to_bytes({"failed": f"{type(error).__name__}: {error}"})
                 ]
-                payloads *= world.size
-        received = codec.from_bytes(
-            scatter_bytes(payloads, world, label="dispatch of data")
-        )
+                payloads *= ranks.size
+        copies = None
+        if sharers.is_main:
+            copies = [scatter_bytes(payloads, ranks, label=_LABEL)] * sharers.size
+        received = codec.from_bytes(scatter_bytes(copies, sharers, label=_LABEL))
         if failure is not None:
             raise failure
         if "failed" in received:

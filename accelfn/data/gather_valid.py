@@ -8,6 +8,7 @@ import torch
 from accelfn.base import codec, tree
 from accelfn.base.calling import called
 from accelfn.collectives import all_gather, gather_bytes, join_rows
+from accelfn.collectives.agreed import check_world
 from accelfn.data import Batch
 from accelfn.errors import BatchError
 from accelfn.world import World
@@ -44,22 +45,24 @@ def gather_valid(
             " batch of af.batches. af.gather(values, world) takes any values."
         )
         raise BatchError(msg)
+    check_world("af.gather_valid", world)
+    ranks = world.batch
     kept = (~batch.filler).nonzero().reshape(-1)
     rows = len(batch.filler)
     _check_rows(values, rows)
     held = sum(weight or 0 for weight in batch.weights)
-    mine = torch.tensor([len(kept), held], device=world.device)
-    told = [each.tolist() for each in all_gather(mine, world, label=label)]
+    mine = torch.tensor([len(kept), held], device=ranks.device)
+    told = [each.tolist() for each in all_gather(mine, ranks, label=label)]
     counts = [int(row[0]) for row in told]
     # where nothing shards the data, every rank holds the whole batch
-    alone = world.size == 1 or sum(row[1] for row in told) > batch.num_samples
+    alone = ranks.size == 1 or sum(row[1] for row in told) > batch.num_samples
     if isinstance(values, list):
         valid = [values[place] for place in kept.tolist()]
         data = codec.to_bytes(valid, path="values")
-        parts = [data] if alone else gather_bytes(data, world, label=label)
+        parts = [data] if alone else gather_bytes(data, ranks, label=label)
         return [each for part in parts for each in codec.from_bytes(part)]
     valid = tree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], values)
-    return valid if alone else join_rows(valid, counts, world, label=label)
+    return valid if alone else join_rows(valid, counts, ranks, label=label)
 
 
 def _check_rows(values: Any, rows: int) -> None:

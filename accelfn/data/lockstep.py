@@ -29,7 +29,7 @@ def lockstep(
 
     Args:
         iterable: of this rank's batches; ranks may have different numbers of them.
-        world: whose ranks go together.
+        world: whose ranks go together; those that share a batch ("cp", "tp") give the same.
         ends: "last": when all ranks have ended; one that has ended takes part with its last
             batch, whose weight is 0. "first": as soon as one rank has ended. "together": all
             must end at once.
@@ -58,15 +58,15 @@ def lockstep(
             " iterable; an empty list where it has none."
         )
         raise ArgumentError(msg)
-    return _together(iter(iterable), world, ends)
+    return _together(iter(iterable), world.batch, ends)
 
 
-def _together(items: Iterator[Any], world: World, ends: str) -> Iterator[Batch]:
+def _together(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Batch]:
     number, last = 0, None
     while True:
         mine = [last := item for item in _next(items)]
         flags = all_gather(
-            torch.tensor([len(mine)], device=world.device), world, label="lockstep"
+            torch.tensor([len(mine)], device=ranks.device), ranks, label="lockstep"
         )
         having = [bool(flag) for flag in flags]
         if not any(having) or (ends == "first" and not all(having)):
@@ -81,13 +81,13 @@ def _together(items: Iterator[Any], world: World, ends: str) -> Iterator[Batch]:
             raise DataError(msg)
         if without and number == 0:
             msg = (
-                f"af.lockstep: rank {without[0]} of {world.size} has no batch, and so none"
+                f"af.lockstep: rank {without[0]} of {ranks.size} has no batch, and so none"
                 ' to stand in with weight 0. Give it one, or ends="first".'
             )
             raise DataError(msg)
         if isinstance(last, list) and not last:
             msg = (
-                f"af.lockstep: batch {number} of rank {world.rank} is an empty list; a list is"
+                f"af.lockstep: batch {number} of rank {ranks.rank} is an empty list; a list is"
                 " a rank's micro-batches, at least one. Leave the batch out."
             )
             raise BatchError(msg)

@@ -77,10 +77,10 @@ def _stream_pairs(data: Described, reading: Reading) -> Iterator[Pair]:
             seed=reading.seed,
             num_workers=data.num_workers,
             timeout=data.timeout,
-            world=reading.world,
+            ranks=reading.world.batch,
+            place=_place(reading),
             replay=data.replay,
             first=data.first,
-            update=reading.update,
         )
         return sharded.portions(plan, start, epochs)
     stream = Stream(

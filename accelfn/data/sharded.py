@@ -112,9 +112,9 @@ class Sharded:
         seed: of what is drawn.
         num_workers: processes that read ahead.
         timeout: seconds that one may take.
-        world: in which ranks keep in step.
+        ranks: in which ranks keep in step.
         replay: whether a stream without state is read again to resume it.
-        update: for which the first batch is; it is named in errors.
+        place: whose the first batch is, and for which update; errors name it.
         first: the dataset's state before it is read.
     """
 
@@ -124,16 +124,16 @@ class Sharded:
     seed: int
     num_workers: int
     timeout: float
-    world: World
+    ranks: World
     replay: bool = False
-    update: int = 0
+    place: Place
     first: Any = None
 
     def portions(
         self, plan: Plan, start: Cursor, epochs: int | None
     ) -> Iterator[tuple[Portion, list[Any]]]:
         """Yield this rank's part of every update."""
-        update = self.update
+        update = self.place.update
         while epochs is None or start.epoch < epochs:
             for portion, values in self._epoch(plan, start, update):
                 yield portion, values
@@ -160,7 +160,7 @@ class Sharded:
             item = next(items, None) if item is not None else None
             counts, more = self._agreed(count, more=item is not None)
             self._refuse_nothing(counts, values, cursor)
-            total, before = sum(counts), sum(counts[: self.world.rank])
+            total, before = sum(counts), sum(counts[: self.ranks.rank])
             first = cursor.samples + before
             after = (
                 Cursor(start.epoch, cursor.samples + total, memory=memory)
@@ -186,10 +186,10 @@ class Sharded:
         num_read = 0
 
         def due() -> tuple[int, str]:
-            what = f"rank {self.world.rank}'s own stream, in epoch {start.epoch}"
+            what = f"rank {self.ranks.rank}'s own stream, in epoch {start.epoch}"
             return num_read, f"Being read was {what}."
 
-        place = Place(self.world.rank, self.world.size, update)
+        place = attrs.evolve(self.place, update=update)
         given = watched(loader, timeout=self.timeout, place=place, due=due)
         for num_read, item in enumerate(given, 1):  # noqa: B007 - `due` reads it
             yield item
@@ -235,7 +235,7 @@ class Sharded:
         return Collated(self.collate, num_parts)(first)[1]
 
     def _key(self, epoch: int) -> int:
-        return draws.key(self.seed, "data", epoch, "rank", self.world.rank)
+        return draws.key(self.seed, "data", epoch, "rank", self.ranks.rank)
 
     def _memory(self, loader: Any) -> dict[str, Any]:
         return {
@@ -245,9 +245,9 @@ class Sharded:
 
     def _agreed(self, count: int, *, more: bool) -> tuple[list[int], bool]:
         """Return how many samples each rank has, and whether any has more."""
-        mine = torch.tensor([count, more], device=self.world.device)
+        mine = torch.tensor([count, more], device=self.ranks.device)
         rows = [
-            each.tolist() for each in all_gather(mine, self.world, label="lockstep")
+            each.tolist() for each in all_gather(mine, self.ranks, label="lockstep")
         ]
         return [int(row[0]) for row in rows], any(row[1] for row in rows)
 
@@ -258,7 +258,7 @@ class Sharded:
             return
         without = [rank for rank, count in enumerate(counts) if not count]
         msg = (
-            f"af.Data(sharded=True): rank {without[0]} of {self.world.size} got no sample in"
+            f"af.Data(sharded=True): rank {without[0]} of {self.ranks.size} got no sample in"
             f" epoch {cursor.epoch}, and so has no stand-in to take part with. Samples by"
             f" rank in the first update: {counts}."
         )

@@ -26,13 +26,15 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
     Args:
         values: a list, tuple, string, bytes, range, tensor or array, or a dict of such of one
             length. A tensor's part is a view.
-        world: says which rank this is.
+        world: says which rank this is; of a world with ranks that share their samples ("cp",
+            "tp"), `world.batch`.
         pad: make all parts as long as the first, by repeating a part's last value, or the
             last of all where a part is empty. Those of a range are lists then.
 
     Raises:
-        ArgumentError: a dict's values differ in length, there is nothing to repeat, or
-            something is no sequence that can be sliced; a namedtuple is a record.
+        ArgumentError: ranks of the world share samples, a dict's values differ in length, there
+            is nothing to repeat, or something is no sequence that can be sliced; a namedtuple
+            is a record.
 
     Law: without `pad`, the parts of all ranks in rank order are the values; in a world of 1
     they are the very object.
@@ -41,9 +43,7 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
         >>> split(["a", "b", "c"], World.single())
         ['a', 'b', 'c']
     """
-    if not isinstance(world, World):
-        msg = f"af.split: expected an af.World, got {world!r}."
-        raise ArgumentError(msg)
+    _check_world(world)
     length = _length(values)
     if world.size == 1:
         return values
@@ -69,6 +69,21 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
         return _like(each[start:stop], [each[place] for place in places])
 
     return part(values)
+
+
+def _check_world(world: object) -> None:
+    """Refuse what is no world, and one of which not every rank has samples of its own."""
+    if not isinstance(world, World):
+        msg = f"af.split: expected an af.World, got {world!r}."
+        raise ArgumentError(msg)
+    if world.whole is world and world.batch is not world:
+        sharers = [n for n in ("cp", "tp") if world.axes.get(n, 1) > 1]
+        msg = (
+            f"af.split: the ranks along {' and '.join(sharers)} share their samples, so they"
+            " would be given parts of one another's. Give world.batch; or the axes that are"
+            f" meant, such as world.along({sharers[0]!r})."
+        )
+        raise ArgumentError(msg)
 
 
 def _like(part: Any, picked: list[Any]) -> Any:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a state is a state of: the part of a training that an update does not change."""
 
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -12,11 +13,14 @@ from accelfn.data import Data, Plan
 from accelfn.definition.cache import Cache
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
-from accelfn.errors import ArgumentError
+from accelfn.errors import ArgumentError, WorldError
 from accelfn.schedules.rates import Rates
 from accelfn.schedules.schedule import Schedule
 from accelfn.structure.skeleton import Skeleton
 from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.definition.layout import Layout
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -38,10 +42,23 @@ class Definition:
     name: str
     cache: Cache = attrs.field(factory=Cache, init=False, repr=False)
 
+    @cached_property
+    def layout(self) -> "Layout | None":
+        """How the model lies over the ranks; None where each has all of it."""
+        owners = self.setup.owners["layout"]
+        if not owners:
+            return None
+        # torch's DTensors cost as much to import as all of accelfn
+        from accelfn.definition.layout import Layout  # noqa: PLC0415
+
+        metas = dict(self.skeleton.module.named_parameters())
+        return Layout.of(owners, metas, self.world)
+
     @property
     def plan(self) -> Plan:
         """Who takes which samples, as the setup's transforms say, left to right."""
-        plan = Plan(world_rank=self.world.rank, world_size=self.world.size)
+        batch = self.world.batch
+        plan = Plan(world_rank=batch.rank, world_size=batch.size)
         for each in self.setup.owners["data"]:
             plan = each.data(plan)
             is_plan = isinstance(plan, Plan)
@@ -60,6 +77,26 @@ def checked_world(world: Any) -> World:
         return world
     msg = f"TrainState.create(world={world!r}): expected an af.World."
     raise ArgumentError(msg)
+
+
+def check_axes(setup: chain, world: World) -> None:
+    """Raise where ranks along an axis would do one another's work.
+
+    Raises:
+        WorldError: nothing in the setup gives them parts of it.
+    """
+    said = {
+        "cp": ("splits_sequences", "add af.context_parallel(seq_dim=...)"),
+        "tp": ("splits_layers", "give these ranks to dp_shard, and add af.wrap_fsdp()"),
+    }
+    for axis, (fact, way) in said.items():
+        if world.axes.get(axis, 1) > 1 and fact not in setup.facts:
+            msg = (
+                f"The world has {world.axes[axis]} ranks along {axis!r}, {dict(world.axes)},"
+                " and nothing in the setup gives each its part, so all would do the same."
+                f" Leave the axis out, or {way}."
+            )
+            raise WorldError(msg)
 
 
 def check_schedule(schedule: object) -> None:

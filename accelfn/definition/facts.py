@@ -30,7 +30,7 @@ FACTS: Mapping[str, str] = {
     "by_rank": "names of entries of its slot that differ by rank",
     "compiles": "the loss is compiled",
     "compression": "a function of a state that returns how buckets cross the ranks",
-    "draws_nothing": "its methods draw no random numbers, so no stream of them is made",
+    "draws_nothing": "its methods draw no random numbers, so none are made ready",
     "finds_unused": "parameters may take no part in the loss, by an option that is named",
     "judges_finite": "it looks at the gradients, so that a loss may be infinite",
     "micro_batches": "a function of a batch that returns its parts, each of which has its"
@@ -40,7 +40,9 @@ FACTS: Mapping[str, str] = {
     "sees_skips": "its `after_update` is called after a skipped update, too",
     "skips_on_device": "its `after_update` is as well called once a device knows of a skip",
     "small_buckets": "buckets are smaller than 1 MiB",
+    "splits_sequences": 'ranks along "cp" take parts of the same sequences',
     "steps_in_backward": "the optimizer steps while the backward pass runs",
+    "whole_gradients": "until the last micro-batch each rank has all of every gradient",
 }
 """What each fact says of the transform that tells it."""
 

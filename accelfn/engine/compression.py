@@ -52,10 +52,10 @@ class Compression(Protocol):
 class Narrow:
     """Sums in 16 bits, of gradients that are near a mean, or were scaled for 16 bits."""
 
-    def __init__(self, name: str, dtype: torch.dtype, world: World) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, ranks: World) -> None:
         """Take the dtype in which they cross."""
         self.name = name
-        self._dtype, self._world = dtype, world
+        self._dtype, self._ranks = dtype, ranks
         self._is_scaled = False
         self._unit = torch.ones(())
 
@@ -75,9 +75,9 @@ class Narrow:
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
         """Sum over the ranks in few bits, while the backward pass goes on."""
         del gradients
-        unit, size = self._unit.to(bucket), self._world.size
+        unit, size = self._unit.to(bucket), self._ranks.size
         narrow = (bucket / unit).to(self._dtype)
-        work: Any = dist.all_reduce(narrow, group=self._world.group, async_op=True)
+        work: Any = dist.all_reduce(narrow, group=self._ranks.group, async_op=True)
 
         def widen(done: Any) -> torch.Tensor:
             return bucket.copy_(done.value()[0]).mul_(unit / size)
@@ -107,11 +107,11 @@ class LowRank:
     """
 
     def __init__(
-        self, name: str, key: int, world: World, *, rank: int, start: int, rate: float
+        self, name: str, key: int, ranks: World, *, rank: int, start: int, rate: float
     ) -> None:
         """Take the options under short names, and the key of the first random factors."""
         self.name = name
-        self._key, self._world = key, world
+        self._key, self._ranks = key, ranks
         self._rank, self._start, self._rate = rank, start, rate
         self._scale: torch.Tensor | None = None
         self._unit = torch.ones(())
@@ -126,10 +126,9 @@ class LowRank:
 
     def weigh(self, weight: torch.Tensor) -> None:
         """Choose the unit of the mean gradient."""
-        if self._scale is not None:
-            weight = weight * self._scale.to(weight)
-        # without any weight, what was left out is applied as it is
-        self._unit = torch.where(weight > 0, weight / self._world.size, 1.0)
+        scale = 1.0 if self._scale is None else self._scale.to(weight)
+        # without any weight, what was left out is applied as it is, scaled as all losses are
+        self._unit = torch.where(weight > 0, weight / self._ranks.size, 1.0) * scale
 
     def end(self) -> dict[str, Any]:
         """Return what is to be kept."""
@@ -199,8 +198,8 @@ class LowRank:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = pack(same)
-            sum_(flat, self._world, label=_LABEL)
-            unpack_(flat.div_(self._world.size), same)
+            sum_(flat, self._ranks, label=_LABEL)
+            unpack_(flat.div_(self._ranks.size), same)
 
 
 def _shape(gradient: torch.Tensor) -> tuple[int, int]:

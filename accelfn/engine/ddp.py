@@ -139,7 +139,7 @@ class DDPRunner:
     def __init__(
         self,
         module: nn.Module,
-        world: World,
+        ranks: World,
         options: Mapping[str, Any],
         compression: Compression | None = None,
         live: LiveUpdate | None = None,
@@ -150,29 +150,31 @@ class DDPRunner:
         For compression, and for an update that a backward pass takes, the weight crosses the
         ranks by itself, before the gradients.
         """
-        self._world, self._compression, self._live = world, compression, live
+        self._ranks, self._compression, self._live = ranks, compression, live
         self._is_early = compression is not None or live is not None
         if live is not None:
             live.by_buckets = True
         self._reduced: deque[tuple[Reduced, list[torch.Tensor]]] = deque()
         self._names = {id(param): name for name, param in module.named_parameters()}
-        self._forward = naming("DistributedDataParallel forward", world)
-        self._backward = naming("DistributedDataParallel backward", world)
+        self._forward = naming("DistributedDataParallel forward", ranks)
+        self._backward = naming("DistributedDataParallel backward", ranks)
         self.expects_unused = any(
             options.get(name) for name in ("find_unused_parameters", "static_graph")
         )
         dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
-        # the parameters' own dtype shares their bucket; below float32 it could not count
-        dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
-        inner = LossModule(module, dtype, world.device)
+        # as precise as the most precise gradient, so that none is divided by a rounded weight;
+        # below float32 it could not count
+        is_double = bool(dtypes & {torch.float64, torch.complex128})
+        dtype = torch.float64 if is_double else torch.float32
+        inner = LossModule(module, dtype, ranks.device)
         self._carrier, self._reads = inner.weight, inner.reads
         self._roots: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ones = Ones()
         self._sync = True
         self._weight = torch.zeros(1)
-        with naming("build DistributedDataParallel", world):
+        with naming("build DistributedDataParallel", ranks):
             wrapped = LeanDDP(
-                inner, process_group=world.group, init_sync=False, **options
+                inner, process_group=ranks.group, init_sync=False, **options
             )
             wrapped.lay_out()
         self._wrapped: DistributedDataParallel | None = wrapped
@@ -180,7 +182,7 @@ class DDPRunner:
             self._refuse_sparse(wrapped)
             # weakly: what the reducer holds, in C++, is not collected
             wrapped.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
-        world.connection.hold(self.let_go)
+        ranks.connection.hold(self.let_go)
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
@@ -188,6 +190,8 @@ class DDPRunner:
         """Return the loss; without `sync`, DDP does not prepare to reduce."""
         self._sync = sync
         ddp = self._ddp
+        # torch takes what comes after a pass that did not communicate for its next part
+        ddp.require_forward_param_sync = samples.begins
         with self._forward:
             if sync:
                 self._roots = ddp(loss_fn, samples)
@@ -228,10 +232,10 @@ class DDPRunner:
 
     def _sum(self, weight: Number) -> None:
         """Let all ranks know the weight of all, and so the mean, before the gradients."""
-        world = self._world
-        total = torch.zeros(1, dtype=torch.float64, device=world.device) + weight
-        sum_(total, world, label="weight of the loss")
-        self._weight = total / world.size
+        ranks = self._ranks
+        total = torch.zeros(1, dtype=torch.float64, device=ranks.device) + weight
+        sum_(total, ranks, label="weight of the loss")
+        self._weight = total / ranks.size
         self._reduced.clear()  # what a pass that raised had left
         if self._compression is not None:
             self._compression.weigh(total[0])
@@ -271,8 +275,8 @@ class DDPRunner:
 
     def _average(self, bucket: torch.Tensor) -> Reduced:
         """Set a bucket to its mean over the ranks, as DDP does by itself."""
-        bucket.mul_(1.0 / self._world.size)
-        work: Any = dist.all_reduce(bucket, group=self._world.group, async_op=True)
+        bucket.mul_(1.0 / self._ranks.size)
+        work: Any = dist.all_reduce(bucket, group=self._ranks.group, async_op=True)
 
         def first(done: Any) -> torch.Tensor:
             return done.value()[0]

@@ -10,12 +10,13 @@ bound anew; another state is bound by swapping pointers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 from accelfn.base import draws, lists, tree
+from accelfn.base.shards import is_shard
 from accelfn.collectives import check_replicas
 from accelfn.data.cursor import Cursor
 from accelfn.definition.fields import check_returned
@@ -57,15 +58,16 @@ class Engine:
         self._home, self._compression = home, compression
         definition = state.definition
         self._device = definition.world.device
-        self._world_size = definition.world.size
-        self._connection = definition.world.connection
+        self._num_losses = definition.world.loss.size
+        self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
-        self._stream_of: tuple[int | None, int] = (None, 0)
+        self._key_of: tuple[int | None, int] = (None, 0)
         metas = dict(definition.skeleton.module.named_parameters())
         self._optimizer = LiveOptimizer(
             definition.optimizer,
             {metas[name]: param for name, param in home.params.items()},
             {param: name for name, param in home.params.items()},
+            home.shows,
         )
         live = None
         if "steps_in_backward" in definition.setup.facts:
@@ -117,12 +119,12 @@ class Engine:
     ) -> tuple[Metrics, Grads]:
         """Run the loss forward and backward, adding to `into`; the state stays as it was."""
         self.bind(state)
-        connection, tried = self._connection, state.num_tried
-        connection.step, connection.is_between = tried, False
+        activity, tried = self._activity, state.num_tried
+        activity.step, activity.is_between = tried, False
         self._take_in(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
-        key = self._stream(state)
+        key = self._key(state)
         kept = {} if into is None else into.buffers
         if samples.known == 0:  # an empty share's stand-in is not counted in buffers
             kept = tree.clone(dict(kept))
@@ -133,7 +135,7 @@ class Engine:
         if compression is not None:
             compression.begin(state.slots.get(compression.name), loss_scale)
         try:
-            with draws.stream(key, self._device, tried, num_before):
+            with draws.seeded(key, self._device, tried, num_before):
                 read = self._runner.forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
                     refuse_taken()
@@ -154,7 +156,7 @@ class Engine:
         weight = read.weight if before is None else before.divisor + read.weight
         taken = Taken(
             divisor=weight if averaged is None else averaged,
-            num_averaged=1 if averaged is None else self._world_size,
+            num_averaged=1 if averaged is None else self._num_losses,
             # of all ranks' weights, which are never negative, one is enough
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             is_mean=samples.lone and read.is_mean and loss_scale is None,
@@ -169,7 +171,7 @@ class Engine:
         grads = Grads(
             tensors=tensors,
             buffers=self._live_buffers,
-            reduced=averaged is not None or self._world_size == 1,
+            reduced=averaged is not None or self._num_losses == 1,
             taken=taken,
         )
         return Metrics(read.sums), grads
@@ -239,6 +241,12 @@ class Engine:
         opt_state = self._optimizer.update(hyper, divisor, skip)
         return self._ended(grads, opt_state)
 
+    def lend(
+        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """Return what calls `fn(model, ...)`, on a model of these in evaluation mode."""
+        return self._home.lend(params, buffers)
+
     def _ended(self, grads: Grads, opt_state: OptState) -> OptState:
         """Leave nothing of an update but the state after it."""
         self._home.clear_gradients()
@@ -301,15 +309,12 @@ class Engine:
             raise LossError(msg)
         return found
 
-    def _stream(self, state: TrainState) -> int:
+    def _key(self, state: TrainState) -> int:
         """Return the key of all that this rank's losses draw."""
-        if self._stream_of[0] != state.seed:
-            world, name = state.definition.world, state.definition.name
-            self._stream_of = (
-                state.seed,
-                draws.key(state.seed, name, "loss", world.rank),
-            )
-        return self._stream_of[1]
+        if self._key_of[0] != state.seed:
+            loss, name = state.definition.world.loss, state.definition.name
+            self._key_of = (state.seed, draws.key(state.seed, name, "loss", loss.rank))
+        return self._key_of[1]
 
     def _take_in(self, into: Grads | None, loss_scale: torch.Tensor | None) -> None:
         """Put the gradients that are to be added to where a backward pass adds."""
@@ -361,14 +366,14 @@ def engine_of(state: TrainState) -> Engine:
     if cache.engine is None:
         state.lease.check()
         setup, world = state.definition.setup, state.definition.world
-        if world.rank == 0:
+        if world.is_main:
             advise_of_rates(state.definition.schedule)
         chosen = setup.owners["engine"]
         if world.size > 1 and (chosen or setup.owners["reduce"]):
             check_definitions(state)
             values = "apart" not in setup.facts or state.step == 0
             check_replicas(
-                state.params,
+                {n: p for n, p in state.params.items() if not is_shard(p)},
                 world,
                 label="compare replicas",
                 values=values,

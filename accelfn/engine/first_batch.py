@@ -25,7 +25,7 @@ def check_first_batch(state: TrainState, batch: Any) -> None:
     `shard_data`, of a state without data, an all-gather of 8 bytes.
     """
     definition = state.definition
-    if definition.world.size == 1 or definition.cache.saw_a_batch:
+    if definition.world.batch.size == 1 or definition.cache.saw_a_batch:
         return
     with own_modes(definition.world.device):
         engine_of(state)
@@ -56,7 +56,7 @@ def _has_own_stream(state: TrainState) -> bool:
 
 def _of_value(state: TrainState, value: Any) -> str | None:
     """Return what is wrong with a plain value where batches are to be cut."""
-    size = state.world.size
+    size = state.world.batch.size
     if state.data is not None:
         return (
             "step(state, batch) got a value that is no batch of af.batches(state):"
@@ -80,16 +80,16 @@ def _of_value(state: TrainState, value: Any) -> str | None:
 
 def _is_alike(value: Any, state: TrainState) -> bool:
     """Whether all ranks have a value of the same tensors."""
-    world = state.world
+    batch = state.world.batch
     sums = [checksum(t) for t in tree.tensor_leaves(value) if t.numel() > 1]
     # without any there is nothing to tell by: a number that no other rank has
-    mine = checksum(torch.stack(sums)) if sums else torch.tensor(world.rank)
-    told = all_gather(mine.to(world.device), world, label="first batch")
+    mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
+    told = all_gather(mine.to(batch.device), batch, label="first batch")
     return len({int(each) for each in told}) == 1
 
 
 def _uncut(state: TrainState, batch: Batch) -> str:
-    size = state.world.size
+    size = state.world.batch.size
     return (
         f"This batch is not cut: its {batch.num_samples} samples are all on this rank, one"
         f" of {size} that af.shard_data() gives a part each. It is of another state, or was"
@@ -102,7 +102,7 @@ def _unshared(state: TrainState) -> str | None:
     """Return what is wrong with ranks that have the same data, and take all of it."""
     if not state.definition.cache.has_same_data:
         return None
-    size = state.world.size
+    size = state.world.batch.size
     return (
         f"Nothing in the setup gives ranks their part: each of the {size} ranks trains on all"
         f" samples of every batch, which is {size} times the work for the result of one."

@@ -5,14 +5,16 @@ An engine binds states to a home and steps what is there; it does not know wheth
 parameter is one tensor on each rank, or a slice of one.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from accelfn.engine.optimizer.live_optimizer import Shows
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.structure.skeleton import Skeleton
 
 
 class Home(Protocol):
@@ -31,6 +33,11 @@ class Home(Protocol):
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
         """Those of them that are trained."""
+        ...
+
+    @property
+    def shows(self) -> Shows | None:
+        """What knows a state's values of the optimizer's; None where they are the same."""
         ...
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -57,13 +64,21 @@ class Home(Protocol):
         """Leave none."""
         ...
 
+    def lend(
+        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """Return what calls `fn(model, ...)`, on a model of these in evaluation mode."""
+        ...
+
 
 class ReplicaHome:
     """Each rank has all of every parameter: a plain module, alone or in a replica."""
 
+    shows = None
+
     def __init__(self, state: TrainState) -> None:
         """Build a module around the state's tensors."""
-        skeleton = state.definition.skeleton
+        self._skeleton = skeleton = state.definition.skeleton
         self.module = skeleton.build(state.params, state.buffers)
         self.params = dict(self.module.named_parameters())
         self.trained = {name: self.params[name] for name in skeleton.trainable}
@@ -93,3 +108,23 @@ class ReplicaHome:
         """Leave the parameters without one."""
         for _, param in self._pairs:
             param.grad = None
+
+    def lend(
+        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """Return what calls functions of a module around these tensors."""
+        return lent(self._skeleton, params, buffers)
+
+
+def lent(
+    skeleton: Skeleton,
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> Callable[..., Any]:
+    """Return what calls `fn(model, ...)`, on a model around these tensors."""
+    model = skeleton.build(params, buffers).eval()
+
+    def call(fn: Callable[..., Any], *inputs: Any) -> Any:
+        return fn(model, *inputs)
+
+    return call

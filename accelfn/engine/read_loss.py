@@ -42,6 +42,7 @@ class Samples:
         known: their number, where the data say it; 0 for an empty share's stand-in.
         lone: whether nothing else is combined with this loss, so that it need not be known.
         judged: whether a transform looks at the gradients, so that a loss may be infinite.
+        begins: whether they are the first of an update.
     """
 
     value: Any
@@ -49,6 +50,7 @@ class Samples:
     known: int | None
     lone: bool
     judged: bool = False
+    begins: bool = True
 
     def count(self) -> int:
         """Return their number.

@@ -21,7 +21,7 @@ def refuse_taken() -> NoReturn:
 
 
 def refuse_unused(unused: Iterable[str]) -> NoReturn:
-    """Refuse parameters for whose gradients DistributedDataParallel would wait.
+    """Refuse parameters for whose gradients the ranks would wait.
 
     Raises:
         UnusedParametersError: always; they are named.
@@ -29,8 +29,7 @@ def refuse_unused(unused: Iterable[str]) -> NoReturn:
     names = list(unused)
     msg = (
         f"{len(names)} parameters took no part in the loss: {', '.join(names[:5])}."
-        " DistributedDataParallel waits for all: use"
-        " af.wrap_ddp(find_unused_parameters=True), or freeze them with"
-        " requires_grad_(False)."
+        " Ranks wait for the gradients of all: give af.wrap_ddp or af.wrap_fsdp"
+        " find_unused_parameters=True, or freeze them with requires_grad_(False)."
     )
     raise UnusedParametersError(msg)

@@ -28,6 +28,7 @@ _PACKAGES = {
 # nobody's business
 _VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    "axes": ("ACCELFN_AXES",),
     "meeting": ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "GLOO_", "NCCL_"),
     "threads": ("OMP_", "MKL_", "KMP_"),
     "torch": ("TORCH_", "PYTORCH_", "CUBLAS_WORKSPACE"),

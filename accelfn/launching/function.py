@@ -28,10 +28,11 @@ from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError
 from accelfn.launching.script import run_here
+from accelfn.world.axes import resolved
 from accelfn.world.environment import asked_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from accelfn.launching.agent import Ended
     from accelfn.world import World
@@ -49,6 +50,7 @@ def launch(
     *args: Any,
     device: str | torch.device | None = None,
     timeout: float = 300.0,
+    axes: Mapping[str, int] | None = None,
 ) -> list[Any]:
     """Run `fn(world, *args)` on every rank of a new world of processes, and return the results.
 
@@ -65,6 +67,7 @@ def launch(
         args: what it gets beside it.
         device: as in `World.from_env`: default a GPU for each rank, or the CPU without any.
         timeout: as in `World.from_env`.
+        axes: as in `World.from_env`: how the ranks share the work.
 
     Returns:
         What each rank returned, by rank: tensors, on the CPU, and plain data (strings, numbers,
@@ -86,6 +89,7 @@ def launch(
         [10, 11]
     """
     _check(size, fn, device=device, timeout=timeout)
+    sizes = None if axes is None else resolved("af.launch", axes, size)
     name, others = asked_size(os.environ)
     if others > 1:
         msg = (
@@ -96,7 +100,9 @@ def launch(
         raise LaunchError(msg)
     with tempfile.TemporaryDirectory(prefix="accelfn-call-") as name:
         folder = Path(name)
-        _write_call(folder, fn, args, device=device, timeout=timeout)
+        text = None if device is None else str(torch.device(device))
+        options = {"device": text, "timeout": timeout, "axes": sizes}
+        _write_call(folder, fn, args, options)
         ended = _run(folder, size)
         if ended.failures:
             raise RankFailedError(ended.report)
@@ -147,9 +153,7 @@ def _write_call(
     folder: Path,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
-    *,
-    device: str | torch.device | None,
-    timeout: float,
+    options: Mapping[str, Any],
 ) -> None:
     try:
         call = cloudpickle.dumps((fn, args))
@@ -158,8 +162,7 @@ def _write_call(
         raise ArgumentError(msg) from error
     surroundings = {
         "import_path": sys.path,
-        "device": None if device is None else str(torch.device(device)),
-        "timeout": timeout,
+        "options": options,
         "sources": _sources(),
     }
     (folder / "call.pickle").write_bytes(call)

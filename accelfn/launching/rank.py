@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     from accelfn.base import codec  # noqa: PLC0415
     from accelfn.world import World  # noqa: PLC0415
 
-    with World.from_env(device=call["device"], timeout=call["timeout"]) as world:
+    with World.from_env(**call["options"]) as world:
         fn, args = pickle.loads((folder / "call.pickle").read_bytes())  # noqa: S301 - the caller's
         result = fn(world, *args)
         path = f"what rank {world.rank} returned"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from accelfn.errors import LaunchError
 from accelfn.launching.machines import Machines, interface_of
+from accelfn.world.axes import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _ALONE = "the ranks of one machine talk on its loopback"
+_ASKED = "the axes that were asked for"
 
 
 def launch_script(
@@ -40,6 +42,7 @@ def launch_script(
     module: bool = False,
     machines: Machines | None = None,
     max_restarts: int = 0,
+    axes: str | None = None,
 ) -> int:
     """Run a script in several processes on this machine, one rank each.
 
@@ -55,6 +58,7 @@ def launch_script(
         module: whether `script` is a module's name, as after `python -m`.
         machines: those of the run; default this one alone.
         max_restarts: how often all ranks start again after one has failed.
+        axes: of the ranks' world, as text.
 
     Returns:
         The exit code for the command: 0; that of the rank that failed first; or
@@ -77,7 +81,11 @@ def launch_script(
     command = [*(["-m"] if module else []), script, *args]
     try:
         ended = run_here(
-            command, nproc=nproc, machines=machines, max_restarts=max_restarts
+            command,
+            nproc=nproc,
+            machines=machines,
+            max_restarts=max_restarts,
+            axes=axes,
         )
     except SignalException as error:
         say(f"ended by {error.sigval.name}, and its workers with it.")
@@ -93,6 +101,7 @@ def run_here(
     nproc: int,
     machines: Machines | None = None,
     max_restarts: int = 0,
+    axes: str | None = None,
     follow_all: bool = False,
 ) -> Ended:
     """Run ranks as `run_ranks` does, and leave this process as it was.
@@ -102,14 +111,15 @@ def run_here(
         nproc: how many.
         machines: those of the run; default this one alone.
         max_restarts: how often all start again after one has failed.
+        axes: of their world, as text.
         follow_all: as of `run_ranks`.
     """
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
     machines = Machines() if machines is None else machines
-    variables = _variables(nproc, machines)
+    variables = _variables(nproc, machines, axes)
     for name, (value, why) in variables.items():
-        if why != _ALONE and (name, value) != ("OMP_NUM_THREADS", "1"):
+        if why not in (_ALONE, _ASKED) and (name, value) != ("OMP_NUM_THREADS", "1"):
             say(f"{name}={value} ({why}).")
     lent = {name: value for name, (value, _) in variables.items()}
     with (
@@ -145,9 +155,12 @@ def _check(script: str, *, nproc: int, module: bool) -> None:
     raise LaunchError(msg)
 
 
-def _variables(nproc: int, machines: Machines) -> dict[str, tuple[str, str]]:
+def _variables(
+    nproc: int, machines: Machines, axes: str | None
+) -> dict[str, tuple[str, str]]:
     """Return the variables that ranks get beside torchrun's: each value, and why."""
     return {
+        **({} if axes is None else {VARIABLE: (axes, _ASKED)}),
         **_shared_threads(nproc),
         **_gloo_interface(machines),
         **_own_stores(machines),
@@ -194,7 +207,7 @@ def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
     return {name: ("1", "ranks that start again need a store of their own")}
 
 
-def planned(*, nproc: int, machines: Machines) -> list[str]:
+def planned(*, nproc: int, machines: Machines, axes: str | None) -> list[str]:
     """Return in lines what a launch would do."""
     what = "1 process" if nproc == 1 else f"{nproc} processes"
     lines = [f"starts {what} on this machine"]
@@ -205,7 +218,7 @@ def planned(*, nproc: int, machines: Machines) -> list[str]:
     elif machines.most > 1:
         counts = f"{machines.fewest} to {machines.most}"
         lines.append(f"meets {counts} machines at {machines.endpoint}")
-    variables = _variables(nproc, machines)
+    variables = _variables(nproc, machines, axes)
     return lines + [
         f"sets {name}={value} ({why})" for name, (value, why) in variables.items()
     ]
@@ -213,13 +226,15 @@ def planned(*, nproc: int, machines: Machines) -> list[str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Set variables, none of which is set, for the ranks to inherit."""
+    """Set variables for the ranks to inherit, and have them as they were afterwards."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name in variables:
+        for name in variables.keys() - before.keys():
             del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from accelfn.errors import LaunchError
+from accelfn.errors import ArgumentError, LaunchError
 from accelfn.launching.machines import JOIN_SECONDS, MAIN_PORT, Machines
+from accelfn.world.axes import of_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,11 +32,20 @@ TABLE = "launch"
 
 @frozen
 class Kind:
-    """What values a setting may have, and how the command line spells them."""
+    """What values a setting may have, and how the command line spells them.
+
+    Attributes:
+        expects: the values, in words.
+        accepts: whether one is among them.
+        from_text: how the command line's word is read.
+        check: raises an ArgumentError, that begins with its first argument, for a value that
+            others refuse by sentences of their own.
+    """
 
     expects: str
     accepts: Callable[[Any], bool]
     from_text: Callable[[str], Any] = str
+    check: Callable[[str, Any], object] | None = None
 
 
 def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
@@ -64,6 +74,9 @@ _COUNT = Kind("a whole number, 1 or more", lambda v: _is_whole(v, 1), _number)
 _INDEX = Kind("a whole number, 0 or more", lambda v: _is_whole(v, 0), _number)
 _PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, 65535), _number)
 _TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprintable())
+_AXES = Kind(
+    _TEXT.expects, _TEXT.accepts, check=lambda word, text: of_text(word, text, None)
+)
 _SECONDS = Kind(
     "a number of seconds, 1 to a million",
     lambda v: type(v) in (int, float) and 1 <= v <= 10**6,
@@ -117,6 +130,12 @@ OPTIONS: dict[str, Option] = {
     "rdzv_id": Option(_TEXT, "ID", "what tells this run from others that meet there"),
     "join_timeout": Option(
         _SECONDS, "S", "how long a machine waits for the others", JOIN_SECONDS
+    ),
+    "axes": Option(
+        _AXES,
+        "AXIS=N,…",
+        "how the ranks share the work, such as dp_replicate=2,dp_shard=4; -1 is what is"
+        " left",
     ),
     "max_restarts": Option(
         _INDEX, "N", "how often all ranks start again after one has failed", 0
@@ -259,6 +278,20 @@ class Settings:
             join_seconds=self["join_timeout"],
         )
 
+    def axes_of(self, size: int | None) -> str | None:
+        """Return the axes of the ranks, as text.
+
+        Args:
+            size: how many ranks there will be; None where this machine cannot know it.
+
+        Raises:
+            LaunchError: they do not multiply to so many.
+        """
+        text, source = self["axes"], self.by_name["axes"].source
+        if text is not None:
+            _pass(lambda word, text: of_text(word, text, size), "axes", text, source)
+        return text
+
     def lines(self) -> list[str]:
         """Return a line for each setting: its value, and where that is from."""
         rows = [
@@ -327,10 +360,25 @@ def checked(name: str, value: Any, source: str) -> Any:
         msg = f"{source} has {name!r}, which is no setting.{_near(name, list(OPTIONS))}"
         raise LaunchError(msg)
     if not option.kind.accepts(value):
-        shown = flag(name) if source == COMMAND_LINE else f"{source}: {name}"
-        msg = f"{shown} is {value!r}; give {option.kind.expects}."
+        msg = f"{_where(name, source)} is {value!r}; give {option.kind.expects}."
         raise LaunchError(msg)
+    if option.kind.check is not None:
+        _pass(option.kind.check, name, value, source)
     return value
+
+
+def _pass(
+    check: Callable[[str, Any], object], name: str, value: Any, source: str
+) -> None:
+    """Check a setting by others' sentences, and refuse it as one of a launch."""
+    try:
+        check(f"{_where(name, source)} {value}", value)
+    except ArgumentError as error:
+        raise LaunchError(str(error)) from error
+
+
+def _where(name: str, source: str) -> str:
+    return flag(name) if source == COMMAND_LINE else f"{source}: {name}"
 
 
 def _near(name: str, names: list[str]) -> str:

@@ -185,8 +185,7 @@ def _who(tried: _Try[R]) -> str:
 def _check_world(world: World, start: int) -> None:
     if world.size == 1:
         return
-    if world.connection.make_branch is None:
-        _check_group(world)
+    _check_group(world)
     mine = torch.tensor([start], device=world.device)
     starts = [int(each) for each in all_gather(mine, world, label=_LABEL)]
     if len(set(starts)) > 1:
@@ -196,14 +195,24 @@ def _check_world(world: World, start: int) -> None:
 
 def _check_group(world: World) -> None:
     """Refuse a world beside which torch cannot join the same ranks once more."""
-    if world.group is not dist.group.WORLD:
+    if world.axes:
+        msg = (
+            f"af.find_batch_size in a world of axes, {dict(world.axes)}: it tries sizes in a"
+            " second group of all ranks, which has none. Find the batch size without axes."
+        )
+        raise WorldError(msg)
+    simulated = world.connection.simulated
+    is_whole = (
+        world.group is dist.group.WORLD if simulated is None else simulated.is_whole
+    )
+    if not is_whole:
         msg = (
             f"af.find_batch_size in a world of {world.size} ranks that is a part of the job,"
             " or the world of another search: it needs the job's whole world, as"
             " World.from_env() gives it."
         )
         raise WorldError(msg)
-    if _backend(world).name() != "gloo":
+    if simulated is None and _backend(world).name() != "gloo":
         msg = (
             f"af.find_batch_size in a world of {world.size} ranks joined by"
             f" {_backend(world).name()}: a rank that runs out of memory cannot end the"
@@ -223,8 +232,9 @@ def _branch(world: World) -> tuple[World, Callable[[], None]]:
     """Return the same ranks with a process group of their own, and what gives it up."""
     if world.size == 1:
         return world, _nothing
-    make = world.connection.make_branch
-    branch, give_up = (_torch_branch if make is None else make)(world)
+    simulated = world.connection.simulated
+    make = _torch_branch if simulated is None else simulated.branch
+    branch, give_up = make(world)
     world.connection.hold(branch.connection.close)
     return branch, give_up
 

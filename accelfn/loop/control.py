@@ -13,14 +13,16 @@ import torch
 from accelfn.base.arguments import is_integer
 from accelfn.base.calling import called
 from accelfn.base.codec import has_state
-from accelfn.collectives import barrier, check_rows, checksum, gather_text
+from accelfn.collectives import barrier, check_rows, gather_text
 from accelfn.collectives.agreed import check_world
 from accelfn.collectives.calls import shown
+from accelfn.collectives.replicas import sums_of
 from accelfn.definition.facts import by_rank
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 from accelfn.world import World
 
+_LABEL = "replicas agree"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -178,7 +180,8 @@ def assert_replicas_agree(state: TrainState) -> None:
     stream of data. Under `local_sgd` replicas agree only after an average, and batch
     statistics only under `sync_batchnorm`.
 
-    Law: ranks that differ in one bit, or in the places of two elements, are told.
+    Law: ranks that differ in one bit, or in the places of two elements, are told. Where a model
+    is split, its copies along "dp_replicate" are; one copy has nothing to be compared with.
 
     Cost: a few passes over every tensor, and two gathers, of a line for each.
 
@@ -206,7 +209,28 @@ def assert_replicas_agree(state: TrainState) -> None:
             for field in compared
             for name, row in _rows(field, compared[field])
         }
-        check_rows(rows, state.world, label="replicas agree", advice=_DRIFTED)
+        if state.definition.layout is not None:  # parts are summed up together
+            shapes = {n: shown(r) if _is_tensor(r) else r for n, r in rows.items()}
+            check_rows(shapes, state.world, label=_LABEL, advice=_DRIFTED)
+        rows = _summed(rows, state.world)
+        check_rows(rows, state.world, label=_LABEL, advice=_DRIFTED)
+
+
+def _summed(rows: Mapping[str, Any], world: World) -> dict[str, str]:
+    """Return rows in which tensors are told by their shapes and checksums."""
+    tensors = {name: row for name, row in rows.items() if _is_tensor(row)}
+    if not tensors:
+        return dict(rows)
+    sums = sums_of(tensors.values(), world, label=_LABEL).tolist()
+    named = dict(zip(tensors, sums, strict=True))
+    return {
+        name: f"{shown(row)}, checksum {named[name]}" if name in named else row
+        for name, row in rows.items()
+    }
+
+
+def _is_tensor(row: Any) -> bool:
+    return isinstance(row, torch.Tensor)
 
 
 def _shared(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
@@ -224,10 +248,10 @@ _DRIFTED = (
 )
 
 
-def _rows(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield what there is at and below a place, and what ranks say of it."""
+def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what there is at and below a place: a tensor, or what ranks say of it."""
     if isinstance(value, torch.Tensor):
-        yield path, f"{shown(value)}, checksum {int(checksum(value))}"
+        yield path, value
     elif isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         for key, inner in items:

@@ -18,6 +18,8 @@ from accelfn.data import Batch, Data, Plan
 from accelfn.data.alike import check_alike
 from accelfn.data.cut import even_part
 from accelfn.data.reading import Reading
+from accelfn.engine.engine import engine_of
+from accelfn.engine.home import lent
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.state.mean import mean
 from accelfn.state.metrics import Loss, Metrics, Number, WeightedSum
@@ -68,7 +70,7 @@ def evaluate(
     measure = wrap_loss(fn, state.setup)
     for batch in _held_out(state, data):
         with lent.quietly():
-            returned = measure(lent.model, batch.value, *extras)
+            returned = lent.call(measure, batch.value, *extras)
         total = total + _measured(returned, batch.weights[0] or 0, fn)
     return mean(total, state.world)
 
@@ -107,18 +109,18 @@ def predict(
             " data that all ranks can read."
         )
         raise StateError(msg)
-    world, lent = state.world, _Lent(state)
+    batch_ranks, lent = state.world.batch, _Lent(state)
     call = wrap_loss(fn, state.setup)
     for batch in _held_out(state, data):
         with lent.quietly():
-            returned = call(lent.model, batch.value, *extras)
+            returned = lent.call(call, batch.value, *extras)
         shares = [
-            even_part((0, batch.num_samples), rank, world.size)
-            for rank in range(world.size)
+            even_part((0, batch.num_samples), rank, batch_ranks.size)
+            for rank in range(batch_ranks.size)
         ]
         counts = [stop - start for start, stop in shares]
         _check_rows(returned, max(batch.weights[0] or 0, 1), fn)
-        gathered = join_rows(returned, counts, world, label="predict")
+        gathered = join_rows(returned, counts, batch_ranks, label="predict")
         for i in range(batch.num_samples):
             yield tree.tree_map(lambda leaf, i=i: leaf[i], gathered)
 
@@ -128,7 +130,7 @@ class _Lent:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        key = draws.key(state.seed, state.name, "evaluate", state.world.rank)
+        key = draws.key(state.seed, state.name, "evaluate", state.world.loss.rank)
         self._key, self._calls = key, 0
         with own_modes(state.world.device):  # the buffers may be written to
             buffers = tree.clone(dict(state.buffers))
@@ -136,7 +138,16 @@ class _Lent:
                 found = list(buffers.values())
                 broadcast_(found, state.world, label="buffers of rank 0")
             params = eval_params(state)
-            self.model = state.definition.skeleton.build(params, buffers).eval()
+            self.call = self._lent(params, buffers)
+
+    def _lent(
+        self, params: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """Return what calls functions of the model; of one that is split, by the engine."""
+        definition = self._state.definition
+        if definition.layout is not None:
+            return engine_of(self._state).lend(params, buffers)
+        return lent(definition.skeleton, params, buffers)
 
     @contextmanager
     def quietly(self) -> Generator[None]:
@@ -148,7 +159,7 @@ class _Lent:
         seed = draws.fold(self._key, self._calls)
         self._calls += 1
         device = self._state.world.device
-        with own_modes(device), torch.no_grad(), draws.stream(seed, device):
+        with own_modes(device), torch.no_grad(), draws.seeded(seed, device):
             yield
 
 
@@ -173,7 +184,8 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
         )
         raise StateError(msg)
     world = state.world
-    plan = Plan(world_rank=world.rank, world_size=world.size).sharded()
+    ranks = world.batch
+    plan = Plan(world_rank=ranks.rank, world_size=ranks.size).sharded()
     reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
     held = data.in_order()
     check_alike(held, data.looks, world)

@@ -6,8 +6,8 @@ optimizer takes a step on them. So what is counted is what the optimizer and the
 really keep, and not a formula of theirs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import (
 
 from accelfn.base import tree
 from accelfn.base.calling import called
+from accelfn.base.sizes import shown
 from accelfn.data.cursor import Cursor
+from accelfn.definition.cuts import cuts_of, largest_part
 from accelfn.definition.definition import Definition
 from accelfn.definition.transform import chain
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
@@ -35,6 +37,7 @@ from accelfn.state.state import TrainState
 from accelfn.structure.prototype import NamedParameters, prototype_of
 from accelfn.structure.skeleton import ModelSource, Skeleton, skeleton_of
 from accelfn.world import World
+from accelfn.world.axes import extents, folded
 
 OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +47,6 @@ _READING = (
     _ATEN._local_scalar_dense.default,
     _ATEN.is_nonzero.default,
 )
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @attrs.frozen(kw_only=True)
@@ -106,9 +108,9 @@ class MemoryEstimate:
         for name in columns[0]:
             sizes = [column[name] for column in columns]
             if any(sizes):
-                lines.append((name, *map(_shown, sizes)))
+                lines.append((name, *map(shown, sizes)))
         totals = [each.total for each in self.by_dtype.values()]
-        lines.append(("total", *map(_shown, totals)))
+        lines.append(("total", *map(shown, totals)))
         width = max(len(line[0]) for line in lines)
         table = "\n".join(
             line[0].ljust(width) + "".join(f"{cell:>12}" for cell in line[1:])
@@ -125,7 +127,11 @@ class MemoryEstimate:
 
 @called
 def memory_estimate(
-    model: ModelSource, setup: Any = None, *, optimizer: OptimizerFactory
+    model: ModelSource,
+    setup: Any = None,
+    *,
+    optimizer: OptimizerFactory,
+    axes: Mapping[str, int] | None = None,
 ) -> MemoryEstimate:
     """Return the bytes of a training state in float32, bfloat16 and float16.
 
@@ -138,6 +144,8 @@ def memory_estimate(
         model: a factory, or an instance, which is left as it is.
         setup: transforms, whose slots are counted.
         optimizer: a factory of named parameters, as `TrainState.create` takes it.
+        axes: how many ranks stand along each axis, where a setup splits the model over them
+            (`{"dp_shard": 8}`); the bytes are those of the rank that has most.
 
     Law: the bytes are those of the tensors in a real state after an update, exactly. Left out
     is the memory of `compress("powersgd")`, which begins with the update from which it
@@ -168,12 +176,14 @@ def memory_estimate(
             " such as functools.partial(torch.optim.AdamW, lr=3e-4)."
         )
         raise ArgumentError(msg)
+    axes = {} if axes is None else folded(extents("af.memory_estimate", axes))
     bare = _bare(model)
     by_dtype: dict[torch.dtype, StateBytes] = {}
     refused: dict[torch.dtype, str] = {}
     for dtype in _DTYPES:
         try:
-            by_dtype[dtype] = _estimate(bare, chain(setup), optimizer, dtype)
+            state, slots = _made(bare, chain(setup), optimizer, dtype)
+            by_dtype[dtype] = _counted(state, slots, chain(setup), axes)
         except ModelError as error:
             if dtype is torch.float32:
                 raise
@@ -197,28 +207,80 @@ def _bare(source: ModelSource) -> Skeleton:
     return skeleton_of(made)
 
 
-def _estimate(
+def _made(
     bare: Skeleton, setup: chain, optimizer: OptimizerFactory, dtype: torch.dtype
-) -> StateBytes:
+) -> tuple[TrainState, Mapping[str, Any]]:
+    """Return a state after an update, and the slots that a setup adds to it."""
     with FakeTensorMode(allow_non_fake_inputs=True), _Valueless(), _Copied():
         state = _stepped(_faked(bare, dtype), optimizer)
-        slots = state.with_setup(setup).slots
-    grads = sum(
-        _num_bytes(state.params[n]) for n in state.definition.skeleton.trainable
-    )
+        return state, state.with_setup(setup).slots
+
+
+def _counted(
+    state: TrainState, slots: Mapping[str, Any], setup: chain, axes: Mapping[str, int]
+) -> StateBytes:
+    """Return the bytes of a state that is cut along some axes."""
+    params = dict(state.params)
+    cuts = cuts_of(setup.owners["layout"], params, axes)
+    parts = {n: largest_part(params[n].shape, cuts[n], axes) for n in cuts}
+    size = _Size({n: params[n].shape for n in parts}, parts)
+    trainable = state.definition.skeleton.trainable
+    gradients = {name: params[name] for name in trainable}
+    facts = setup.facts
+    are_whole = "whole_gradients" in facts and "micro_batches" in facts
+    grads = _Size({}, {}).of(gradients) if are_whole else size.of(gradients)
     copied = [
         each
         for each in setup.owners["engine"]
         if not getattr(each, "gradient_as_bucket_view", True)
     ]
     return StateBytes(
-        params=_bytes_of(dict(state.params)),
-        buffers=_bytes_of(dict(state.buffers)),
+        params=size.of(params),
+        buffers=size.of(dict(state.buffers)),
         grads=grads,
-        opt_state=_bytes_of(dict(state.opt_state)),
-        slots={name: _bytes_of(slot) for name, slot in slots.items()},
+        opt_state=size.of(dict(state.opt_state)),
+        slots={name: size.of(slot) for name, slot in slots.items()},
         buckets=grads if copied else 0,
     )
+
+
+@attrs.frozen
+class _Size:
+    """The bytes of trees, of which what has a cut parameter's name and shape is cut, too.
+
+    Attributes:
+        shapes: of the parameters that are cut.
+        parts: the shapes of what one rank has of them.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    parts: Mapping[str, torch.Size]
+
+    def of(self, value: Any) -> int:
+        """Return the bytes of all tensors in a tree, each counted once."""
+        sizes: dict[int, int] = {}
+        for name, tensor in _named(value, self.shapes, None):
+            whole = _num_bytes(tensor)
+            if name is not None and tensor.shape == self.shapes[name]:
+                whole = whole * self.parts[name].numel() // max(tensor.numel(), 1)
+            sizes[id(tensor)] = whole
+        return sum(sizes.values())
+
+
+def _named(
+    value: Any, names: Container[str], within: str | None
+) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """Yield the tensors of a tree, each with the parameter's name under which it stands."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value)
+        for key, inside in items.items():
+            yield from _named(inside, names, key if key in names else within)
+    elif isinstance(value, torch.Tensor):
+        yield within, value
+    else:
+        for leaf in tree.tree_leaves(value):
+            if leaf is not value:
+                yield from _named(leaf, names, within)
 
 
 def _faked(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
@@ -320,12 +382,6 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
 
 
-def _bytes_of(value: Any) -> int:
-    """Return the bytes of all tensors in a tree, each counted once."""
-    found = {id(t): t for t in tree.tensor_leaves(value)}
-    return sum(map(_num_bytes, found.values()))
-
-
 def _num_bytes(tensor: torch.Tensor) -> int:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -335,11 +391,3 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _shown(size: float) -> str:
-    """Show a number of bytes in the unit that fits."""
-    unit = 0
-    while size >= 1024 and unit + 1 < len(_UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.2f} {_UNITS[unit]}" if unit else f"{size:.0f} B"

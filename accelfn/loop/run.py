@@ -48,7 +48,7 @@ def run(
     step: Step,
     *,
     until: Period | Callable[[TrainState], bool],
-    every: Mapping[Period, Action | Sequence[Action]] = _NOTHING,
+    actions: Mapping[Period, Action | Sequence[Action]] = _NOTHING,
     track: Tracker | None = None,
     store: "CheckpointStore | None" = None,
 ) -> TrainState:
@@ -62,7 +62,7 @@ def run(
         step: of `make_step`, or any `(state, batch) -> (state, metrics)`.
         until: a number of updates in all, `af.epochs(n)`, or a function of the state that says
             whether it is the last, the same on all ranks.
-        every: what to do after so many updates, or `af.epochs(n)`: an action or several. One
+        actions: what to do after so many updates, or `af.epochs(n)`: an action or several. One
             is called on all ranks, as `action(state, metrics)`, with the sum of the metrics
             since it was last called, of this rank. It may return numbers by name, the same
             on all ranks: `lambda state, metrics: af.mean(metrics, state.world)` logs, one that
@@ -82,7 +82,7 @@ def run(
     Raises:
         ArgumentError: an argument is something else, the step or an action returns something
             else, two actions give numbers of one name at an update, or `track` has nothing
-            to get: `every` has no action.
+            to get: `actions` has none.
         SystemExit: SIGTERM or Ctrl-C came; all ranks leave after the same update, with code
             128 plus the signal's number, when the state is saved.
 
@@ -93,15 +93,15 @@ def run(
         >>> state = af.TrainState.create(model=torch.nn.Linear(2, 1), optimizer=sgd, data=data)
         >>> step = af.make_step(lambda model, batch: model(batch).square().mean())
         >>> log = lambda state, metrics: {"updates": state.step}
-        >>> state = run(state, step, until=epochs(2), every={2: log}, track=print)
+        >>> state = run(state, step, until=epochs(2), actions={2: log}, track=print)
         {'updates': 2} 2
         {'updates': 4} 4
     """
     _check(state, step, track, store)
-    actions = _Actions(every)
-    if track is not None and not actions:
+    due_actions = _Actions(actions)
+    if track is not None and not due_actions:
         msg = (
-            "af.run(track=...): nothing would be tracked; give every= an action that"
+            "af.run(track=...): nothing would be tracked; give actions= one that"
             " returns numbers, such as {100: lambda state, metrics: af.mean(metrics,"
             " state.world)}."
         )
@@ -117,7 +117,7 @@ def run(
             before = state.step
             state, metrics = _taken(step(state, batch))
             updated = state.step > before
-            told = actions.take(state, batch, metrics, updated=updated)
+            told = due_actions.take(state, batch, metrics, updated=updated)
             if told and track is not None:
                 track(told, state.step)
             if stop.requested() or is_last(state):
@@ -140,8 +140,8 @@ def _is_due(store: "CheckpointStore", state: TrainState) -> bool:
 class _Actions:
     """What is due when, and the metrics since it was last done."""
 
-    def __init__(self, every: object) -> None:
-        self._actions = _actions(every)
+    def __init__(self, actions: object) -> None:
+        self._actions = _by_period(actions)
         self._since = {period: Metrics({}) for period in self._actions}
 
     def __bool__(self) -> bool:
@@ -230,22 +230,22 @@ def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
     raise ArgumentError(msg)
 
 
-def _actions(every: object) -> dict[Period, tuple[Action, ...]]:
+def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
     found: dict[Period, tuple[Action, ...]] = {}
-    if not isinstance(every, Mapping):
-        msg = f"af.run(every={every!r}): expected a mapping of periods to actions."
+    if not isinstance(actions, Mapping):
+        msg = f"af.run(actions={actions!r}): expected a mapping of periods to actions."
         raise ArgumentError(msg)
-    for period, value in cast("Mapping[Any, Any]", every).items():
+    for period, value in cast("Mapping[Any, Any]", actions).items():
         each = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         if not (isinstance(period, epochs) or is_integer(period, 1)):
             msg = (
-                f"af.run(every={{{period!r}: ...}}): expected a number of updates or"
+                f"af.run(actions={{{period!r}: ...}}): expected a number of updates or"
                 " af.epochs(n)."
             )
             raise ArgumentError(msg)
         if not all(callable(action) for action in each):
             msg = (
-                f"af.run(every={{{period!r}: {value!r}}}): expected an action"
+                f"af.run(actions={{{period!r}: {value!r}}}): expected an action"
                 " (state, metrics) -> numbers or None, or a list of them."
             )
             raise ArgumentError(msg)
@@ -257,7 +257,7 @@ def _numbers(action: Action, returned: object, world: World) -> Numbers:
     """Return what an action returned, if these are the numbers of all ranks."""
     if returned is None:
         return {}
-    if isinstance(returned, Metrics) and world.size > 1:
+    if isinstance(returned, Metrics) and world.loss.size > 1:
         msg = (
             f"af.run: {_name(action)} returned Metrics, which are what this rank alone saw:"
             " return af.mean(metrics, state.world)."

@@ -2,7 +2,7 @@
 """Gradients as a value: what one backward pass, or several, found."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 
 import attrs
@@ -10,6 +10,7 @@ import torch
 
 from accelfn.base import lists, words
 from accelfn.base.arguments import is_number
+from accelfn.base.shards import have_shards
 from accelfn.base.words import foreign
 from accelfn.data.cursor import Cursor
 from accelfn.errors import GradsError
@@ -153,6 +154,11 @@ class Grads:
             return taken.divisor
         return taken.divisor * taken.num_averaged
 
+    @property
+    def replicated(self) -> bool:
+        """Whether each rank has all of them, the same on all: reduced, and no parts."""
+        return self.reduced and not have_shards(self.tensors.values())
+
     def divided(self) -> Self:
         """Return the gradients of the mean, divided in place.
 
@@ -169,8 +175,14 @@ class Grads:
         """Let these gradients be used no more; they and their kin raise from now on."""
         self.taken.lease.end(GradsError, _GIVEN, update=self.taken.update)
 
-    def check_fit(self, params: Mapping[str, torch.Tensor]) -> None:
+    def check_fit(
+        self, params: Mapping[str, torch.Tensor], dtypes: Collection[torch.dtype] = ()
+    ) -> None:
         """Raise unless each is a gradient of the parameter of its name.
+
+        Args:
+            params: the parameters.
+            dtypes: which a gradient may have beside its parameter's.
 
         Raises:
             GradsError: one is not.
@@ -186,7 +198,8 @@ class Grads:
                     f"The gradient of {name!r} is {type(grad).__name__}, not a tensor."
                 )
                 raise GradsError(msg)
-            have = (tuple(grad.shape), grad.dtype, grad.device)
+            dtype = param.dtype if grad.dtype in dtypes else grad.dtype
+            have = (tuple(grad.shape), dtype, grad.device)
             if have != want:
                 msg = (
                     f"The gradient of {name!r} is {have}, but the parameter is {want}."

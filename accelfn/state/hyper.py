@@ -64,7 +64,7 @@ def _is_over(planned: Assignments) -> bool:
 def _notice_end(state: Moment) -> None:
     """Warn of a schedule that is over, and no transform sets a rate."""
     definition = state.definition
-    if definition.rates is not None and definition.world.rank == 0:
+    if definition.rates is not None and definition.world.is_main:
         cache = definition.cache
         cache.looks_at = advise_of_end(definition.rates, state.step, cache.looks_at)
 

@@ -3,6 +3,7 @@
 
 from accelfn.base.calling import called
 from accelfn.collectives import sum_named
+from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError
 from accelfn.state.metrics import Metrics
 from accelfn.world import World
@@ -20,7 +21,7 @@ def mean(
 
     Args:
         metrics: of this rank.
-        world: whose ranks saw them.
+        world: whose ranks saw them; of ranks that share a layer ("tp") one counts.
         label: what the ranks are doing, for errors.
 
     Cost: one all-reduce of two float64 numbers a name, and six that tell the names.
@@ -34,8 +35,9 @@ def mean(
     if not isinstance(metrics, Metrics):
         msg = f"af.mean: expected Metrics, got {type(metrics).__name__}; add several first."
         raise ArgumentError(msg)
+    check_world("af.mean", world)
     if not metrics:
         return {}
     pairs = {name: (each.total, each.weight) for name, each in metrics.sums.items()}
-    sums = sum_named(pairs, world, kind="mean", label=label, what="metrics")
+    sums = sum_named(pairs, world.loss, kind="mean", label=label, what="metrics")
     return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}

@@ -14,7 +14,7 @@ def shared_draws(
     """Return a context in which draws are the same on all ranks.
 
     Whatever calls a transform's field with a state calls it in one, of the field's name or
-    another purpose. Transforms that draw nothing say so: a stream for nobody would cost 5 µs.
+    another purpose. Transforms that draw nothing say so: seeding for nobody would cost 5 µs.
     """
     definition = state.definition
     if field not in definition.setup.drawing:
@@ -24,4 +24,4 @@ def shared_draws(
     known = keys.get(purpose)
     if known is None or known[0] != state.seed:
         known = keys[purpose] = (state.seed, draws.key(state.seed, name, purpose))
-    return draws.stream(draws.fold(known[1], state.num_tried), definition.world.device)
+    return draws.seeded(draws.fold(known[1], state.num_tried), definition.world.device)

@@ -17,12 +17,15 @@ from accelfn.base import tree, words
 from accelfn.base.arguments import check_word, is_integer
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
+from accelfn.base.shards import is_shard
 from accelfn.base.words import foreign
+from accelfn.collectives import check_replicas
 from accelfn.data import Data
 from accelfn.data.cursor import Cursor
 from accelfn.definition.definition import (
     Definition,
     as_data,
+    check_axes,
     check_schedule,
     checked_world,
     say_batch_size,
@@ -118,6 +121,7 @@ class TrainState:
             ModelError: no trainable parameter, meta tensors, or parameters that another
                 state has taken.
             OptimizerError: it does not belong to the model, or needs a closure.
+            WorldError: ranks along an axis would all do the same.
         """
         if not is_integer(seed):
             msg = f"TrainState.create(seed={seed!r}): expected an integer."
@@ -125,8 +129,12 @@ class TrainState:
         check_word("af.TrainState.create", "name", name, "which tells draws apart")
         check_schedule(schedule)
         world = checked_world(world)
-        with own_modes(world.device):
-            module = materialize(model, seed=seed, name=name, device=world.device)
+        composed = chain(setup) if setup is not None else chain()
+        # of what is split, a device holds parts alone
+        splits = world.size > 1 and bool(composed.owners["layout"])
+        device = torch.device("cpu") if splits else world.device
+        with own_modes(device):
+            module = materialize(model, seed=seed, name=name, device=device)
             skeleton = skeleton_of(module)
             prototype, opt_state = prototype_of(optimizer, module, skeleton)
             params = {n: p.detach() for n, p in module.named_parameters()}
@@ -151,7 +159,7 @@ class TrainState:
                 name=name,
             ),
         )
-        state = state if setup is None else state.with_setup(chain(setup))
+        state = state.with_setup(composed)
         say_batch_size(data, state.definition)
         give_away(module, name)
         seal_optimizer(optimizer, name)
@@ -291,6 +299,7 @@ class TrainState:
         check_params(params, self._params)
         with own_modes(self.world.device):
             copies = {n: tree.clone(params[n]) for n in self._params}
+            copies = self._as_laid(copies)
         return attrs.evolve(self, params=copies)
 
     @called
@@ -318,16 +327,21 @@ class TrainState:
         Raises:
             StateError: a new transform has the name of an entry of the user's own.
             CompositionError: a transform needs another that is not there.
+            WorldError: ranks along an axis would all do the same.
             OptimizerError: a transform does not go with the optimizer.
         """
         self.lease.check()
         composed = chain(setup)
         there = {field for field, owners in composed.owners.items() if owners}
         check_needs(composed, there | composed.facts.keys())
+        check_axes(composed, self.world)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=composed)
         state = attrs.evolve(self, slots=slots, definition=definition)
+        if self.definition.layout or definition.layout:
+            state = state._laid_out(self.definition)._moved(self.world.device)
+            slots = state._slots
         with own_modes(self.world.device):
             for owner in composed.owners["init"]:
                 if owner.name not in slots:
@@ -336,6 +350,45 @@ class TrainState:
                     if slot is not None:
                         slots[owner.name] = slot
         return state
+
+    def _as_laid(self, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return parameters as the layout has them, of which some may be whole."""
+        layout = self.definition.layout
+        if layout is None:
+            return params
+        return {n: p if is_shard(p) else layout.cut(n, p) for n, p in params.items()}
+
+    def _laid_out(self, before: Definition) -> Self:
+        """Return the state with its values as its own definition's layout has them."""
+        from accelfn.definition.layout import laid_out  # noqa: PLC0415 - rarely needed
+
+        layout = self.definition.layout
+        if layout is not None and layout.same(before.layout):
+            return self
+        if before.layout is None:  # what is cut must have been the same on all ranks
+            check_replicas(
+                self._params,
+                self.world,
+                label="compare replicas",
+                values="apart" not in before.setup.facts,
+            )
+        named = before.skeleton.module.named_parameters()
+        shapes = {name: meta.shape for name, meta in named}
+        with own_modes(self.world.device):
+            moved = [
+                laid_out(each, layout, shapes)
+                for each in (self._params, self._opt_state, self._slots)
+            ]
+        params, opt_state, slots = moved
+        return attrs.evolve(self, params=params, opt_state=opt_state, slots=slots)
+
+    def _moved(self, device: torch.device) -> Self:
+        """Return the state with what was not split on a device, where parts are."""
+        params = {
+            n: p if is_shard(p) else p.to(device) for n, p in self._params.items()
+        }
+        buffers = {name: each.to(device) for name, each in self._buffers.items()}
+        return attrs.evolve(self, params=params, buffers=buffers)
 
     @called
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:

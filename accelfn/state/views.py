@@ -12,7 +12,8 @@ from accelfn.base import draws, tree
 from accelfn.base.arguments import check_word
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
-from accelfn.errors import ArgumentError
+from accelfn.base.shards import gathered, is_shard
+from accelfn.errors import ArgumentError, StateError
 from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, looked
 
@@ -60,7 +61,10 @@ def params_at(
 @called
 @contextmanager
 def bind(
-    state: TrainState, *, at: Literal["train", "eval"] | None = None
+    state: TrainState,
+    *,
+    at: Literal["train", "eval"] | None = None,
+    gather: bool = False,
 ) -> Generator[nn.Module]:
     """Lend a module that holds the state's parameters and buffers, for a `with` block.
 
@@ -72,15 +76,22 @@ def bind(
         state: not donated.
         at: "train" lends the parameters that are trained, "eval" those that are evaluated
             (see `ema`). It may be left out where these are the same.
+        gather: whether to lend copies of whole parameters where each rank has a part; call it
+            on all ranks then. What is written into these is lost.
 
     Raises:
         ArgumentError: they are not the same, and nothing says which.
+        StateError: each rank has a part of them, and `gather` is not asked for.
 
     Cost:
         4 ms for 100 layers; no tensor is copied.
     """
     check_state("af.bind(state)", state)
     params = params_at(state, "af.bind(state)", at)
+    if state.definition.layout is not None:
+        if not gather:
+            raise StateError(_PARTS)
+        params = whole(params)
     module = state.definition.skeleton.build(params, state.buffers)
     try:
         yield module
@@ -89,11 +100,25 @@ def bind(
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
+_PARTS = (
+    "af.bind(state): each rank has a part of the parameters, which no plain module can hold."
+    " Call af.bind(state, gather=True) on all ranks, for copies of the whole; af.evaluate and"
+    " af.predict gather one unit at a time."
+)
+
+
+def whole(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return parameters of which each rank has all; those that are parts are gathered."""
+    with torch.no_grad():
+        return {n: gathered(p) if is_shard(p) else p for n, p in params.items()}
+
+
 @called
 def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Module:
     """Return a detached module in evaluation mode, for teachers, critics and rollouts.
 
-    It has tensors of its own, which nothing updates, and requires no gradient.
+    It has tensors of its own, which nothing updates, and requires no gradient. Where each
+    rank has a part of the parameters, they are gathered: call it on all ranks then.
 
     Args:
         state: not donated; it stays as it is.
@@ -107,13 +132,13 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
         state.world.device
     ):  # what is made in inference mode can teach nobody
         params = params_at(state, "af.frozen(state)", at)
-        copies, buffers = tree.clone(dict(params)), tree.clone(dict(state.buffers))
+        copies, buffers = tree.clone(whole(params)), tree.clone(dict(state.buffers))
         module = state.definition.skeleton.build(copies, buffers)
     return module.eval().requires_grad_(requires_grad=False)
 
 
 @called
-def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.stream:
+def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
     """Return a context in which draws are a function of the state and a purpose.
 
     Inside, torch's default generators are seeded from (seed, the state's name, purpose,
@@ -133,6 +158,6 @@ def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.strea
     check_state("af.rng(state, purpose)", state)
     check_word("af.rng", "purpose", purpose, "a word for what the draws are for")
     world = state.world
-    rank = -1 if shared else world.rank
+    rank = -1 if shared else world.batch.rank
     key = draws.key(state.seed, state.name, "user", purpose, rank)
-    return draws.stream(draws.fold(key, state.step), world.device)
+    return draws.seeded(draws.fold(key, state.step), world.device)

@@ -39,7 +39,7 @@ class Counts:
     whole: float
 
 
-def counted(count: Count, parts: Sequence[Any], world: World) -> Counts:
+def counted(count: Count, parts: Sequence[Any], ranks: World) -> Counts:
     """Return the counts of an update's micro-batches, over all ranks.
 
     Cost: on several ranks one all-reduce of a few numbers, and the host waits for it.
@@ -60,10 +60,10 @@ def counted(count: Count, parts: Sequence[Any], world: World) -> Counts:
     if totals is None:  # an empty share: its stand-in says what there is to count
         stand_in = _checked(count, count(parts[0].value))
         totals = dict.fromkeys(stand_in, 0)
-    if world.size > 1:
+    if ranks.size > 1:
         named = {name: (each,) for name, each in totals.items()}
         label = "count the update"
-        sums = sum_named(named, world, kind="count", label=label, what="counts")
+        sums = sum_named(named, ranks, kind="count", label=label, what="counts")
         totals = {name: each for name, (each,) in sums.items()}
     # what is divided by a count of 0 is 0, and stays that
     told: dict[str, Number] = {name: each or 1 for name, each in totals.items()}

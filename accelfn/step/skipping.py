@@ -26,7 +26,7 @@ def decided(
 
 def _agreed(skip: Skip, world: World) -> torch.Tensor:
     """Return 1 if any rank wants to skip, else 0, without reading it."""
-    if not skip.agreed and world.size > 1:
+    if not skip.agreed:
         all_reduce_([skip.flag], world, label="skip the update?")
     return (skip.flag != 0).to(torch.float32)
 

@@ -82,8 +82,8 @@ def take_in_backward(
     with span("accelfn step in backward"):
         state.lease.check()
         world, setup = state.definition.world, state.definition.setup
-        if world.size > 1 and not setup.owners["engine"]:
-            raise GradsError(_unreduced(world))
+        if world.loss.size > 1 and not setup.owners["engine"]:
+            raise GradsError(_unreduced(world.loss))
         engine = engine_of(state)
         planned, update = planned_for(Update(state=state, slots=_slots(state)))
         tried = state.num_tried
@@ -107,12 +107,12 @@ def reduced(update: Update) -> Update:
     Raises:
         GradsError: it does not say how; or what a `reduce` gave is no sum of all ranks.
     """
-    grads, world = update.grads, update.state.definition.world
-    if grads.reduced or world.size == 1:
+    grads, ranks = update.grads, update.state.definition.world.loss
+    if grads.reduced or ranks.size == 1:
         return update
     owners = update.state.definition.setup.owners["reduce"]
     if not owners:
-        raise GradsError(_unreduced(world))
+        raise GradsError(_unreduced(ranks))
     owner = owners[0]
     if owner.reduce is None:
         return update
@@ -138,7 +138,7 @@ def begin_donation(state: TrainState, update: int) -> None:
 
 def ended(state: TrainState, after: TrainState, update: int) -> TrainState:
     """Hand the tensors of a state over to the one after it, which is returned."""
-    state.definition.world.connection.is_between = True
+    state.definition.world.connection.activity.is_between = True
     state.lease.hand_over(after, StateDonatedError, _DONATED, update=update)
     return after
 
@@ -220,9 +220,9 @@ def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
     cache.compared_sums = True
 
 
-def _unreduced(world: World) -> str:
+def _unreduced(ranks: World) -> str:
     return (
-        f"The gradients are not reduced over the {world.size} ranks. Add"
-        " af.wrap_ddp() or af.local_sgd(sync_every=...) to the setup, or call"
-        " af.sync_grads(state, grads) before apply_grads."
+        f"The gradients are not reduced over the {ranks.size} ranks. Add"
+        " af.wrap_ddp(), af.wrap_fsdp() or af.local_sgd(sync_every=...) to the setup, or"
+        " call af.sync_grads(state, grads) before apply_grads."
     )

@@ -6,6 +6,7 @@ import torch
 
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
+from accelfn.base.shards import have_shards
 from accelfn.collectives import all_reduce_
 from accelfn.errors import GradsError
 from accelfn.state.grads import Grads
@@ -30,8 +31,8 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     check_state("af.sync_grads(state, grads)", state)
     state.lease.check()
     check_update(state, grads)
-    world = state.definition.world
-    if world.size == 1:
+    ranks = state.definition.world.loss
+    if ranks.size == 1:
         return grads
     if grads.reduced:
         msg = "sync_grads: these gradients are reduced over the ranks already."
@@ -45,9 +46,16 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             " layers with sparse=False, or let af.wrap_ddp() reduce them."
         )
         raise GradsError(msg)
+    if have_shards(grads.tensors.values()):
+        msg = (
+            "sync_grads: these gradients are parts, summed over the ranks already, of"
+            ' micro-batches under af.wrap_fsdp(accumulate="sharded"); their weight alone is'
+            ' not. Let the last micro-batch reduce (sync=True), or take accumulate="whole".'
+        )
+        raise GradsError(msg)
     taken = grads.taken
     factor = taken.divisor if taken.is_mean else 1
-    with own_modes(world.device):
+    with own_modes(ranks.device):
         totals = {
             name: grads.tensors[name] * factor
             if name in grads.tensors
@@ -55,9 +63,9 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             for name in names
         }
         told = [float(name in grads.tensors) for name in names]
-        counts = torch.tensor([0.0, *told], dtype=torch.float64, device=world.device)
+        counts = torch.tensor([0.0, *told], dtype=torch.float64, device=ranks.device)
         counts[0] = taken.divisor
-        all_reduce_([*totals.values(), counts], world, label="sync_grads")
+        all_reduce_([*totals.values(), counts], ranks, label="sync_grads")
         # a parameter that took part on no rank has no gradient
         if len(grads.tensors) < len(names):
             took_part = zip(names, counts[1:].tolist(), strict=True)

@@ -143,7 +143,7 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
         parts: Any = parts_of[-1](batch)
     else:
         parts = batch.parts() if isinstance(batch, Batch) else [batch]
-    return counted(count, parts, state.definition.world)
+    return counted(count, parts, state.definition.world.batch)
 
 
 def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
@@ -188,12 +188,14 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         world = state.definition.world
         if into is not None:
             _check_into(state, into)
-        lone = into is None and sync and (stays_local or world.size == 1)
+        lone = into is None and sync and (stays_local or world.loss.size == 1)
         if isinstance(batch, Batch):
-            samples = Samples(batch.value, extras, batch.weights[0], lone, judged)
+            samples = Samples(
+                batch.value, extras, batch.weights[0], lone, judged, into is None
+            )
             cursor = _cursor_after(state, batch, into)
         else:
-            samples = Samples(batch, extras, None, lone, judged)
+            samples = Samples(batch, extras, None, lone, judged, into is None)
             cursor = None if into is None else into.taken.cursor
         with span("accelfn value_and_grad"):
             engine = engine_of(state)
@@ -215,7 +217,7 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
 def _check_into(state: TrainState, into: Grads) -> None:
     """Raise unless gradients can be added to these."""
     check_update(state, into)
-    if into.reduced and state.definition.world.size > 1:
+    if into.reduced and state.definition.world.loss.size > 1:
         msg = (
             "value_and_grad(into=grads): these gradients are reduced over the ranks"
             " already, so what is added now would not be. Take them with sync=False."

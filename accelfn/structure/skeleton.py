@@ -97,7 +97,7 @@ def materialize(
             msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
             raise ModelError(msg)
         _check_takes_nothing(source)
-        with draws.stream(draws.key(seed, name, "init"), torch.device("cpu")):
+        with draws.seeded(draws.key(seed, name, "init"), torch.device("cpu")):
             module = source()
     if not isinstance(module, nn.Module):
         msg = (

@@ -118,7 +118,8 @@ def _write(
         "make": dict(source),
         "setup": [repr(state.definition.setup) for state in kept],
         "latest": [
-            f"{label} at update {step}" for label, step in world.connection.trail
+            f"{label} at update {step}"
+            for label, step in world.connection.activity.trail
         ],
         "error": {
             "kind": type(error).__name__,

@@ -183,17 +183,27 @@ CATALOG: tuple[Row, ...] = (
         ),
         neutral={},
     ),
+    Row(
+        af.context_parallel,
+        _options(seq_dim=st.integers(1, 3)),
+        neutral={},
+        not_beside=frozenset({"reduce"}),
+    ),
     Row(af.sync_batchnorm, _options(), not_beside=frozenset({"reduce"})),
 )
 
 
 APART: frozenset[type] = frozenset(
-    {af.compile, af.compress, af.optimizer_in_backward, af.schedule_free}
+    {
+        *(af.compile, af.compress, af.optimizer_in_backward, af.schedule_free),
+        af.wrap_fsdp,
+    }
 )
 """Transforms with which no chain is drawn.
 
 `compile` takes seconds, `schedule_free` goes with one kind of optimizer alone, `compress` with
-`wrap_ddp`, and `optimizer_in_backward` beside few others.
+`wrap_ddp`, and `optimizer_in_backward` beside few others; under `wrap_fsdp` a state's values
+are parts, which programs that compare whole ones would have to gather.
 """
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`simulate`: a distributed program on N ranks in one process, the same every time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import (
     Any,
     Literal,
@@ -26,6 +26,7 @@ def simulate(
     faults: Iterable[Fault] = (),
     sums: Sums = "ranks",
     seed: int = 0,
+    axes: Mapping[str, int] | None = None,
     also: Literal["processes"] | None = None,
 ) -> Run[T]:
     """Run `fn(world)` on every rank of a simulated world, in this process.
@@ -48,6 +49,7 @@ def simulate(
             depend: "ranks", from the first to the last; "ring", each piece of a buffer from
             another rank on, as Gloo and NCCL do; "tree", by pairs. On 2 ranks all are one.
         seed: of the ranks' random generators; each rank draws its own.
+        axes: the axes of the world, as `World.from_env` takes them: {"dp_shard": 4, "tp": 2}.
         also: "processes" runs the same on real processes joined by Gloo, and compares the
             results bit by bit. `fn` must then be importable.
 
@@ -65,7 +67,8 @@ def simulate(
     That is where torch computes in one thread: ranks then share a core, and so do processes
     that they start, of which a DataLoader warns. In several threads it is twice that.
 
-    Limits: no real network, no streams of a device, no two ranks at once, no sub-groups.
+    Limits: no real network, no streams of a device, no two ranks at once; no groups but those of
+    `axes`.
     The future of a collective is done when it is asked for. A thread that a rank starts is
     none of its world. A rank that loops without a collective is stopped by an interrupt only.
 
@@ -75,7 +78,7 @@ def simulate(
         >>> simulate(2, lambda world: world.rank).results
         (0, 1)
     """
-    plan = Plan(size, fn, schedule, faults, sums, seed)
+    plan = Plan(size, fn, schedule, faults, sums, seed, axes or {})
     if also not in (None, "processes"):
         msg = f'simulate(also={also!r}): expected "processes" or None.'
         raise ArgumentError(msg)

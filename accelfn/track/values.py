@@ -71,7 +71,7 @@ def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
         ArgumentError: a value is not one number; or the metrics are this rank's alone.
     """
     check_names("metrics", metrics)
-    if isinstance(metrics, Metrics) and any(world.size > 1 for world in worlds):
+    if isinstance(metrics, Metrics) and any(world.loss.size > 1 for world in worlds):
         msg = (
             "These Metrics are what this rank alone saw: track af.mean(metrics, world),"
             " or dict(metrics) if rank 0's part is what you want."

@@ -2,13 +2,16 @@
 """Compute activations again in the backward pass, instead of keeping them."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import nn
+from torch.overrides import (
+    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.utils.checkpoint import checkpoint
 
 from accelfn.definition.transform import transform
@@ -77,7 +80,23 @@ def _checkpointed(
     """Call a module's forward under torch's checkpointing."""
     if any(True for _ in module.buffers()):
         forward = partial(_guarded, module, forward, [])
+    modes = _get_current_function_mode_stack()
+    if modes:  # the backward pass runs outside of them
+        kwargs["context_fn"] = partial(_again, modes)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _again(modes: list[Any]) -> tuple[Any, Any]:
+    """Return what is around a first run, and around a second: torch's modes of the first."""
+    return nullcontext(), _inside(modes)
+
+
+@contextmanager
+def _inside(modes: list[Any]) -> Generator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
 
 
 def _guarded(

@@ -24,7 +24,8 @@ class check_replicas:
     """Raise, on all ranks, at the first check that finds different parameters on them.
 
     It looks after each update whose number is a multiple of `every`, before anything is made
-    of the new state. Buffers are not compared: batch statistics differ by rank. Where ranks
+    of the new state. Buffers are not compared: batch statistics differ by rank. Of a model
+    that is split, copies are compared; one copy has nothing to be compared with. Where ranks
     differ on purpose, as under `local_sgd`, it is refused.
 
     Acts on: after_update.

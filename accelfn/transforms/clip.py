@@ -2,9 +2,8 @@
 """Bound gradients before the optimizer sees them."""
 
 import math
-import sys
-from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from accelfn.base import lists
 from accelfn.base.arguments import is_number, truth
+from accelfn.base.shards import is_shard, local
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, GradsError, OptimizerError
 from accelfn.state.grads import Grads
@@ -112,7 +112,7 @@ class clip_grad_norm:
             scale = self.max_norm / norm
             # 1 within the bound, and for a norm of 0, inf or NaN
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
-            lists.mul_([_local(each) for each in tensors], scale)
+            lists.mul_(tensors, scale)
         return norm
 
 
@@ -158,16 +158,22 @@ def _label(index: int, group: Mapping[str, Any]) -> str:
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all elements, those of other ranks' shards too."""
+    shards = [t for t in tensors if type(t) is not torch.Tensor and is_shard(t)]
+    if shards:
+        whole = [each for each in tensors if not is_shard(each)]
+        norms = [_norm_of_shards(each, norm_type) for each in _by_ranks(shards)]
+        return _norm_here([*whole, *norms], norm_type)
+    return _norm_here(tensors, norm_type)
+
+
+def _norm_here(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of all elements of tensors that a rank has."""
     first, tensors = tensors[0], [each for each in tensors if each.numel()]
     if not tensors:  # of which torch knows no maximum
-        return _local(first).abs().sum()
-    sharded = [each for each in tensors if _is_sharded(each)]
-    if not sharded:
-        tensors = _norms_of_16_bits(tensors, norm_type)
-        return torch.nn.utils.get_total_norm(tensors, norm_type=norm_type)
-    parts = [each for each in tensors if not _is_sharded(each)]
-    parts.append(_norm_of_shards(sharded, norm_type))
-    return torch.nn.utils.get_total_norm(parts, norm_type=norm_type)
+        nothing = first.abs().sum()  # as wide as the norms of ranks that have some
+        return nothing if nothing.dtype.itemsize >= 4 else nothing.float()
+    tensors = _norms_of_16_bits(tensors, norm_type)
+    return torch.nn.utils.get_total_norm(tensors, norm_type=norm_type)
 
 
 def _norms_of_16_bits(
@@ -181,30 +187,34 @@ def _norms_of_16_bits(
     return wide + lists.norms(narrow, norm_type, torch.float32)
 
 
-def _norm_of_shards(sharded: list[Any], norm_type: float) -> torch.Tensor:
-    """Return the norm of DTensors over the ranks of their meshes."""
-    if not math.isinf(norm_type):
-        norm = torch.nn.utils.get_total_norm(sharded, norm_type=norm_type)
-        return cast("Any", norm).full_tensor()
-    # torch takes no maximum of nothing, which is what a rank's shard may be
-    local = [each.to_local() for each in sharded]
-    found = [each.abs().max() for each in local if each.numel()]
-    largest = torch.stack(found).max() if found else local[0].new_zeros(())
-    largest = largest.nan_to_num(nan=math.inf, posinf=math.inf).reshape(1)
-    for mesh in {id(each.device_mesh): each.device_mesh for each in sharded}.values():
-        for group in mesh.get_all_groups():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest[0]
+def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
+    """Return shards, those together that lie over the same ranks."""
+    alike: dict[Any, list[Any]] = {}
+    for each in shards:
+        cut = tuple(placement.is_shard() for placement in each.placements)
+        alike.setdefault((each.device_mesh, cut), []).append(each)
+    return alike.values()
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; a program without one does not import the class."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
+    """Return the norm of DTensors over the ranks among which they are cut.
 
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return cast("Any", tensor).to_local() if _is_sharded(tensor) else tensor
+    One number crosses the ranks, in 64 bits: in 32 the power of a large norm is infinite.
+    """
+    norm = _norm_here([local(each) for each in shards], norm_type)
+    finite = not math.isinf(norm_type)
+    # gloo's maximum of a number and NaN may be either
+    crossing = (
+        norm.double() ** norm_type if finite else norm.nan_to_num(math.inf, math.inf)
+    )
+    crossing = crossing.reshape(1)
+    operation = dist.ReduceOp.SUM if finite else dist.ReduceOp.MAX
+    mesh, placements = shards[0].device_mesh, shards[0].placements
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(crossing, operation, group=mesh.get_group(axis))
+    whole = crossing[0]
+    return (whole ** (1 / norm_type) if finite else whole).to(norm.dtype)
 
 
 @transform

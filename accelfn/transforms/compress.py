@@ -158,13 +158,13 @@ class compress:
     def _compression(self, state: TrainState) -> Compression:
         """Return what works on one engine's gradients."""
         name: str = cast("Any", self).name
-        world = state.world
+        ranks = state.world.loss
         if self.method != _POWERSGD:
-            return Narrow(name, _DTYPES[self.method], world)
+            return Narrow(name, _DTYPES[self.method], ranks)
         return LowRank(
             name,
             draws.key(state.seed, state.name, name),
-            world,
+            ranks,
             rank=self._option("matrix_approximation_rank"),
             start=self._option("start_powerSGD_iter"),
             rate=self._option("min_compression_rate"),

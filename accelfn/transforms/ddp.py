@@ -116,12 +116,12 @@ class wrap_ddp:
 
     def engine(self, state: TrainState) -> Engine:
         """Build DistributedDataParallel around the state's tensors."""
-        world = state.world
+        ranks = state.world.loss
         options = attrs.asdict(self, filter=lambda field, _: field.name != "name")
         (made,) = state.setup.facts.get("compression", (None,))
         compression = None if made is None else made(state)
 
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
-            return DDPRunner(module, world, options, compression, live)
+            return DDPRunner(module, ranks, options, compression, live)
 
         return Engine(state, ReplicaHome(state), make, compression)

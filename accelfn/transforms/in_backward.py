@@ -4,11 +4,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
 from accelfn.definition.transform import transform
-from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
+from accelfn.engine.optimizer.trial import tried
 from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
 
@@ -18,7 +15,6 @@ _NEEDS_ALL = {
     "value_and_grad": "runs several backward passes, or other ones",
     "reduce": "moves gradients over the ranks when all are there",
 }
-_MOST = 4
 
 
 @transform
@@ -82,14 +78,14 @@ class optimizer_in_backward:
         """Refuse an optimizer that couples parameters."""
         kind = type(state.definition.optimizer).__name__
         try:
-            whole, alone = (_tried(state, alone=alone) for alone in (False, True))
+            whole, alone = (tried(state, alone=alone) for alone in (False, True))
         except Exception as error:
             msg = (
                 f"{self!r}: {kind} cannot be tried on small parameters, to see whether it"
                 f" updates each for itself: {error!r}."
             )
             raise OptimizerError(msg) from error
-        differ = [n for n in whole if not torch.equal(whole[n], alone[n])]
+        differ = [n for n in whole if not bool((whole[n] == alone[n]).all())]
         if differ:
             msg = (
                 f"{self!r}: {kind} updates parameters by more than their own gradients:"
@@ -97,40 +93,3 @@ class optimizer_in_backward:
                 " this transform out, or take another optimizer."
             )
             raise OptimizerError(msg)
-
-
-def _tried(state: TrainState, *, alone: bool) -> dict[str, torch.Tensor]:
-    """Return small parameters after two updates by the state's optimizer."""
-    metas = dict(state.definition.skeleton.module.named_parameters())
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(meta: torch.Tensor) -> torch.Tensor:
-        shape = [min(length, _MOST) for length in meta.shape]
-        return torch.randn(shape, generator=generator).to(meta.dtype)
-
-    params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
-    live = LiveOptimizer(
-        state.definition.optimizer,
-        {metas[name]: param for name, param in params.items()},
-        {param: name for name, param in params.items()},
-    )
-    trained = [params[name] for name in state.definition.skeleton.trainable]
-    hyper = {
-        (i, "train_mode"): True
-        for i, group in enumerate(state.definition.optimizer.param_groups)
-        if "train_mode" in group
-    }
-    for _ in range(2):
-        gradients = [drawn(param) for param in trained]
-        if alone:
-            live.begin(hyper)
-            for param, gradient in reversed(list(zip(trained, gradients, strict=True))):
-                param.grad = gradient
-                live.step_alone(param)
-                param.grad = None
-            live.end()
-        else:
-            for param, gradient in zip(trained, gradients, strict=True):
-                param.grad = gradient
-            live.update(hyper)
-    return {name: param.detach() for name, param in params.items()}

@@ -94,7 +94,7 @@ class local_sgd:
     ) -> tuple[TrainState, Slot]:
         """Average now, in place, unless nothing was updated since the last time."""
         if state.step > slot["since"]:
-            average_(self._averaged(state), slot["weight"], state.world)
+            average_(self._averaged(state), slot["weight"], state.world.loss)
         return state, {"weight": 0, "since": state.step}
 
     def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
@@ -111,10 +111,10 @@ class local_sgd:
         agree = state.step == slot["since"] and all(
             params[name] is param for name, param in state.params.items()
         )
-        if update.world.size == 1 or agree:
+        if update.world.loss.size == 1 or agree:
             return params, slot
         copies = {n: p.clone() for n, p in params.items() if n in trained}
-        average_(list(copies.values()), slot["weight"], update.world)
+        average_(list(copies.values()), slot["weight"], update.world.loss)
         return {**params, **copies}, slot
 
     def _averaged(self, state: TrainState) -> list[torch.Tensor]:
@@ -123,9 +123,9 @@ class local_sgd:
         tensors = [param for name, param in state.params.items() if name in trained]
         if self.buffers:
             tensors += state.buffers.values()
-        if self.opt_state and state.world.size > 1:
+        if self.opt_state and state.world.loss.size > 1:
             entries = {n: _moving(state.opt_state.get(n, {})) for n in sorted(trained)}
-            tensors += _held_by_all(entries.values(), state.world)
+            tensors += _held_by_all(entries.values(), state.world.loss)
         return tensors
 
 
@@ -138,7 +138,7 @@ def _moving(entry: Mapping[str, Any]) -> Tensors:
     }
 
 
-def _held_by_all(entries: Iterable[Tensors], world: World) -> list[torch.Tensor]:
+def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]:
     """Return the tensors of those entries that are alike on all ranks; a collective."""
     found = list(entries)
     told = [
@@ -146,8 +146,8 @@ def _held_by_all(entries: Iterable[Tensors], world: World) -> list[torch.Tensor]
         for entry in found
     ]
     sums = [zlib.crc32(str(each).encode()) for each in told]
-    mine = torch.tensor(sums, dtype=torch.int64, device=world.device)
-    alike = (torch.stack(all_gather(mine, world, label=_LABEL)) == mine).all(0).tolist()
+    mine = torch.tensor(sums, dtype=torch.int64, device=ranks.device)
+    alike = (torch.stack(all_gather(mine, ranks, label=_LABEL)) == mine).all(0).tolist()
     return [
         tensor
         for entry, same in zip(found, alike, strict=True)
@@ -156,26 +156,26 @@ def _held_by_all(entries: Iterable[Tensors], world: World) -> list[torch.Tensor]
     ]
 
 
-def average_(tensors: list[torch.Tensor], weight: Number, world: World) -> None:
+def average_(tensors: list[torch.Tensor], weight: Number, ranks: World) -> None:
     """Set floating-point tensors to their mean over ranks by weight, in place.
 
     The weight travels at the end of the same buffer; if it is 0 on all ranks, they are
     asked again for the plain mean. Integer tensors are left alone.
     """
     moving = [t for t in tensors if t.is_floating_point() or t.is_complex()]
-    if world.size == 1 or not moving:
+    if ranks.size == 1 or not moving:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in moving):
         same = [tensor for tensor in moving if tensor.dtype == dtype]
         # below float32 a weight could not be counted: average in float32
         wide = dtype if dtype.itemsize >= 4 else torch.float32
-        seen = torch.zeros(1, dtype=wide, device=world.device) + weight
+        seen = torch.zeros(1, dtype=wide, device=ranks.device) + weight
         flat = pack([*same, seen.to(dtype)]).to(wide)
         flat[-1:] = 1
         flat.mul_(seen)
-        sum_(flat, world, label=_LABEL)
+        sum_(flat, ranks, label=_LABEL)
         if _may_be_zero(weight) and not flat[-1]:
-            average_(same, 1, world)
+            average_(same, 1, ranks)
             continue
         flat.div_(flat[-1].clone())
         unpack_(flat[:-1], same)

@@ -56,7 +56,8 @@ class sync_batchnorm:
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Let the layers of the engine's own module ask the other ranks."""
-        if state.world.size > 1:
+        ranks = state.world.loss
+        if ranks.size > 1:
             compiled = "compiles" in state.setup.facts
-            sync_norms(module, state.world, f"{self!r}", compiled=compiled)
+            sync_norms(module, ranks, f"{self!r}", compiled=compiled)
         return module

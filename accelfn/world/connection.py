@@ -1,21 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Connection`: what joins the ranks of a world, and what is known of what they do."""
+"""`Connection`: what joins the ranks of a world."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
+from accelfn.world.activity import Activity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from accelfn.world.roll_call import RollCall
+
+
+class Simulated(Protocol):
+    """What ranks that share a process can do for each other, and others cannot."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this world is no branch of another."""
+        ...
+
+    def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
+        """Return a rank that said something else of the same, and what; without a collective."""
+        ...
+
+    def branch(self, world: Any) -> tuple[Any, Callable[[], None]]:
+        """Return a world of the same ranks with a group of its own, and what gives it up."""
+        ...
 
 
 class Connection:
@@ -24,34 +41,49 @@ class Connection:
     torch aborts a process in which a Gloo group is still referred to at its end, so a world
     must be able to let go of it, and tell those who hold it too.
 
-    `label` and `step` say what this rank is doing, `is_between` whether that update is over,
-    and `trail` what it did before, for errors and the logs of simulations, which compare the
-    `structure` of trees too, where the connection `tells_structure`; what a rank says there
-    is compared with what others `say` of the same, without a collective. While `is_lent`, a branch
-    of this world is in use, and the world itself must not be; `make_branch` makes one of a world
-    where torch cannot, and what closes it. By `roll_call`, which a world of `from_env` has,
-    ranks tell each other how they ended.
+    Attributes:
+        group: torch's process group, until then.
+        activity: what this rank is doing.
+        roll_call: by which ranks that fail tell each other how, in a world of `from_env`.
+        simulated: what simulated ranks can do besides.
+        parts: what joins the ranks along some of the world's axes, by their names.
+        mesh: torch's record of the axes, once it was asked for.
+        is_closed: whether the world is.
+        is_lent: whether a branch of it is in use, and it must not be.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        activity: Activity | None = None,
+        roll_call: RollCall | None = None,
+        simulated: Simulated | None = None,
+    ) -> None:
         """Take a process group, or None in a world of 1."""
         if group is not None and not isinstance(group, dist.ProcessGroup):
             msg = f"World(group={group!r}): expected a torch ProcessGroup or None."
             raise ArgumentError(msg)
         self.group = group
+        self.activity = Activity() if activity is None else activity
+        self.roll_call = roll_call
+        self.simulated = simulated
+        self.parts: dict[tuple[str, ...], Connection] = {}
+        self.mesh: Any = None
         self.is_closed = False
         self.is_lent = False
-        self.make_branch: Callable[[Any], tuple[Any, Callable[[], None]]] | None
-        self.make_branch = None
-        self.roll_call: RollCall | None = None
-        self.label: str | None = None
-        self.tells_structure = False
-        self.structure: str | None = None
-        self.say: Callable[[str, list[str]], tuple[int, list[str]] | None] | None = None
-        self.step: int | None = None
-        self.is_between = False
-        self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
         self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def add_part(
+        self,
+        names: tuple[str, ...],
+        group: dist.ProcessGroup,
+        simulated: Simulated | None = None,
+    ) -> None:
+        """Let the world have what joins the ranks along some of its axes."""
+        part = Connection(group, activity=self.activity, simulated=simulated)
+        part.parts = self.parts
+        self.parts[names] = part
 
     def hold(self, let_go: Callable[[], None]) -> None:
         """Have a bound method called when the world is closed."""
@@ -86,17 +118,18 @@ class Connection:
             if let_go is not None:
                 let_go()
         self._holders.clear()
-        self.group, self.make_branch, self.is_closed = None, None, True
-        self.roll_call = None
+        self.group, self.roll_call, self.simulated, self.mesh = None, None, None, None
+        self.is_closed = True
+        for part in self.parts.values():
+            if not part.is_closed:
+                part.close()
 
     def leave(self) -> None:
         """Let other ranks know that this one has left, and nothing was wrong."""
         if self.roll_call is not None:
-            self.roll_call.leave(self.step, is_between=self.is_between)
+            self.roll_call.leave(self.activity)
 
     def tell(self, how: str, *, is_waiting: bool = False) -> None:
         """Let other ranks know what becomes of this one."""
         if self.roll_call is not None:
-            self.roll_call.tell(
-                how, self.step, is_between=self.is_between, is_waiting=is_waiting
-            )
+            self.roll_call.tell(how, self.activity, is_waiting=is_waiting)

@@ -93,11 +93,10 @@ def _connection(
     place: Place, group: dist.ProcessGroup | None, store: dist.Store
 ) -> Connection:
     """Return what joins the ranks, which tell each other at a store how they end."""
-    connection = Connection(group)
-    connection.roll_call = RollCall(
+    roll_call = RollCall(
         store, place.rank, place.size, rank_0_keeps_it=not place.has_store
     )
-    return connection
+    return Connection(group, roll_call=roll_call)
 
 
 def _meet(place: Place, timeout: float) -> dist.Store:

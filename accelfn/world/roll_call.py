@@ -14,6 +14,8 @@ from contextlib import suppress
 import torch.distributed as dist
 from attrs import asdict, frozen
 
+from accelfn.world.activity import Activity
+
 _LEFT = "left"
 """What becomes of a rank whose world is closed, and nothing was wrong."""
 _LOOKS_EVERY = 0.01
@@ -66,19 +68,17 @@ class RollCall:
         self.rank_0_keeps_it = rank_0_keeps_it
         self._told: Standing | None = None
 
-    def leave(self, step: int | None, *, is_between: bool) -> None:
+    def leave(self, activity: Activity) -> None:
         """Tell the others that this rank's world is closed, and nothing was wrong."""
-        self.tell(_LEFT, step, is_between=is_between, is_waiting=False)
+        self.tell(_LEFT, activity, is_waiting=False)
 
-    def tell(
-        self, how: str, step: int | None, *, is_between: bool, is_waiting: bool
-    ) -> None:
+    def tell(self, how: str, activity: Activity, *, is_waiting: bool) -> None:
         """Tell the others, if the store can still be reached; the first time counts."""
         if self._told is not None:
             return
-        when = "after" if is_between and not is_waiting else "at"
+        when = "after" if activity.is_between and not is_waiting else "at"
         self._told = standing = Standing(
-            how=how, step=step, when=when, is_waiting=is_waiting
+            how=how, step=activity.step, when=when, is_waiting=is_waiting
         )
         with suppress(RuntimeError):  # its host has gone
             self._store.set(str(self._rank), json.dumps(asdict(standing)))

@@ -9,8 +9,10 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Mapping
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 import torch
@@ -21,10 +23,15 @@ from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
 from accelfn.errors import ArgumentError, WorldError
+from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _SETTLES = 0.05
 """Seconds: on a busy machine, until each thread has had its turn."""
+_FROM_ENV = "World.from_env"
 _LONGEST = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""
 
@@ -56,6 +63,7 @@ class World:
         node_rank: its machine.
         device: where its tensors live.
         checked: whether ranks compare each of accelfn's collectives before they make it.
+        axes: the sizes of its axes by name, outermost first; empty where it has none.
         connection: holds the torch process group, `group`, until the world is closed.
 
     Use it as a context manager: leaving the block closes what `from_env` opened.
@@ -70,10 +78,12 @@ class World:
         factory=lambda: torch.device("cpu"), converter=_known
     )
     checked: bool = False
+    axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
     connection: Connection = attrs.field(
         default=None, alias="group", converter=_connected, repr=False
     )
     _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
+    _whole: "World | None" = attrs.field(default=None, repr=False, alias="whole")
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rank outside its world and a world of many without a group."""
@@ -97,6 +107,16 @@ class World:
                 f"World(size={self.size}) needs a process group: use World.from_env()."
             )
             raise WorldError(msg)
+
+        if self.axes:
+            sizes = arithmetic.resolved("World", self.axes, self.size)
+            object.__setattr__(self, "axes", sizes)
+            if set(arithmetic.joined(sizes)) - self.connection.parts.keys():
+                msg = (
+                    f"World(axes={sizes}) needs a process group for each axis: use"
+                    " World.from_env(axes=...)."
+                )
+                raise WorldError(msg)
 
     @classmethod
     @called
@@ -136,6 +156,7 @@ class World:
         backend: str | None = None,
         device: str | torch.device | None = None,
         checked: bool = False,
+        axes: Mapping[str, int] | None = None,
     ) -> Self:
         """Join the world that the launcher describes in the environment.
 
@@ -155,8 +176,15 @@ class World:
                 collectives, so that a mismatch is a `CollectiveMismatchError` on all of them
                 and no hang, abort or wrong number. It costs a gather of 8 bytes a call. What
                 DistributedDataParallel sends is torch's own and not compared.
+            axes: how the ranks share the work, as sizes by name: "dp_replicate" copies of the
+                model, each split over "dp_shard" ranks; "cp" parts of one sequence; "tp" parts
+                of one layer. The last is the densest, whatever the order here; -1 is what is
+                left. Default: those of `accelfn launch --axes` (`ACCELFN_AXES`), else none, and
+                all ranks have copies, or parts of one with `wrap_fsdp`.
 
         Raises:
+            ArgumentError: the axes do not multiply to the world's size, or are not the
+                launcher's, or an argument is none.
             WorldError: a variable is missing, malformed or contradicts another, or the
                 backend or the device cannot be had. Nothing falls back in silence.
         """
@@ -175,11 +203,22 @@ class World:
 
         check_backend(backend)
         place = read_place(os.environ)
+        size = 1 if place is None else place.size
+        text = os.environ.get(arithmetic.VARIABLE)
+        sizes = arithmetic.chosen(_FROM_ENV, axes, text, size)
         if place is None or place.is_alone:
             refuse_open_group()
-            return cls(device=_device(device, local_rank=0), checked=checked)
+            return cls(
+                device=_device(device, local_rank=0), checked=checked, axes=sizes
+            )
         chosen = _device(device, local_rank=place.local_rank)
         connection, owned = join(place, backend=backend, device=chosen, timeout=timeout)
+        if sizes:
+            from accelfn.world.mesh import open_groups  # noqa: PLC0415
+
+            groups = open_groups(sizes, place.rank, timeout)
+            for names, group in groups.items():
+                connection.add_part(names, group)
         world = cls(
             rank=place.rank,
             size=place.size,
@@ -188,6 +227,7 @@ class World:
             node_rank=place.node_rank,
             device=chosen,
             checked=checked,
+            axes=sizes,
             group=connection,
             owns_group=owned,
         )
@@ -199,6 +239,77 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0
+
+    def along(self, *names: str) -> "World":
+        """Return the ranks that differ from this one in these axes only, as a world.
+
+        Every collective takes it, and `print_once`, `barrier` and the rest: its `rank` and
+        `size` are those along the axes. An axis that this world does not have is of one rank.
+
+        Args:
+            names: of axes, one or several that are neighbours.
+
+        Raises:
+            ArgumentError: a name is none of an axis, or the axes are no neighbours.
+        """
+        for name in names:
+            arithmetic.check_name("World.along", name)
+        chosen = arithmetic.long(self.axes, names)
+        if chosen == arithmetic.long(self.axes, tuple(self.axes)) and (
+            chosen or self.size == 1
+        ):
+            return self
+        ranks = arithmetic.row(self.axes, chosen, self.rank)
+        activity = self.connection.activity
+        alone = Connection(None, activity=activity)
+        part = self.connection.parts.get(chosen, alone)
+        if len(ranks) > 1 and part is alone:
+            msg = (
+                f"World.along({', '.join(map(repr, names))}): between these axes stands"
+                f" another of several ranks; the axes are {dict(self.axes)}, outermost first."
+            )
+            raise ArgumentError(msg)
+        return attrs.evolve(
+            self,
+            rank=ranks.index(self.rank),
+            size=len(ranks),
+            axes={name: self.axes[name] for name in chosen},
+            group=part,
+            owns_group=False,
+            whole=self.whole,
+        )
+
+    @cached_property
+    def batch(self) -> "World":
+        """The ranks that share a batch out among them: those along the two axes of data."""
+        return self.along(*arithmetic.BATCH) if self.axes else self
+
+    @cached_property
+    def loss(self) -> "World":
+        """The ranks whose losses are parts of one: those of `batch`, and along "cp"."""
+        return self.along(*arithmetic.LOSS) if self.axes else self
+
+    @property
+    def whole(self) -> "World":
+        """The world of all ranks, of which this one may be a part."""
+        return self if self._whole is None else self._whole
+
+    @property
+    def mesh(self) -> "DeviceMesh":
+        """The axes of several ranks as torch's DeviceMesh, for its DTensors.
+
+        Raises:
+            WorldError: no axis has several ranks.
+        """
+        if not arithmetic.long(self.axes, tuple(self.axes)):
+            msg = (
+                "World.mesh: this world has no axis of several ranks. Name them:"
+                ' World.from_env(axes={"dp_shard": -1}).'
+            )
+            raise WorldError(msg)
+        from accelfn.world.mesh import mesh_of  # noqa: PLC0415
+
+        return mesh_of(self.axes, self.connection, self.device)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

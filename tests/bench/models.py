@@ -75,9 +75,9 @@ def rows(count: int, *, width: int = 64, seed: int = 0) -> Batch:
     return inputs, torch.randint(10, (count,), generator=generator)
 
 
-def in_turn(*, width: int = 64, seed: int = 0) -> Source:
-    """Return 16 batches of 32 rows, made once and given again and again."""
-    made = [rows(32, width=width, seed=16 * seed + i) for i in range(16)]
+def in_turn(*, width: int = 64, count: int = 32, seed: int = 0) -> Source:
+    """Return 16 batches of so many rows, made once and given again and again."""
+    made = [rows(count, width=width, seed=16 * seed + i) for i in range(16)]
     return lambda count: islice(cycle(made), count)
 
 

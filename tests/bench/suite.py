@@ -218,6 +218,22 @@ SUITE = (
         nproc=2,
     ),
     Benchmark(
+        name="fsdp",
+        module="fsdp",
+        title="A step of a model that is split over two processes",
+        how=(
+            "Six transformer layers of width 128 over 16 tokens, 1.2 million parameters, "
+            "AdamW, two processes joined by Gloo, 8 rows a rank. Each layer is a unit of "
+            "torch's fully_shard. By hand the optimizer steps DTensors, as torch's tutorial "
+            "has it, or plain parameters that share a rank's parts. Time is the processor's, "
+            "of rank 0. One block is 10 steps."
+        ),
+        targets=(("accelfn", 0.75),),
+        rounds=40,
+        quick_rounds=8,
+        nproc=2,
+    ),
+    Benchmark(
         name="local_sgd",
         module="local_sgd",
         title="Local SGD against DistributedDataParallel on two processes",

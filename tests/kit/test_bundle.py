@@ -15,6 +15,7 @@ import accelfn as af
 from accelfn.errors import SimulationError
 from accelfn.testing.bundle import crash_bundles, replay
 from accelfn.testing.simulate import simulate
+from tests.states import linear_state
 from tests.waiting import HANGS
 
 SETUP = af.chain(
@@ -32,8 +33,9 @@ def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def make(world: af.World) -> Any:
     data = torch.arange(10.0).view(10, 1)
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 2),
+    state = linear_state(
+        1,
+        2,
         optimizer=partial(torch.optim.Adam, lr=0.1),
         data=af.Data(data, batch_size=4),
         setup=SETUP,

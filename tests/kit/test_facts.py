@@ -15,6 +15,7 @@ import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing import check_transform
 from accelfn.testing.checking.problems import Problem
+from tests.states import linear_state
 
 ONE = (Problem(),)
 
@@ -364,9 +365,7 @@ def test_an_init_that_gives_nothing_makes_no_slot() -> None:
                 msg = "nothing to look at"
                 raise ValueError(msg)
 
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=Looks()
-    )
+    state = linear_state(setup=Looks())
     assert dict(state.slots) == {}
 
 
@@ -379,9 +378,7 @@ def test_what_is_asked_often_keeps_no_slot(field: str) -> None:
 
     body = {"init": lambda _self, _state: {"asked": 0}, field: counting}
     setup = af.transform(type("Counts", (), body))()
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=setup
-    )
+    state = linear_state(setup=setup)
     step = af.make_step(lambda model, x: model(x).mean())
     with pytest.raises(af.ArgumentError, match=f"{field} of the transform 'counts'"):
         af.eval_params(state) if field == "eval_params" else step(
@@ -400,9 +397,7 @@ def test_only_those_that_see_skips_are_called_after_one() -> None:
     body = {"after_update": note, "tells": {"sees_skips": True}}
     seeing = af.transform(type("Seeing", (), body))()
     setup = af.chain(blind, seeing, af.skip_nonfinite())
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=setup
-    )
+    state = linear_state(setup=setup)
     step = af.make_step(lambda model, x: model(x).mean())
     state, _ = step(state, torch.full((1, 1), float("inf")))
     state, _ = step(state, torch.ones(1, 1))
@@ -418,9 +413,7 @@ def test_outside_of_a_step_there_are_no_gradients() -> None:
             seen.append(update)
             return params, slot
 
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, setup=Sees()
-    )
+    state = linear_state(setup=Sees())
     af.eval_params(state)
     (update,) = seen
     assert update.state is state
@@ -443,9 +436,7 @@ def test_one_that_draws_beside_one_that_does_not() -> None:
         af.chain(Noise(), af.clip_grad_norm(9.0)),
         af.chain(Noise()),
     ):
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, setup=setup
-        )
+        state = linear_state(2, 2, setup=setup)
         step = af.make_step(lambda model, x: model(x).mean())
         torch.rand(len(found))  # the process's own draws are nobody's
         state, _ = step(state, torch.ones(1, 2))

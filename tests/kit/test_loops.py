@@ -19,6 +19,7 @@ import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing.comparing.loops import compare_loops, quantities
 from accelfn.testing.simulate import simulate
+from tests.states import linear_state
 
 Loop = Callable[[], Iterator[dict[str, object]]]
 
@@ -517,9 +518,7 @@ def test_what_quantities_cannot_read_is_refused():
 @pytest.mark.parametrize("setup", [None, af.autocast("fp16", init_scale=1024.0)])
 def test_quantities_of_gradients_are_those_of_the_mean(setup, weight):
     """Whatever the loss was scaled by, and however much it weighs."""
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(2, 1), optimizer=torch.optim.SGD, setup=setup
-    )
+    state = linear_state(2, setup=setup)
 
     def loss(model, batch):
         return af.Loss(model(batch).mean() * weight, weight)

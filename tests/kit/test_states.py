@@ -297,6 +297,8 @@ def test_with_a_tolerance_nan_equals_nan_and_integers_are_exact():
     assert refused(one, two.with_slot("count", 101), rtol=0.1, atol=5)[1:] == [
         "  slots['count']: 100 and 101"
     ]
+    (line,) = refused(one, two.with_slot("nan", torch.ones(1)), rtol=0.1)[1:]
+    assert "slots['nan']: 1 of 1 elements differs" in line
     assert refused(one, two.with_slot("inf", torch.tensor([1.0])), rtol=0.1)[1:] == [
         "  slots['inf']: 1 of 1 elements differs, at [0]: inf and 1.0"
     ]

@@ -319,7 +319,7 @@ ROWS = [
         name="a loss",
         draws=on_rank(in_a_loss),
         apart=f"{_OF_STATE} rank micro_batch",
-        at="engine.engine.Engine.value_and_grad engine.engine.Engine._stream",
+        at="engine.engine.Engine._key",
     ),
     Row(
         name="evaluate",

@@ -234,7 +234,7 @@ def test_metrics_of_other_names_are_told(names: list[list[str]]) -> None:
     """Where nothing compares calls beforehand, too, and in the same all-reduce; on all ranks."""
 
     def fn(world: af.World) -> str:
-        world.connection.tells_structure = False  # as in a world of real processes
+        world.connection.simulated = None  # as in a world of real processes
         mine = af.Metrics({name: (ord(name), 1) for name in names[world.rank]})
         try:
             found = af.mean(mine, world)

@@ -137,7 +137,7 @@ def test_counts_of_other_names_are_told(names: list[str]) -> None:
     """Ranks that count as much under other names do not get one another's numbers."""
 
     def fn(world: af.World) -> str:
-        world.connection.tells_structure = False  # as in a world of real processes
+        world.connection.simulated = None  # as in a world of real processes
         state = af.TrainState.create(
             model=lambda: nn.Linear(1, 1),
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1),

@@ -52,7 +52,7 @@ def create(world: af.World, kinds: list[torch.dtype], *setup: Any, **sgd: Any) -
 
 @given(
     kinds=dtypes,
-    weight=st.integers(1, 200_000),
+    weight=st.integers(1, 200_000) | st.integers(1, 999).map(lambda n: n / 7),
     size=st.sampled_from([1, 2]),
     as_tensor=st.booleans(),
     in_backward=st.booleans(),
@@ -61,7 +61,7 @@ def create(world: af.World, kinds: list[torch.dtype], *setup: Any, **sgd: Any) -
 )
 def test_the_weight_is_not_rounded(
     kinds: list[torch.dtype],
-    weight: int,
+    weight: float,
     size: int,
     scale: float | None,
     *,
@@ -75,7 +75,8 @@ def test_the_weight_is_not_rounded(
     if fused:  # torch's kernel takes one dtype
         kinds = kinds[:1]
     total = 64.0  # a power of 2, which every dtype has
-    each = torch.tensor(weight) if as_tensor else weight
+    wide = torch.float64 if isinstance(weight, float) else torch.int64
+    each = torch.tensor(weight, dtype=wide) if as_tensor else weight
 
     def train(world: af.World) -> list[torch.Tensor]:
         state = create(world, kinds, af.wrap_ddp(), beside, fused=fused)

@@ -49,6 +49,7 @@ ROWS = {
     "ema": af.chain(DDP, af.ema(0.5)),
     "ema, slow": af.chain(DDP, af.ema(0.998)),
     "plateau": af.chain(DDP, af.plateau(0.5, patience=0)),
+    "context_parallel": af.chain(DDP, af.context_parallel()),
     "sync_batchnorm": af.chain(DDP, af.sync_batchnorm()),
     "compress, fp16": af.chain(DDP, af.compress("fp16")),
     "compress, bf16": af.chain(DDP, af.compress("bf16")),
@@ -63,10 +64,14 @@ ROWS = {
     ),
     "optimizer_in_backward": af.chain(DDP, af.optimizer_in_backward()),
 }
-ELSEWHERE = {af.compile: "seconds a compilation", af.schedule_free: "another optimizer"}
+ELSEWHERE = {
+    af.compile: "seconds a compilation",
+    af.schedule_free: "another optimizer",
+    af.wrap_fsdp: "a unit is of one dtype: tests/unit/test_wrap_fsdp.py",
+}
 ACROSS = (
     *(af.shard_data, af.wrap_ddp, af.compress, af.local_sgd, af.check_replicas),
-    *(af.sync_batchnorm, af.accumulate),
+    *(af.sync_batchnorm, af.accumulate, af.context_parallel),
 )
 """Transforms that leave a world of one, and a whole batch, as they are."""
 

@@ -2,6 +2,7 @@
 """Settings of a launch, words of launchers, ends of ranks: all that one says, drawn together."""
 
 import json
+import math
 import signal
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -37,6 +38,7 @@ GOOD: dict[str, list[Any]] = {
     "rdzv_backend": ["c10d"],
     "rdzv_id": ["mine", "7"],
     "join_timeout": [1, 7.5, 1000000],
+    "axes": ["dp_shard=-1", "dp_shard=2", "dp_replicate=2, dp_shard=-1", "tp=1,cp=1"],
     "max_restarts": [0, 3],
 }
 BAD: dict[str, list[Any]] = {
@@ -49,11 +51,24 @@ BAD: dict[str, list[Any]] = {
     "rdzv_backend": ["static", ""],
     "rdzv_id": [""],
     "join_timeout": [0.5, 1000001, "soon"],
+    "axes": [
+        "",
+        "dp=2",
+        "dp_shard",
+        "tp=0",
+        "tp=x",
+        "pp=2",
+        "tp=-1,cp=-1",
+        "tp=1,tp=1",
+    ],
     "max_restarts": [-1, "often"],
 }
 KINDS = {
-    "alone": ("nproc", "max_restarts"),
-    "numbered": ("nproc", "num_machines", "machine_rank", "main_address", "main_port"),
+    "alone": ("nproc", "axes", "max_restarts"),
+    "numbered": (
+        *("nproc", "num_machines", "machine_rank", "main_address", "main_port"),
+        "axes",
+    ),
     "elastic": (
         *("nproc", "num_machines", "rdzv_endpoint", "rdzv_backend", "rdzv_id"),
         "join_timeout",
@@ -76,9 +91,21 @@ def given_settings(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
+def multiply(values: Mapping[str, Any]) -> bool:
+    """Whether the axes' sizes multiply to the ranks of one machine; of several they tell."""
+    parts = [part.split("=") for part in values.get("axes", "").split(",") if part]
+    if not parts or str(values.get("num_machines", 1)) not in ("1", "1:1"):
+        return True
+    nproc = 1 if values.get("nproc", "auto") == "auto" else values["nproc"]
+    sizes = [int(size) for _, size in parts]
+    known = math.prod(size for size in sizes if size > 0)
+    return nproc % known == 0 if -1 in sizes else nproc == known
+
+
 def may_be(values: Mapping[str, Any], sources: Mapping[str, str]) -> bool:
     """Whether these settings can be, each for itself and together."""
-    if any(value in BAD[name] for name, value in values.items()):
+    bad = any(value in BAD[name] for name, value in values.items())
+    if bad or not multiply(values):
         return False
     numbered = {"machine_rank", "main_address", "main_port"} & values.keys()
     elastic = {"rdzv_endpoint", "rdzv_backend", "rdzv_id"} & values.keys()
@@ -151,7 +178,7 @@ def test_a_launch_is_what_its_settings_say(
     for row, (name, option) in zip(rows, OPTIONS.items(), strict=False):
         value = values.get(name, option.default)
         shown = [] if value is None else [str(value)]
-        assert row.split() == [name, *shown, *sources[name].split()]
+        assert row.split() == [name, *" ".join(shown).split(), *sources[name].split()]
     nproc = 1 if values.get("nproc", "auto") == "auto" else values["nproc"]
     started = f"starts {nproc} process{'es' if nproc > 1 else ''} on this machine"
     more = [row for row in rows[len(OPTIONS) :] if not row.startswith("sets ")]

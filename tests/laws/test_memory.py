@@ -2,6 +2,8 @@
 """The bytes that are estimated are those of a real state."""
 
 from functools import partial
+from math import prod
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -10,12 +12,15 @@ from torch import nn
 
 import accelfn as af
 from accelfn.base import tree
+from accelfn.base.shards import local
+from accelfn.testing import simulate
 from accelfn.testing.strategies import chains
 
 NAMES = [
     *("SGD", "AdamW", "Adafactor", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam"),
     *("Rprop", "ASGD", "Adamax"),
 ]
+ADAFACTOR = torch.optim.Adafactor  # which is not updated element by element
 OPTIMIZERS = [
     *(partial(getattr(torch.optim, name), lr=0.1) for name in NAMES),
     partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -39,6 +44,22 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.first(x))
         return self.frozen(self.tied(self.middle(x)))
+
+
+class Parts(nn.Module):
+    """Layers in a list, which are units, one of them frozen."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, width), nn.Linear(width, 2)])
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks[1].bias.requires_grad_(requires_grad=False)
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
 
 
 def bytes_of(value: object) -> int:
@@ -75,3 +96,44 @@ def test_an_estimate_is_exact(width, optimizer, setup, dtype, instance) -> None:
     assert found.slots == {name: bytes_of(slot) for name, slot in slots.items()}
     assert found.total == sum(size for _, size in found.rows())
     assert estimate.num_parameters == sum(p.numel() for p in state.params.values())
+
+
+@given(
+    width=st.integers(1, 7),
+    optimizer=st.sampled_from([o for o in OPTIMIZERS if o.func is not ADAFACTOR]),
+    setup=st.sampled_from([None, af.ema(0.5), af.optimizer_in_backward()]),
+    axes=st.sampled_from(
+        [{"dp_shard": 2}, {"dp_shard": 3}, {"dp_replicate": 2, "dp_shard": 2}]
+    ),
+    is_split=st.booleans(),
+)
+def test_an_estimate_of_parts_is_exact(width, optimizer, setup, axes, is_split) -> None:
+    """Along axes it is what the first rank has, and parts of ranks are all of the whole."""
+    if is_split and isinstance(setup, type(af.optimizer_in_backward())):
+        setup = None
+    wrap = af.wrap_fsdp() if is_split else af.wrap_ddp()
+    setup = af.chain(wrap, setup)
+    model = partial(Parts, width)
+    estimate = af.memory_estimate(model, setup, optimizer=optimizer, axes=axes)
+    loss = af.make_step(lambda model, x: model(x).square().mean())
+
+    def fn(world: af.World) -> tuple[Any, dict[str, int]]:
+        state = af.TrainState.create(
+            model=model, optimizer=optimizer, setup=setup, world=world
+        )
+        state, _ = loss(state, torch.ones(4, 3))
+        held = {n: bytes_of(local(p)) for n, p in state.params.items()}
+        return af.memory(state), held
+
+    ranks = list(simulate(prod(axes.values()), fn, axes=axes))
+    first, _ = ranks[0]
+    found = estimate.by_dtype[torch.float32]
+    assert (found.params, found.opt_state, found.buffers) == (
+        *(first.params.here, first.opt_state.here, first.buffers.here),
+    )
+    assert found.slots == {name: each.here for name, each in first.slots.items()}
+    assert first.total.here == max(memory.total.here for memory, _ in ranks)
+    for name, param in model().named_parameters():
+        is_cut = is_split and param.ndim
+        sharing = ranks[: axes["dp_shard"]] if is_cut else ranks[:1]
+        assert sum(held[name] for _, held in sharing) == bytes_of(param)

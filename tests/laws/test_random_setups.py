@@ -46,6 +46,7 @@ class Setup:
     sums: str = "ring"
     copies: bool = False
     ddp: tuple[tuple[str, Any], ...] = ()
+    fsdp: tuple[tuple[str, Any], ...] = ()
 
     def chain(self) -> af.chain:
         """Return the transforms; two that are about different fields stand in any order."""
@@ -53,6 +54,7 @@ class Setup:
         norm, value = recipe.clip_norm, recipe.clip_value
         reduce = {
             "ddp": partial(af.wrap_ddp, **dict(self.ddp)),
+            "fsdp": partial(af.wrap_fsdp, **dict(self.fsdp)),
             "local": partial(af.local_sgd, sync_every=1),
             "sums": SumAll,
             "gather": GatherAll,
@@ -160,7 +162,7 @@ def train(setup: Setup, world: af.World, folder: Path, *, first: bool) -> Seen:
     step, seen = step_of(setup), Seen([], [], [], [], None)
     for batch in islice(af.batches(state) if number else (), number):
         state, metrics = step(state, batch)
-        seen.params.append({n: p.clone() for n, p in state.params.items()})
+        seen.params.append(af.full_params(state, at="train"))
         seen.losses.append(float(af.mean(metrics, world)["loss"]))
         seen.skipped.append(state.num_skipped)
         parts = zip(batch.parts_indices, batch.weights, strict=True)
@@ -169,7 +171,7 @@ def train(setup: Setup, world: af.World, folder: Path, *, first: bool) -> Seen:
         af.save(state, folder)
         return seen
     state = af.finalize(state)
-    averaged = {n: p.clone() for n, p in af.eval_params(state).items()}
+    averaged = af.full_params(state, at="eval")
     return attrs.evolve(seen, averaged=averaged)
 
 
@@ -180,11 +182,16 @@ def close(one: plain.Params, other: plain.Params) -> bool:
     )
 
 
+units = st.sampled_from([None, torch.nn.Linear])
+
+
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     """Draw a setup that has a meaning."""
     n = draw(st.integers(2, 20))
-    reduce = draw(st.sampled_from(["ddp", "ddp", "local", "sums", "gather", "by hand"]))
+    reduce = draw(
+        st.sampled_from(["ddp", "fsdp", "fsdp", "local", "sums", "gather", "by hand"])
+    )
     local = reduce == "local"
     precision = draw(st.sampled_from([None, None, "bf16", "fp16"]))
     skips = None
@@ -236,6 +243,12 @@ def setups(draw: st.DrawFn) -> Setup:
         sums=draw(st.sampled_from(["ranks", "ring", "tree"])),
         copies=draw(st.booleans()),
         ddp=tuple(options.items()),
+        fsdp=(
+            ("units", None if recipe.net == "tied" else draw(units)),
+            ("reshard_after_forward", draw(st.booleans())),
+            ("accumulate", draw(st.sampled_from(["whole", "sharded"]))),
+            ("find_unused_parameters", recipe.net == "unused"),
+        ),
     )
 
 

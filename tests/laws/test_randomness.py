@@ -32,7 +32,7 @@ parts = st.lists(
 
 def drawn(key: int, count: int = 8) -> Draws:
     """Return the first numbers of a stream."""
-    with draws.stream(key, CPU):
+    with draws.seeded(key, CPU):
         return tuple(torch.rand(count, dtype=torch.float64).tolist())
 
 
@@ -78,7 +78,7 @@ def test_a_stream_leaves_the_generator_as_it_was(
     with torch.random.fork_rng():
         torch.set_rng_state(generator.get_state())
         found = torch.rand(3).tolist()
-        with suppress(ZeroDivisionError), draws.stream(draws.key(seed), CPU):
+        with suppress(ZeroDivisionError), draws.seeded(draws.key(seed), CPU):
             torch.rand(1 // (not raises))
         found += torch.rand(3).tolist()
     assert torch.rand(6, generator=generator).tolist() == found

@@ -55,6 +55,10 @@ PAIRS = {
     "checkpoint_activations": (own.Recompute(), af.checkpoint_activations()),
     "runner": (own.Timed(), None),
     "wrap_ddp": (af.chain(own.Shard(), own.Replicas()), MEAN),
+    "wrap_fsdp": (
+        af.chain(own.Shard(), own.Parts()),
+        af.chain(af.shard_data(), af.wrap_fsdp()),
+    ),
 }
 USERS = [
     each

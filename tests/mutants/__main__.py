@@ -40,16 +40,16 @@ def main() -> int:
         console.print(
             f"[{color}]{'killed' if outcome.killed else 'SURVIVED':8}[/]"
             f" {outcome.examples:3} examples {outcome.seconds:5.1f} s  {mutant.law or '':4}"
-            f" {mutant.name}  [dim]{outcome.told}[/]",
+            f" {mutant.says}  [dim]{outcome.told}[/]",
             soft_wrap=True,
         )
-    survived = [each.mutant.name for each in outcomes if not each.killed]
+    survived = [each.mutant.says for each in outcomes if not each.killed]
     seconds = time.perf_counter() - start
     console.print(
         f"{len(outcomes) - len(survived)} of {len(outcomes)} killed in {seconds:.0f} s"
     )
     if survived:
-        console.print(f"Survived: {', '.join(survived)}. Strengthen their tests.")
+        console.print(f"Survived: {'; '.join(survived)}. Strengthen their tests.")
     else:
         PAGE.write_text(page(outcomes))
     return len(survived)

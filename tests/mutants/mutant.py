@@ -8,6 +8,7 @@ own code back.
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,30 +19,38 @@ import attrs
 
 Place = FunctionType | property
 
+_LAW = re.compile(r"(L\d+): ")
 
-@attrs.frozen(kw_only=True)
+
+@attrs.frozen
 class Mutant:
     """A bug.
 
     Attributes:
-        name: a few words.
-        says: what is wrong, in a sentence.
-        law: its number in the catalogue of laws; None where the test is of no law.
+        bug: what is wrong, in a sentence; of a law, after its number and a colon.
         test: it must fail; of a law, the law's.
-        args: of a test that pytest parametrizes.
         place: the function, or property, that has the bug.
-        old: a part of its source that is there once.
-        new: what stands there instead.
+        change: a part of its source that is there once, an arrow, and what stands there
+            instead; the arrow has a space, or a line's end, before and after it.
+        args: of a test that pytest parametrizes.
     """
 
-    name: str
-    says: str
-    law: str | None = None
+    bug: str
     test: Callable[..., None]
-    args: Mapping[str, Any] = attrs.field(factory=dict)
     place: Place
-    old: str
-    new: str
+    change: str
+    args: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
+
+    @property
+    def says(self) -> str:
+        """What is wrong, in a sentence, which no other bug has."""
+        return _LAW.sub("", self.bug)
+
+    @property
+    def law(self) -> str | None:
+        """Its number in the catalogue of laws; None where the test is of no law."""
+        number = _LAW.match(self.bug)
+        return number and number[1]
 
     @property
     def function(self) -> FunctionType:
@@ -61,13 +70,14 @@ class Mutant:
             ValueError: the source has not the part that was to be changed, or has it twice.
         """
         source = textwrap.dedent(inspect.getsource(self.function))
-        if source.count(self.old) != 1:
+        old, new = re.split(r"\s→\s", self.change.removesuffix("\n"))
+        if source.count(old) != 1:
             msg = (
-                f"mutant {self.name!r}: {self.where} has {source.count(self.old)} times"
-                f" {self.old!r}; expected once. The function has changed: plant the bug anew."
+                f"mutant {self.says!r}: {self.where} has {source.count(old)} times"
+                f" {old!r}; expected once. The function has changed: plant the bug anew."
             )
             raise ValueError(msg)
-        tree = ast.parse(source.replace(self.old, self.new))
+        tree = ast.parse(source.replace(old, new))
         tree.body[0].decorator_list = []
         whole = compile(tree, inspect.getsourcefile(self.function) or "", "exec")
         return next(

@@ -13,103 +13,81 @@ from accelfn.state import views
 from accelfn.transforms.compress import compress
 from tests.laws import test_draws
 from tests.laws.draws import ROWS
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, Place
 
 _ROWS = {row.name: row for row in ROWS}
 
 
-def _of(row: str, **options: object) -> Mutant:
-    law, test = "L50", test_draws.test_each_part_tells_apart_or_changes_nothing
-    return Mutant(law=law, test=test, args={"row": _ROWS[row]}, **options)
+def _of(row: str, bug: str, place: Place, change: str) -> Mutant:
+    test = test_draws.test_each_part_tells_apart_or_changes_nothing
+    return Mutant(bug, test, place, change, args={"row": _ROWS[row]})
 
 
 MUTANTS = [
     _of(
         "evaluate",
-        name="ranks evaluate with one draw",
-        says="draws in an evaluation are the same on all ranks",
-        place=evaluate._Lent.__init__,
-        old='"evaluate", state.world.rank',
-        new='"evaluate", 0',
+        "L50: draws in an evaluation are the same on all ranks",
+        evaluate._Lent.__init__,
+        '"evaluate", state.world.loss.rank → "evaluate", 0',
     ),
     _of(
         "predict",
-        name="an evaluation knows the update",
-        says="an evaluation draws otherwise after each update",
-        place=evaluate._Lent.__init__,
-        old='"evaluate", state.world.rank',
-        new='"evaluate", state.world.rank, state.step',
+        "L50: an evaluation draws otherwise after each update",
+        evaluate._Lent.__init__,
+        '"evaluate", state.world.loss.rank → "evaluate", state.world.rank, state.step',
     ),
     _of(
         "a user's, shared",
-        name="a user's draws forget the name",
-        says="two states of other names share what a user draws",
-        place=views.rng,
-        old="state.name, ",
-        new="",
+        "L50: two states of other names share what a user draws",
+        views.rng,
+        "state.name,  → ",
     ),
     _of(
         "factors of PowerSGD",
-        name="a factor forgets the state",
-        says="two states of other names begin with the same factors",
-        place=compress._compression,
-        old="state.seed, state.name, name",
-        new="state.seed, name",
+        "L50: two states of other names begin with the same factors",
+        compress._compression,
+        "state.seed, state.name, name → state.seed, name",
     ),
     _of(
         "factors of PowerSGD",
-        name="a factor for every matrix",
-        says="all matrices begin with the same factor",
-        place=LowRank._drawn,
-        old="draws.key(self._key, name)",
-        new="draws.key(self._key)",
+        "L50: all matrices begin with the same factor",
+        LowRank._drawn,
+        "draws.key(self._key, name) → draws.key(self._key)",
     ),
     _of(
         "turns of batches in a window",
-        name="windows take turns alike",
-        says="the batches of every window come in the same order",
-        place=bucketed.of_epoch,
-        old="draws.fold(key, number)",
-        new="key",
+        "L50: the batches of every window come in the same order",
+        bucketed.of_epoch,
+        "draws.fold(key, number) → key",
     ),
     _of(
         "turns of batches of a budget",
-        name="budgets take turns alike",
-        says="the batches of a budget come in the same order in every epoch",
-        place=epoch.epoch_of,
-        old='draws.key(seed, "batches", number)',
-        new='draws.key(seed, "batches")',
+        "L50: the batches of a budget come in the same order in every epoch",
+        epoch.epoch_of,
+        'draws.key(seed, "batches", number) → draws.key(seed, "batches")',
     ),
     _of(
         "zipped",
-        name="what is zipped has one key",
-        says="datasets of one length that are zipped are shuffled alike",
-        place=Side.of_epoch,
-        old="self.names[which]",
-        new='""',
+        "L50: datasets of one length that are zipped are shuffled alike",
+        Side.of_epoch,
+        'self.names[which] → ""',
     ),
     _of(
         "mixed",
-        name="what is mixed has one key",
-        says="datasets of one length that are mixed are shuffled alike",
-        place=Mixed.of_epoch,
-        old='draws.key(seed, "mix", which)',
-        new='draws.key(seed, "mix")',
+        "L50: datasets of one length that are mixed are shuffled alike",
+        Mixed.of_epoch,
+        'draws.key(seed, "mix", which) → draws.key(seed, "mix")',
     ),
     _of(
         "a sampler",
-        name="a sampler forgets the epoch",
-        says="a sampler that draws gives the same in every epoch",
-        place=samplers._drawn,
-        old='draws.key(seed, "sampler", epoch)',
-        new='draws.key(seed, "sampler")',
+        "L50: a sampler that draws gives the same in every epoch",
+        samplers._drawn,
+        'draws.key(seed, "sampler", epoch) → draws.key(seed, "sampler")',
     ),
     _of(
         "samples of a rank's own stream",
-        name="own streams draw alike",
-        says="ranks with streams of their own augment alike",
-        place=Sharded._key,
-        old="self.world.rank",
-        new="0",
+        "L50: ranks with streams of their own augment alike",
+        Sharded._key,
+        "self.ranks.rank → 0",
     ),
 ]

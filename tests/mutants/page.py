@@ -21,12 +21,12 @@ A bug is found where the test's own assertion fails, or accelfn refuses what the
 any other crash finds nothing.
 
 A bug is a few lines in [`tests/mutants/`](../tests/mutants): a function, a part of its source,
-and what stands there instead.
+and, after an arrow, what stands there instead.
 A law of which no bug is here is refused by a test.
 All {count} are found:
 
-| bug | what is wrong | planted in | law | found by | examples |
-| --- | --- | --- | --- | --- | --- |
+| what is wrong | planted in | law | found by | examples |
+| --- | --- | --- | --- | --- |
 """
 
 
@@ -40,7 +40,6 @@ def _row(outcome: Outcome) -> str:
     mutant = outcome.mutant
     test = f"{mutant.test.__module__.rpartition('.')[2]}::{mutant.test.__name__}"
     cells = [
-        mutant.name,
         mutant.says,
         f"`{mutant.where.removeprefix('accelfn.')}`",
         mutant.law or "",

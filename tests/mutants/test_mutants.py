@@ -39,20 +39,20 @@ def test_mutants_come_and_go() -> None:
     for mutant in MUTANTS:
         own = mutant.function.__code__
         with planted(mutant):
-            assert mutant.function.__code__ is not own, mutant.name
-            assert mutant.function.__code__ != own, mutant.name
-        assert mutant.function.__code__ is own, mutant.name
+            assert mutant.function.__code__ is not own, mutant.says
+            assert mutant.function.__code__ != own, mutant.says
+        assert mutant.function.__code__ is own, mutant.says
 
 
 def test_mutants_name_their_tests() -> None:
     """Each test is a function of a module here; one of a law is with the laws, and says which."""
     for mutant in MUTANTS:
         module, name = mutant.test.__module__, mutant.test.__name__
-        assert re.match(r"tests\.(\w+\.)*test_", module), mutant.name
-        assert name.startswith("test_"), mutant.name
+        assert re.match(r"tests\.(\w+\.)*test_", module), mutant.says
+        assert name.startswith("test_"), mutant.says
         assert getattr(importlib.import_module(module), name) is mutant.test
-        assert (mutant.law is None) != module.startswith("tests.laws."), mutant.name
-        assert mutant.law is None or re.fullmatch(r"L\d+", mutant.law), mutant.name
+        assert (mutant.law is None) != module.startswith("tests.laws."), mutant.says
+        assert mutant.law is None or re.fullmatch(r"L\d+", mutant.law), mutant.says
 
 
 def test_tests_get_what_they_ask_for() -> None:
@@ -61,10 +61,10 @@ def test_tests_get_what_they_ask_for() -> None:
         parameters = inspect.signature(mutant.test).parameters
         marks = getattr(mutant.test, "pytestmark", [])
         given = [n for m in marks if m.name == "parametrize" for n in names_of(m)]
-        assert mutant.args.keys() == set(given) & parameters.keys(), mutant.name
+        assert mutant.args.keys() == set(given) & parameters.keys(), mutant.says
         with lent(mutant.test) as fixtures:
             assert parameters.keys() == mutant.args.keys() | fixtures.keys(), (
-                mutant.name
+                mutant.says
             )
 
 
@@ -73,9 +73,9 @@ def names_of(mark: pytest.Mark) -> list[str]:
     return named.replace(" ", "").split(",") if isinstance(named, str) else list(named)
 
 
-def test_names_differ() -> None:
-    """Each mutant has a name of its own."""
-    assert len({each.name for each in MUTANTS}) == len(MUTANTS)
+def test_sentences_differ() -> None:
+    """Each mutant says something of its own, which it is found by."""
+    assert len({each.says for each in MUTANTS}) == len(MUTANTS)
 
 
 def test_every_law_has_a_mutant() -> None:
@@ -98,52 +98,46 @@ def test_every_law_has_a_mutant() -> None:
 def test_the_page_lists_them() -> None:
     """docs/mutants.md has a row for each mutant, in order; `nox -s mutants` writes it."""
     rows = re.findall(r"^\| (.+?) \|", PAGE.read_text(), re.MULTILINE)[2:]
-    assert rows == [each.name for each in MUTANTS]
+    assert rows == [each.says for each in MUTANTS]
 
 
 @pytest.mark.parametrize(
-    "name",
+    "says",
     [
-        "the maximum instead of the sum",
-        "shares overlap",
-        "the cursor is a sample ahead",
+        "ranks reduce with another operation than was meant",
+        "a longer share's last sample is the next share's first",
+        "a resumed run leaves out a sample",
     ],
 )
-def test_a_bug_is_found(name: str) -> None:
+def test_a_bug_is_found(says: str) -> None:
     """The hunt finds some of them at once; `nox -s mutants` tries them all."""
-    (mutant,) = [each for each in MUTANTS if each.name == name]
+    (mutant,) = [each for each in MUTANTS if each.says == says]
     assert hunt(mutant).killed
 
 
 def test_what_is_no_bug_survives() -> None:
     """A change that changes nothing is not found, and a stale one is refused."""
     harmless = Mutant(
-        name="harmless",
-        says="nothing",
-        law="L49",
-        test=test_collectives.test_all_reduce_is_the_sum,
-        place=collectives.sum_,
-        old="if world.size > 1:",
-        new="if not world.size <= 1:",
+        "L49: nothing",
+        test_collectives.test_all_reduce_is_the_sum,
+        collectives.sum_,
+        "if world.size > 1: → if not world.size <= 1:",
     )
     outcome = hunt(harmless)
     assert not outcome.killed
     assert outcome.by is None
     assert outcome.examples > 1
     with pytest.raises(ValueError, match="plant the bug anew"):
-        attrs.evolve(harmless, old="no such line").code()
+        attrs.evolve(harmless, change="no such line → pass").code()
 
 
 def test_a_crash_is_no_finding() -> None:
     """A bug that breaks the function itself is not found by the law."""
     crashing = Mutant(
-        name="crashing",
-        says="a name that is not there",
-        law="L49",
-        test=test_collectives.test_all_reduce_is_the_sum,
-        place=collectives.sum_,
-        old="if world.size > 1:",
-        new="if no_such_name:",
+        "L49: a name that is not there",
+        test_collectives.test_all_reduce_is_the_sum,
+        collectives.sum_,
+        "if world.size > 1: → if no_such_name:",
     )
     outcome = hunt(crashing)
     assert isinstance(outcome.by, NameError)

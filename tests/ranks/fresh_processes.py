@@ -9,7 +9,7 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 import accelfn as af
 from accelfn.testing.processes.run import RankProcess
+from accelfn.world.connection import Connection as WorldConnection
+from accelfn.world.mesh import open_groups
 from tests.waiting import HANGS
 
 COLLECTIVE_SECONDS = 2.0
@@ -39,11 +41,14 @@ class Outcome:
     what: Any = None
 
 
-def outcomes(size: int, fn: Callable[[af.World], Any]) -> list[Outcome]:
+def outcomes(
+    size: int, fn: Callable[[af.World], Any], axes: Mapping[str, int] | None = None
+) -> list[Outcome]:
     """Run a program in a world of fresh processes, and return each rank's outcome."""
+    args = (size, fn, axes or {})
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            RankProcess.start(_live, rank, size, folder, fn, name=f"fresh rank {rank}")
+            RankProcess.start(_live, rank, folder, *args, name=f"fresh rank {rank}")
             for rank in range(size)
         ]
         try:
@@ -71,9 +76,10 @@ def _outcomes(ranks: list[RankProcess], folder: Path) -> list[Outcome]:
 
 def _live(
     rank: int,
-    size: int,
     folder: str,
+    size: int,
     fn: Callable[[af.World], Any],
+    axes: Mapping[str, int],
     pipe: Connection,
 ) -> None:
     os.dup2(os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
@@ -91,8 +97,10 @@ def _live(
         world_size=size,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS),
     )
-    group = dist.group.WORLD
-    world = af.World(rank=rank, size=size, group=group)
+    connection = WorldConnection(dist.group.WORLD)
+    for names, group in open_groups(axes, rank, COLLECTIVE_SECONDS).items():
+        connection.add_part(names, group)
+    world = af.World(rank=rank, size=size, axes=axes, group=connection)
     try:
         outcome = Outcome("returned", fn(world))
     except Exception as error:  # noqa: BLE001 - told to the parent

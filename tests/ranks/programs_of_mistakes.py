@@ -56,6 +56,27 @@ def swaps_labelled(world: af.World) -> list[list[float]]:
     return [x.tolist(), y.tolist()]
 
 
+def skips_in_its_row(world: af.World) -> list[float]:
+    x = numbers(world.rank + 1)
+    if world.rank != 3:
+        dist.all_reduce(x, group=world.along("dp_shard").group)
+    return x.tolist()
+
+
+def takes_the_other_axis(world: af.World) -> list[float]:
+    x = numbers(world.rank + 1)
+    axis = "dp_replicate" if world.rank == 3 else "dp_shard"
+    dist.all_reduce(x, group=world.along(axis).group)
+    return x.tolist()
+
+
+def takes_axes_in_another_order(world: af.World) -> list[float]:
+    x, axes = numbers(world.rank + 1), ["dp_shard", "dp_replicate"]
+    for axis in axes if world.rank != 3 else reversed(axes):
+        dist.all_reduce(x, group=world.along(axis).group)
+    return x.tolist()
+
+
 @attrs.frozen
 class Meet:
     """Each rank calls a collective of its own name."""

@@ -16,7 +16,7 @@ import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.faults import Raise
-from tests.ranks import programs
+from tests.ranks import programs, programs_of_axes
 from tests.ranks import programs_of_collectives as collectives
 from tests.ranks import programs_of_differences as differences
 from tests.ranks import programs_of_trees as trees
@@ -53,6 +53,14 @@ def test_collectives_give_what_gloo_gives(
     """Any program of any collectives, waited for or not, under any schedule."""
     run = partial(collectives.run, program=tuple(program))
     simulate(size, run, schedule=schedule, also="processes")
+
+
+@given(programs_of_axes.programs(most=4))
+def test_calls_along_axes_give_what_gloo_gives(
+    program: programs_of_axes.Program,
+) -> None:
+    """Any program along any axes, of collectives, messages, functional ones and DTensors."""
+    simulate(program.size, program, axes=program.axes, also="processes")
 
 
 @given(st.lists(tree_calls(), max_size=6), st.sampled_from([2, 2, 3]), schedules)

@@ -6,7 +6,7 @@ does otherwise fails here; `python -m tests.ranks.test_gloo` writes the page ane
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tests.ranks import programs_of_mistakes as mistakes
 from tests.ranks.fresh_processes import Outcome, outcomes
 from tests.ranks.programs_of_mistakes import Differ, Meet, Reduce, Split
 
-pytestmark = pytest.mark.ranks(3)
+pytestmark = pytest.mark.ranks(4)
 
 PAGE = Path(__file__).parents[2] / "docs/simulation-and-gloo.md"
 TORCH = "2.13"
@@ -158,6 +158,7 @@ class Row:
     gloo: tuple[Any, ...]
     simulated: Refuses | tuple[Gives, ...]
     faults: tuple[Fault, ...] = ()
+    axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
 
 
 def mismatch(words: str) -> Refuses:
@@ -166,6 +167,7 @@ def mismatch(words: str) -> Refuses:
 
 MEANT = Gives([[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]])
 SENT = Gives([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+SQUARE = {"dp_replicate": 2, "dp_shard": 2}
 BITS_OF_ONE = 4607182418800017408
 
 ROWS = [
@@ -485,6 +487,27 @@ ROWS = [
         (Gives([3.0]), Gives([3.0])),
         Refuses(DefaultGroupError, "pass group=world.group"),
     ),
+    Row(
+        "Of ranks 0, 1 and 2, 3 along `dp_shard`, rank 3 skips its row's `all_reduce`",
+        mistakes.skips_in_its_row,
+        (Gives([3.0]), Gives([3.0]), Waits(), Gives([4.0])),
+        Refuses(DeadlockError, "no rank can go on"),
+        axes=SQUARE,
+    ),
+    Row(
+        "There, rank 3 calls its `all_reduce` along `dp_replicate`",
+        mistakes.takes_the_other_axis,
+        (Gives([3.0]), Gives([3.0]), Waits(), Waits()),
+        Refuses(DeadlockError, "no rank can go on"),
+        axes=SQUARE,
+    ),
+    Row(
+        "All ranks sum along `dp_shard`, then `dp_replicate`; rank 3 in the other order",
+        mistakes.takes_axes_in_another_order,
+        (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
+        (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
+        axes=SQUARE,
+    ),
 ]
 
 
@@ -515,7 +538,9 @@ def by_rank(expected: tuple[Any, ...]) -> str:
 def on_gloo() -> dict[str, list[Outcome]]:
     """Every row's outcomes, several worlds side by side: most of them wait."""
     with ThreadPoolExecutor(8) as side_by_side:
-        found = side_by_side.map(lambda r: outcomes(len(r.gloo), r.program), ROWS)
+        found = side_by_side.map(
+            lambda r: outcomes(len(r.gloo), r.program, r.axes), ROWS
+        )
         return dict(zip([row.about for row in ROWS], found, strict=True))
 
 
@@ -526,7 +551,8 @@ def test_gloo_does_what_the_table_says(
     """Each rank returns, raises, waits or ends as its row says."""
     found = on_gloo[row.about]
     if not all(e.fits(o) for e, o in zip(row.gloo, found, strict=True)):
-        found = outcomes(len(row.gloo), row.program)  # alone: the machine may be busy
+        # alone: the machine may be busy
+        found = outcomes(len(row.gloo), row.program, row.axes)
     for rank, (expected, outcome) in enumerate(zip(row.gloo, found, strict=True)):
         assert expected.fits(outcome), f"rank {rank} {expected}? {outcome}"
 
@@ -537,9 +563,10 @@ def test_a_simulated_world_does_what_the_table_says(row: Row) -> None:
     size, expected = len(row.gloo), row.simulated
     if isinstance(expected, Refuses):
         with pytest.raises(expected.error, match=re.escape(expected.words)):
-            simulate(size, row.program, faults=row.faults)
+            simulate(size, row.program, faults=row.faults, axes=row.axes)
         return
-    for result, rank in zip(simulate(size, row.program), expected, strict=True):
+    run = simulate(size, row.program, axes=row.axes)
+    for result, rank in zip(run, expected, strict=True):
         assert rank.fits(Outcome("returned", result))
 
 

@@ -56,6 +56,18 @@ def torchruns(rank: int, size: int, port: int) -> dict[str, object]:
 GONE = "failed, left or did not arrive"
 
 
+def test_the_launchers_axes_are_the_worlds() -> None:
+    """`--axes` reaches `World.from_env()` in each rank, before a variable that was set."""
+    words = ["-m", "accelfn.cli", "launch", "--nproc", 2, "--axes", "dp_shard=-1"]
+    run = started([*words, SCRIPTS / "axes.py"], {"ACCELFN_AXES": "tp=2"})
+    ((code, out, error),) = ended([run])
+    assert code == 0, error
+    assert sorted(line.removeprefix("[rank 1] ") for line in out.splitlines()) == [
+        "rank 0 of 2 along dp_shard, whose ranks sum to 3.0",
+        "rank 1 of 2 along dp_shard, whose ranks sum to 3.0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("size", "how", "code", "says"),
     [

@@ -26,7 +26,7 @@ def ended(world: af.World, folder: str) -> tuple[object, int, list[str]]:
     step, code = af.make_step(LOSSES[RUN.loss]), None
     with af.CheckpointStore(folder, every=2) as store:
         try:
-            af.run(RUN.state(world), step, until=9, every={1: end}, store=store)
+            af.run(RUN.state(world), step, until=9, actions={1: end}, store=store)
         except SystemExit as left:
             code = left.code
         saved = store.steps[-1]

@@ -6,7 +6,6 @@
 
 import re
 import threading
-import warnings
 
 import pytest
 import torch
@@ -608,52 +607,18 @@ def test_the_default_group_tells_the_truth():
     assert not dist.is_initialized()
 
 
-def _mesh(world):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    init_device_mesh("cpu", (2,))
-
-
 def _mesh_of_two_dims(world):
     from torch.distributed.device_mesh import init_device_mesh
 
     init_device_mesh("cpu", (2, 1))
 
 
-def _mesh_of_group(world):
-    from torch.distributed.device_mesh import DeviceMesh
-
-    DeviceMesh.from_group(world.group, "cpu")
-
-
-def _fully_shard(world):
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(nn.Linear(2, 2))
-
-
-def _functional(world, group=None):
-    from torch.distributed import _functional_collectives as functional
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        functional.all_reduce(x(), "sum", group or world.group)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w: dist.new_group([0]), "no sub-groups"),
-        (lambda w: dist.new_subgroups(1), "no sub-groups"),
-        (_mesh, "no functional collectives, device meshes or FSDP2"),
-        (_mesh_of_two_dims, "no functional collectives, device meshes or FSDP2"),
-        (_mesh_of_group, "no functional collectives, device meshes or FSDP2"),
-        (_fully_shard, "no functional collectives, device meshes or FSDP2"),
-        (_functional, "no functional collectives, device meshes or FSDP2"),
-        (
-            lambda w: _functional(w, [0, 1]),
-            "no functional collectives, device meshes or FSDP2",
-        ),
+        (lambda w: dist.new_group([0]), r"take world.along\(name\)"),
+        (lambda w: dist.new_subgroups(1), r"simulate\(size, fn, axes="),
+        (_mesh_of_two_dims, "a DeviceMesh is world.mesh"),
         (lambda w: dist.destroy_process_group(), "Leave it: it ends with the world"),
         (
             lambda w: dist.destroy_process_group(w.group),

@@ -229,7 +229,7 @@ def test_places():
     def fn(world):
         got = []
         for step in range(3):
-            world.connection.step = step
+            world.connection.activity.step = step
             for label in ("a", "b"):
                 x = torch.zeros(1)
                 collectives.sum_(x, world, label=label)
@@ -243,6 +243,9 @@ def test_places():
     assert corrupted("b") == [0, 1, 0, 0, 0, 0]
     assert corrupted("a", step=2) == [0, 0, 0, 0, 1, 0]
     assert corrupted(4, step=2) == [0, 0, 0, 0, 1, 0]
+    assert corrupted(0, step=0) == [1, 0, 0, 0, 0, 0]
+    too_late = Corrupt(1, 4, step=0)
+    assert simulate(2, fn, faults=[too_late]).missed == (too_late,)
     both = simulate(2, fn, faults=[Corrupt(1, "a"), Corrupt(1, "a")])
     assert both[1] == [2, 0, 0, 0, 0, 0]
 

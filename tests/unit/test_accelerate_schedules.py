@@ -14,6 +14,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing.comparing.loops import quantities
+from tests.states import linear_state
 from tests.unit.accelerate_schedulers import SCRIPTS
 from tests.waiting import HANGS
 
@@ -38,10 +39,8 @@ def test_a_ported_script_takes_the_same_rates(
 ) -> None:
     """A1, A2: on one process its scheduler is ported as it is: rates and betas, bitwise."""
     optimizer, scheduler, _ = SCRIPTS[script]
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(2, 1),
-        optimizer=optimizer,
-        schedule=af.schedules.from_torch(scheduler),
+    state = linear_state(
+        2, optimizer=optimizer, schedule=af.schedules.from_torch(scheduler)
     )
     step = af.make_step(lambda model, batch: model(batch).square().mean())
     for groups in accelerates[script]:
@@ -63,8 +62,8 @@ def test_several_processes_divide_their_steps() -> None:
             optimizer.step()
             scheduler.step()
     divided = {name: number // 2 for name, number in whole.keywords.items()}
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(2, 1),
+    state = linear_state(
+        2,
         optimizer=partial(torch.optim.AdamW, lr=2e-5),
         schedule=af.schedules.from_torch(partial(whole.func, **divided)),
     )

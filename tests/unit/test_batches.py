@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import accelfn as af
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -20,8 +20,8 @@ X = torch.arange(22.0).reshape(11, 2)
 def make(setup=None, **options):
     """Return a small state over eleven samples."""
     options = {"batch_size": 4, "shuffle": True, **options}
-    return af.TrainState.create(
-        model=partial(nn.Linear, 2, 1),
+    return linear_state(
+        2,
         optimizer=partial(torch.optim.SGD, lr=1e-4),
         data=af.Data(X, **options),
         setup=setup,
@@ -148,9 +148,7 @@ def test_epochs_are_a_positive_number(epochs):
 
 def test_state_without_data():
     """A state without data has no batches; the refusal says where to give it."""
-    state = af.TrainState.create(
-        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
-    )
+    state = linear_state(2)
     with pytest.raises(af.StateError, match=r"data=None.*data=af\.Data") as caught:
         af.batches(state)
     assert isinstance(caught.value, ValueError)
@@ -190,10 +188,8 @@ def test_shown_as_its_place():
     data=st.data(),
 )
 def test_seeking_gives_the_batches_that_a_run_had_left(n, batch_size, epoch, data):
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 1),
-        optimizer=torch.optim.SGD,
-        data=af.Data(torch.arange(n), batch_size=batch_size, shuffle=True),
+    state = linear_state(
+        data=af.Data(torch.arange(n), batch_size=batch_size, shuffle=True)
     )
     updates = -(-n // batch_size)
     done = data.draw(st.integers(0, updates - 1))
@@ -228,19 +224,13 @@ def test_seeking_where_nothing_is_used():
 
 def test_seeking_without_data():
     """A state without data has no place in them."""
-    state = af.TrainState.create(
-        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
-    )
+    state = linear_state(2)
     with pytest.raises(af.StateError, match="data=None"):
         af.seek(state, 0)
 
 
 def test_seeking_beyond_the_epoch_is_refused():
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 1),
-        optimizer=torch.optim.SGD,
-        data=af.Data(torch.arange(6), batch_size=4),
-    )
+    state = linear_state(data=af.Data(torch.arange(6), batch_size=4))
     with pytest.raises(af.BatchError, match="an epoch of this data has 6"):
         af.seek(state, 6)
     with pytest.raises(af.ArgumentError, match="0 or more"):

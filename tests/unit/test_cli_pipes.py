@@ -4,14 +4,12 @@
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
-import torch
-from torch import nn
 
 import accelfn as af
 from accelfn import cli
+from tests.states import linear_state
 
 
 def into_a_closed_pipe(words, folder, *, unbuffered):
@@ -38,9 +36,7 @@ def folder(tmp_path_factory):
     folder, world = tmp_path_factory.mktemp("here"), af.World.single(device="cpu")
     with af.track.jsonl(folder / "run.jsonl", world=world) as tracker:
         tracker({"loss": 1.0}, 1)
-    state = af.TrainState.create(
-        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
-    )
+    state = linear_state(2)
     with af.CheckpointStore(folder / "store") as store:
         store.save(state)
     return folder

@@ -13,6 +13,7 @@ import accelfn as af
 from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 
 @pytest.mark.parametrize("kind", ["conjugate", "negative"])
@@ -65,7 +66,7 @@ def test_pickles_that_only_some_ranks_expect(call):
     """Bytes are not read as what they are not, whatever the world compares."""
 
     def fn(world):
-        world.connection.tells_structure = False
+        world.connection.simulated = None
         return call(1, world, pickle=world.is_main, label="settings")
 
     with pytest.raises(af.CollectiveMismatchError, match="pickle=False|pickle=True"):
@@ -267,13 +268,11 @@ def labelled(name, world):
         "all_to_all": lambda: ([torch.ones(1)] * world.size,),
     }.get(name, lambda: (torch.ones(1),))()
     getattr(af, name)(*given, world, label="ours")
-    return [label for label, _ in world.connection.trail]
+    return [label for label, _ in world.connection.activity.trail]
 
 
 def one_batch(world):
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 1),
-        optimizer=torch.optim.SGD,
+    state = linear_state(
         data=af.Data(torch.ones(2, 1), batch_size=world.size),
         setup=af.shard_data(),
         world=world,

@@ -194,6 +194,34 @@ def test_regions_are_compiled_once(backend):
     assert close(trained(model=blocks), trained(named, model=blocks))
 
 
+@pytest.mark.parametrize(
+    "setup",
+    [
+        (quick(regions=Block),),
+        (quick(fullgraph=False),),
+        (af.checkpoint_activations(Block), quick(regions=Block)),
+        (quick(regions=Block), af.checkpoint_activations(Block)),
+    ],
+    ids=repr,
+)
+def test_units_are_compiled_where_they_are_gathered(setup):
+    """Under wrap_fsdp regions are compiled inside the hooks that gather them."""
+
+    def train(world, *compiled):
+        wrap = af.wrap_fsdp(Block)
+        state = begun(wrap, *compiled, model=blocks, world=world)
+        step = af.make_step(loss_fn)
+        for i in range(3):
+            state, _ = step(state, rows(seed=i + world.rank))
+        return tensors(state)
+
+    before = num_graphs()
+    found = simulate(2, lambda world: train(world, *setup)).results
+    assert num_graphs() > before
+    for one, other in zip(simulate(2, train), found, strict=True):
+        assert differences(one, other, within=1e-6) == []
+
+
 def test_regions_that_change_are_told():
     """A region that is compiled again is named by its class."""
     state, step = begun(quick(regions=Block), model=blocks), af.make_step(loss_fn)

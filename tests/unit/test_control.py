@@ -2,7 +2,6 @@
 """Code on some ranks: where it runs, in which order, and what becomes of errors."""
 
 from contextlib import suppress
-from functools import partial
 
 import attrs
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 SCHEDULES = [(), (1, 1, 1), (2, 1, 0, 1), (0, 0, 2)]
 
@@ -185,11 +185,7 @@ def test_printing_in_order(capsys):
 
 
 def state_on(world):
-    return af.TrainState.create(
-        model=lambda: torch.nn.Linear(2, 2),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        world=world,
-    )
+    return linear_state(2, 2, world=world)
 
 
 def test_replicas_that_agree():
@@ -230,9 +226,9 @@ def test_slots_that_are_each_rank_s_own():
     """What PowerSGD leaves out of a gradient differs by rank, and is no disagreement."""
 
     def fn(world):
-        state = af.TrainState.create(
-            model=lambda: torch.nn.Linear(6, 6),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
+        state = linear_state(
+            6,
+            6,
             world=world,
             setup=af.chain(
                 af.shard_data(),

@@ -7,12 +7,12 @@ import attrs
 import pytest
 import torch
 import torchdata.nodes
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -60,13 +60,7 @@ class Stateful(Plain):
 
 def make(data, world=None, cursor=None):
     """Return a small state over data, at a cursor."""
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=torch.optim.SGD,
-        data=data,
-        world=world,
-        setup=af.shard_data(),
-    )
+    state = linear_state(data=data, world=world, setup=af.shard_data())
     return state if cursor is None else attrs.evolve(state, cursor=cursor)
 
 

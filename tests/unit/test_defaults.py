@@ -33,6 +33,7 @@ from tests.golden.defaults import (
     defaults,
     lines,
 )
+from tests.states import linear_state
 
 NUMBER = r"-?\d[\d,_]*(?:\.\d+)?(?:e-?\d+)?"
 STATED = re.compile(
@@ -112,11 +113,7 @@ class Count:
 
 
 def state() -> af.TrainState:
-    return af.TrainState.create(
-        model=lambda: torch.nn.Linear(2, 1),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=af.Data(torch.ones(40, 2), batch_size=2),
-    )
+    return linear_state(2, data=af.Data(torch.ones(40, 2), batch_size=2))
 
 
 def opened(**options: Any) -> None:
@@ -190,6 +187,7 @@ COUNTS = {
     "af.compress(start_powerSGD_iter=)": Count(
         lambda n: af.compress("powersgd", start_powerSGD_iter=n), 0
     ),
+    "af.context_parallel(seq_dim=)": Count(lambda n: af.context_parallel(seq_dim=n), 1),
     "af.find_batch_size(start)": Count(
         lambda n: af.find_batch_size(nothing, n, af.World()), 1
     ),

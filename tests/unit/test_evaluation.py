@@ -12,6 +12,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import bits, values
 
 torch.set_num_threads(1)
 
@@ -51,21 +52,6 @@ def outputs(model, batch):
 
 def right(model, batch):
     return {"right": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
-
-
-def plain(tree):
-    """Return a tree with the bytes of its tensors, which == compares bitwise."""
-    if isinstance(tree, torch.Tensor):
-        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
-    if hasattr(tree, "items"):
-        return {key: plain(value) for key, value in tree.items()}
-    return tree
-
-
-def values(state):
-    """Return all that is saved of a state, to be compared bitwise."""
-    fields = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
-    return {name: plain(getattr(state, name)) for name in fields}
 
 
 STATE = make()
@@ -346,7 +332,7 @@ def test_the_callers_modes_are_his_own(mode, model):
     with modes[mode]():
         measured, predicted = found()
     assert measured == expected[0]
-    assert plain(expected[1]) == plain(predicted)
+    assert bits(expected[1]) == bits(predicted)
 
 
 FORMS = {

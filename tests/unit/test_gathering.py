@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -16,9 +16,7 @@ X = torch.arange(7.0).reshape(7, 1)
 def batches(world, remainder="short", num_micro_batches=1, *, shards=True):
     """Return a rank's batches of seven samples, four an update."""
     parts = af.accumulate(num_micro_batches=num_micro_batches)
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=torch.optim.SGD,
+    state = linear_state(
         data=af.Data(X, batch_size=4, remainder=remainder),
         world=world,
         setup=af.chain(af.shard_data(), parts) if shards else parts,

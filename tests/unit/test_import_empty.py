@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from tests.states import linear_state
 
 
 class Rotary(nn.Module):
@@ -245,10 +246,7 @@ def test_what_another_function_reads_is_sent_there(tmp_path):
     """Section D: each of load, import_model and import_torch_weights names the others."""
 
     def create():
-        return af.TrainState.create(
-            model=lambda: nn.Linear(2, 2),
-            optimizer=lambda named: torch.optim.SGD(named, lr=1),
-        )
+        return linear_state(2, 2, optimizer=lambda named: torch.optim.SGD(named, lr=1))
 
     def load(path):
         return af.load(create(), path)

@@ -15,6 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.weights.placing import placement
+from tests.states import linear_state
 
 META = torch.device("meta")
 
@@ -403,9 +404,8 @@ def test_where_there_is_nothing_says_what_to_do(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     assert "af.import_torch_weights" in refused(tmp_path)
     assert "af.import_torch_weights" in refused(tmp_path / "pytorch_model.bin")
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(2, 2),
-        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1),
+    state = linear_state(
+        2, 2, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1)
     )
     af.save(state, tmp_path / "checkpoint")
     assert "af.load(" in refused(tmp_path / "checkpoint")

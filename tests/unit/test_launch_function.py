@@ -44,14 +44,16 @@ def test_results_and_surroundings(capfd):
             "sum": af.reduce(given * factor * world.rank, world),
             "n": world.size,
             "waits": world.connection.timeout(world.device),
+            "axes": dict(world.axes),
         }
 
-    before = observed()
-    first, second = af.launch(2, work, 2.0, device="cpu", timeout=77)
+    before, axes = observed(), {"dp_shard": -1}
+    first, second = af.launch(2, work, 2.0, device="cpu", timeout=77, axes=axes)
     assert observed() == before
     for found in (first, second):
         assert found["n"] == 2
         assert found["waits"] == 77.0
+        assert found["axes"] == {"dp_shard": 2}
         assert found["sum"].equal(given * 2.0)
     out = capfd.readouterr().out
     assert sorted(out.splitlines()) == [
@@ -104,6 +106,8 @@ def test_a_number_of_ranks(size):
         ({"timeout": float("inf")}, "timeout=inf"),
         ({"timeout": "x"}, "timeout='x'"),
         ({"timeout": True}, "timeout=True"),
+        ({"axes": {"dp_shard": 3}}, "af.launch.*3, do not multiply to"),
+        ({"axes": {"dp": 2}}, "'dp' is no axis"),
         ({"device": "foo"}, "device='foo'.*knows no such device"),
         ({"device": 1.5}, "device=1.5.*knows no such device"),
         ({"device": "meta"}, "device='meta'.*expected cpu or cuda"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,6 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import accelfn as af
 from accelfn.data.orders.samplers import drawn_once, order_of_sampler
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -81,13 +81,7 @@ class Short(Sampler):
 
 def read(data, world=None, epochs=1):
     """Return the batches of some epochs."""
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=torch.optim.SGD,
-        data=data,
-        world=world,
-        setup=af.shard_data(),
-    )
+    state = linear_state(data=data, world=world, setup=af.shard_data())
     return list(af.batches(state, epochs=epochs))
 
 
@@ -395,13 +389,7 @@ def test_a_loader_that_is_split_is_told(size, parts):
     loader = DataLoader(X, batch_size=4)
 
     def create(world, data):
-        return af.TrainState.create(
-            model=lambda: nn.Linear(1, 1),
-            optimizer=torch.optim.SGD,
-            data=data,
-            world=world,
-            setup=setup,
-        ).data.batch_size
+        return linear_state(data=data, world=world, setup=setup).data.batch_size
 
     made = af.Data.from_loader(loader)
     assert set(simulate(size, lambda world: create(world, made)).results) == {4}

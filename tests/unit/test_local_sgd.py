@@ -10,6 +10,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 
 class One(nn.Module):
@@ -41,8 +42,8 @@ def test_hyperparameters_stay() -> None:
     """A learning rate that is a tensor is no state of a parameter: no rounding moves it."""
 
     def go(world: af.World) -> float:
-        state = af.TrainState.create(
-            model=lambda: nn.Linear(2, 1),
+        state = linear_state(
+            2,
             optimizer=lambda named: torch.optim.Adam(named, lr=torch.tensor(0.1)),
             setup=af.local_sgd(sync_every=1, opt_state=True),
             world=world,
@@ -64,11 +65,8 @@ def test_what_was_just_averaged_goes_to_other_ranks(
     step = af.make_step(lambda model, x: model(x).square().mean())
 
     def create(world: af.World) -> af.TrainState:
-        return af.TrainState.create(
-            model=lambda: nn.Linear(2, 1),
-            optimizer=torch.optim.Adam,  # whose moments are each rank's own
-            setup=af.local_sgd(sync_every=1),
-            world=world,
+        return linear_state(
+            2, optimizer=torch.optim.Adam, setup=af.local_sgd(sync_every=1), world=world
         )
 
     def held(state: af.TrainState) -> torch.Tensor:

@@ -43,6 +43,16 @@ def test_with_last_every_batch_counts_once(lengths):
         assert all((value, w) == (mine[-1], (0,)) for value, w, _ in rest)
 
 
+def test_all_ranks_are_told_of_one_without_any():
+    """None goes on to wait for it."""
+
+    def program(world):
+        with pytest.raises(af.DataError, match="rank 1 of 3 has no batch"):
+            list(af.lockstep([] if world.rank == 1 else [1, 2], world))
+
+    simulate(3, program)
+
+
 @given(lengths=LENGTHS)
 def test_with_first_all_end_with_the_shortest(lengths):
     """Ranks stop together, before the first that has none."""

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -19,11 +19,7 @@ X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
 def make(lr=0.1, **options):
     """Return a small state."""
-    return af.TrainState.create(
-        model=partial(nn.Linear, 3, 1),
-        optimizer=partial(torch.optim.SGD, lr=lr),
-        **options,
-    )
+    return linear_state(3, optimizer=partial(torch.optim.SGD, lr=lr), **options)
 
 
 def bits(state):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's users know
 
 import accelfn as af
+from tests.states import bits
 
 torch.set_num_threads(1)
 
@@ -22,11 +23,6 @@ def mean_square(model, batch):
 
 
 STEP = af.make_step(mean_square)
-
-
-def bits(tensors):
-    """Return tensors' bytes by name."""
-    return {name: t.detach().numpy().tobytes() for name, t in tensors.items()}
 
 
 def seeded(fn, seed=0):

@@ -59,15 +59,15 @@ def test_blocks_lie_in_one_another() -> None:
 
     def run(world: af.World) -> list[str | None]:
         connection = world.connection
-        seen = [connection.label]
+        seen = [connection.activity.label]
         with naming("outer", world):
             with naming("inner", world):
-                seen.append(connection.label)
-            seen.append(connection.label)
+                seen.append(connection.activity.label)
+            seen.append(connection.activity.label)
             with pytest.raises(KeyError), naming("failing", world):
                 raise KeyError
-            seen.append(connection.label)
-        return [*seen, connection.label]
+            seen.append(connection.activity.label)
+        return [*seen, connection.activity.label]
 
     for seen in simulate(2, run):
         assert seen == [None, "inner", "outer", "outer", None]

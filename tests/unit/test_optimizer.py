@@ -8,6 +8,7 @@ import torch
 from torch import nn, optim
 
 import accelfn as af
+from tests.states import bits
 
 torch.set_num_threads(1)
 
@@ -94,20 +95,9 @@ OPTIMIZERS = {
 }
 
 
-def plain(tree):
-    """Return a tree with the bytes of its tensors, which == compares bitwise."""
-    if isinstance(tree, torch.Tensor):
-        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
-    if hasattr(tree, "items"):
-        return {key: plain(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [plain(value) for value in tree]
-    return tree
-
-
 def values(state):
     """Return parameters and optimizer state, to be compared bitwise."""
-    return plain(state.params), plain(state.opt_state)
+    return bits(state.params), bits(state.opt_state)
 
 
 def seeded():
@@ -129,7 +119,7 @@ def by_hand(make, parts, scheduler=None):
         optimizer.step()
         if schedule:
             schedule.step()
-        history.append(plain(dict(model.named_parameters())))
+        history.append(bits(dict(model.named_parameters())))
     return history
 
 
@@ -146,7 +136,7 @@ def test_bitwise_the_hand_written_loop(name):
     state, history = create(OPTIMIZERS[name]), []
     for part in PARTS:
         state, _ = STEP(state, part)
-        history.append(plain(state.params))
+        history.append(bits(state.params))
     assert by_hand(OPTIMIZERS[name], PARTS) == history
 
 
@@ -156,7 +146,7 @@ def test_copies_go_on_alike(name):
     state = create(OPTIMIZERS[name])
     for part in PARTS:
         state, _ = STEP(state.copy(), part)
-    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == plain(state.params)
+    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == bits(state.params)
 
 
 @optimizers
@@ -169,7 +159,7 @@ def test_loaded_states_go_on_alike(name, tmp_path):
         loaded = af.load(create(OPTIMIZERS[name]), tmp_path / str(i))
         assert values(state) == values(loaded)
         state = loaded
-    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == plain(state.params)
+    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == bits(state.params)
 
 
 @optimizers
@@ -184,8 +174,8 @@ def test_forks_stepped_in_turn_are_apart(name, at):
         state, _ = STEP(state, part)
         fork, _ = STEP(fork, -part)
     forked = PARTS[:at] + [-part for part in PARTS[at:]]
-    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == plain(state.params)
-    assert by_hand(OPTIMIZERS[name], forked)[-1] == plain(fork.params)
+    assert by_hand(OPTIMIZERS[name], PARTS)[-1] == bits(state.params)
+    assert by_hand(OPTIMIZERS[name], forked)[-1] == bits(fork.params)
 
 
 @optimizers
@@ -197,7 +187,7 @@ def test_donate_false_keeps_the_optimizer_state(name):
         STEP(state, -part, donate=False)
         assert before == values(state)
         state, _ = STEP(state, part)
-    assert by_hand(OPTIMIZERS[name], PARTS)[2] == plain(state.params)
+    assert by_hand(OPTIMIZERS[name], PARTS)[2] == bits(state.params)
 
 
 def test_numbers_of_groups_are_in_the_state():
@@ -218,7 +208,7 @@ def test_schedules_multiply_the_rate(name):
         state, _ = STEP(state, part)
     scheduler = partial(optim.lr_scheduler.LambdaLR, lr_lambda=factor)
     expected = by_hand(OPTIMIZERS[name], PARTS, scheduler)[-1]
-    assert expected == plain(state.params)
+    assert expected == bits(state.params)
 
 
 # Ready optimizers.
@@ -250,7 +240,7 @@ def test_ready_optimizer_with_groups():
         loss(twin, part).backward()
         optimizer.step()
         scheduler.step()
-    assert plain(dict(twin.named_parameters())) == plain(state.params)
+    assert bits(dict(twin.named_parameters())) == bits(state.params)
 
 
 def test_ready_optimizer_hands_over_its_state():
@@ -268,7 +258,7 @@ def test_ready_optimizer_hands_over_its_state():
         other.zero_grad()
         loss(twin, part).backward()
         other.step()
-    assert plain(dict(twin.named_parameters())) == plain(state.params)
+    assert bits(dict(twin.named_parameters())) == bits(state.params)
 
 
 def test_step_hooks_run():
@@ -297,8 +287,8 @@ def test_hyper_of_a_group():
         state = af.TrainState.create(
             model=model, optimizer=grouped(model), setup=Sets(where)
         )
-        before = plain(state.params)
-        after = plain(STEP(state, X)[0].params)
+        before = bits(state.params)
+        after = bits(STEP(state, X)[0].params)
         assert {f"{moved}weight", f"{moved}bias"} == {
             name for name in before if before[name] != after[name]
         }
@@ -435,7 +425,7 @@ def test_every_optimizer_of_torch_steps_or_says_why(name):
     state = create(make)
     for part in PARTS:
         state, _ = STEP(state, part)
-    assert by_hand(make, PARTS)[-1] == plain(state.params)
+    assert by_hand(make, PARTS)[-1] == bits(state.params)
 
 
 @pytest.mark.parametrize("optimizer", [42, None, "adam", lambda _: None])

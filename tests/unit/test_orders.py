@@ -5,10 +5,10 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset, RandomSampler
 
 import accelfn as af
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -23,9 +23,7 @@ class Stream(IterableDataset):
 
 def make(data):
     """Return a small state over data."""
-    return af.TrainState.create(
-        model=lambda: nn.Linear(1, 1), optimizer=torch.optim.SGD, data=data
-    )
+    return linear_state(data=data)
 
 
 def read(data, epochs=1):

@@ -11,17 +11,14 @@ import torch
 import accelfn as af
 from accelfn.base.contexts import is_profiled
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 ALONE = af.World.single()
 
 
 def profiled(directory, *, steps=6, world=ALONE, **options):
     """Train some updates under a profile; return its record and the final parameters."""
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(3, 1),
-        optimizer=partial(torch.optim.AdamW, lr=0.1),
-        world=world,
-    )
+    state = linear_state(3, optimizer=partial(torch.optim.AdamW, lr=0.1), world=world)
     step = af.make_step(lambda model, batch: model(batch).square().mean())
     with af.profile(directory, world, **options) as profiler:
         for _ in range(steps):

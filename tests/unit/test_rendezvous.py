@@ -35,17 +35,27 @@ def test_ranks_share_the_cores(monkeypatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     for nproc, threads in ((2, 4), (3, 2), (8, 1), (9, 1)):
-        rows = planned(nproc=nproc, machines=Machines())
+        rows = planned(nproc=nproc, machines=Machines(), axes=None)
         assert any(row.startswith(f"sets OMP_NUM_THREADS={threads} ") for row in rows)
-    assert not any("OMP" in row for row in planned(nproc=1, machines=Machines()))
+    assert not any(
+        "OMP" in row for row in planned(nproc=1, machines=Machines(), axes=None)
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert not any("OMP" in row for row in planned(nproc=2, machines=Machines()))
+    assert not any(
+        "OMP" in row for row in planned(nproc=2, machines=Machines(), axes=None)
+    )
 
 
 def test_ranks_of_several_machines_talk_towards_them(monkeypatch) -> None:
     """By the interface that leads there; those of one machine by its loopback."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     alone = Machines()
-    assert any("GLOO_SOCKET_IFNAME=lo" in r for r in planned(nproc=1, machines=alone))
+    assert any(
+        "GLOO_SOCKET_IFNAME=lo" in r
+        for r in planned(nproc=1, machines=alone, axes=None)
+    )
     many = attrs.evolve(alone, most=2, address="10.0.0.7", interface="ib0")
-    assert any("GLOO_SOCKET_IFNAME=ib0" in r for r in planned(nproc=1, machines=many))
+    assert any(
+        "GLOO_SOCKET_IFNAME=ib0" in r
+        for r in planned(nproc=1, machines=many, axes=None)
+    )

@@ -15,6 +15,7 @@ from accelfn.errors import PeerFailedError
 from accelfn.world import roll_call
 from accelfn.world.connection import Connection
 from accelfn.world.roll_call import RollCall, Standing
+from tests.states import linear_state
 from tests.waiting import HANGS
 
 LOST = "Connection closed by peer"
@@ -53,19 +54,15 @@ def worlds(size: int, store: dist.Store | None = None) -> list[af.World]:
     shared = dist.HashStore() if store is None else store
     made: list[af.World] = []
     for rank in range(size):
-        connection = Connection(dist.ProcessGroup(rank, size))
-        connection.roll_call = RollCall(shared, rank, size, rank_0_keeps_it=True)
+        roll_call = RollCall(shared, rank, size, rank_0_keeps_it=True)
+        connection = Connection(dist.ProcessGroup(rank, size), roll_call=roll_call)
         made.append(af.World(rank=rank, size=size, group=connection))
     return made
 
 
 def small(world: af.World) -> tuple[af.TrainState, Any]:
     """Return a small training."""
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(3, 1),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        world=world,
-    )
+    state = linear_state(3, world=world)
     return state, af.make_step(lambda net, x: net(x).square().mean())
 
 
@@ -81,7 +78,7 @@ def lost(world: af.World, label: str = "sum") -> str:
 def test_what_a_rank_raised_is_known_to_all() -> None:
     """The one whose fault it is is named, with its error and its update."""
     first, second, third = worlds(3)
-    third.connection.step = 7
+    third.connection.activity.step = 7
     third.connection.tell("raised ValueError: boom")
     assert lost(first) == "rank 2 raised ValueError: boom at update 7."
     assert lost(second) == "rank 2 raised ValueError: boom at update 7."
@@ -90,11 +87,11 @@ def test_what_a_rank_raised_is_known_to_all() -> None:
 def test_an_update_that_is_over_is_said_so() -> None:
     """A rank that goes between two steps was not at the update before."""
     state, step = small(af.World.single(device="cpu"))
-    assert not state.world.connection.is_between
+    assert not state.world.connection.activity.is_between
     state, _ = step(state, torch.ones(2, 3))
-    assert state.world.connection.is_between
+    assert state.world.connection.activity.is_between
     first, second = worlds(2)
-    second.connection.step, second.connection.is_between = 0, True
+    second.connection.activity.step, second.connection.activity.is_between = 0, True
     second.connection.tell("raised ValueError: boom")
     assert lost(first) == "rank 1 raised ValueError: boom after update 0."
 

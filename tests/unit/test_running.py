@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`af.run`: what is due when, what is kept of it, and what is refused."""
 
-from functools import partial
-
 import pytest
 import torch
-from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 
 def loss_fn(model, batch):
@@ -20,9 +18,8 @@ STEP = af.make_step(loss_fn)
 
 def fresh(*setup, world=None):
     """Return a state with 12 samples, of which an update takes 4."""
-    return af.TrainState.create(
-        model=partial(nn.Linear, 2, 1),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
+    return linear_state(
+        2,
         data=af.Data(torch.linspace(-1, 1, 24).reshape(12, 2), batch_size=4),
         setup=af.chain(*setup),
         world=world,
@@ -50,7 +47,7 @@ def test_what_is_due_when():
         fresh(),
         STEP,
         until=af.epochs(2),
-        every={af.epochs(1): say("epoch"), 2: [say("two"), say("also")]},
+        actions={af.epochs(1): say("epoch"), 2: [say("two"), say("also")]},
         track=lambda numbers, update: tracked.append((update, dict(numbers))),
     )
     assert done == [
@@ -68,13 +65,13 @@ def test_what_is_due_when():
 def test_metrics_are_those_since():
     """An action gets the sum of what was seen since it was last called."""
     weights = []
-    every = {
+    actions = {
         2: lambda _, metrics: weights.append(float(metrics.sums["loss"].weight)),
         af.epochs(2): lambda _, metrics: weights.append(
             -float(metrics.sums["loss"].weight)
         ),
     }
-    af.run(fresh(), STEP, until=7, every=every)
+    af.run(fresh(), STEP, until=7, actions=actions)
     assert weights == [8.0, 8.0, 8.0, -24.0]
 
 
@@ -107,7 +104,7 @@ def test_an_update_that_was_skipped_is_not_done_twice(tmp_path):
             fresh(af.skip_nonfinite()),
             step,
             until=5,
-            every={2: lambda state, _: done.append(state.step)},
+            actions={2: lambda state, _: done.append(state.step)},
             store=store,
         )
         assert store.steps == (2, 4, 5)
@@ -122,7 +119,7 @@ def test_the_best_is_kept(tmp_path):
             fresh(),
             STEP,
             until=6,
-            every={2: lambda state, _: {"held out": losses[state.step]}},
+            actions={2: lambda state, _: {"held out": losses[state.step]}},
             store=store,
         )
         assert store.best.name == "step-00000004"
@@ -148,7 +145,7 @@ def test_a_tracker_of_a_backend(tmp_path):
             fresh(),
             STEP,
             until=4,
-            every={2: lambda state, metrics: af.mean(metrics, state.world)},
+            actions={2: lambda state, metrics: af.mean(metrics, state.world)},
             track=tracker,
         )
     assert [*af.track.read(tmp_path / "run.jsonl").metrics["loss"]] == [2, 4]
@@ -158,18 +155,18 @@ BAD = {
     "no end": {"until": 0},
     "a text": {"until": "3 epochs"},
     "true": {"until": True},
-    "no mapping": {"until": 1, "every": [print]},
-    "no period": {"until": 1, "every": {0: print}},
-    "half a period": {"until": 1, "every": {0.5: print}},
-    "no action": {"until": 1, "every": {1: "log"}},
-    "no actions": {"until": 1, "every": {1: [print, None]}},
+    "no mapping": {"until": 1, "actions": [print]},
+    "no period": {"until": 1, "actions": {0: print}},
+    "half a period": {"until": 1, "actions": {0.5: print}},
+    "no action": {"until": 1, "actions": {1: "log"}},
+    "no actions": {"until": 1, "actions": {1: [print, None]}},
     "no step": {"until": 1, "step": 5},
     "no state": {"until": 1, "state": 5},
-    "no tracker": {"until": 1, "every": {1: print}, "track": 5},
-    "a file to track in": {"until": 1, "every": {1: print}, "track": "run.jsonl"},
+    "no tracker": {"until": 1, "actions": {1: print}, "track": 5},
+    "a file to track in": {"until": 1, "actions": {1: print}, "track": "run.jsonl"},
     "no store": {"until": 1, "store": 5},
     "a directory": {"until": 1, "store": "checkpoints"},
-    "a path": {"until": 1, "every": {1: lambda *_: "path"}},
+    "a path": {"until": 1, "actions": {1: lambda *_: "path"}},
 }
 
 
@@ -189,13 +186,17 @@ def test_what_has_no_meaning(case):
         assert state.params["weight"] is not None
 
 
-@pytest.mark.parametrize("every", [{}, {1: []}])
-def test_a_tracker_with_nothing_to_track(every):
+@pytest.mark.parametrize("actions", [{}, {1: []}])
+def test_a_tracker_with_nothing_to_track(actions):
     """Where no action could return numbers, a tracker is refused and not forgotten."""
     told = []
     with pytest.raises(af.ArgumentError, match="nothing would be tracked"):
         af.run(
-            fresh(), never, until=1, every=every, track=lambda *each: told.append(each)
+            fresh(),
+            never,
+            until=1,
+            actions=actions,
+            track=lambda *each: told.append(each),
         )
     assert not told
 
@@ -231,9 +232,7 @@ def test_epochs_that_are_none(count):
 
 def test_without_data():
     """There is nothing to run over."""
-    state = af.TrainState.create(
-        model=partial(nn.Linear, 2, 1), optimizer=partial(torch.optim.SGD, lr=0.1)
-    )
+    state = linear_state(2)
     with pytest.raises(af.StateError, match="data=None"):
         af.run(state, STEP, until=1)
 
@@ -263,7 +262,7 @@ def test_two_numbers_of_one_name(case, size):
                 fresh(af.shard_data(), af.wrap_ddp(), world=world),
                 STEP,
                 until=af.epochs(2),
-                every=COLLIDING[case](one, two),
+                actions=COLLIDING[case](one, two),
                 track=lambda _, update: tracked.append(update),
             )
         return tracked, str(told.value)
@@ -282,7 +281,7 @@ def test_metrics_of_one_rank_are_no_numbers():
             fresh(af.shard_data(), af.wrap_ddp(), world=world),
             STEP,
             until=2,
-            every={1: lambda _, metrics: metrics},
+            actions={1: lambda _, metrics: metrics},
         )
 
     simulate(1, train)

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import accelfn as af
 from accelfn import schedules
+from tests.states import linear_state
 
 PEAK = 0.4
 
@@ -40,11 +41,7 @@ def on_groups(factory, *rates):
         groups = [{"params": [p], "lr": r} for p, r in zip(params, rates, strict=True)]
         return torch.optim.SGD(groups, momentum=0.9)
 
-    return af.TrainState.create(
-        model=lambda: torch.nn.Linear(2, 1),
-        optimizer=optimizer,
-        schedule=schedules.from_torch(factory),
-    )
+    return linear_state(2, optimizer=optimizer, schedule=schedules.from_torch(factory))
 
 
 def test_from_torch_of_onecycle_is_a_rate():
@@ -243,10 +240,8 @@ def test_bad_arguments(case):
 
 def make(schedule):
     """Return a small state with a schedule."""
-    return af.TrainState.create(
-        model=lambda: torch.nn.Linear(2, 1),
-        optimizer=partial(torch.optim.SGD, lr=0.5),
-        schedule=schedule,
+    return linear_state(
+        2, optimizer=partial(torch.optim.SGD, lr=0.5), schedule=schedule
     )
 
 

@@ -87,6 +87,63 @@ def test_the_command_line_comes_before_the_file_before_the_default(capsys):
     assert found["max_restarts"].split() == ["0", "default"]
 
 
+def test_axes_reach_the_ranks_as_they_were_written(capsys):
+    """--show has them beside their source, and the variable by which ranks get them."""
+    Path("accelfn.toml").write_text('[launch]\nnproc = 4\naxes = "dp_shard=4"\n')
+    assert shown(capsys)["axes"].split() == ["dp_shard=4", "accelfn.toml"]
+    words = ("launch", "--show", "--axes", "dp_shard=-1,dp_replicate=2")
+    assert main([*words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        line.startswith("sets ACCELFN_AXES=dp_shard=-1,dp_replicate=2 (")
+        for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ("dp_shard=3", "the sizes, 3, do not multiply to the world's 2 ranks"),
+        ("dp_shards=2", "'dp_shards' is no axis; they are dp_replicate, "),
+        ("dp_shard=two", "'dp_shard' is 'two'; expected a number of ranks, 1 or more"),
+        ("dp_shard=0", "'dp_shard' is 0; expected a number of ranks"),
+        ("dp_shard=1.5", "'dp_shard' is '1.5'; expected a number of ranks"),
+        ("dp_shard=-1,tp=-1", "-1 is what is left, so one axis can have it"),
+        ("pp=2", '"pp" would split the model into stages'),
+        ("dp_shard=1,dp_shard=2", "each name once, such as dp_replicate=2,dp_shard=4"),
+        ("dp_shard:2", "expected sizes by name"),
+        ("dp_shard=2,", "expected sizes by name"),
+        ("2", "expected sizes by name"),
+    ],
+)
+def test_axes_that_cannot_be_are_refused_before_anything_starts(capsys, axes, said):
+    """By the sentence that a world has for them, beginning with what was written."""
+    words = ("launch", "--nproc", "2", "--axes", axes, "train.py")
+    err = refused(capsys, *words)
+    assert f"--axes {axes}: " in err
+    assert said in err
+
+
+def test_axes_in_a_file_are_refused_as_on_the_command_line(capsys):
+    """What does not depend on the number of ranks is refused by `config` and `env`, too."""
+    assert "'dp' is no axis" in refused(capsys, "config", "--set", "axes=dp=2")
+    Path("accelfn.toml").write_text('[launch]\naxes = "dp=2"\n')
+    err = refused(capsys, "launch", "train.py")
+    assert "accelfn.toml: axes dp=2: 'dp' is no axis" in err
+    assert main(["env", "--json"]) == 0
+    error = json.loads(capsys.readouterr().out)["settings"]["error"]
+    assert "'dp' is no axis" in error
+
+
+def test_what_other_machines_start_is_theirs_to_say(capsys):
+    """The ranks of several machines find out whether the sizes multiply to their number."""
+    words = ("--nproc", "2", "--num-machines", "2", "--machine-rank", "1")
+    axes = ("--main-address", "127.0.0.1", "--axes", "dp_shard=3")
+    assert shown(capsys, *words, *axes)["axes"].split()[0] == "dp_shard=3"
+    err = refused(capsys, "launch", *words, *axes, "--axes", "dp_shard=0", "x.py")
+    assert "'dp_shard' is 0" in err
+
+
 def test_show_says_what_ranks_get(capsys):
     """Machines, and variables that ranks get beside torchrun's, are shown with the reason."""
     words = ("--nproc", "2", "--num-machines", "2", "--machine-rank", "1")

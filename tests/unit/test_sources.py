@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -33,13 +34,7 @@ ROWS = {"x": list(range(10)), "text": TEXTS}
 
 def make(data, world=None, cursor=None):
     """Return a small state over data, at a cursor."""
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=torch.optim.SGD,
-        data=data,
-        world=world,
-        setup=af.shard_data(),
-    )
+    state = linear_state(data=data, world=world, setup=af.shard_data())
     return state if cursor is None else attrs.evolve(state, cursor=cursor)
 
 

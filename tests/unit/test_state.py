@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accelfn as af
+from tests.states import bits, values
 
 torch.set_num_threads(1)
 
@@ -37,23 +38,6 @@ def make(**options):
         **options,
     }
     return STEP(af.TrainState.create(**options), X)[0]
-
-
-def plain(tree):
-    """Return a tree with the bytes of its tensors, which == compares bitwise."""
-    if isinstance(tree, torch.Tensor):
-        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
-    if hasattr(tree, "items"):
-        return {key: plain(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [plain(value) for value in tree]
-    return tree
-
-
-def values(state):
-    """Return all that is saved of a state, to be compared bitwise."""
-    fields = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
-    return {name: plain(getattr(state, name)) for name in fields}
 
 
 def bound(state, _):
@@ -217,7 +201,7 @@ def test_interrupted_update_leaves_forks():
     assert before == values(fork)
     _, grads = af.value_and_grad(loss)(fork, X + 1)
     _, expected = af.value_and_grad(loss)(witness, X + 1)
-    assert plain(expected.tensors) == plain(grads.tensors)
+    assert bits(expected.tensors) == bits(grads.tensors)
 
 
 def test_transform_that_raises_after_the_update():
@@ -344,7 +328,7 @@ def test_with_setup_keeps_slots_of_one_name():
     """Slots of transforms that stay are kept, of others dropped; the user's stay."""
     state = make().with_slot("mine", 1)
     kept = state.with_setup(af.chain(af.clip_grad_norm(1.0), af.ema(0.5)))
-    assert plain(state.slots) == plain(kept.slots)
+    assert bits(state.slots) == bits(kept.slots)
     assert list(state.with_setup(af.chain()).slots) == ["mine"]
     assert list(state.slots) == ["ema", "mine"]
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
 from tests.breaking import Refuses
+from tests.states import bits, values
 
 torch.set_num_threads(1)
 
@@ -56,23 +57,6 @@ def make(setup="plain", **options):
     for batch in af.batches(state, epochs=1):
         state, _ = STEP(state, batch)
     return state
-
-
-def plain(tree):
-    """Return a tree with the bytes of its tensors, which == compares bitwise."""
-    if isinstance(tree, torch.Tensor):
-        return str(tree.dtype), tuple(tree.shape), tree.detach().numpy().tobytes()
-    if hasattr(tree, "items"):
-        return {key: plain(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [plain(value) for value in tree]
-    return tree
-
-
-def values(state):
-    """Return all that is saved of a state, to be compared bitwise."""
-    fields = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
-    return {name: plain(getattr(state, name)) for name in fields}
 
 
 # Steps that raise.
@@ -475,13 +459,13 @@ def test_gradients_survive_others(others):
     state = make()
     fork = state.copy()
     _, kept = compute(state, X)
-    before = plain(kept.tensors), plain(kept.buffers)
+    before = bits(kept.tensors), bits(kept.buffers)
     for i, other in enumerate(others):
         if other == "applied":
             fork, _ = STEP(fork, X + i + 1)
         else:
             compute(state if other == "own" else fork, X + i + 1)
-    assert before == (plain(kept.tensors), plain(kept.buffers))
+    assert before == (bits(kept.tensors), bits(kept.buffers))
     assert values(STEP(make(), X)[0]) == values(af.apply_grads(state, kept))
 
 

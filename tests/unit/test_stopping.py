@@ -9,9 +9,9 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 import accelfn as af
+from tests.states import linear_state
 
 WORLD = af.World.single()
 
@@ -153,11 +153,7 @@ def test_a_signal_that_was_asked_for_does_not_come_again():
 def test_a_signal_in_an_asynchronous_save_is_not_lost():
     """It is there at the next step's end, and the save under way is finished."""
     data = af.Data(torch.ones(4, 1), batch_size=2)
-    state = af.TrainState.create(
-        model=lambda: nn.Linear(1, 1),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        data=data,
-    )
+    state = linear_state(data=data)
     with tempfile.TemporaryDirectory() as folder:
         with (
             pytest.raises(SystemExit),

@@ -104,6 +104,8 @@ def test_half_a_line_is_cut_off(tmp_path, length):
             tracker({"loss": 1.0}, 9)
         assert path.read_text().startswith(written)
         assert list(af.track.read(path).times) == steps
+    with path.open("a") as file:  # more than is read at once
+        file.writelines(f'{{"step": 9, "note": {"y" * 70!r}}}\n' for _ in range(2000))
     lines = path.read_text().count("\n")
     with path.open("a") as file:
         file.write("x" * length)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import accelfn as af
+from tests.states import linear_state
 
 ALL = (
     af.shard_data(),
@@ -93,11 +94,7 @@ def test_no_transform(given):
 def test_setup_that_is_no_transform(given):
     """`create(setup=)` refuses the same."""
     with pytest.raises(af.CompositionError, match="not a transform"):
-        af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            setup=given,
-        )
+        linear_state(setup=given)
 
 
 def test_static_graph_with_accumulation():
@@ -163,10 +160,7 @@ step(state, batch):
 def test_composing_changes_nothing():
     """Building and applying a setup leaves torch's generator and the state as they were."""
     random = torch.get_rng_state()
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 1),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-    )
+    state = linear_state()
     applied = af.chain(af.ema(0.5), af.clip_grad_norm(1.0))(state)
     assert len(state.setup) == 0
     assert dict(state.slots) == {}
@@ -176,10 +170,7 @@ def test_composing_changes_nothing():
 
 def test_unit_chain_is_the_identity():
     """`chain()` gives the very state back."""
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(1, 1),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-    )
+    state = linear_state()
     assert af.chain()(state) is state
 
 
@@ -201,11 +192,7 @@ def test_methods_return_a_value_and_a_slot():
         def grads(self, grads, slot, update):
             return grads
 
-    state = af.TrainState.create(
-        model=lambda: torch.nn.Linear(2, 1),
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        setup=Forgets(),
-    )
+    state = linear_state(2, setup=Forgets())
     with pytest.raises(af.ArgumentError, match=r"Forgets\(\)\.grads.*\(grads, slot\)"):
         af.make_step(lambda model, x: model(x).mean())(state, torch.ones(3, 2))
     assert state.step == 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from tests.states import bits
 
 torch.set_num_threads(1)
 
@@ -31,11 +32,6 @@ STEP = af.make_step(loss)
 
 def make(setup=None, model=net, make_optimizer=SGD):
     return af.TrainState.create(model=model, optimizer=make_optimizer, setup=setup)
-
-
-def bits(tensors):
-    """Return tensors' bytes by name."""
-    return {name: t.detach().numpy().tobytes() for name, t in tensors.items()}
 
 
 def by_hand(state, change):

@@ -12,6 +12,7 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.breaking import Refuses
+from tests.states import linear_state
 
 LOW_RANK = af.compress("powersgd")
 IN_BACKWARD = af.optimizer_in_backward()
@@ -155,8 +156,9 @@ def test_an_optimizer_that_cannot_be_tried():
     with pytest.raises(
         af.OptimizerError, match=r"Picky cannot be tried.*no small ones"
     ):
-        af.TrainState.create(
-            model=lambda: nn.Linear(2, 2),
+        linear_state(
+            2,
+            2,
             optimizer=functools.partial(Picky, lr=0.1),
             setup=IN_BACKWARD,
             world=af.World.single(),
@@ -251,12 +253,7 @@ def test_ranks_that_meet_in_mid_forward_leave_no_trace():
     """torch.compile asks which DistributedDataParallel is in its forward: afterwards none."""
 
     def train(world):
-        state = af.TrainState.create(
-            model=functools.partial(nn.Linear, 2, 1),
-            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-            setup=af.wrap_ddp(),
-            world=world,
-        )
+        state = linear_state(2, setup=af.wrap_ddp(), world=world)
 
         def own(model, batch):
             mine = model(batch)

@@ -2,15 +2,14 @@
 """Values of any container go through a step; what is no tensor is left alone."""
 
 from collections import OrderedDict, UserDict, namedtuple
-from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import accelfn as af
 from accelfn.base import tree
+from tests.states import linear_state
 
 torch.set_num_threads(1)
 
@@ -20,11 +19,7 @@ X, Y = torch.linspace(-1, 1, 12).reshape(4, 3), torch.linspace(0, 1, 4)
 
 def make(**options):
     """Return a small state."""
-    return af.TrainState.create(
-        model=partial(nn.Linear, 3, 1),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        **options,
-    )
+    return linear_state(3, **options)
 
 
 VALUES = {

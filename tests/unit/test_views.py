@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from tests.states import bits
 
 torch.set_num_threads(1)
 
@@ -28,11 +29,6 @@ def make(**options):
         model=net, optimizer=partial(torch.optim.SGD, lr=0.1), **options
     )
     return STEP(state, X)[0]
-
-
-def bits(tensors):
-    """Return tensors' bytes by name."""
-    return {name: t.detach().numpy().tobytes() for name, t in tensors.items()}
 
 
 def test_bound_module_holds_the_state():

@@ -12,14 +12,16 @@ from functools import partial
 import attrs
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state
 from tests.waiting import is_gone, wait_until
 
 torch.set_num_threads(1)
+# torch looks for the cause of a death by opening a file, where SIGCHLD's handler may raise
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +35,7 @@ def collected():
 
 def make(data, **options):
     """Return a small state over data."""
-    return af.TrainState.create(
-        model=partial(nn.Linear, 1, 1),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=data,
-        **options,
-    )
+    return linear_state(data=data, **options)
 
 
 def read(data, **options):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import accelfn as af
 from accelfn.world import meeting
 from tests.ports import free_port
+from tests.states import linear_state
 
 NAMES = (
     "RANK",
@@ -19,6 +20,7 @@ NAMES = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "ACCELFN_AXES",
 )
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -56,6 +58,32 @@ def test_world_of_one_opens_and_closes_a_group(env):
         assert world.group is dist.group.WORLD
     assert not dist.is_initialized()
     world.close()  # twice is once
+
+
+def test_axes_of_the_launcher(env):
+    """A script that names no axes has the launcher's; an empty variable is none."""
+    env(ACCELFN_AXES="tp=1,dp_shard=-1")
+    world = af.World.from_env(device="cpu")
+    assert list(world.axes.items()) == [("dp_shard", 1), ("tp", 1)]
+    env(ACCELFN_AXES="")
+    assert af.World.from_env(device="cpu").axes == {}
+
+
+def test_axes_of_the_launcher_agree_with_the_scripts(env):
+    """Axes of one rank may be named or not; other sizes are refused, and both are named."""
+    env(RANK=0, WORLD_SIZE=4, ACCELFN_AXES="dp_shard=2,dp_replicate=2", **rendezvous())
+    said = (
+        r"axes=\{'dp_shard': 4\}\) and ACCELFN_AXES=dp_shard=2,dp_replicate=2, which"
+        r" `accelfn launch --axes` sets, name different axes"
+    )
+    with pytest.raises(af.ArgumentError, match=said):
+        af.World.from_env(device="cpu", axes={"dp_shard": 4})
+    env(ACCELFN_AXES="dp_shard=3")
+    with pytest.raises(af.ArgumentError, match="ACCELFN_AXES=dp_shard=3: the sizes, 3"):
+        af.World.from_env(device="cpu")
+    env(RANK=0, WORLD_SIZE=1, ACCELFN_AXES="dp_shard=1", **rendezvous())
+    with af.World.from_env(device="cpu", axes={"tp": 1}) as world:
+        assert world.axes == {"tp": 1}
 
 
 def test_open_group_is_used_and_left_open(env):
@@ -126,10 +154,7 @@ def test_create_without_a_world_does_not_hide_a_world_of_many(env):
     """TrainState.create without world= is refused where the environment has two ranks."""
     env(RANK=0, WORLD_SIZE=2)
     with pytest.raises(af.WorldError, match=r"WORLD_SIZE is 2.*from_env"):
-        af.TrainState.create(
-            model=lambda: torch.nn.Linear(1, 1),
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        )
+        linear_state()
 
 
 @no_gpu

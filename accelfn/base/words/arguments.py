@@ -34,7 +34,7 @@ ARGUMENTS: Mapping[str, Words] = {
             " live, and read ahead, as long as batches are read; leave it out",
             "generator seed": "the order is a function of the state's seed; write"
             " TrainState.create(seed=...)",
-            "worker_init_fn": "workers draw from streams of their own; leave it out, or seed in"
+            "worker_init_fn": "workers draw each its own numbers; leave it out, or seed in"
             " the dataset",
             "num_replicas rank world world_size": "put af.shard_data() into the setup",
         },
@@ -44,6 +44,14 @@ ARGUMENTS: Mapping[str, Words] = {
             " af.run(state, step, until=...) do it",
             "batch_size shuffle": "write af.Data(dataset, batch_size=..., shuffle=...)",
             "data": "the state's own are read; write TrainState.create(data=...)",
+        },
+        "af.run": {
+            "every": "write actions={period: action}",
+            _EPOCHS: "write until=af.epochs(n)",
+            "max_steps num_steps num_updates": "until=",
+            "callbacks": "actions=",
+            "tracker logger": "track=",
+            "checkpoint checkpoints": "store=",
         },
         "af.TrainState.create": {
             "scheduler lr_scheduler": MAKE_SCHEDULE,

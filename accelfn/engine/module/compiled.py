@@ -46,7 +46,7 @@ class Compiler:
     def __init__(self, options: Options, world: World) -> None:
         """Take torch.compile's options, and the world that knows the update."""
         self._options = options
-        self._connection = world.connection
+        self._activity = world.connection.activity
         self._losses: dict[Callable[..., Any], Compiled] = {}
         self.num_passes = 0
         on_graphs = options.mode in {"reduce-overhead", "max-autotune"}
@@ -56,7 +56,7 @@ class Compiler:
     @property
     def step(self) -> int | None:
         """The update that is being taken."""
-        return self._connection.step
+        return self._activity.step
 
     def loss(
         self, loss_fn: Callable[..., Any], make: Callable[[], Callable[..., Any]]

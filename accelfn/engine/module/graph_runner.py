@@ -159,23 +159,37 @@ class RegionsRunner(Delegating):
 
 
 def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
-    """Let the calls of modules be compiled, once for all of a class that are alike."""
-    by_class: dict[type, Compiled] = {}
+    """Let what modules compute be compiled, once for all of a class that are alike.
+
+    It is compiled inside the hooks of a call: in them torch's FSDP gathers a unit.
+    """
+    by_class: dict[tuple[type, bool], Compiled] = {}
     for region in regions:
-        kind = type(region)
-        if kind not in by_class:
-            by_class[kind] = compiler.compiled(_region_graph(), kind.__qualname__)
-        # where nn.Module.compile() puts it, too
-        region._compiled_call_impl = partial(_called, by_class[kind], region)  # pyright: ignore[reportPrivateUsage]
+        kind, is_wrapped = type(region), "forward" in vars(region)
+        if (kind, is_wrapped) not in by_class:
+            graph = _wrapped_graph() if is_wrapped else _class_graph(kind)
+            by_class[kind, is_wrapped] = compiler.compiled(graph, kind.__qualname__)
+        if is_wrapped:  # by a transform, as af.checkpoint_activations does
+            vars(region)["_uncompiled"] = region.forward
+        region.forward = partial(_called, by_class[kind, is_wrapped], region)
 
 
 def _called(compiled: Compiled, region: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return compiled(region, args, kwargs)
 
 
-def _region_graph() -> Callable[..., Any]:
+def _class_graph(kind: type[nn.Module]) -> Callable[..., Any]:
+    forward = kind.forward
+
     def region(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+        return forward(module, *args, **kwargs)
+
+    return region
+
+
+def _wrapped_graph() -> Callable[..., Any]:
+    def region(module: Any, args: Any, kwargs: Any) -> Any:
+        return module._uncompiled(*args, **kwargs)
 
     return region
 

@@ -38,9 +38,9 @@ class Share:
 class SyncedNorm:
     """The forward of a batch normalisation layer over all ranks, in its own one's place."""
 
-    def __init__(self, layer: Layer, world: World, share: Share) -> None:
+    def __init__(self, layer: Layer, ranks: World, share: Share) -> None:
         """Take the layer, whose parameters, buffers and options stay its own."""
-        self._layer, self._world, self._share = layer, world, share
+        self._layer, self._ranks, self._share = layer, ranks, share
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """Normalise; ranks meet where it is by the batch's own statistics."""
@@ -49,7 +49,7 @@ class SyncedNorm:
             return type(layer).forward(layer, given)
         layer._check_input_dim(given)  # pyright: ignore[reportPrivateUsage]
         normed, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            given, layer.weight, layer.bias, layer.eps, self._world, self._share.counts
+            given, layer.weight, layer.bias, layer.eps, self._ranks, self._share.counts
         )
         if given.is_cpu and count == 1:
             size = given.size()
@@ -88,16 +88,16 @@ class _Normed(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        world: World,
+        ranks: World,
         counts: bool,  # noqa: FBT001
     ) -> tuple[torch.Tensor, ...]:
         wide = _wide(given)
-        count, mean, var = _combined(_local(wide, counts=counts), world)
+        count, mean, var = _combined(_local(wide, counts=counts), ranks)
         own_mean, own_var = mean.to(wide), var.to(wide)
         own = (None if each is None else each.to(wide) for each in (weight, bias))
         normed = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
         ctx.save_for_backward(given, weight, own_mean, own_var, count)
-        ctx.eps, ctx.world, ctx.counts = eps, world, counts
+        ctx.eps, ctx.ranks, ctx.counts = eps, ranks, counts
         ctx.mark_non_differentiable(count, mean, var)
         return normed.to(given.dtype), count, mean, var
 
@@ -117,7 +117,7 @@ class _Normed(torch.autograd.Function):
         passed = None
         if ctx.needs_input_grad[0]:
             sums = torch.cat([by_weight, by_bias])
-            sum_(sums, ctx.world, label=f"{_LABEL} backward")
+            sum_(sums, ctx.ranks, label=f"{_LABEL} backward")
             total = (sums / count.to(sums)).split(len(mean))
             moved = _through_statistics(wide, total, scale, mean, var + ctx.eps)
             # what did not count moves no statistic
@@ -170,11 +170,11 @@ def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
 
 
 def _combined(
-    packed: torch.Tensor, world: World
+    packed: torch.Tensor, ranks: World
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return count, means and variances of all ranks; of no values, those of a standard."""
     num_channels = (len(packed) - 1) // 2
-    rows = torch.stack(all_gather(packed, world, label=_LABEL))
+    rows = torch.stack(all_gather(packed, ranks, label=_LABEL))
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
     count = counts.sum()
     mean = (means * counts).sum(0) / count.clamp(min=1)
@@ -189,7 +189,7 @@ class _AnyDims(_BatchNorm):
     _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
 
 
-def sync_norms(module: nn.Module, world: World, owner: str, *, compiled: bool) -> None:
+def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -> None:
     """Let a module's batch normalisations be over all ranks; names stay.
 
     Raises:
@@ -208,7 +208,7 @@ def sync_norms(module: nn.Module, world: World, owner: str, *, compiled: bool) -
             )
             raise ModelError(msg)
         chosen = getattr(layer, "process_group", None)
-        if chosen is not None and chosen is not world.group:
+        if chosen is not None and chosen is not ranks.group:
             msg = (
                 f"{owner}: {path!r} is a SyncBatchNorm over a process group of its own."
                 " Leave out one of the two."
@@ -217,7 +217,7 @@ def sync_norms(module: nn.Module, world: World, owner: str, *, compiled: bool) -
         if isinstance(layer, nn.SyncBatchNorm):
             # DistributedDataParallel refuses this class on the CPU
             cast("Any", layer).__class__ = _AnyDims
-        synced: Any = SyncedNorm(layer, world, share)
+        synced: Any = SyncedNorm(layer, ranks, share)
         if compiled:  # ranks meet between graphs
             synced = torch.compiler.disable(synced.__call__)
         vars(layer)["forward"] = synced

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,18 @@ _MODE = "train_mode"
 """What schedule-free optimizers keep in their groups; a transform sets it."""
 
 
+class Shows(Protocol):
+    """Knows a state's values of what an optimizer has of parts of its parameters."""
+
+    def shown(self, opt_state: State) -> State:
+        """Return a state's values."""
+        ...
+
+    def raw(self, opt_state: State) -> State:
+        """Return what the optimizer has of them."""
+        ...
+
+
 class LiveOptimizer:
     """A torch optimizer over the parameters of an engine, with its state by name.
 
@@ -45,8 +57,13 @@ class LiveOptimizer:
         prototype: Optimizer,
         params: Mapping[nn.Parameter, nn.Parameter],
         names: Mapping[nn.Parameter, str],
+        shows: "Shows | None" = None,
     ) -> None:
-        """Copy the prototype, with each parameter replaced as `params` says."""
+        """Copy the prototype, with each parameter replaced as `params` says.
+
+        Where parameters are parts of those of a state, `shows` knows its values of parts.
+        """
+        self._shows = shows
         self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
         self._step = bare_step(self._torch)
         self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
@@ -83,6 +100,7 @@ class LiveOptimizer:
         """Take over a state's entries; tensors are shared, not copied."""
         live = cast("dict[Any, Any]", self._torch.state)
         live.clear()
+        given, state = state, state if self._shows is None else self._shows.raw(state)
         for param, name in self._params.items():
             if name in state:
                 live[param] = dict(state[name])
@@ -99,7 +117,7 @@ class LiveOptimizer:
         self._assigned = {}
         self._kernel = None
         self._watch = None
-        self._state = state
+        self._state = given
         self._num_entries = -1  # the entries are copies: name them again after the step
 
     def check_mode(self, planned: Assignments) -> None:
@@ -299,7 +317,7 @@ class LiveOptimizer:
             entry = {**self._changed[i], **tensors}
             if entry:
                 named[group_key(i)] = entry
-        return named
+        return named if self._shows is None else self._shows.shown(named)
 
 
 def _value(entry: Any) -> Any:

@@ -64,7 +64,9 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
         return subclassed(transform, methods)
 
     def rank(world: World) -> None:
-        world.connection.trail = deque()  # all that is called, not only the latest
+        world.connection.activity.trail = (
+            deque()
+        )  # all that is called, not only the latest
         state = start(world, observed)
         update[world.rank] = 1
         for after, _ in subject.advance(state, 0, subject.updates):
@@ -121,14 +123,17 @@ def _observed(
         busy.add(world.rank)
         # after a skip, without it, the slot of before the update would stay
         kept = update.state.slots.get(self.name) if update.skipped else slot
-        before, talked = _named(field, value, kept), len(world.connection.trail)
+        before, talked = (
+            _named(field, value, kept),
+            len(world.connection.activity.trail),
+        )
         returned = method(self, value, slot, update)
         busy.discard(world.rank)
         if field == "hyper" and not returned[0]:  # it laid nothing over
             returned = value, returned[1]
         changed = first_difference(before, _named(field, *returned))
         changed = changed or (field == "eval_params" and returned[0] is not value)
-        if len(world.connection.trail) > talked or changed:
+        if len(world.connection.activity.trail) > talked or changed:
             note(method_name(self, field, skipped=update.skipped), world.rank)
         return returned
 

@@ -47,7 +47,7 @@ def fact_law(members: Sequence[Any], around: Around) -> Law:
 
 
 def _draws(subject: Subject, members: Sequence[Any], around: Around) -> str | None:
-    """With a stream for each method, the run of one that draws nothing is the same."""
+    """With draws of its own for each method, the run of one that draws nothing is the same."""
     forced = [
         subclassed(each, {"tells": {**facts_of(each), "draws_nothing": False}})
         for each in members
@@ -57,7 +57,7 @@ def _draws(subject: Subject, members: Sequence[Any], around: Around) -> str | No
         return subject.start(world).with_setup(around(forced))
 
     again = attrs.evolve(subject, start=start).histories()
-    said = "a run, and the same run with a stream of random numbers for each method,"
+    said = "a run, and the same run with random numbers for each method,"
     broken = differ(subject.plain, again, said)
     return f"{broken} It draws: do not tell draws_nothing." if broken else None
 

@@ -155,7 +155,7 @@ def held(states: States, metrics: Any) -> dict[str, Any]:
     for name, state in leaves(states):
         prefix = f"{name}." if several else ""
         own = [f"slots[{slot!r}][{entry!r}]" for slot, entry in by_rank(state.setup)]
-        for path, leaf in entries(state).items():
+        for path, leaf in entries(state, gather=True).items():
             is_own = path.startswith(tuple(own))
             found[f"{prefix}{_OWN if is_own else ''}{path}"] = leaf
     if isinstance(metrics, Mapping):

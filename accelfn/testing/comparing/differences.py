@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from accelfn.base.arguments import is_number
+from accelfn.base.shards import local
 from accelfn.errors import ArgumentError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -240,8 +241,8 @@ def _are_equal(one: Any, two: Any) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values alone: dense, on the CPU, without a graph."""
-    tensor = tensor.detach().cpu()
+    """Return the values alone: dense, on the CPU, without a graph; of a part, this rank's."""
+    tensor = local(tensor.detach()).cpu()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     return tensor.resolve_conj().resolve_neg()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accelfn.base.shards import gathered, is_shard, local
 from accelfn.state.state import TrainState
 from accelfn.testing.comparing.differences import Comparison, leaves
 from accelfn.testing.comparing.states import SAVED
@@ -13,10 +14,13 @@ from accelfn.testing.comparing.states import SAVED
 _BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
 
 
-def entries(state: TrainState) -> dict[str, Any]:
-    """Return everything that is saved of a state, copied, by path."""
+def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
+    """Return everything that is saved of a state, copied, by path.
+
+    Of what is split that is this rank's part, or where all ranks ask for it, the whole.
+    """
     return {
-        path: kept(leaf)
+        path: gathered(leaf) if gather and is_shard(leaf) else kept(leaf)
         for field in SAVED
         for path, leaf in leaves(field, getattr(state, field))
     }
@@ -31,6 +35,6 @@ def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | No
 def kept(leaf: Any) -> Any:
     """Return a leaf that later updates leave alone; of what cannot be compared, its type."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone()
+        return local(leaf).detach().clone()
     opaque = type(leaf).__eq__ is object.__eq__ and leaf is not None
     return type(leaf) if opaque else leaf

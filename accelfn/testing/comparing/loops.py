@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from accelfn.base import tree
 from accelfn.base.arguments import check_integer
+from accelfn.base.shards import gathered, is_shard
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state.grads import Grads
@@ -146,7 +147,7 @@ def quantities(
     `hyper` are those of the next update: yield after the scheduler's step. What is
     reported beside them is taken as it is, but for two names: `batch` may be an
     `af.Batch`, and `grads` an `af.Grads`, or a module whose `.grad` are meant. What is
-    empty is left out.
+    empty is left out. Of what is split over ranks it is the whole: call it on all of them.
 
     Args:
         source: a module (in DistributedDataParallel or not), or a state.
@@ -180,7 +181,7 @@ def quantities(
     elif source is not None or optimizer is not None:
         found |= _of_module(source, optimizer)
     return {
-        name: tree.clone(value)
+        name: tree.clone(tree.tree_map(_whole, value))
         for name, value in found.items()
         if not isinstance(value, dict) or value
     }
@@ -220,6 +221,10 @@ def _of_state(state: TrainState) -> dict[str, Any]:
         **_hyperparameters(prototype, groups),
         "opt_state": {k: v for k, v in state.opt_state.items() if k not in ours},
     }
+
+
+def _whole(leaf: Any) -> Any:
+    return gathered(leaf.detach()) if is_shard(leaf) else leaf
 
 
 def _hyperparameters(

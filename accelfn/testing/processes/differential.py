@@ -73,7 +73,12 @@ def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
     simulated = [_leaves_by_path(result) for result in run]
     try:
         real = run_processes(
-            plan.size, _run_on_rank, plan.fn, plan.seed, timeout=_SECONDS
+            plan.size,
+            _run_on_rank,
+            plan.fn,
+            plan.seed,
+            timeout=_SECONDS,
+            axes=plan.axes or None,
         )
     except RankError as error:
         msg = (

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection as Pipe
@@ -27,6 +28,8 @@ import torch.distributed as dist
 
 from accelfn.errors import ArgumentError
 from accelfn.world import World
+from accelfn.world.connection import Connection
+from accelfn.world.mesh import Groups, open_groups
 
 _COLLECTIVE_SECONDS = 30.0
 
@@ -194,12 +197,33 @@ def _result(
 ) -> bytes:
     """Run a packed program, and return its packed result."""
     try:
-        fn, args = pickle.loads(program)  # noqa: S301 - the caller's own
+        fn, args, axes = pickle.loads(program)  # noqa: S301 - the caller's own
     except Exception as error:
         msg = f"The rank cannot import what it is to run: {error!r}. Is it on sys.path?"
         raise ArgumentError(msg) from error
-    world = World(rank=rank, size=size, local_rank=rank, local_size=size, group=group)
+    connection = Connection(group)
+    for names, part in _groups(rank, axes).items():
+        connection.add_part(names, part)
+    world = World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        axes=axes,
+        group=connection,
+    )
     try:
         return packed(fn(world, *args))
     finally:
         world.connection.close()
+
+
+_opened: dict[tuple[tuple[str, int], ...], Groups] = {}
+"""The groups of axes, by these: they stay open for the next program, as the world's does."""
+
+
+def _groups(rank: int, axes: Mapping[str, int]) -> Groups:
+    named = tuple(axes.items())
+    if named not in _opened:
+        _opened[named] = open_groups(axes, rank, _COLLECTIVE_SECONDS)
+    return _opened[named]

@@ -30,6 +30,7 @@ from accelfn.base.arguments import is_integer
 from accelfn.errors import ArgumentError, Error
 from accelfn.testing.processes.rank import Answer, Surroundings, packed, serve
 from accelfn.world import World
+from accelfn.world.axes import resolved
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -49,7 +50,11 @@ class RankError(Error, RuntimeError):
 
 
 def run_processes(
-    size: int, fn: Callable[[World, *Ts], T], *args: *Ts, timeout: float = 60.0
+    size: int,
+    fn: Callable[[World, *Ts], T],
+    *args: *Ts,
+    timeout: float = 60.0,
+    axes: Mapping[str, int] | None = None,
 ) -> list[T]:
     """Run `fn(world, *args)` on every rank of a world of real processes joined by Gloo.
 
@@ -63,6 +68,7 @@ def run_processes(
             or `functools.partial` of such. It gets its `World`, on the CPU.
         args: what it gets beside it; they travel by pickle, as does what it returns.
         timeout: seconds until ranks that have not returned are ended.
+        axes: the axes of the world, as `World.from_env` takes them.
 
     Returns:
         What each rank returned, by rank.
@@ -81,7 +87,8 @@ def run_processes(
     answers by waiting, aborting or wrong numbers.
     """
     _check(size, fn, timeout)
-    program = packed((fn, args))
+    sizes = {} if axes is None else resolved("run_processes", axes, size)
+    program = packed((fn, args, sizes))
     with _LOCK:
         try:
             return _pool(size).run(program, timeout)

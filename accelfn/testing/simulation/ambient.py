@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _device
 
 from accelfn.base import draws
+from accelfn.testing.simulation import dtensors
 from accelfn.testing.simulation.registry import Registry
 
 # torch and numpy have no public names for what threads and processes have once
@@ -35,7 +36,7 @@ _GROUPS = (distributed_c10d, "_world")
 _FILTERS = (warnings, "filters")
 _TURN = (draws, "_turn")
 _ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
-    *(_GROUPS, _FILTERS, _TURN),
+    *(_GROUPS, _FILTERS, _TURN, *dtensors.ASKED),
     *((warnings, "showwarning"), (warnings, "_showwarnmsg_impl")),
     *((sys, "stdout"), (sys, "stderr")),
     (_device, "CURRENT_DEVICE"),
@@ -95,6 +96,7 @@ class Ambient:
             setattr(*_FILTERS, list(warnings.filters))
             setattr(*_GROUPS, self._registries[rank])
             setattr(*_TURN, threading.RLock())
+            dtensors.tell_rank()
         else:
             kept.put_back()
 

@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from accelfn.collectives.calls import shown
+from accelfn.testing.simulation.members import Members
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -29,11 +30,12 @@ class Call:
         step: the update at which a state's step called, where one did.
         site: file and line of the user's code.
         at: the rank's virtual time in seconds.
-        branch: which of the world's groups; 0 is its own. See `Exchange.give_up`.
+        group: the ranks among which it is made.
     """
 
     rank: int
     kind: str
+    group: Members
     index: int = 0
     sends: tuple[torch.Tensor, ...] = ()
     fills: tuple[torch.Tensor, ...] = ()
@@ -46,7 +48,6 @@ class Call:
     step: int | None = None
     site: str = ""
     at: float = 0.0
-    branch: int = 0
 
     @property
     def is_message(self) -> bool:
@@ -78,7 +79,8 @@ class Call:
             peer = f"{peer} {'any rank' if self.peer is None else f'rank {self.peer}'}"
         tag = f"tag {self.tag}" if self.tag else None
         tree = None if self.structure == "*" else self.structure
-        said = (self.op, root, peer, tag, self.shapes, tree)
+        among = f"among {self.group}" if self.group.name else None
+        said = (self.op, root, peer, tag, self.shapes, tree, among)
         return (
             f"#{self.index} {self.kind}",
             " ".join(each for each in said if each),

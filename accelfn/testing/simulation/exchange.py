@@ -26,6 +26,7 @@ from accelfn.testing.simulation.faults import (
     strike,
 )
 from accelfn.testing.simulation.meetings import Meeting, Meetings
+from accelfn.testing.simulation.members import Members
 from accelfn.testing.simulation.operations import Tensors, results
 from accelfn.testing.simulation.standings import Standings
 from accelfn.testing.simulation.sums import Sums
@@ -53,6 +54,7 @@ class Entry:
         op: the reduction, or None.
         root: the one rank that sends or receives, or None.
         ranks: who took part.
+        group: the name of their group, as "tp"; empty where it is the world's own.
         site: file and line of the user's code, of the first of them, or of a sender.
     """
 
@@ -65,13 +67,15 @@ class Entry:
     root: int | None
     ranks: tuple[int, ...]
     site: str
+    group: str = ""
 
     def __str__(self) -> str:
         """Show it on a line."""
         label = "" if self.label is None else f" {self.label!r}"
         step = "" if self.step is None else f" at update {self.step}"
         what = " ".join(each for each in (self.kind, self.op, self.shapes) if each)
-        return f"{what}, {self.num_bytes} bytes{label}{step} ({self.site})"
+        among = f" among {_listed(self.ranks)} ({self.group})" if self.group else ""
+        return f"{what}{among}, {self.num_bytes} bytes{label}{step} ({self.site})"
 
 
 class Exchange:
@@ -91,13 +95,13 @@ class Exchange:
         self.faults = list(faults)
         self.clocks = [0.0] * size
         self.turns: Turns | None = None
-        self._meetings = Meetings(size)
+        self._meetings = Meetings()
         self._standings = Standings(size)
         self._num_called = [0] * size
         self._gone: dict[int, Unwound] = {}
         self._failure: Callable[[int], Exception] | None = None
         self._told: dict[int, list[Exception]] = {rank: [] for rank in range(size)}
-        self._given_up: dict[int, int] = {}
+        self._given_up: dict[Members, int] = {}
         self._asking: set[int] = set()
         self._num_asked = 0
 
@@ -151,11 +155,11 @@ class Exchange:
             self._check(call)
         return meeting.results is not None
 
-    def give_up(self, rank: int, branch: int) -> None:
-        """Let all calls of a branch of the world fail on all ranks; the rest goes on."""
-        if branch not in self._given_up:
-            self._given_up[branch] = rank
-            self._meetings.forget(branch)
+    def give_up(self, rank: int, group: Members) -> None:
+        """Let all calls of a group fail on all ranks; the rest goes on."""
+        if group not in self._given_up:
+            self._given_up[group] = rank
+            self._meetings.forget(group)
 
     def receive(self, call: Call) -> None:
         """Let faults change what a rank has received."""
@@ -212,7 +216,7 @@ class Exchange:
                 f" waited for; the first of each rank:\n{rows}\n{self._recent()}"
             )
         self.turns = self._failure = None
-        self._meetings, self._standings = Meetings(self.size), Standings(self.size)
+        self._meetings, self._standings = Meetings(), Standings(self.size)
         self._gone.clear()
         self._told.clear()
         self._given_up.clear()
@@ -229,7 +233,7 @@ class Exchange:
         if rank in self._gone:
             raise self._gone[rank]
         if self._failure is None:
-            self._check_branch(call)
+            self._check_group(call)
             return
         self._told[rank].append(self._failure(rank))
         if len(self._told[rank]) > _PATIENCE:
@@ -238,9 +242,9 @@ class Exchange:
             raise self._gone[rank] from self._told[rank][0]
         raise self._told[rank][-1]
 
-    def _check_branch(self, call: Call) -> None:
-        """Refuse a call of a branch that a rank has given up."""
-        peer = self._given_up.get(call.branch)
+    def _check_group(self, call: Call) -> None:
+        """Refuse a call of a group that a rank has given up."""
+        peer = self._given_up.get(call.group)
         if peer is not None:
             msg = (
                 f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
@@ -274,7 +278,7 @@ class Exchange:
         turns.wait(
             call.rank,
             lambda: (
-                ready() or self._failure is not None or call.branch in self._given_up
+                ready() or self._failure is not None or call.group in self._given_up
             ),
         )
         self._standings.goes_on(call.rank)
@@ -343,7 +347,12 @@ def _entry(calls: Sequence[Call]) -> Entry:
         root=first.root,
         ranks=tuple(sorted(call.rank for call in calls)),
         site=first.site,
+        group=first.group.name,
     )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _repr(error: BaseException) -> str:

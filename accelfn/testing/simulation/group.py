@@ -7,27 +7,31 @@ gives, and a work that fills what it gets.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Work
 
 from accelfn.collectives.calls import shown, site
 from accelfn.errors import ArgumentError, SimulationError
 from accelfn.testing.simulation.calls import Call
+from accelfn.testing.simulation.members import Members
 from accelfn.testing.simulation.operations import can_carry_out
+from accelfn.world.activity import Activity
 
 if TYPE_CHECKING:
     from accelfn.testing.simulation.exchange import Entry
-    from accelfn.world.connection import Connection
 
 # torch's stubs name the same parameter differently from method to method
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Post: TypeAlias = Callable[[Sequence[Call], Sequence[torch.Tensor]], Work]
 """Posts calls; the tensors are what a future of the work holds."""
+_names = count()
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -35,27 +39,28 @@ class SimulatedGroup(dist.ProcessGroup):
 
     Attributes:
         log: what was carried out so far, by all ranks.
-        connection: the world's, which says what the rank is doing.
-        branch: which of the world's groups it is; 0 is its own.
+        activity: what the rank is doing.
+        members: the ranks of the group.
     """
 
     def __init__(
         self,
         rank: int,
-        size: int,
+        members: Members,
         post: Post,
         log: "Sequence[Entry]" = (),
-        branch: int = 0,
+        activity: Activity | None = None,
     ) -> None:
-        """Take the rank's place, what posts its calls, and what will come of them."""
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - no store needed
+        """Take a rank of the world, who it talks to, what posts, and what will come of it."""
+        size = len(members.ranks)
+        super().__init__(members.place_of(rank), size)  # pyright: ignore[reportCallIssue] - no store needed
         self._rank = rank
         self._size = size
         self._post = post
-        self._num_branches = 0
-        self.branch = branch
+        self._name: Any = None  # torch has a type of its own for it
+        self.members = members
         self.log = log
-        self.connection: Connection | None = None
+        self.activity = Activity() if activity is None else activity
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
         """Return the name that torch prints."""
@@ -80,7 +85,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce to the root, and leave the others' tensors as they are."""
         given, root = _list(tensors), _root(opts)
-        got = given if root == self._rank else []
+        got = given if root == self.rank() else []
         call = self._call("reduce", given, got, op=_op(opts), root=root)
         return self._post([call], given)
 
@@ -197,20 +202,34 @@ class SimulatedGroup(dist.ProcessGroup):
         """Wait for all ranks."""
         return self._post([self._call("barrier", [], [])], [])
 
-    def branched(self) -> "SimulatedGroup":
-        """Return a group of the same ranks, whose calls meet one another alone."""
-        self._num_branches += 1
-        place = self._rank, self._size
-        return SimulatedGroup(*place, self._post, self.log, self._num_branches)
+    def among(self, members: Members, activity: Activity) -> "SimulatedGroup":
+        """Return this rank's group of other members, whose calls meet one another alone."""
+        return SimulatedGroup(self._rank, members, self._post, self.log, activity)
 
     @property
-    def group_name(self) -> NoReturn:
-        """Refuse what finds groups by name."""
-        self._refuse("no functional collectives, device meshes or FSDP2")
+    def group_name(self) -> str:
+        """The name by which torch's functional collectives find it, in a list of the process."""
+        if self._name is None:
+            self._name = f"simulated {next(_names)}, rank {self._rank}"
+            c10d._register_process_group(self._name, self)
+        return self._name
+
+    def forget(self) -> bool:
+        """Take it off the process's list, which would keep it alive; say if it was there."""
+        if self._name is None:
+            return False
+        c10d._unregister_process_group(self._name)
+        self._name = None
+        return True
 
     def new_group(self, *args: object, **named: object) -> NoReturn:
-        """Refuse sub-groups."""
-        self._refuse("no sub-groups")
+        """Refuse groups that not all ranks know of."""
+        msg = (
+            f"Rank {self._rank} of {self._size}: a simulated world has no other groups than"
+            " those of its axes. Name them, simulate(size, fn, axes={...}), and take"
+            " world.along(name); a DeviceMesh is world.mesh."
+        )
+        raise SimulationError(msg)
 
     def shutdown(self) -> NoReturn:
         """Refuse to be destroyed."""
@@ -221,14 +240,6 @@ class SimulatedGroup(dist.ProcessGroup):
         raise SimulationError(msg)
 
     abort = shutdown
-
-    def _refuse(self, what: str) -> NoReturn:
-        msg = (
-            f"Rank {self._rank} of {self._size}: a simulated world has {what}. Call"
-            " torch.distributed's own collectives with group=world.group, or run this on"
-            " real processes, started by `accelfn launch` or torchrun."
-        )
-        raise SimulationError(msg)
 
     def _call(
         self,
@@ -250,21 +261,20 @@ class SimulatedGroup(dist.ProcessGroup):
                 what = kind if op is None else f"{op} in {kind}"
                 msg = f"Gloo has no {what} of a tensor such as {shown(each)}."
                 raise ArgumentError(msg)
-        connection = self.connection
         return Call(
             rank=self._rank,
             kind=kind,
+            group=self.members,
             sends=tuple(each.detach().clone() for each in given),
             fills=tuple(got),
             op=op,
-            root=root,
-            peer=peer,
+            root=None if root is None else self.members.ranks[root],
+            peer=None if peer is None else self.members.ranks[peer],
             tag=tag,
-            label=None if connection is None else connection.label,
-            structure=None if connection is None else connection.structure,
-            step=None if connection is None else connection.step,
+            label=self.activity.label,
+            structure=self.activity.structure,
+            step=self.activity.step,
             site=site(),
-            branch=self.branch,
         )
 
     def _each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

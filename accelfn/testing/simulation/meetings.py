@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meetings: which calls of ranks belong together.
 
-The collectives of all ranks meet by their order; messages by sender, receiver and tag, and
-among equal ones by their order. Each branch of the world has an order of its own.
+The collectives of a group's ranks meet by their order; messages by sender, receiver and tag,
+and among equal ones by their order. Each group has an order of its own.
 """
 
 from collections import Counter
@@ -10,6 +10,7 @@ from collections import Counter
 import attrs
 
 from accelfn.testing.simulation.calls import Call
+from accelfn.testing.simulation.members import Members
 from accelfn.testing.simulation.operations import Results, Tensors
 
 
@@ -36,22 +37,21 @@ class Meeting:
 class Meetings:
     """All meetings of one world that are not complete."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         """Begin with none."""
-        self._size = size
-        self._num_joined: Counter[tuple[int, int]] = Counter()
-        self._by_order: dict[tuple[int, int], Meeting] = {}
+        self._num_joined: Counter[tuple[int, Members]] = Counter()
+        self._by_order: dict[tuple[int, Members], Meeting] = {}
         self._messages: list[Meeting] = []
 
     def join(self, call: Call) -> tuple[Meeting, bool]:
         """Return where a call belongs, and whether it was the last one awaited there."""
         if call.is_message:
             return self._join_message(call)
-        place = self._num_joined[call.rank, call.branch], call.branch
-        self._num_joined[call.rank, call.branch] += 1
+        place = self._num_joined[call.rank, call.group], call.group
+        self._num_joined[call.rank, call.group] += 1
         meeting = self._by_order.setdefault(place, Meeting())
         meeting.calls.append(call)
-        if len(meeting.calls) < self._size:
+        if len(meeting.calls) < len(call.group.ranks):
             return meeting, False
         del self._by_order[place]
         meeting.calls.sort(key=lambda each: each.rank)
@@ -62,11 +62,11 @@ class Meetings:
         waiting = [*self._by_order.values(), *self._messages]
         return [call for meeting in waiting for call in meeting.calls]
 
-    def forget(self, branch: int) -> None:
-        """Drop the calls of a branch that wait for others."""
+    def forget(self, group: Members) -> None:
+        """Drop the calls of a group that wait for others."""
         collectives, messages = self._by_order, self._messages
-        self._by_order = {k: m for k, m in collectives.items() if k[1] != branch}
-        self._messages = [m for m in messages if m.calls[0].branch != branch]
+        self._by_order = {k: m for k, m in collectives.items() if k[1] != group}
+        self._messages = [m for m in messages if m.calls[0].group != group]
 
     def _join_message(self, call: Call) -> tuple[Meeting, bool]:
         for meeting in self._messages:
@@ -86,5 +86,5 @@ def _is_message(send: Call, recv: Call) -> bool:
         and send.peer == recv.rank
         and recv.peer in (None, send.rank)
         and send.tag == recv.tag
-        and send.branch == recv.branch
+        and send.group == recv.group
     )

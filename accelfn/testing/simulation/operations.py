@@ -74,8 +74,7 @@ def _reduce(calls: Sequence[Call], sums: Sums) -> Results:
 
 
 def _broadcast(calls: Sequence[Call], _sums: Sums) -> Results:
-    root = calls[0].root or 0
-    return [calls[root].sends] * len(calls)
+    return [_of_root(calls).sends] * len(calls)
 
 
 def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
@@ -85,8 +84,11 @@ def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
 
 
 def _scatter(calls: Sequence[Call], _sums: Sums) -> Results:
-    root = calls[0].root or 0
-    return [(part,) for part in calls[root].sends]
+    return [(part,) for part in _of_root(calls).sends]
+
+
+def _of_root(calls: Sequence[Call]) -> Call:
+    return next(call for call in calls if call.rank == call.root)
 
 
 def _reduce_scatter(calls: Sequence[Call], sums: Sums) -> Results:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated run as a value: what was asked for, and what it gave."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Any,
     Generic,
@@ -17,6 +17,7 @@ from accelfn.testing.simulation.exchange import Entry
 from accelfn.testing.simulation.faults import Fault
 from accelfn.testing.simulation.sums import Sums
 from accelfn.world import World
+from accelfn.world.axes import resolved
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class Plan:
     faults: tuple[Fault, ...] = attrs.field(default=(), converter=tuple)
     sums: Sums = "ranks"
     seed: int = 0
+    axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
 
     def __attrs_post_init__(self) -> None:
         """Refuse what no world can be."""
@@ -69,6 +71,9 @@ class Plan:
         if not _is_integer(size) or size < 1:
             msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
             raise ArgumentError(msg)
+        if self.axes:
+            sizes = resolved("simulate", self.axes, size)
+            object.__setattr__(self, "axes", sizes)
         if not callable(self.fn):
             msg = f"simulate({size}, {self.fn!r}): expected a function of a World."
             raise ArgumentError(msg)
@@ -100,6 +105,8 @@ class Plan:
             parts.append(f"faults={list(self.faults)}")
         if self.sums != "ranks":
             parts.append(f"sums={self.sums!r}")
+        if self.axes:
+            parts.append(f"axes={dict(self.axes)}")
         if self.seed:
             parts.append(f"seed={self.seed}")
         return f"accelfn.testing.simulate({', '.join(parts)})"

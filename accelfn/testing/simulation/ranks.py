@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from typing import (
     Any,
     NoReturn,
@@ -16,12 +17,16 @@ import attrs
 from accelfn.testing.simulation.ambient import Ambient, callers_modes, process_kept
 from accelfn.testing.simulation.exchange import Exchange
 from accelfn.testing.simulation.group import SimulatedGroup
+from accelfn.testing.simulation.members import Members
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.registry import Registry
 from accelfn.testing.simulation.sayings import Sayings
 from accelfn.testing.simulation.turns import Turns
 from accelfn.testing.simulation.work import SimulatedWork
 from accelfn.world import World
+from accelfn.world.activity import Activity
+from accelfn.world.axes import joined, row
+from accelfn.world.connection import Connection
 
 Ended: TypeAlias = tuple[int | None, BaseException]
 """A rank and its error; no rank, where none was told of what went wrong."""
@@ -50,10 +55,11 @@ def simulated(plan: Plan) -> Run[Any]:
 def _run(plan: Plan) -> Run[Any]:
     exchange = Exchange(plan.size, plan.faults, plan.sums)
     post = partial(SimulatedWork, exchange)
+    everyone = Members("", tuple(range(plan.size)))
     groups = [
-        SimulatedGroup(rank, plan.size, post, exchange.log) for rank in range(plan.size)
+        SimulatedGroup(rank, everyone, post, exchange.log) for rank in range(plan.size)
     ]
-    sayings = Sayings(plan.size)
+    run = _Run(exchange)
     registries = [Registry.of(group) for group in groups]
     ambient = Ambient(plan.seed, registries)
     exchange.turns = Turns(
@@ -70,11 +76,7 @@ def _run(plan: Plan) -> Run[Any]:
     def body(rank: int) -> None:
         _inside.rank = True
         error: BaseException | None = None
-        world = _world(rank, groups)
-        world.connection.say = partial(sayings.say, rank)
-        world.connection.make_branch = partial(
-            _branch, exchange, groups[rank], registries[rank]
-        )
+        world = _world(rank, plan, _Room(run, groups[rank], registries[rank]))
         try:
             with enter_modes():
                 results[rank] = plan.fn(world)
@@ -91,6 +93,8 @@ def _run(plan: Plan) -> Run[Any]:
         errors[:] = _origin(errors, exchange.has_told)
     finally:
         unnoticed = exchange.close()
+        for registry in registries:
+            registry.close()
     if unnoticed is not None and not errors:
         errors.append((None, unnoticed))
     if errors:
@@ -99,33 +103,74 @@ def _run(plan: Plan) -> Run[Any]:
     return Run(tuple(results), tuple(exchange.log), clock, tuple(exchange.faults))
 
 
-def _world(rank: int, groups: Sequence[SimulatedGroup]) -> World:
-    size = len(groups)
-    world = World(
-        rank=rank, size=size, local_rank=rank, local_size=size, group=groups[rank]
+def _world(rank: int, plan: Plan, room: "_Room") -> World:
+    connection = room.connection()
+    for names in joined(plan.axes):
+        ranks = row(plan.axes, names, rank)
+        part = room.among(Members(" x ".join(names), ranks))
+        connection.add_part(names, part.group, simulated=part)
+    return World(
+        rank=rank,
+        size=plan.size,
+        local_rank=rank,
+        local_size=plan.size,
+        axes=plan.axes,
+        group=connection,
     )
-    groups[rank].connection = world.connection
-    world.connection.tells_structure = True
-    return world
 
 
-def _branch(
-    exchange: Exchange, group: SimulatedGroup, registry: Registry, world: World
-) -> tuple[World, Callable[[], None]]:
-    """Return a world of the same ranks with a group of its own, and what gives it up."""
-    made = group.branched()
-    registry.add(made)
-    inner = attrs.evolve(world, group=made, owns_group=False)
-    made.connection = inner.connection
-    inner.connection.tells_structure = True
-    inner.connection.say = world.connection.say
+@attrs.frozen
+class _Run:
+    """What all ranks of a run have in common."""
 
-    def give_up() -> None:
-        exchange.give_up(world.rank, made.branch)
-        inner.connection.close()
-        registry.remove(made)
+    exchange: Exchange
+    sayings: dict[Members, Sayings] = attrs.field(factory=dict[Members, Sayings])
 
-    return inner, give_up
+
+@attrs.frozen
+class _Room:
+    """Where a group's ranks stand together, as one of them sees it: a `Simulated`."""
+
+    _run: _Run
+    group: SimulatedGroup
+    _registry: Registry
+    _num_branches: "count[int]" = attrs.field(factory=lambda: count(1))
+
+    def connection(self) -> Connection:
+        """Return what joins these ranks."""
+        return Connection(self.group, activity=self.group.activity, simulated=self)
+
+    def among(self, members: Members, activity: Activity | None = None) -> "_Room":
+        """Return the room of another group that this rank is in, of which torch knows."""
+        group = self.group.among(members, activity or self.group.activity)
+        self._registry.add(group)
+        return attrs.evolve(self, group=group)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the run's own world, and no part or branch of it."""
+        return not self.group.members.name
+
+    def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
+        """Return the rank that said other rows of the same, and which."""
+        members = self.group.members
+        sayings = self._run.sayings.setdefault(members, Sayings(len(members.ranks)))
+        return sayings.say(self.group.rank(), label, rows)
+
+    def branch(self, world: World) -> tuple[World, Callable[[], None]]:
+        """Return a world of the same ranks with a group of its own, and what gives it up."""
+        name = f"branch {next(self._num_branches)}"
+        members = Members(name, self.group.members.ranks)
+        room = self.among(members, Activity())
+        connection = room.connection()
+        inner = attrs.evolve(world, group=connection, owns_group=False)
+
+        def give_up() -> None:
+            self._run.exchange.give_up(world.rank, members)
+            connection.close()
+            self._registry.remove(room.group)
+
+        return inner, give_up
 
 
 def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:

@@ -9,13 +9,14 @@ for alone.
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from accelfn.errors import DefaultGroupError
+from accelfn.testing.simulation import dtensors
 from accelfn.testing.simulation.calls import Call
 from accelfn.testing.simulation.group import SimulatedGroup
 
@@ -39,31 +40,39 @@ class Registry:
     @classmethod
     def of(cls, group: SimulatedGroup) -> "Registry":
         """Return what torch is to know in a rank that has this group."""
-        default = SimulatedGroup(group.rank(), group.size(), _refuse)
-        ranks = range(group.size())
-        return cls(
+        default = SimulatedGroup(group.rank(), group.members, _refuse)
+        registry = cls(
             default_pg=default,
-            pg_map=dict.fromkeys((group, default), ("simulated", None)),
-            pg_names={group: "simulated", default: "simulated default"},
-            pg_group_ranks={
-                each: {rank: rank for rank in ranks} for each in (group, default)
-            },
+            pg_map={},
+            pg_names={},
+            pg_group_ranks={},
             tags_to_pg={"": [group, default]},
-            pg_backend_config=dict.fromkeys((group, default), "cpu:simulated"),
+            pg_backend_config={},
         )
+        registry.add(group)
+        registry.add(default)
+        return registry
 
     def add(self, group: SimulatedGroup) -> None:
-        """Let torch know a branch of the world."""
+        """Let torch know a group of the world's ranks."""
+        ranks = group.members.ranks
         self.pg_map[group] = ("simulated", None)
-        self.pg_names[group] = f"simulated branch {group.branch}"
-        self.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        self.pg_names[group] = f"simulated {group.members}".strip()
+        self.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         self.pg_backend_config[group] = "cpu:simulated"
 
     def remove(self, group: SimulatedGroup) -> None:
-        """Let torch forget a branch of the world."""
+        """Let torch forget a group."""
+        group.forget()
         for each in (self.pg_map, self.pg_names, self.pg_group_ranks):
             each.pop(group, None)
         self.pg_backend_config.pop(group, None)
+
+    def close(self) -> None:
+        """Let the process forget what it knows by name."""
+        forgotten = [cast("SimulatedGroup", group).forget() for group in self.pg_map]
+        if any(forgotten):
+            dtensors.forget()
 
 
 def _refuse(calls: Sequence[Call], returned: Sequence[torch.Tensor]) -> NoReturn:
@@ -71,7 +80,8 @@ def _refuse(calls: Sequence[Call], returned: Sequence[torch.Tensor]) -> NoReturn
     call = calls[0]
     msg = (
         f"Rank {call.rank} of a simulated world called {call.kind} on torch's default"
-        " process group, and there is none: pass group=world.group, and"
-        " process_group=world.group to DistributedDataParallel."
+        " process group, and there is none: pass group=world.group;"
+        " process_group=world.group to DistributedDataParallel, mesh=world.mesh to what takes"
+        " a mesh."
     )
     raise DefaultGroupError(msg)

@@ -70,8 +70,8 @@ class SimulatedWork(Work):
     def _source_rank(self) -> int:
         """Return who sent what a `recv` received."""
         self.wait()
-        _, meeting = self._posted[0]
-        return meeting.calls[0].rank
+        call, meeting = self._posted[0]
+        return call.group.place_of(meeting.calls[0].rank)
 
 
 def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that is split over the ranks, by torch's own `fully_shard`, around the loss."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelfn.collectives import all_reduce_, broadcast_, naming
+from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
+from accelfn.engine.runner import LossFunction, Ones, like, run_backward
+from accelfn.engine.shard_home import ShardHome
+from accelfn.errors import LossError
+from accelfn.state.metrics import Number
+from accelfn.world import World
+
+
+class RootModule(nn.Module):
+    """A module whose forward is the loss, so that the loss sees the plain model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take the model."""
+        super().__init__()
+        self.module = module
+        self.reads: list[ReadLoss] = []
+
+    def forward(self, loss_fn: LossFunction, samples: Samples) -> torch.Tensor:
+        """Return the loss."""
+        returned = loss_fn(self.module, samples.value, *samples.extras)
+        read = read_loss(returned, loss_fn, samples)
+        self.reads.append(read)
+        return read.scalar
+
+
+class FSDPRunner:
+    """Runs the loss inside a module that torch has split.
+
+    The last micro-batch of an update reduces gradients; or each does, where parts of them
+    are accumulated, and the last one the weight.
+    """
+
+    reduces = True
+    lone_module = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        home: ShardHome,
+        ranks: World,
+        *,
+        in_parts: bool,
+        finds_unused: bool,
+    ) -> None:
+        """Split the module, which transforms may have changed."""
+        self._ranks, self._home, self._in_parts = ranks, home, in_parts
+        self.expects_unused = finds_unused
+        self._root: Any = RootModule(module)
+        with naming("split the model", ranks):
+            home.split(self._root)
+        self._forward = naming("FSDP forward", ranks)
+        self._backward = naming("FSDP backward", ranks)
+        self._ones, self._sync, self._ends = Ones(), True, True
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss; units are gathered as they are reached.
+
+        The first micro-batch of an update begins with rank 0's buffers, as DDP's does.
+        """
+        if samples.begins:
+            self._share_buffers()
+        reduces = sync or self._in_parts
+        if reduces is not self._sync:
+            self._root.set_requires_gradient_sync(reduces)
+        self._sync, self._ends = reduces, sync
+        self._home.note_none()
+        try:
+            with self._forward:
+                self._scalar = self._root(loss_fn, samples)
+        except RuntimeError as error:
+            _explain(error)
+            raise
+        read = self._root.reads.pop()
+        self._root.reads.clear()  # what a forward that raised had left
+        return read
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
+        scalar = self._scalar
+        del self._scalar
+        seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
+        parts = self._home.parts_there()
+        with self._backward:
+            run_backward((scalar,), (seed,))
+            if not self._sync:
+                return None
+            total = self._reduced(weight, parts)
+        return total / self._ranks.size if self._ends else None
+
+    def _reduced(self, weight: Number, parts: set[str]) -> torch.Tensor:
+        """Reduce what no unit has; return the weight of all ranks."""
+        home, ranks = self._home, self._ranks
+        used = home.used()
+        whole = home.whole_gradients()
+        told = used.values() if self.expects_unused else ()
+        counts = [0.0, *map(float, told)]
+        sums = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
+        sums[0] = weight
+        all_reduce_([sums, *whole], ranks, label="weight of the loss")
+        for gradient in whole:
+            gradient.div_(ranks.size)
+        if self.expects_unused:  # what took part on no rank has no gradient
+            used = dict(zip(used, sums[1:].tolist(), strict=True))
+        home.drop_gradients(
+            n for n, some in used.items() if not some and n not in parts
+        )
+        return sums[0]
+
+    def _share_buffers(self) -> None:
+        buffers = list(self._home.module.buffers())
+        if buffers:
+            broadcast_(buffers, self._ranks, label="buffers of rank 0")
+
+
+def _explain(error: RuntimeError) -> None:
+    """Raise what torch says of parts that meet whole tensors in words of a model.
+
+    Raises:
+        LossError: a module of a unit was called otherwise than the unit itself.
+    """
+    if "mixed torch.Tensor and DTensor" in str(error):
+        msg = (
+            "The loss used parameters of a unit that was not gathered: a unit of"
+            " af.wrap_fsdp is gathered when it is called itself. Call it as unit(...), not"
+            " by another method of it nor by a module inside it; or give units= that leave"
+            " that module out."
+        )
+        raise LossError(msg) from error

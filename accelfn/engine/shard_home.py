@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardHome`: each rank has a part of every parameter, as torch's `fully_shard` keeps it.
+
+torch keeps of a parameter its part as a flat view that is gathered, a DTensor that is in the
+module when it is not gathered, and what was gathered. The first two share the memory of a
+state's value, by pointers; the optimizer steps a plain parameter that shares it, too.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from accelfn.base import shards, tree
+from accelfn.definition.layout import Layout
+from accelfn.state.grads import Grads
+from accelfn.state.state import OptState
+from accelfn.structure.skeleton import Skeleton
+
+# torch's FSDP has no public names for where it keeps a parameter
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
+
+class Noting(FSDPParam):
+    """A parameter of torch's FSDP that notes whether a backward pass came by it.
+
+    Where none did, torch asks it for zeros in place of a gradient, for all ranks reduce
+    alike. It asks after each use of a unit: what was reduced after one is zeros after another.
+    """
+
+    is_used: bool
+
+    @property
+    def unsharded_grad_data(self) -> torch.Tensor:
+        """The gradient of this pass."""
+        self.is_used = True
+        return super().unsharded_grad_data
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+        """The gradient of this pass and of those before it."""
+        self.is_used = True
+        return super().unsharded_accumulated_grad_data
+
+
+class Lent(nn.Module):
+    """A module whose forward is a function of the model, with all that lies in no unit."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take the model."""
+        super().__init__()
+        self.module = module
+
+    def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Return what a function of the model returns."""
+        return fn(self.module, *inputs)
+
+
+@attrs.frozen(kw_only=True)
+class Splitter:
+    """How a model is split.
+
+    Attributes:
+        mesh: over which ranks.
+        units: the modules of a model that are gathered together.
+        reshard_after_forward: whether they are given up after the forward pass.
+        gather_dtype: in which they are gathered and computed with; None is their own.
+        reduce_dtype: in which gradients are reduced; None is the parameters' own.
+    """
+
+    mesh: DeviceMesh
+    units: Callable[[nn.Module], Sequence[nn.Module]]
+    reshard_after_forward: bool
+    gather_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """In which there may be gradients beside the parameters' own."""
+        return tuple(d for d in (self.gather_dtype, self.reduce_dtype) if d is not None)
+
+    def split(
+        self, module: nn.Module, root: nn.Module, whole: set[nn.Parameter]
+    ) -> None:
+        """Split a model's units, and what is in none of them with the module that runs it."""
+        how: dict[str, Any] = {
+            "mesh": self.mesh,
+            # None: not what the backward pass begins with
+            "reshard_after_forward": None if self.reshard_after_forward else False,
+            "ignored_params": whole,
+        }
+        for unit in reversed(self.units(module)):  # what lies in another comes first
+            fully_shard(unit, mp_policy=self._policy(unit), **how)
+        if self.gather_dtype is not None:  # as torch casts what units are called with
+            cast = partial(_cast, self.gather_dtype)
+            module.register_forward_pre_hook(cast, with_kwargs=True)
+        whole_model = fully_shard(root, mp_policy=self._policy(root), **how)
+        # a rank whose batch needs less of the model reduces as much as the others
+        whole_model.set_reduce_scatter_unused_params(True)
+
+    def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
+        # torch would reduce in the dtype in which it gathers
+        own = next((param.dtype for param in unit.parameters() if param.ndim), None)
+        dtype = self.reduce_dtype or (own if self.gather_dtype else None)
+        return MixedPrecisionPolicy(param_dtype=self.gather_dtype, reduce_dtype=dtype)
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return a module's inputs with floating-point numbers in a dtype."""
+
+    def cast(leaf: Any) -> Any:
+        is_real = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_real else leaf
+
+    return tree.tree_map(cast, args), tree.tree_map(cast, kwargs)
+
+
+class ShardHome:
+    """Each rank has a part of every parameter, and gathers a unit of them to compute with."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        layout: Layout,
+        splitter: Splitter,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Build the module without values, and what the optimizer steps."""
+        self._skeleton, self._layout, self._splitter = skeleton, layout, splitter
+        self._state = params
+        metas = dict(skeleton.module.named_parameters())
+        whole = {n: p for n, p in params.items() if not shards.is_shard(p)}
+        self.module = skeleton.build({**metas, **whole}, buffers)
+        inside = dict(self.module.named_parameters())
+        self.params: dict[str, nn.Parameter] = {
+            name: inside[name] if name in whole else _parameter(value, inside[name])
+            for name, value in params.items()
+        }
+        self.trained = {name: self.params[name] for name in skeleton.trainable}
+        self._places = {
+            (id(module), key): name
+            for name, param in inside.items()
+            for module in self.module.modules()
+            for key, each in module._parameters.items()
+            if each is param
+        }
+        self.whole = {name: inside[name] for name in whole}
+        self._split: dict[str, Noting] = {}
+
+    @property
+    def shows(self) -> "ShardHome":
+        """Itself."""
+        return self
+
+    def split(self, root: nn.Module) -> None:
+        """Split a module that runs this home's, and take what torch made of its parameters."""
+        self._splitter.split(self.module, root, set(self.whole.values()))
+        for module in root.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    info = param._module_info
+                    name = self._places[id(info.module), info.param_name]
+                    param.__class__ = Noting
+                    self._split[name] = cast("Noting", param)
+        for name, param in self._split.items():
+            value = self._state[name]
+            held = shards.with_local(value, shards.local(value))
+            trained = self.params[name].requires_grad
+            param.sharded_param = nn.Parameter(held, requires_grad=trained)
+            param._setattr_on_modules(param.sharded_param)
+        self.bind(self._state)
+
+    def lend(
+        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> "Lent":
+        """Return a module of other values, split alike, that runs functions of the model."""
+        home = ShardHome(self._skeleton, self._layout, self._splitter, params, buffers)
+        lent = Lent(home.module.eval())
+        home.split(lent)
+        return lent
+
+    def bind(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Point torch's parts, and the optimizer's, at the state's memory."""
+        for name, param in self.params.items():
+            value: Any = params[name]
+            if name not in self._split:
+                param.data = value
+                continue
+            split = self._split[name]
+            count = split.padded_sharded_param_size.numel()
+            part = value._local_tensor
+            if shards.room(part) < count:  # made by somebody's own operators
+                part = value._local_tensor = shards.padded(part, count)
+            split._sharded_param_data = part.as_strided(
+                (count,), (1,), part.storage_offset()
+            )
+            held: Any = split.sharded_param
+            held._local_tensor = param.data = part
+        self._state = params
+
+    def has_gradients(self) -> bool:
+        """Whether some are there."""
+        return any(param.grad is not None for param in self.trained.values())
+
+    def note_none(self) -> None:
+        """Begin a backward pass, which has come by no parameter yet."""
+        for split in self._split.values():
+            split.is_used = False
+
+    def used(self) -> dict[str, bool]:
+        """Return of each trained parameter whether this rank's pass came by it."""
+        return {
+            name: param.grad is not None
+            if name in self.whole
+            else self._split[name].is_used
+            for name, param in self.trained.items()
+        }
+
+    def whole_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of what is not split, zeros where there was none."""
+        gradients: list[torch.Tensor] = []
+        for param in self.whole.values():
+            if param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                gradients.append(param.grad)
+        return gradients
+
+    def parts_there(self) -> set[str]:
+        """Return the names of parameters of which a part of a gradient is there already."""
+        return {
+            name
+            for name, split in self._split.items()
+            if split.sharded_param.grad is not None
+        }
+
+    def drop_gradients(self, names: Iterable[str]) -> None:
+        """Leave these parameters without a gradient."""
+        for name in names:
+            self.trained[name].grad = None
+            if name in self._split:
+                self._split[name].sharded_param.grad = None
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Return parts of reduced gradients, or whole ones that were not reduced."""
+        gradients: dict[str, torch.Tensor] = {}
+        for name, param in self.trained.items():
+            split = self._split.get(name)
+            if split is None:
+                grad = param.grad
+            else:
+                grad = split.sharded_param.grad
+                if grad is None:
+                    grad = _whole_gradient(split)
+                else:
+                    param.grad, split.sharded_param.grad = shards.local(grad), None
+            if grad is not None:
+                gradients[name] = grad
+        return gradients
+
+    def put_gradients(self, grads: Grads) -> None:
+        """Let the optimizer have parts, and the next pass what it adds to."""
+        # until they are reduced they are as they were computed
+        dtypes = () if grads.reduced else self._splitter.dtypes
+        grads.check_fit(self._state, dtypes)
+        self.clear_gradients()
+        for name, param in self.trained.items():
+            grad, split = grads.tensors.get(name), self._split.get(name)
+            if grad is None or split is None:
+                param.grad = grad
+            elif grads.reduced:
+                is_part = shards.is_shard(grad)
+                part = grad if is_part else self._layout.cut(name, grad)
+                param.grad = shards.local(part)
+            elif shards.is_shard(grad):
+                split.sharded_param.grad = grad
+            else:
+                _put_whole(split, grad)
+
+    def clear_gradients(self) -> None:
+        """Leave none."""
+        for param in self.trained.values():
+            param.grad = None
+        for split in self._split.values():
+            split.sharded_param.grad = None
+            if hasattr(split, "_unsharded_param"):
+                split._unsharded_param.grad = None
+            split.unsharded_accumulated_grad = None
+
+    def shown(self, opt_state: OptState) -> OptState:
+        """Return the optimizer's state as a state's values: what is a part, as a DTensor."""
+        return {n: self._entry(n, e) for n, e in opt_state.items()}
+
+    def _entry(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
+        if name not in self._split:
+            return entry
+        value, param = self._state[name], self.params[name]
+        return {
+            key: _part_like(value, part) if _fits(part, param) else part
+            for key, part in entry.items()
+        }
+
+    def raw(self, opt_state: OptState) -> OptState:
+        """Return the parts of a state's values."""
+        return {
+            name: {key: _local(value) for key, value in entry.items()}
+            for name, entry in opt_state.items()
+        }
+
+
+def _parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(shards.local(value), requires_grad=like.requires_grad)
+
+
+def _fits(part: Any, param: torch.Tensor) -> bool:
+    return (
+        isinstance(part, torch.Tensor) and part.ndim > 0 and part.shape == param.shape
+    )
+
+
+def _part_like(value: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return what has a parameter's shape as it lies; of its own dtype."""
+    spec = value._spec
+    meta = spec.tensor_meta._replace(dtype=part.dtype)
+    spec = dataclasses.replace(spec, tensor_meta=meta)
+    return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
+def _local(value: Any) -> Any:
+    return shards.local(value) if isinstance(value, torch.Tensor) else value
+
+
+def _put_whole(split: FSDPParam, grad: torch.Tensor) -> None:
+    """Put a gradient to where torch adds those of further passes."""
+    whole = getattr(split, "_unsharded_param", None)
+    if whole is not None and whole.dtype == grad.dtype:
+        whole.grad = grad
+    else:  # it is computed in another dtype than it is reduced in
+        split.unsharded_accumulated_grad = grad
+
+
+def _whole_gradient(split: FSDPParam) -> torch.Tensor | None:
+    if split.unsharded_accumulated_grad is not None:
+        return split.unsharded_accumulated_grad
+    whole = getattr(split, "_unsharded_param", None)
+    return None if whole is None else whole.grad

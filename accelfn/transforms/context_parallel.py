@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split each sample's sequence over the ranks along "cp"."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from accelfn.base import tree
+from accelfn.base.advice import advise
+from accelfn.base.arguments import integer
+from accelfn.collectives import all_gather
+from accelfn.definition.transform import transform
+from accelfn.engine.module.heads import Exchanging
+from accelfn.engine.runner import LossFunction
+from accelfn.errors import BatchError, LossError
+from accelfn.state.metrics import Loss
+from accelfn.state.state import TrainState
+from accelfn.world import World
+
+_KEPT = "_accelfn_sequence"
+"""Under which name the engine's own module keeps how sequences are split."""
+_MANY = 2048
+"""Positions that are compared at most."""
+_FEW = 64
+"""Roundings that the order of a sum may cost."""
+_COARSE = 0.02
+
+
+@transform
+class context_parallel:
+    """Split each sample's sequence over the ranks along "cp", which attend to all of it.
+
+    The ranks along "cp" take the same samples. Of each tensor of a batch that has the dim
+    `seq_dim`, a rank's loss is given its own contiguous part; tensors of fewer dims are whole.
+    In `F.scaled_dot_product_attention` ranks exchange heads for positions, by an all-to-all
+    before and one after it, so each attends to all positions with its share of the heads.
+    Whatever else the model does must go position by position, and what depends on a position,
+    as embeddings and rotations, must come with the batch: positions that the model counts for
+    itself would begin at 0 on every rank. The first loss is compared with the same loss in
+    one piece, on one sample, so that none of this goes wrong in silence.
+
+    A loss returns `af.Loss(total, weight)`: a mean over a part cannot tell of how many tokens
+    it is. Evaluation and prediction see whole sequences on each rank.
+
+    Without a world with "cp" it changes nothing.
+
+    Acts on: loss, module.
+
+    Args:
+        seq_dim: the dim of a batch's tensors that is the sequence; dim 0 is the samples.
+
+    Law:
+        Parameters, weights and metrics are those of one process on the whole sequences, up to
+        rounding; each token counts once. Dropout draws otherwise on each rank.
+
+    Cost:
+        With n ranks along "cp", 1/n of the activations a rank, and two all-to-alls each in the
+        forward and the backward pass of every attention: 2 (n - 1) / n² of the bytes of query,
+        key, value and result together. Gradients cross as under `wrap_ddp` or `wrap_fsdp`,
+        which count "cp" to their ranks. Once for each engine, two forward passes on one
+        sample, of at most 2,048 positions.
+
+    Raises:
+        CompositionError: when composed, beside `local_sgd`, `compile`, or another of its kind.
+        BatchError: at a step, tensors with the dim differ in its length, or "cp" does not
+            divide it; or the ranks along "cp" were given different batches.
+        LossError: at a step, the loss is no `af.Loss`, or not the same in parts; heads do not
+            divide by "cp", a mask is for other positions, or the model calls
+            nn.MultiheadAttention.
+
+    References:
+        Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of
+        Extreme Long Sequence Transformer Models".
+
+    Example:
+        >>> context_parallel(seq_dim=2)
+        af.context_parallel(seq_dim=2)
+    """
+
+    tells: ClassVar[Mapping[str, Any]] = {
+        "draws_nothing": True,
+        "splits_sequences": True,
+    }
+    refuses: ClassVar[Mapping[str, str]] = {
+        "apart": "gives ranks parts of the same samples, whose gradients are sums, and under"
+        " {other!r} each rank keeps its own. Leave out one of the two.",
+        "compiles": "exchanges heads between ranks in the midst of attention, which {other!r}"
+        " cannot trace. Leave out one of the two.",
+        "splits_sequences": "and {other!r} would split a part once more. Leave out one.",
+    }
+    seq_dim: int = attrs.field(
+        default=1,
+        validator=integer(1, "a dim behind that of the samples"),
+        kw_only=True,
+    )
+
+    def module(self, module: nn.Module, state: TrainState) -> nn.Module:
+        """Let the engine's own module know which part of a sequence it sees."""
+        if state.world.along("cp").size > 1:
+            vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim)
+        return module
+
+    def loss(self, loss_fn: LossFunction) -> LossFunction:
+        """Give the loss function this rank's part of a batch."""
+
+        def loss_of_part(model: nn.Module, batch: Any, *extras: Any) -> Any:
+            sequence: _Sequence | None = vars(model).get(_KEPT)
+            if sequence is None:
+                return loss_fn(model, batch, *extras)
+            if not sequence.is_checked:
+                sequence.check(loss_fn, model, batch, *extras)
+            return sequence.of_part(loss_fn, model, batch, *extras)
+
+        loss_of_part.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
+        return loss_of_part
+
+
+class _Sequence:
+    """How the sequences of a batch are split over ranks."""
+
+    def __init__(self, world: World, dim: int) -> None:
+        self._ranks, self._loss_ranks, self._dim = world.along("cp"), world.loss, dim
+        self._exchanging = Exchanging(self._ranks)
+        self.is_checked = False
+
+    def of_part(
+        self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
+    ) -> Loss:
+        """Return the loss of this rank's part."""
+        part = self._cut(batch, self._length(batch))
+        with self._exchanging:
+            returned = loss_fn(model, part, *extras)
+        if not isinstance(returned, Loss):
+            msg = (
+                f"af.context_parallel: {_name(loss_fn)} returned {type(returned).__name__} of"
+                " a part of each sequence. Return af.Loss(total, weight), the sum over this"
+                " part and the number of tokens that count in it."
+            )
+            raise LossError(msg)
+        return returned
+
+    def check(
+        self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
+    ) -> None:
+        """Compare the loss in parts with that in one piece, on the first sample that counts.
+
+        Raises:
+            BatchError: the ranks have different batches.
+            LossError: the two differ.
+        """
+        few = min(_MANY // self._ranks.size * self._ranks.size, self._length(batch))
+        first = self._narrowed(_first_of(batch), 0, few)
+        with _untouched(model, self._ranks.device) as has_drawn:
+            with _Coarsest() as coarsest:
+                whole = loss_fn(model, first, *extras)
+            drawn = has_drawn()
+            part = self.of_part(loss_fn, model, first, *extras)
+        # all ranks look as often: beside others' samples, units of a model are gathered
+        mine = _numbers(whole, part, drawn=drawn, device=self._ranks.device)
+        rows = all_gather(mine, self._loss_ranks, label="context_parallel")
+        told, drawn = self._of_group(rows)
+        self.is_checked = drawn or any(bool(row[1]) for row in rows)
+        if drawn:
+            advise(
+                f"af.context_parallel: {_name(loss_fn)} draws random numbers, so it could not"
+                " be compared with the same loss in one piece. See for yourself that all but"
+                " attention goes position by position."
+            )
+            return
+        if not told.isfinite().all():  # which a step says by itself
+            return
+        if not torch.equal(told[:, :2], told[:1, :2].expand_as(told[:, :2])):
+            msg = (
+                'af.context_parallel: the ranks along "cp" were given different batches: the'
+                f" loss of the first sample is {told[:, 0].tolist()}. They share each sample:"
+                " read by af.batches(state), or by world.batch.rank."
+            )
+            raise BatchError(msg)
+        near = min(_FEW * coarsest.eps, _COARSE)
+        (total, weight), (total_of_parts, weights) = told[0, :2], told[:, 2:4].sum(0)
+        size = max(float(total.abs()), float(told[:, 2].abs().sum()))
+        if weight != weights or float((total - total_of_parts).abs()) > near * size:
+            msg = (
+                f"af.context_parallel: {_name(loss_fn)} is not the same in parts. Of the first"
+                f" {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
+                f"{float(weight):g}); the sums over parts are {float(total_of_parts):.6g} and"
+                f" {float(weights):g}. Everything but F.scaled_dot_product_attention must go"
+                " position by position: give positions with the batch, and shift labels before"
+                " they are batched."
+            )
+            raise LossError(msg)
+
+    def _of_group(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+        """Return the rows of those who share a sample, and whether anybody has drawn."""
+        size, rank = self._ranks.size, self._loss_ranks.rank
+        begin = rank - rank % size  # "cp" is the innermost of these axes
+        told = torch.stack(rows).cpu()
+        return told[begin : begin + size], bool(told[:, 4].any())
+
+    def _length(self, batch: Any) -> int:
+        """Return the length of the sequences, which the ranks can share.
+
+        Raises:
+            BatchError: there is none, there are several, or they cannot.
+        """
+        leaves = tree.tensor_leaves(batch)
+        shapes = [tuple(t.shape) for t in leaves if t.ndim > self._dim]
+        lengths = {shape[self._dim] for shape in shapes}
+        if len(lengths) != 1:
+            msg = (
+                f"af.context_parallel(seq_dim={self._dim}): expected tensors of one length at"
+                f" dim {self._dim}, got the shapes {shapes}. What is no sequence needs fewer"
+                " dims, or its place in extras."
+            )
+            raise BatchError(msg)
+        (length,) = lengths
+        if length % self._ranks.size:
+            msg = (
+                f"af.context_parallel(seq_dim={self._dim}): sequences of {length} positions"
+                f' cannot be shared by {self._ranks.size} ranks along "cp". Pad them to a'
+                " multiple where they are batched, with tokens of weight 0."
+            )
+            raise BatchError(msg)
+        return length
+
+    def _cut(self, batch: Any, length: int) -> Any:
+        share = length // self._ranks.size
+        return self._narrowed(batch, self._ranks.rank * share, share)
+
+    def _narrowed(self, batch: Any, begin: int, length: int) -> Any:
+        def narrowed(leaf: torch.Tensor) -> torch.Tensor:
+            if leaf.ndim <= self._dim:
+                return leaf
+            return leaf.narrow(self._dim, begin, length)
+
+        return tree.tree_map(narrowed, batch)
+
+
+class _Coarsest(TorchFunctionMode):
+    """Notes the precision in which torch computes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 0.0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, and look at what it returns."""
+        del types
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.is_floating_point():
+            self.eps = max(self.eps, torch.finfo(found.dtype).eps)
+        return found
+
+
+@contextmanager
+def _untouched(model: nn.Module, device: torch.device) -> Generator[Any]:
+    """Let a model be evaluated, and leave it and torch's generators as they are.
+
+    Yields: a function that says whether random numbers were drawn.
+    """
+    modules = [*model.modules()]
+    training = [module.training for module in modules]
+    tables = [(m._buffers, dict(m._buffers)) for m in modules]  # pyright: ignore[reportPrivateUsage]
+    devices = [device] if device.type == "cuda" else []
+
+    def state() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+        ):
+            for table, buffers in tables:
+                table.update(
+                    {n: b if b is None else b.clone() for n, b in buffers.items()}
+                )
+            model.eval()
+            before = state()
+            yield lambda: not all(map(torch.equal, before, state()))
+    finally:
+        for module, was in zip(modules, training, strict=True):
+            module.training = was
+        for table, buffers in tables:
+            table.clear()
+            table.update(buffers)
+
+
+def _first_of(batch: Any) -> Any:
+    """Return the first sample of a batch, or all where some tensor goes by no sample."""
+    try:
+        tree.num_rows(batch)
+    except BatchError:
+        return batch
+    return tree.tree_map(lambda leaf: leaf[:1] if leaf.ndim else leaf, batch)
+
+
+def _numbers(
+    whole: Any, part: Loss, *, drawn: bool, device: torch.device
+) -> torch.Tensor:
+    """Return total and weight in one piece, and of this rank's part; and what was drawn."""
+    if not isinstance(whole, Loss):
+        whole = Loss(whole, 0)
+    numbers = (whole.total, whole.weight, part.total, part.weight, float(drawn))
+    return torch.stack(
+        [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
+    )
+
+
+def _name(function: LossFunction) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)

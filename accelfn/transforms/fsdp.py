@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split the model over the ranks with torch's fully_shard."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import attrs
+import torch
+from torch import nn
+
+from accelfn.base.arguments import truth
+from accelfn.definition.transform import transform
+from accelfn.engine.engine import Engine
+from accelfn.engine.module.regions import Regions, are_regions
+from accelfn.engine.module.units import check_units, units_of
+from accelfn.engine.optimizer.trial import tried
+from accelfn.errors import ArgumentError, OptimizerError, WorldError
+from accelfn.state.state import TrainState
+from accelfn.world import World
+from accelfn.world.axes import folded
+
+if TYPE_CHECKING:
+    from accelfn.engine.fsdp import FSDPRunner
+
+_HALVES = slice(None, 2), slice(2, None)
+"""Rows of the small parameters on which an optimizer is tried."""
+
+
+def _are_units(_owner: object, _field: object, value: object) -> None:
+    are_regions(f"af.wrap_fsdp(units={value!r})", value)
+
+
+def _is_dtype(_owner: object, field: Any, value: object) -> None:
+    if value is not None and not (
+        isinstance(value, torch.dtype) and value.is_floating_point
+    ):
+        msg = (
+            f"af.wrap_fsdp({field.name}={value!r}): expected a dtype of real numbers, such"
+            " as torch.bfloat16, or None for the parameters' own."
+        )
+        raise ArgumentError(msg)
+
+
+def _is_way(_owner: object, field: Any, value: object) -> None:
+    if value not in ("whole", "sharded"):
+        msg = f'af.wrap_fsdp({field.name}={value!r}): expected "whole" or "sharded".'
+        raise ArgumentError(msg)
+
+
+def _option(default: Any, validator: Any) -> Any:
+    return attrs.field(default=default, validator=validator, kw_only=True)
+
+
+@transform
+class wrap_fsdp:
+    """Hold a part of the model on each rank, and gather a unit of it to compute with.
+
+    Each rank has some rows of every parameter, and the same rows of its gradient, of the
+    optimizer's state and of slots in its shape. torch's `fully_shard` runs a module whose
+    forward is the loss: a unit is gathered before its forward pass, given up after it, and
+    gathered again for its backward pass, after which its gradients are reduced, each rank
+    keeping its rows. The root, which is what lies in no unit, is gathered once for the whole
+    loss. The weights of the ranks' losses are summed beside the gradients, so the result is
+    the mean over all samples (or tokens) of the update, however uneven the shares. In a world
+    of 1 it changes nothing.
+
+    Without axes, all ranks hold one copy of the model together. With {"dp_replicate": m,
+    "dp_shard": n} there are m copies, each over n neighbouring ranks (HSDP).
+
+    Acts on: layout, engine; init, which refuses.
+
+    Args:
+        units: the modules that are gathered together: a class, a tuple of classes, or a
+            function (name, module) -> bool. Default: the members of each outermost
+            nn.ModuleList, which is how transformers keep their blocks.
+        reshard_after_forward: whether units are given up between their forward and backward
+            passes. Without, an update gathers each once, and all of the model is whole at the
+            end of the forward pass.
+        gather_dtype: in which parameters are gathered and computed with, and to which the
+            model's inputs are cast, such as torch.bfloat16; None is the parameters' own. What
+            ranks hold, and the optimizer steps, keeps its dtype.
+        reduce_dtype: in which gradients are summed over the ranks; None is the parameters'
+            own, whatever they are gathered in.
+        accumulate: under several micro-batches, "whole" keeps whole gradients on each rank
+            until the last one, which alone reduces; "sharded" reduces with each and keeps
+            rows: 1/n of the memory, and a reduce-scatter a unit and micro-batch.
+        find_unused_parameters: allow parameters that take no part in the loss.
+
+    Law:
+        Parameters and optimizer state are those of one process on the whole batch, up to
+        rounding, for any units, axes and number of ranks; gather_dtype and reduce_dtype round
+        to their own precision. What was saved in one layout is loaded into any other bitwise.
+
+    Cost:
+        Of n ranks of a copy each has 1/n of parameters, gradients, optimizer state and slots
+        of their shape (rounded up to whole rows), and beside them the root, the unit at work
+        and the next one. An update makes two all-gathers and one reduce-scatter a unit, one
+        of each for the root, and an all-reduce of 8 bytes: at most 3 (n - 1) / n of the
+        parameters' bytes a rank, where DistributedDataParallel sends 2 (n - 1) / n. Each
+        further micro-batch gathers again. m copies add an all-reduce of a rank's rows.
+        Buffers are broadcast from rank 0 before an update's first forward pass.
+        `TrainState.create(setup=...)` makes the whole model in the host's memory, on each
+        rank, before it is cut.
+
+    Raises:
+        ArgumentError: an option is none.
+        CompositionError: when composed, beside `wrap_ddp`, a transform that has `reduce` (as
+            `local_sgd`), `optimizer_in_backward`, or `compile` as one graph.
+        WorldError: when the state is made, the world has axes, and neither "dp_shard" nor "cp"
+            among them.
+        ModelError: when the state is made, `units` match nothing, a parameter is tied over two
+            units, or a unit has parameters of two dtypes, or complex ones.
+        OptimizerError: when the state is made, the optimizer does not go element by element;
+            it is tried on small parameters, whole and in parts.
+        ReplicaMismatchError: when the state is made, the ranks have drawn or read different
+            models.
+        LossError: at a step, the loss used a unit's parameters without calling the unit.
+        UnusedParametersError: at a step, as its name says.
+
+    References:
+        Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+        Models"; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
+        Parallel".
+
+    Example:
+        >>> wrap_fsdp(reshard_after_forward=False)
+        af.wrap_fsdp(reshard_after_forward=False)
+    """
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "reduce": "reduces gradients to the parts that ranks hold, and {other!r} says how"
+        " whole ones cross the ranks. Leave out one of the two.",
+        "apart": "has one model that is split over the ranks, and under {other!r} each rank"
+        " has a model of its own. Leave out one of the two.",
+        "steps_in_backward": "reduces the gradients of a unit at once, when all are there,"
+        " and {other!r} frees each as soon as it is complete. Leave out one of the two.",
+        "one_graph": "gathers units between the parts of the model, and {other!r} makes one"
+        " graph of it. Give regions=, the units.",
+    }
+    units: Regions | None = attrs.field(default=None, validator=_are_units)
+    reshard_after_forward: bool = _option(default=True, validator=truth())
+    gather_dtype: torch.dtype | None = _option(None, _is_dtype)
+    reduce_dtype: torch.dtype | None = _option(None, _is_dtype)
+    accumulate: Literal["whole", "sharded"] = _option("whole", _is_way)
+    find_unused_parameters: bool = _option(default=False, validator=truth())
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """Whether it waits for all parameters, and what gradients are before the last."""
+        unused = "find_unused_parameters=True" if self.find_unused_parameters else None
+        return {
+            "draws_nothing": True,
+            "finds_unused": unused,
+            "whole_gradients": self.accumulate == "whole",
+        }
+
+    def layout(
+        self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
+    ) -> Mapping[str, int] | None:
+        """Cut rows along dp_shard; a lone number has none, and nothing is not gathered."""
+        del name, axes
+        return {"dp_shard": 0} if meta.ndim and meta.numel() else None
+
+    def init(self, state: TrainState) -> None:
+        """Refuse what cannot be split without changing the numbers."""
+        module = state.definition.skeleton.module
+        self._check_axes(state.world)
+        check_units(module, self._units(module), f"{self!r}")
+        kind = type(state.definition.optimizer).__name__
+        try:
+            whole = tried(state)
+            parts = [tried(state, rows=rows) for rows in _HALVES]
+        except Exception as error:
+            msg = (
+                f"{self!r}: {kind} cannot be tried on small parameters, to see whether it"
+                f" updates each element for itself: {error!r}."
+            )
+            raise OptimizerError(msg) from error
+        differ = [
+            name
+            for name, param in whole.items()
+            if param.ndim
+            and not _close(param, torch.cat([part[name] for part in parts]))
+        ]
+        if differ:
+            msg = (
+                f"{self!r}: {kind} updates an element by more than its own gradient, and a"
+                f" rank has only a part of them: {', '.join(differ[:5])} came out otherwise in"
+                " parts. Take an optimizer that goes element by element, such as AdamW, or"
+                " af.wrap_ddp."
+            )
+            raise OptimizerError(msg)
+
+    def engine(self, state: TrainState) -> Engine:
+        """Build torch's units around the state's parts."""
+        from accelfn.engine.fsdp import FSDPRunner  # noqa: PLC0415
+        from accelfn.engine.shard_home import ShardHome, Splitter  # noqa: PLC0415
+
+        definition = state.definition
+        layout = definition.layout
+        assert layout is not None  # noqa: S101 - one rank has no engine of its own
+        splitter = Splitter(
+            mesh=layout.mesh,
+            units=self._units,
+            reshard_after_forward=self.reshard_after_forward,
+            gather_dtype=self.gather_dtype,
+            reduce_dtype=self.reduce_dtype,
+        )
+        home = ShardHome(
+            definition.skeleton, layout, splitter, state.params, state.buffers
+        )
+        make = partial(
+            FSDPRunner,
+            ranks=state.world.loss,
+            in_parts=self.accumulate == "sharded",
+            finds_unused=self.find_unused_parameters,
+        )
+
+        def runner(module: nn.Module, live: object) -> "FSDPRunner":
+            del live
+            return make(module, home)
+
+        return Engine(state, home, runner)
+
+    def _units(self, module: nn.Module) -> list[nn.Module]:
+        return units_of(module, self.units, f"{self!r}")
+
+    def _check_axes(self, world: World) -> None:
+        """Refuse a world in which there is nothing to split over."""
+        if not world.axes or world.loss.size == 1:
+            return
+        if folded(world.axes).get("dp_shard", 1) == 1:
+            msg = (
+                f"{self!r}: the world has no dp_shard of several ranks to split over:"
+                f" {dict(world.axes)}. Name one, as axes={{'dp_shard': -1}}, or take"
+                " af.wrap_ddp()."
+            )
+            raise WorldError(msg)
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether numbers are equal up to the rounding of a few operations."""
+    few = 16 * torch.finfo(one.dtype).eps
+    return bool(((one - other).abs() <= few * (1 + one.abs())).all())

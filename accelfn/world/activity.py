@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Activity`: what a rank is doing, for errors, crash bundles and the logs of simulations."""
+
+from collections import deque
+
+
+class Activity:
+    """What one rank is doing, in whatever worlds it is.
+
+    Nothing is decided by it: it is written in passing, and read when something went wrong.
+
+    Attributes:
+        label: of the collective that the rank is in, if it is in one.
+        structure: of the tree that the collective is about, where ranks are simulated.
+        step: the update that it takes, or took last.
+        is_between: whether that update is over.
+        trail: the latest collectives, each with its update.
+    """
+
+    __slots__ = ("is_between", "label", "step", "structure", "trail")
+
+    def __init__(self) -> None:
+        """Begin with nothing done."""
+        self.label: str | None = None
+        self.structure: str | None = None
+        self.step: int | None = None
+        self.is_between = False
+        self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Axes: a world's ranks as the cells of a box, one dimension for each way to share the work.
+
+Pure arithmetic. The outermost axis comes first and the last one is the densest, so that ranks
+which talk most are neighbours: the order of torchtitan and Accelerate.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelfn.base.arguments import is_integer
+from accelfn.errors import ArgumentError
+
+AXES: Mapping[str, str] = {
+    "dp_replicate": "copies of the model, each on its own samples",
+    "dp_shard": "the ranks that one copy is split over, each on its own samples",
+    "cp": "parts of one sample's sequence",
+    "tp": "parts of one layer",
+}
+"""The axes, outermost first, and what the ranks along each have."""
+VARIABLE = "ACCELFN_AXES"
+"""Of the environment: the axes as text, which `accelfn launch --axes` gives its ranks."""
+BATCH = ("dp_replicate", "dp_shard")
+LOSS = ("dp_replicate", "dp_shard", "cp")
+
+
+def resolved(call: str, axes: object, size: int) -> dict[str, int]:
+    """Return the size of each axis, outermost first, with -1 filled in.
+
+    Raises:
+        ArgumentError: an axis is unknown, its size is none, two are -1, or the product is not
+            the world's size.
+    """
+    if not isinstance(axes, Mapping):
+        msg = (
+            f'{call}(axes={axes!r}): expected sizes by name, such as {{"dp_shard": 4}}.'
+        )
+        raise ArgumentError(msg)
+    return _resolved(f"{call}(axes={axes!r})", axes, size)
+
+
+def of_text(word: str, text: str, size: int | None) -> dict[str, int]:
+    """Return the axes that a text such as `dp_replicate=2,dp_shard=4` names, resolved.
+
+    Args:
+        word: how the text was given, for a refusal.
+        text: names and sizes.
+        size: of the world; None where it is not known yet, and -1 stays.
+
+    Raises:
+        ArgumentError: as of `resolved`; or the text is no names and sizes, or has a name twice.
+    """
+    sizes: dict[str, int | str] = {}
+    for part in text.split(","):
+        name, equals, extent = (each.strip() for each in part.partition("="))
+        if not name or not equals or name in sizes:
+            msg = (
+                f"{word}: expected sizes by name, each name once, such as"
+                " dp_replicate=2,dp_shard=4."
+            )
+            raise ArgumentError(msg)
+        sizes[name] = _number(extent)
+    return _resolved(word, sizes, size)
+
+
+def _number(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def chosen(call: str, axes: object, text: str | None, size: int) -> dict[str, int]:
+    """Return the axes that a script and its launcher name together; none where neither does.
+
+    Raises:
+        ArgumentError: as of `resolved`; or the two name different ones.
+    """
+    asked = {} if axes is None else resolved(call, axes, size)
+    if not text:
+        return asked
+    launched = of_text(f"{VARIABLE}={text}", text, size)
+    if axes is None:
+        return launched
+    if _several(asked) != _several(launched):
+        msg = (
+            f"{call}(axes={axes!r}) and {VARIABLE}={text}, which `accelfn launch --axes`"
+            " sets, name different axes. Leave out one of the two."
+        )
+        raise ArgumentError(msg)
+    return asked
+
+
+def _several(axes: Mapping[str, int]) -> dict[str, int]:
+    return {name: axes[name] for name in long(axes, tuple(axes))}
+
+
+def _resolved(given: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, int]:
+    """Return sizes as `resolved` does; where the world's is not known, -1 stays."""
+    sizes: dict[str, int] = dict(axes)
+    for name, extent in sizes.items():
+        _check(given, name, extent)
+    free = [name for name, extent in sizes.items() if extent == -1]
+    known = math.prod(extent for extent in sizes.values() if extent != -1)
+    if len(free) > 1:
+        msg = f"{given}: -1 is what is left, so one axis can have it."
+        raise ArgumentError(msg)
+    if size is not None:
+        if free and size % known == 0:
+            sizes[free[0]] = size // known
+        if math.prod(sizes.values()) != size:
+            product = " x ".join(str(extent) for extent in sizes.values()) or "none"
+            msg = (
+                f"{given}: the sizes, {product}, do not multiply to the world's"
+                f" {size} ranks. Leave one of them to -1, or start another number of ranks."
+            )
+            raise ArgumentError(msg)
+    return {name: sizes[name] for name in AXES if name in sizes}
+
+
+def extents(call: str, axes: object) -> dict[str, int]:
+    """Return the sizes of axes that are all given, outermost first.
+
+    Raises:
+        ArgumentError: an axis is unknown, or its size is none.
+    """
+    values = dict(axes).values() if isinstance(axes, Mapping) else ()
+    if -1 in values:
+        msg = (
+            f"{call}(axes={axes!r}): expected a number of ranks along each axis; there is no"
+            " world yet, of which -1 could be what is left."
+        )
+        raise ArgumentError(msg)
+    return resolved(call, axes, math.prod(n for n in values if is_integer(n, 1)))
+
+
+def _check(given: str, name: object, extent: object) -> None:
+    if name == "pp" and extent == 1:
+        return
+    check_name(given, name)
+    if not is_integer(extent, 1) and extent != -1:
+        msg = (
+            f"{given}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or"
+            " -1 for what is left."
+        )
+        raise ArgumentError(msg)
+
+
+def folded(axes: Mapping[str, int]) -> dict[str, int]:
+    """Return the axes that a model is split over: what is along "cp" counts to "dp_shard"."""
+    sizes = {name: axes[name] for name in axes if name != "cp"}
+    if axes.get("cp", 1) > 1:
+        sizes["dp_shard"] = axes.get("dp_shard", 1) * axes["cp"]
+    return {name: sizes[name] for name in AXES if name in sizes}
+
+
+def rows(axes: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return all groups of ranks that differ in these axes only, each in ascending order."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(axes.values())):
+        cell = place(axes, rank)
+        others = tuple(at for name, at in cell.items() if name not in names)
+        found.setdefault(others, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def check_name(call: str, name: object) -> None:
+    """Refuse what is no axis.
+
+    Raises:
+        ArgumentError: it is none, and perhaps nearly one.
+    """
+    if name == "pp":
+        msg = (
+            f'{call}: "pp" would split the model into stages, which accelfn does not do. Split'
+            ' the parameters along "dp_shard", or sequences along "cp".'
+        )
+        raise ArgumentError(msg)
+    if name not in AXES:
+        near = difflib.get_close_matches(str(name), AXES, n=1, cutoff=0.4)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        msg = f"{call}: {name!r} is no axis; they are {', '.join(AXES)}.{meant}"
+        raise ArgumentError(msg)
+
+
+def row(axes: Mapping[str, int], names: Sequence[str], rank: int) -> tuple[int, ...]:
+    """Return the group of a rank: those that differ from it in these axes only."""
+    if not names:
+        return (rank,)
+    return next(ranks for ranks in rows(axes, names) if rank in ranks)
+
+
+def place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Return where along each axis a rank stands."""
+    found: dict[str, int] = {}
+    for name, extent in reversed(tuple(axes.items())):
+        rank, found[name] = divmod(rank, extent)
+    return {name: found[name] for name in axes}
+
+
+def long(axes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the names along which there are several ranks, outermost first."""
+    return tuple(name for name in axes if name in names and axes[name] > 1)
+
+
+def joined(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Return every run of neighbouring axes of several ranks, but that of all."""
+    names = long(axes, tuple(axes))
+    runs = [
+        names[begin:end]
+        for begin in range(len(names))
+        for end in range(begin + 1, len(names) + 1)
+    ]
+    return [run for run in runs if run != names]

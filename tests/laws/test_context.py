@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that have a part of each sequence train what one rank with all of it does."""
+
+import tempfile
+from itertools import islice
+from math import prod
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.long_texts import AXES, Text, engines, loss_of_tokens, texts
+from tests.laws.worlds import close_means, single
+from tests.strategies import differences, tensors
+
+runs = st.sampled_from(AXES).flatmap(
+    lambda axes: st.tuples(st.just(axes), texts(axes["cp"]))
+)
+Found = tuple[dict[str, torch.Tensor], list[dict[str, float]]]
+
+
+def trained(world: af.World, text: Text, *engine: object) -> Found:
+    """Return what a state has after three updates, and the metrics of each and at the end."""
+    state, step = text.state(world, *engine), af.make_step(loss_of_tokens)
+    means: list[dict[str, float]] = []
+    for batch in islice(af.batches(state), 3):
+        state, metrics = step(state, batch)
+        means.append(af.mean(metrics, world))
+    means.append(af.evaluate(state, text.data(), loss_of_tokens))
+    return tensors(state), means
+
+
+@given(
+    run=runs,
+    engine=engines,
+    dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
+)
+def test_parts_of_sequences_train_what_the_whole_does(
+    run: tuple[dict[str, int], Text], engine: object, dtype: torch.dtype
+) -> None:
+    """Parameters, optimizer state, averages and metrics are those of one rank."""
+    axes, text = run[0], attrs.evolve(run[1], dtype=dtype)
+    alone, means = trained(single(), text)
+    setup = (engine, af.context_parallel())
+    ranks = simulate(prod(axes.values()), lambda w: trained(w, text, *setup), axes=axes)
+    within = 1e-13 if dtype is torch.float64 else 2e-6
+    for found, seen in ranks:
+        whole = {name: value for name, value in alone.items() if name in found}
+        assert differences(whole, found, within=within) == []
+        if dtype is torch.float64:
+            assert all(close_means(*pair) for pair in zip(means, seen, strict=True))
+
+
+@given(run=runs, engine=engines)
+def test_each_token_counts_once(
+    run: tuple[dict[str, int], Text], engine: object
+) -> None:
+    """The weight of an update, and of its metrics, is that of all tokens of its texts."""
+    axes, text = run
+
+    def weights(world: af.World, *setup: object) -> list[tuple[float, float]]:
+        state = text.state(world, *setup)
+        batch = next(iter(af.batches(state)))
+        metrics, grads = af.value_and_grad(loss_of_tokens)(state, batch)
+        total = torch.as_tensor(metrics.sums["hit"].weight, dtype=torch.float64)
+        seen = af.reduce(total.reshape(1), world)
+        return [(float(grads.taken.divisor) * grads.taken.num_averaged, float(seen))]
+
+    setup = (engine, af.context_parallel())
+    (expected,) = weights(single())
+    size = prod(axes.values())
+    for (found,) in simulate(size, lambda w: weights(w, *setup), axes=axes):
+        assert found == (expected[1], expected[1])
+
+
+@given(run=runs, engine=engines, other=st.sampled_from([None, {"dp_shard": 2}]))
+def test_what_trained_on_parts_goes_on_anywhere(
+    run: tuple[dict[str, int], Text], engine: object, other: dict[str, int] | None
+) -> None:
+    """A checkpoint of ranks along "cp" is loaded bitwise by one process, and by others."""
+    axes, text = run
+    setup = (engine, af.context_parallel())
+
+    def saved(world: af.World, folder: str) -> dict[str, torch.Tensor]:
+        state, step = text.state(world, *setup), af.make_step(loss_of_tokens)
+        state, _ = step(state, next(iter(af.batches(state))))
+        af.save(state, folder)
+        return tensors(state)
+
+    def loaded(world: af.World, folder: str) -> dict[str, torch.Tensor]:
+        begun = text.state(world, *((af.wrap_fsdp(),) if other else ()))
+        return tensors(af.load(begun, folder))
+
+    with tempfile.TemporaryDirectory() as parent:
+        folder = f"{parent}/saved"
+        ranks = simulate(prod(axes.values()), lambda w: saved(w, folder), axes=axes)
+        found: Any = (
+            simulate(2, lambda w: loaded(w, folder), axes=other).results
+            if other
+            else [loaded(single(), folder)]
+        )
+        for each in found:
+            assert differences(ranks[0], each, within=0) == []
+
+
+@given(
+    axes=st.dictionaries(
+        st.sampled_from(["dp_replicate", "dp_shard", "cp", "tp"]),
+        st.integers(1, 3),
+        min_size=1,
+    ),
+    n=st.integers(1, 11),
+    batch_size=st.integers(1, 5),
+    kind=st.sampled_from(["items", "stream", "dispatch"]),
+    cut=st.integers(0, 3),
+)
+def test_ranks_of_one_batch_read_alike(
+    axes: dict[str, int], n: int, batch_size: int, kind: str, cut: int
+) -> None:
+    """Ranks along "cp" and "tp" have the same samples; the others have each once."""
+    if prod(axes.values()) > 8:
+        return
+    options = {
+        "items": {},
+        "stream": {"replay": True},
+        "dispatch": {"replay": True, "dispatch": True},
+    }[kind]
+    source: Any = list(range(n)) if kind == "items" else Counting(n)
+
+    def read(world: af.World) -> tuple[tuple[int, ...], list[list[float]]]:
+        data = af.Data(source, batch_size=batch_size, **options)
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            data=data,
+            setup=af.chain(af.shard_data(), Sharing()),
+            world=world,
+        )
+        batches = iter(af.batches(state, epochs=1))
+        first = [*islice(batches, cut)]
+        if first:
+            rest = af.batches(attrs.evolve(state, cursor=first[-1].cursor), epochs=1)
+            batches = iter(() if first[-1].cursor.epoch else rest)
+        own = [
+            [] if batch.weights[0] == 0 else torch.as_tensor(batch.value).tolist()
+            for batch in [*first, *batches]
+        ]
+        return (world.batch.rank,), own
+
+    by_place: dict[tuple[int, ...], list[list[float]]] = {}
+    for place, own in simulate(prod(axes.values()), read, axes=axes):
+        assert by_place.setdefault(place, own) == own
+    seen = sorted(each for own in by_place.values() for part in own for each in part)
+    assert seen == list(range(n))
+
+
+class Counting(torch.utils.data.IterableDataset[int]):
+    """Numbers from 0 on."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return iter(range(self.n))
+
+
+@af.transform
+class Sharing:
+    """Says that ranks share samples."""
+
+    tells = {"splits_sequences": True, "splits_layers": True}  # noqa: RUF012
+    refuses = {"apart": "{other!r}"}  # noqa: RUF012

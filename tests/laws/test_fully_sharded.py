@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A split model's step is the loop that torch's tutorial on `fully_shard` writes by hand."""
+
+from math import isclose, prod
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.fully_sharded import OPTIMIZERS, Loop, both
+from tests.laws.split_models import AXES
+from tests.strategies import differences
+
+dtypes = st.sampled_from([None, None, torch.float32, torch.bfloat16])
+options = st.fixed_dictionaries(
+    {
+        "reshard_after_forward": st.booleans(),
+        "gather_dtype": dtypes,
+        "reduce_dtype": dtypes,
+        "accumulate": st.sampled_from(["whole", "sharded"]),
+    }
+)
+loops = st.builds(
+    Loop,
+    st.sampled_from(sorted(OPTIMIZERS)),
+    micro=st.sampled_from([1, 2, 4]),  # by which a division is exact
+    clip=st.sampled_from([None, None, 0.1]),
+    options=options,
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+
+
+@given(loop=loops, axes=st.sampled_from([AXES[0], AXES[2], AXES[6]]))
+def test_a_step_is_that_of_the_tutorial(loop: Loop, axes: dict[str, int]) -> None:
+    """Bitwise, of equal shares, in any dtypes and axes, with micro-batches; up to rounding
+    where a norm is clipped.
+    """
+    eps = torch.finfo(loop.dtype).eps
+
+    def fn(world: af.World) -> None:
+        ours, theirs, (loss, by_hand) = both(world, loop)
+        for one, other in zip(ours, theirs, strict=True):
+            within = 0.0 if loop.clip is None else 64 * eps
+            assert differences(other, one, within=within) == []
+        assert isclose(loss, by_hand, rel_tol=64 * eps)
+
+    simulate(prod(axes.values()), fn, axes=axes)

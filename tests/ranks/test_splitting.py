@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are split, on real processes: as on simulated ranks, and as torch alone."""
+
+import tempfile
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+
+import accelfn as af
+from accelfn.testing.simulate import simulate
+from tests.laws.long_texts import Text, engines, loss_of_tokens, texts
+from tests.laws.split_models import LOSSES, Run, runs, wraps
+from tests.processes import run_ranks
+from tests.ranks.programs_of_shards import UPDATES, Training, by_hand
+from tests.strategies import differences
+
+pytestmark = pytest.mark.ranks(2)
+
+SQUARE = {"dp_replicate": 2, "dp_shard": 2}
+PAIRS = {"dp_shard": 2, "cp": 2}
+
+
+@given(run=runs(), wrap=wraps)
+def test_split_models_train_as_on_gloo(run: Run, wrap: object) -> None:
+    """States, metrics, what is saved and loaded, and what is evaluated, of any setup."""
+    with tempfile.TemporaryDirectory() as folder:
+        axes = {"dp_shard": 2}
+        training = Training(run, wrap, axes, folder)
+        simulate(2, training, axes=axes, also="processes")
+
+
+@settings(max_examples=5)
+@given(run=runs(), wrap=wraps)
+def test_copies_of_split_models_train_as_on_gloo(run: Run, wrap: object) -> None:
+    """Up to rounding: Gloo adds up in an order of its own what four ranks have."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training(run, wrap, SQUARE, folder)
+        simulated = simulate(4, training, axes=SQUARE)
+        real = run_ranks(4, training, axes=SQUARE)
+        for one, other in zip(simulated, real, strict=True):
+            for ours, theirs in zip(
+                map(numbers, one), map(numbers, other), strict=True
+            ):
+                assert differences(ours, theirs, within=1e-12) == []
+
+
+@settings(max_examples=5)
+@given(text=texts(2), engine=engines)
+def test_split_sequences_train_as_on_gloo(text: Text, engine: object) -> None:
+    """States and metrics of two ranks, and of two pairs of them, bitwise or up to rounding."""
+    training = partial(read, text=text, engine=engine)
+    simulate(2, training, axes={"cp": 2}, also="processes")
+    simulated = simulate(4, training, axes=PAIRS)
+    for ours, theirs in zip(simulated, run_ranks(4, training, axes=PAIRS), strict=True):
+        assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+
+
+def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:
+    """Return the parameters after two updates, and the metrics of the last."""
+    state = text.state(world, engine, af.context_parallel())
+    step, metrics = af.make_step(loss_of_tokens), af.Metrics({})
+    for batch in islice(af.batches(state), 2):
+        state, metrics = step(state, batch)
+    return {**af.full_params(state, at="train"), **af.mean(metrics, world)}
+
+
+def numbers(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return a state's tensors, or metrics, as tensors."""
+    return {name: torch.as_tensor(value) for name, value in found.items()}
+
+
+def trained(world: af.World, run: Run) -> dict[str, torch.Tensor]:
+    """Train by accelfn."""
+    state, step = run.state(world, af.wrap_fsdp()), af.make_step(LOSSES[run.loss])
+    for batch in run.batches(state, UPDATES):
+        state, _ = step(state, batch)
+    return af.full_params(state, at="train")
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_loop_by_hand_does_the_same(size: int, optimizer: str) -> None:
+    """torch's fully_shard and an optimizer of DTensors, on as many real processes."""
+    run = Run(8, 8, "mean", optimizer, in_list=True, micro=1)
+    for one, other in zip(
+        run_ranks(size, partial(trained, run=run)),
+        run_ranks(size, partial(by_hand, run=attrs.evolve(run))),
+        strict=True,
+    ):
+        assert differences(other, one, within=1e-12) == []

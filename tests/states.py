@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state of one linear layer, for tests that need any state at all, and a state's bits."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import accelfn as af
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+FIELDS = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+
+
+def linear_state(inputs: int = 1, outputs: int = 1, /, **options: Any) -> af.TrainState:
+    """Return a state of a linear layer and SGD; options are those of `TrainState.create`."""
+    model = partial(nn.Linear, inputs, outputs)
+    return af.TrainState.create(**{"model": model, "optimizer": SGD, **options})
+
+
+def bits(tree: Any) -> Any:
+    """Return a tree with the bytes of its tensors, which == compares bitwise."""
+    if isinstance(tree, torch.Tensor):
+        flat = tree.detach().resolve_conj().resolve_neg().reshape(-1)
+        # a copy, for of one element or none any stride counts as contiguous
+        raw = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(torch.uint8)
+        return str(tree.dtype), tuple(tree.shape), raw.numpy().tobytes()
+    if hasattr(tree, "items"):
+        return {key: bits(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(bits(value) for value in tree)
+    return repr(tree)
+
+
+def values(state: af.TrainState) -> dict[str, Any]:
+    """Return all that is saved of a state, to be compared bitwise."""
+    return {name: bits(getattr(state, name)) for name in FIELDS}

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks have roles: no room asks a world for its rank without saying which."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import accelfn
+
+ROOT = Path(accelfn.__file__).parent
+BELOW = ("world", "collectives", "checkpoint", "launching", "testing")
+"""Rooms that make worlds, or act on the ranks that they are given, files and processes."""
+GIVEN = {
+    "loop/control.py": "prints, waits and runs on the ranks that the caller names",
+    "loop/logs.py": "names the ranks that write",
+    "loop/profiling.py": "a file for each rank of the caller's world",
+    "loop/batch_size.py": "the ranks of the caller's world find one size together",
+    "data/split.py": "gives parts to the ranks that the caller names",
+    "data/alike.py": "all ranks that take samples hold the same, whoever shares them",
+    "data/reading.py": "errors name the rank of the state's world",
+    "state/state.py": "a model lies over all ranks of the state's world; its repr",
+    "engine/engine.py": "all ranks of the state's world build an engine together",
+}
+"""What takes the world as it is, and why."""
+WORDS = ("rank", "size", "group")
+
+
+def asked(path: Path) -> list[int]:
+    """Return the lines in which a world is asked as it is."""
+    lines: list[int] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in WORDS:
+            owner = node.value
+            name = getattr(owner, "id", None) or getattr(owner, "attr", None)
+            if name in ("world", "_world"):
+                lines.append(node.lineno)
+    return lines
+
+
+FILES = [
+    path.relative_to(ROOT).as_posix()
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.relative_to(ROOT).parts[0] not in BELOW
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_world_is_asked_by_role(name: str) -> None:
+    """`world.batch`, `world.loss` or an axis; the world as it is only where that is meant."""
+    assert bool(asked(ROOT / name)) is (name in GIVEN), asked(ROOT / name)

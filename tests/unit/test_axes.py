@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of axes: what is left is filled in, what cannot be is refused by name."""
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.testing import run_processes, simulate
+from accelfn.world.axes import chosen, joined, resolved, rows
+
+
+def test_what_is_left_is_filled_in():
+    """-1 is what the other axes leave, and the order is the library's."""
+    assert resolved("call", {"tp": 2, "dp_shard": -1}, 8) == {"dp_shard": 4, "tp": 2}
+    assert list(resolved("call", {"tp": 2, "dp_shard": 1}, 2)) == ["dp_shard", "tp"]
+    assert resolved("call", {"pp": 1, "cp": 3}, 3) == {"cp": 3}
+
+
+def test_a_script_and_its_launcher_name_the_same_axes():
+    """Either alone is taken; both may differ in axes of one rank, and else are refused."""
+    assert chosen("call", None, None, 4) == chosen("call", None, "", 4) == {}
+    assert chosen("call", None, "tp=2, dp_shard=-1", 4) == {"dp_shard": 2, "tp": 2}
+    assert chosen("call", {"dp_shard": -1}, None, 4) == {"dp_shard": 4}
+    agreed = chosen("call", {"dp_shard": -1, "cp": 1}, "dp_shard=4,tp=1", 4)
+    assert agreed == {"dp_shard": 4, "cp": 1}
+    with pytest.raises(af.ArgumentError, match="name different axes"):
+        chosen("call", {"dp_shard": 4}, "dp_shard=2,dp_replicate=2", 4)
+
+
+def test_the_last_axis_is_the_densest():
+    """Neighbours are along "tp"; each group is in ascending order."""
+    axes = {"dp_shard": 2, "tp": 3}
+    assert rows(axes, ["tp"]) == [(0, 1, 2), (3, 4, 5)]
+    assert rows(axes, ["dp_shard"]) == [(0, 3), (1, 4), (2, 5)]
+
+
+def test_groups_are_opened_for_neighbours():
+    """Axes of one rank need none, and stand between nobody."""
+    assert joined({"dp_replicate": 2, "dp_shard": 1, "tp": 2}) == [
+        ("dp_replicate",),
+        ("tp",),
+    ]
+    assert ("dp_shard", "cp") in joined({"dp_shard": 2, "cp": 2, "tp": 2})
+
+
+BAD = {
+    "a product": ({"dp_shard": 3}, "sizes, 3, do not multiply to the world's 4 ranks"),
+    "too large a product": ({"dp_shard": 8}, "do not multiply to the world's 4 ranks"),
+    "what is left": ({"dp_shard": -1, "tp": 3}, "do not multiply"),
+    "two are left": ({"dp_shard": -1, "tp": -1}, "so one axis can have it"),
+    "a name": ({"dp_shards": 4}, "'dp_shards' is no axis.*Did you mean 'dp_shard'"),
+    "no name": ({3: 4}, "3 is no axis"),
+    "a pipeline": ({"pp": 2, "tp": 2}, '"pp" would split the model into stages'),
+    "no size": ({"tp": 0}, "expected a number of ranks, 1 or more, or -1"),
+    "a truth": ({"tp": True}, "expected a number of ranks"),
+    "a list": (["tp"], "expected sizes by name"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_axes_that_cannot_be_are_refused(case):
+    """By name, with what can be, in simulation, on processes and from the environment."""
+    axes, words = BAD[case]
+    with pytest.raises(af.ArgumentError, match=f"(?s)simulate.*{words}"):
+        simulate(4, print, axes=axes)
+    with pytest.raises(af.ArgumentError, match=f"(?s)run_processes.*{words}"):
+        run_processes(4, print, axes=axes)
+    if case != "two are left":
+        with pytest.raises(af.ArgumentError, match="World.from_env"):
+            af.World.from_env(
+                axes={"tp": 1, **axes} if isinstance(axes, dict) else axes
+            )
+
+
+def test_an_axis_that_is_not_there_is_of_one_rank():
+    """So a program along "tp" runs in a world without it."""
+
+    def program(world):
+        part = world.along("tp")
+        assert (part.rank, part.size, part.group) == (0, 1, None)
+        return af.reduce(torch.tensor(float(world.rank)), part).item()
+
+    assert simulate(2, program).results == (0.0, 1.0)
+    assert simulate(2, program, axes={"cp": 2}).results == (0.0, 1.0)
+
+
+def test_axes_between_which_another_stands_have_no_group():
+    """`along` names what stands between; an axis that is none is named with the nearest."""
+    axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+
+    def between(world):
+        world.along("dp_replicate", "tp")
+
+    with pytest.raises(af.ArgumentError, match="between these axes stands another"):
+        simulate(8, between, axes=axes)
+    with pytest.raises(af.ArgumentError, match="'dp' is no axis"):
+        simulate(8, lambda world: world.along("dp"), axes=axes)
+
+
+def test_a_part_of_a_closed_world_is_closed():
+    """It communicates no more than the whole."""
+    axes, parts = {"dp_shard": 2, "tp": 2}, []
+    simulate(4, lambda world: parts.append(world.along("tp")), axes=axes)
+    for part in parts:
+        with pytest.raises(af.errors.WorldError, match="is closed"):
+            af.barrier(part)
+
+
+def test_a_world_by_hand_has_no_axes():
+    """Its process group joins all ranks, and no axis; `from_env` opens one for each."""
+
+    def by_hand(world):
+        af.World(
+            rank=world.rank, size=4, group=world.group, axes={"dp_shard": 2, "tp": 2}
+        )
+
+    with pytest.raises(af.errors.WorldError, match=r"World.from_env\(axes=...\)"):
+        simulate(4, by_hand)
+
+
+def test_a_world_without_axes_has_no_mesh():
+    """And is told how to have one."""
+    with pytest.raises(af.errors.WorldError, match=r'axes=\{"dp_shard": -1\}'):
+        _ = af.World.single(device="cpu").mesh
+
+
+def test_a_batch_size_is_not_searched_along_axes():
+    """The second group in which a size is tried has none."""
+
+    def search(world):
+        af.find_batch_size(lambda *_: None, 4, world)
+
+    with pytest.raises(af.errors.WorldError, match="without axes"):
+        simulate(2, search, axes={"tp": 2})

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `wrap_fsdp` refuses, and what of a split model is seen by others."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.base.shards import local
+from accelfn.testing import simulate
+
+adamw = partial(torch.optim.AdamW, lr=0.1)
+
+
+class Block(nn.Module):
+    """A layer that is called, or asked for its score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square()
+
+
+class Net(nn.Module):
+    """Blocks, of which each batch needs one more."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, x: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        for block in self.blocks[:most]:
+            x = block(x)
+        return x
+
+
+def rows(world: af.World) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(world.rank)
+    return torch.randn(3, 4, generator=generator)
+
+
+def loss_fn(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().mean()
+
+
+def begun(
+    world: af.World, *setup: object, model: Any = Net, **kw: Any
+) -> af.TrainState:
+    setup = setup or (af.wrap_fsdp(),)
+    return af.TrainState.create(
+        model=model,
+        optimizer=kw.pop("optimizer", adamw),
+        setup=af.chain(*setup),
+        world=world,
+        **kw,
+    )
+
+
+def in_two(fn: Any, *args: Any, **kw: Any) -> Any:
+    return simulate(2, lambda world: fn(world, *args, **kw))
+
+
+def tied() -> nn.Module:
+    net = Net()
+    net.blocks[1].layer.weight = net.blocks[0].layer.weight
+    return net
+
+
+def of_two_dtypes() -> nn.Module:
+    net = Net()
+    net.blocks[0].layer.bias = nn.Parameter(net.blocks[0].layer.bias.double())
+    return net
+
+
+def of_complex_numbers() -> nn.Module:
+    return nn.Linear(3, 2, dtype=torch.complex64)
+
+
+UNSPLITTABLE = {
+    "tied": (tied, "tied to a parameter of another unit: of unit 'blocks.0'"),
+    "two dtypes": (of_two_dtypes, "unit 'blocks.0' has parameters of several dtypes"),
+    "complex": (of_complex_numbers, "is complex"),
+}
+
+
+@pytest.mark.parametrize("case", UNSPLITTABLE)
+def test_what_cannot_be_split_is_refused(case):
+    """When the state is made, with the parameters' names."""
+    model, words = UNSPLITTABLE[case]
+    with pytest.raises(af.errors.ModelError, match=words):
+        in_two(begun, model=model)
+
+
+def test_units_that_match_nothing_are_refused():
+    """The classes that there are are named."""
+    with pytest.raises(af.errors.ModelError, match="of the classes Block, Linear"):
+        in_two(begun, af.wrap_fsdp(nn.Conv2d))
+
+
+def test_units_are_of_the_outermost_list():
+    """What a block has in a list of its own is gathered with it."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[1](self.parts[0](x))
+
+    def model() -> nn.Module:
+        net = Net()
+        net.blocks[0] = Nested()
+        return net
+
+    def fn(world: af.World) -> None:
+        af.make_step(loss_fn)(begun(world, model=model), rows(world))
+
+    log = in_two(fn).log
+    gathers = [entry for entry in log if entry.kind == "all_gather_single"]
+    assert len(gathers) == 2 * 2
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_units_are_given_up_as_was_asked(reshard):
+    """Those that were given up are gathered again for the backward pass."""
+
+    def fn(world: af.World) -> None:
+        wrap = af.wrap_fsdp(reshard_after_forward=reshard)
+        af.make_step(loss_fn)(begun(world, wrap), rows(world))
+
+    log = in_two(fn).log
+    gathers = [entry for entry in log if entry.kind == "all_gather_single"]
+    assert len(gathers) == 2 * (1 + reshard)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_an_optimizer_that_couples_elements_is_refused(name):
+    """It is tried, whole and in parts; one that goes element by element is not named."""
+    optimizer = partial(getattr(torch.optim, name), lr=0.1)
+    model = partial(nn.Linear, 4, 4, bias=False)
+    with pytest.raises(af.errors.OptimizerError, match=f"{name} updates an element by"):
+        in_two(begun, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"dp_shard": 2, "tp": 2}, "The world has 2 ranks along 'tp'"),
+        ({"dp_replicate": 4}, "no dp_shard of several ranks"),
+    ],
+)
+def test_worlds_that_are_not_split_are_refused(axes, words):
+    """When the state is made."""
+    with pytest.raises(af.errors.WorldError, match=words):
+        simulate(4, begun, axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (af.wrap_ddp(), "wrap_ddp"),
+        (af.local_sgd(sync_every=2), "has one model that is split|Leave out one"),
+        (af.optimizer_in_backward(), "reduces the gradients of a unit at once"),
+        (af.compile(), "Give regions=, the units"),
+        (af.compress("fp16"), "af.wrap_ddp\\(\\) reduces"),
+    ],
+)
+def test_what_cannot_stand_beside_it_is_refused(other, words):
+    """By a sentence with the way out, when composed or when a state is made."""
+    with pytest.raises(af.errors.CompositionError, match=words):
+        in_two(begun, af.wrap_fsdp(), other)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"units": "blocks"}, "expected a class of modules"),
+        ({"gather_dtype": "bf16"}, "expected a dtype of real numbers"),
+        ({"reduce_dtype": torch.int32}, "expected a dtype of real numbers"),
+        ({"accumulate": "parts"}, 'expected "whole" or "sharded"'),
+        ({"reshard_after_forward": 1}, "expected True or False"),
+    ],
+)
+def test_options_that_are_none_are_refused(options, words):
+    """What was given is in the sentence."""
+    with pytest.raises(af.ArgumentError, match=words):
+        af.wrap_fsdp(**options)
+
+
+def test_another_method_of_a_unit_is_refused():
+    """Its parameters were not gathered."""
+
+    def scored(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net.blocks[0].score(x).mean()
+
+    def fn(world: af.World) -> None:
+        af.make_step(scored)(begun(world), rows(world))
+
+    with pytest.raises(af.errors.LossError, match="a unit that was not gathered"):
+        in_two(fn)
+
+
+def test_parameters_that_take_no_part_are_named():
+    """The rank that sees it says so; find_unused_parameters leaves them as they are."""
+
+    def half(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net.blocks[0](x).square().mean()
+
+    def fn(world: af.World, **options: bool) -> dict[str, torch.Tensor]:
+        state = begun(world, af.wrap_fsdp(**options))
+        before = af.full_params(state, at="train")
+        state, _ = af.make_step(half)(state, rows(world))
+        after = af.full_params(state, at="train")
+        return {name: after[name] - before[name] for name in before}
+
+    with pytest.raises(af.errors.UnusedParametersError, match="blocks.1.layer.weight"):
+        in_two(fn)
+    for moved in in_two(fn, find_unused_parameters=True):
+        assert [bool(each.any()) for each in moved.values()] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+
+
+def test_a_part_of_an_earlier_micro_batch_stays():
+    """Though the last one comes by less of the model."""
+
+    def deep(net: nn.Module, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+        x, most = batch
+        return net(x, most).square().mean()
+
+    def fn(world: af.World, *setup: object) -> dict[str, torch.Tensor]:
+        state = begun(world, *setup, optimizer=partial(torch.optim.SGD, lr=0.1))
+        compute = af.value_and_grad(deep)
+        batch = rows(world)
+        _, grads = compute(state, (batch, 2), sync=False)
+        _, grads = compute(state, (batch, 1), into=grads)
+        return af.full_params(af.apply_grads(state, grads), at="train")
+
+    unused = partial(af.wrap_fsdp, find_unused_parameters=True)
+    whole, parts = (in_two(fn, unused(accumulate=way)) for way in ("whole", "sharded"))
+    replicas = in_two(fn, af.wrap_ddp(find_unused_parameters=True))
+    for one, two, three in zip(whole, parts, replicas, strict=True):
+        for name, param in one.items():
+            assert torch.allclose(param, two[name], atol=1e-6)
+            assert torch.allclose(param, three[name], atol=1e-6)
+
+
+class Either(nn.Module):
+    """A unit of two layers, of which a batch needs the first, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if both else x
+
+
+@pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}, set()])
+def test_a_part_of_a_unit_is_left_out_by_one_rank(ranks):
+    """It has the gradient of the others; what all leave out has none, as under replicas."""
+
+    def loss(net: nn.Module, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        return net[0](*batch).square().mean()
+
+    def fn(world: af.World, wrap: Any) -> dict[str, torch.Tensor]:
+        model = lambda: nn.ModuleList([Either()])  # noqa: E731 - drawn on each rank
+        state = begun(world, wrap(find_unused_parameters=True), model=model)
+        step = af.make_step(loss)
+        for _ in range(2):
+            state, _ = step(state, (rows(world), world.rank in ranks))
+        return af.full_params(state, at="train")
+
+    split, replicas = (in_two(fn, wrap) for wrap in (af.wrap_fsdp, af.wrap_ddp))
+    for one, other in zip(split, replicas, strict=True):
+        for name, param in one.items():
+            assert torch.allclose(param, other[name], atol=1e-6)
+
+
+class Centred(nn.Module):
+    """A layer of what is left when the running mean is taken off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.5)
+        return self.layer(x - self.mean)
+
+
+def test_buffers_are_those_of_replicas():
+    """Ranks begin an update with rank 0's, and each micro-batch goes on from its rank's."""
+
+    def fn(world: af.World, wrap: Any) -> dict[str, torch.Tensor]:
+        several = af.accumulate(num_micro_batches=2)
+        state = begun(world, wrap, several, model=Centred)
+        step = af.make_step(loss_fn)
+        for i in range(3):
+            values = [rows(world) + i, rows(world) * i]
+            state, _ = step(state, af.micro_batches(torch.cat(values), 2))
+        return {**af.full_params(state, at="train"), **state.buffers}
+
+    split, replicas = (in_two(fn, wrap) for wrap in (af.wrap_fsdp(), af.wrap_ddp()))
+    for one, other in zip(split, replicas, strict=True):
+        for name, value in one.items():
+            assert torch.allclose(value, other[name], atol=1e-6), name
+
+
+def test_a_world_of_one_is_whole():
+    """It trains as without it, and its tensors are torch's own."""
+    world = af.World.single(device="cpu")
+    states = [begun(world, setup) for setup in (af.wrap_fsdp(), af.identity())]
+    step = af.make_step(loss_fn)
+    for i, state in enumerate(states):
+        states[i], _ = step(state, rows(world))
+    for name, param in states[0].params.items():
+        assert type(param) is torch.Tensor
+        assert torch.equal(param, states[1].params[name])
+
+
+def test_parameters_that_are_put_in_are_cut():
+    """`with_params` takes whole ones on each rank."""
+
+    def fn(world: af.World) -> list[tuple[int, ...]]:
+        state = begun(world)
+        whole = {n: torch.ones(p.shape) for n, p in state.params.items()}
+        state = state.with_params(whole)
+        state, _ = af.make_step(loss_fn)(state, rows(world))
+        return [tuple(local(p).shape) for p in state.params.values()]
+
+    assert list(in_two(fn)) == [[(2, 4), (2,), (2, 4), (2,)]] * 2
+
+
+def test_averages_are_evaluated():
+    """By `evaluate` and `predict`, one unit at a time, as by a module that holds them."""
+
+    def fn(world: af.World) -> None:
+        state, step = begun(world, af.wrap_fsdp(), af.ema(0.9)), af.make_step(loss_fn)
+        for _ in range(3):
+            state, _ = step(state, rows(world))
+        held_out = torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
+        data = af.Data(held_out, batch_size=2)
+        found = af.evaluate(state, data, loss_fn)["loss"]
+        with af.bind(state, at="eval", gather=True) as net, torch.no_grad():
+            expected = loss_fn(net, held_out).item()
+        assert found == pytest.approx(expected, rel=1e-5)
+
+    in_two(fn)
+
+
+def test_what_is_lent_is_whole():
+    """A module that is lent or frozen has plain tensors; without gather=True none is lent."""
+
+    def fn(world: af.World) -> None:
+        state = begun(world)
+        with af.bind(state, gather=True) as net:
+            lent = [type(param.data) for param in net.parameters()]
+        assert {*lent, *(type(p.data) for p in af.frozen(state).parameters())} == {
+            torch.Tensor
+        }
+        with pytest.raises(af.errors.StateError, match="gather=True"):
+            af.bind(state).__enter__()
+
+    in_two(fn)
+
+
+@pytest.mark.parametrize(("accumulate", "parts"), [("whole", 1), ("sharded", 2)])
+def test_whole_gradients_are_estimated(accumulate, parts):
+    """Until the last micro-batch each rank has all of them, where they are kept whole."""
+    setup = af.chain(
+        af.wrap_fsdp(accumulate=accumulate), af.accumulate(num_micro_batches=2)
+    )
+    estimate = af.memory_estimate(
+        Net, setup, optimizer=adamw, axes={"dp_shard": 2}
+    ).by_dtype[torch.float32]
+    assert estimate.grads == 2 * estimate.params // parts
+
+
+class Odd(nn.Module):
+    """A parameter of some shape and dtype."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(
+            torch.arange(1, 1 + math.prod(shape)).view(shape).to(dtype)
+        )
+        self.other = nn.Parameter(torch.ones(2, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.other) * (self.odd.square().sum() + self.other.sum())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (0,), (0, 2), (5, 1, 2)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
+def test_any_dtype_and_shape(dtype, shape):
+    """A parameter stays of its dtype, and is what one rank makes of it."""
+
+    def fn(world: af.World, *setup: object) -> dict[str, torch.Tensor]:
+        optimizer = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
+        state = begun(
+            world, *setup, model=partial(Odd, shape, dtype), optimizer=optimizer
+        )
+        step = af.make_step(lambda net, x: net(x).float().mean())
+        for _ in range(2):
+            state, _ = step(state, torch.full((2,), 0.25))
+        return af.full_params(state, at="train")
+
+    (alone,) = simulate(1, lambda world: fn(world, af.identity()))
+    within = 8 * torch.finfo(dtype).eps
+    for found in simulate(3, fn):
+        for name, param in alone.items():
+            assert (found[name].dtype, found[name].shape) == (dtype, param.shape)
+            assert torch.allclose(param, found[name], rtol=within, atol=within)
