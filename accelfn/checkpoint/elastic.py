@@ -174,7 +174,7 @@ def source_of(
         manifest=manifest,
         device=str(world.device),
         verify=verify,
-        sharded={**_belonging(state, manifest), **_sharded(state)},
+        sharded=_sharded(state, manifest),
     )
     if manifest.world_size == world.size:
         return attrs.evolve(source, rank=world.rank if differs else 0)
@@ -183,12 +183,19 @@ def source_of(
     return _averaging(state, source)
 
 
-def _sharded(state: TrainState) -> Mapping[str, torch.Tensor]:
-    """Return a state's DTensors, by the names under which they are saved."""
+def _sharded(state: TrainState, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+    """Return how what is split is to lie, by the names under which it is saved.
+
+    As the state has it; what the state does not have yet, as its parameter.
+    """
     fields = fields_of(state)
     if not any(map(is_sharded, tree.tree_leaves(fields))):
-        return {}
-    return encoded(fields)[1].sharded
+        return _belonging(state, manifest)
+    there = encoded(fields)[1]
+    # a name that is a number may be another's
+    known = {name for name in there if not name.startswith("<")}
+    to_come = _belonging(state, manifest)
+    return {n: t for n, t in to_come.items() if n not in known} | there.sharded
 
 
 def _belonging(state: TrainState, manifest: Manifest) -> Mapping[str, torch.Tensor]:

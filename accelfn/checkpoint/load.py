@@ -4,6 +4,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from accelfn.base.calling import called
 from accelfn.checkpoint import compare
@@ -12,7 +13,8 @@ from accelfn.checkpoint.fields import with_fields
 from accelfn.checkpoint.keep import check_no_store
 from accelfn.checkpoint.manifest import read_manifest
 from accelfn.checkpoint.options import check_path
-from accelfn.checkpoint.partial import Loaded, Wanted, taken, with_kept
+from accelfn.checkpoint.partial import Loaded, Wanted, kept_of, taken
+from accelfn.checkpoint.together import together
 from accelfn.errors import CheckpointError
 from accelfn.state.state import TrainState, check_state
 
@@ -39,7 +41,11 @@ def load(
             "order" and "fingerprint".
         verify: whether to compare every byte with its digest.
 
-    Cost: one reading of the files that this rank needs, and SHA-256 of them.
+    Where each rank has a part of the model, all ranks load or none does: a file that one
+    cannot read is an error on all, which names it.
+
+    Cost: one reading of the files that this rank needs, and SHA-256 of them; of a model in
+    parts two small gathers, and one of its frozen parameters that were saved by hash.
 
     Raises:
         CheckpointCorruptError: a file is missing, or has changed; it and the first tensor in
@@ -48,12 +54,17 @@ def load(
             saved; the differences are listed, with the nearest names.
         ArgumentError: an option is none of these words.
     """
-    source = _opened("af.load", state, directory, verify=verify)
-    folder, manifest = source.folder, source.manifest
-    compare.check_transforms(state, manifest, folder)
-    compare.check_optimizer(state, manifest, folder)
-    compare.check_data(state, manifest, folder, _several(allow))
-    saved = with_kept(source, source.fields(), state)
+    folder = _folder("af.load", state, directory)
+
+    def read() -> tuple[Source, dict[str, Any]]:
+        source = _opened(state, folder, verify=verify)
+        compare.check_transforms(state, source.manifest, folder)
+        compare.check_optimizer(state, source.manifest, folder)
+        compare.check_data(state, source.manifest, folder, _several(allow))
+        return source, source.fields()
+
+    source, saved = together(state, read)
+    saved["params"] = {**saved["params"], **kept_of(source, state)}
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         found = compare.differences(saved[field], current)
         if found:
@@ -95,19 +106,31 @@ def load_part(
 
     Raises: as `load`, for what is asked for.
     """
-    source = _opened("af.load_part", state, directory, verify=verify)
-    wanted = Wanted(_several(only), missing=missing, extra=extra, cast=cast)
-    return taken(state, source, wanted, _several(allow))
+    folder = _folder("af.load_part", state, directory)
+
+    def read() -> tuple[Source, Wanted, dict[str, Any]]:
+        source = _opened(state, folder, verify=verify)
+        wanted = Wanted(_several(only), missing=missing, extra=extra, cast=cast)
+        if "opt_state" in wanted.only:
+            compare.check_optimizer(state, source.manifest, folder)
+        if "cursor" in wanted.only:
+            compare.check_data(state, source.manifest, folder, _several(allow))
+        return source, wanted, source.fields()
+
+    source, wanted, saved = together(state, read)
+    return taken(state, source, wanted, saved)
 
 
-def _opened(
-    call: str, state: TrainState, directory: str | os.PathLike[str], *, verify: bool
-) -> Source:
-    """Return a checkpoint to read from."""
+def _folder(call: str, state: TrainState, directory: str | os.PathLike[str]) -> Path:
+    """Return where to read, once a state can be loaded into."""
     check_state(f"{call}(state, directory)", state)
     state.lease.check()
     check_path(call, directory, "state, ")
-    folder = Path(directory)
+    return Path(directory)
+
+
+def _opened(state: TrainState, folder: Path, *, verify: bool) -> Source:
+    """Return a checkpoint to read from."""
     check_no_store(folder)
     return source_of(state, read_manifest(folder), folder, verify=verify)
 

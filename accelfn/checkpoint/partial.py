@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading a part of a checkpoint, and saying aloud which."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import torch
 
-from accelfn.base.shards import copied, gathered, is_shard
+from accelfn.base.shards import copied, is_shard
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.commit import digests
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.fields import FIELDS, fields_of, with_fields
+from accelfn.collectives import by_calls
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state.state import TrainState
 
@@ -93,17 +94,12 @@ class Wanted:
 
 
 def taken(
-    state: TrainState, source: Source, wanted: Wanted, allow: Sequence[str]
+    state: TrainState, source: Source, wanted: Wanted, saved: dict[str, Any]
 ) -> Loaded:
-    """Return the state with what was asked for, and what that was."""
-    folder, manifest = source.folder, source.manifest
-    if "opt_state" in wanted.only:
-        compare.check_optimizer(state, manifest, folder)
-    if "cursor" in wanted.only:
-        compare.check_data(state, manifest, folder, allow)
-    saved, fields = source.fields(), fields_of(state.copy())
+    """Return the state with what was asked for of the saved fields, and what that was."""
+    folder, fields = source.folder, fields_of(state.copy())
     if "params" in wanted.only:
-        saved = with_kept(source, saved, state)
+        saved["params"] = {**saved["params"], **kept_of(source, state)}
     refused: list[str] = []
     loaded, missing, unexpected = list[str](), list[str](), list[str]()
     cast: dict[str, str] = {}
@@ -191,18 +187,20 @@ def _compared(
     )
 
 
-def with_kept(
-    source: Source, saved: dict[str, Any], state: TrainState
-) -> dict[str, Any]:
-    """Return fields with copies of the frozen parameters of which hashes alone were saved.
+def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
+    """Return copies of the frozen parameters of which hashes alone were saved.
+
+    Where each rank has a part of them, a collective.
 
     Raises:
         CheckpointError: the state has others.
     """
     kept = source.manifest.kept
     here = {n: p for n, p in state.params.items() if n in kept}
-    # one after the other, for each may be gathered
-    changed = [n for n, p in here.items() if _digest(n, p) != kept[n]]
+    found = digests({n: p for n, p in here.items() if not is_shard(p)})
+    for some in by_calls(here, state.world, label="compare frozen parameters"):
+        found |= digests(some)
+    changed = [n for n in here if found[n] != kept[n]]
     if changed or here.keys() != kept.keys():
         gone = sorted(kept.keys() - here.keys())
         msg = (
@@ -211,11 +209,4 @@ def with_kept(
             f" with other values {compare.some(changed)}. Import them first."
         )
         raise CheckpointError(msg)
-    copies = {n: copied(p) if is_shard(p) else p.clone() for n, p in here.items()}
-    return {**saved, "params": {**saved["params"], **copies}}
-
-
-def _digest(name: str, param: torch.Tensor) -> str:
-    """Return what a whole parameter is known by; where ranks have parts, a collective."""
-    whole = gathered(param) if is_shard(param) else param
-    return digests({name: whole})[name]
+    return {n: copied(p) if is_shard(p) else p.clone() for n, p in here.items()}

@@ -2,6 +2,7 @@
 """Slices of tensors, and one slice made of others: how sharded tensors change worlds."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Self
@@ -156,8 +157,8 @@ def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
     )
 
     sharded: Any = tensor
-    for placement in sharded.placements:
-        if type(placement).__name__ not in ("Shard", "Replicate"):
+    for axis, placement in enumerate(sharded.placements):
+        if not _is_slice(sharded, axis):
             msg = (
                 f"{where} is a DTensor placed as {placement}; only Shard and Replicate are"
                 " saved. Give its redistribute()."
@@ -170,6 +171,17 @@ def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
     if len(offset) != len(shape):  # this rank is not in the mesh
         return Slice(shape, (0,) * len(shape), (0,) * len(shape))
     return Slice(shape, tuple(offset), tuple(size))
+
+
+def _is_slice(sharded: Any, axis: int) -> bool:
+    """Whether what a rank holds by one axis of the mesh is one piece."""
+    placement = sharded.placements[axis]
+    if type(placement).__name__ != "_StridedShard":
+        return type(placement).__name__ in ("Shard", "Replicate")
+    # a piece of every part: one piece, where a further axis gives each rank one part
+    inner = list(enumerate(sharded.placements))[axis + 1 :]
+    parts = [sharded.device_mesh.size(i) for i, p in inner if p.is_shard(placement.dim)]
+    return math.prod(parts) == placement.split_factor
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,8 @@ from accelfn.collectives.packed import scatter_bytes as scatter_bytes
 from accelfn.collectives.packed import sum_ as sum_
 from accelfn.collectives.packed import sum_named as sum_named
 from accelfn.collectives.packed import unpack_ as unpack_
+from accelfn.collectives.parts import by_calls as by_calls
+from accelfn.collectives.parts import wholes as wholes
 from accelfn.collectives.replicas import check_replicas as check_replicas
 from accelfn.collectives.replicas import check_rows as check_rows
 from accelfn.collectives.replicas import check_sums as check_sums

@@ -172,11 +172,14 @@ def sums_of(
     """
     listed = list(tensors)
     sums = torch.stack([checksum(shards.local(tensor)) for tensor in listed])
-    split = [i for i, tensor in enumerate(listed) if shards.is_shard(tensor)]
-    if split:
-        copy = folded(world).along("dp_shard")
-        parts = torch.stack(all_gather(sums[split], copy, label=label))
-        sums[split] = torch.stack([checksum(each) for each in parts.unbind(1)])
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for i, tensor in enumerate(listed):
+        alike.setdefault(shards.cut_axes(tensor), []).append(i)
+    for axes, split in alike.items():
+        if axes:
+            copy = folded(world).along(*axes)
+            parts = torch.stack(all_gather(sums[split], copy, label=label))
+            sums[split] = torch.stack([checksum(each) for each in parts.unbind(1)])
     return sums
 
 
