@@ -155,6 +155,7 @@ if _TYPE_CHECKING:
     from accelfn.transforms.shard import shard_data as shard_data
     from accelfn.transforms.skip import skip_nonfinite as skip_nonfinite
     from accelfn.transforms.sync_batchnorm import sync_batchnorm as sync_batchnorm
+    from accelfn.transforms.tensor_parallel import tensor_parallel as tensor_parallel
     from accelfn.weights.export import export_model as export_model
     from accelfn.weights.export import full_params as full_params
     from accelfn.weights.export import save_pretrained as save_pretrained
@@ -206,6 +207,7 @@ _LATER = {
     "accelfn.transforms.shard": ("shard_data",),
     "accelfn.transforms.skip": ("skip_nonfinite",),
     "accelfn.transforms.sync_batchnorm": ("sync_batchnorm",),
+    "accelfn.transforms.tensor_parallel": ("tensor_parallel",),
     "accelfn.weights.export": ("export_model", "full_params", "save_pretrained"),
     "accelfn.weights.importing": ("import_model",),
     "accelfn.weights.torch_files": ("import_torch_weights",),

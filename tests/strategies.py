@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import gathered, is_shard
+from accelfn.base.shards import is_shard
+from accelfn.collectives import wholes
 from accelfn.testing.strategies import Program
 
 IN, OUT = 3, 2
@@ -170,7 +171,7 @@ def tensors(state: af.TrainState) -> dict[str, torch.Tensor]:
 
     def walk(path: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
-            found[path] = (gathered if is_shard(value) else torch.clone)(value.detach())
+            found[path] = value.detach() if is_shard(value) else value.detach().clone()
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             found[path] = torch.tensor(float(value), dtype=torch.float64)
         elif hasattr(value, "items"):
@@ -181,7 +182,8 @@ def tensors(state: af.TrainState) -> dict[str, torch.Tensor]:
         walk(field, getattr(state, field))
     walk("step", state.step)
     walk("cursor", {"epoch": state.cursor.epoch, "samples": state.cursor.samples})
-    return found
+    has_parts = any(map(is_shard, found.values()))
+    return wholes(found, state.world, label="compare") if has_parts else found
 
 
 def differences(

@@ -499,6 +499,30 @@ def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
     assert losses[0] < 3
 
 
+def test_wide_layers_are_split_between_two_processes(tmp_path: Path) -> None:
+    """Two processes have half of every layer each, and the loss of one that has them whole."""
+    by_two = [*LAUNCH_2, "--axes", "tp=2"]
+    two = output_of(tmp_path, "17_wide_layers.py", *by_two)
+    one = output_of(tmp_path, "17_wide_layers.py")
+
+    assert two.startswith("axes {'tp': 2}, last loss")
+    losses = [float(re.findall(r"loss ([\d.]+)", each)[0]) for each in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3)
+    assert losses[0] < 3
+
+
+def test_wide_layers_are_those_of_one_rank() -> None:
+    """However layers and samples are split, the loss is that of one rank."""
+    train = partial(example("17_wide_layers.py").train, num_updates=3)
+    worlds: list[dict[str, int]] = [{"tp": 1}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
+    losses = [
+        each["loss"]
+        for axes in worlds
+        for each in simulate(prod(axes.values()), train, axes=axes)
+    ]
+    assert pytest.approx([losses[0]] * 7, **ROUNDING) == losses
+
+
 def test_a_long_text_is_that_of_one_rank() -> None:
     """However texts and samples are split, the loss is that of one rank."""
     train = partial(example("16_long_text.py").train, num_updates=3)

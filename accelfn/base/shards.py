@@ -28,6 +28,15 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def cut_axes(tensor: Any) -> tuple[str, ...]:
+    """Return the axes along which a tensor is cut: of a plain one, none."""
+    if not is_shard(tensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()  # a user's mesh may have none
+    placed = zip(names, tensor.placements, strict=False)
+    return tuple(name for name, placement in placed if not placement.is_replicate())
+
+
 def with_local(tensor: Any, part: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies over the ranks as another does, of which this is the part."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - rarely needed
@@ -51,8 +60,3 @@ def copied(tensor: Any) -> torch.Tensor:
     """Return a DTensor of the same numbers, with as much room."""
     part = local(tensor)
     return with_local(tensor, padded(part.detach(), room(part)))
-
-
-def gathered(tensor: Any) -> torch.Tensor:
-    """Return the whole of a DTensor; a collective of its ranks."""
-    return tensor.full_tensor()

@@ -87,7 +87,7 @@ def check_axes(setup: chain, world: World) -> None:
     """
     said = {
         "cp": ("splits_sequences", "add af.context_parallel(seq_dim=...)"),
-        "tp": ("splits_layers", "give these ranks to dp_shard, and add af.wrap_fsdp()"),
+        "tp": ("splits_layers", "add af.tensor_parallel(plan)"),
     }
     for axis, (fact, way) in said.items():
         if world.axes.get(axis, 1) > 1 and fact not in setup.facts:

@@ -31,6 +31,7 @@ FACTS: Mapping[str, str] = {
     "compiles": "the loss is compiled",
     "compression": "a function of a state that returns how buckets cross the ranks",
     "draws_nothing": "its methods draw no random numbers, so none are made ready",
+    "eight_bits": "linear layers multiply in 8 bits",
     "finds_unused": "parameters may take no part in the loss, by an option that is named",
     "judges_finite": "it looks at the gradients, so that a loss may be infinite",
     "micro_batches": "a function of a batch that returns its parts, each of which has its"
@@ -40,6 +41,8 @@ FACTS: Mapping[str, str] = {
     "sees_skips": "its `after_update` is called after a skipped update, too",
     "skips_on_device": "its `after_update` is as well called once a device knows of a skip",
     "small_buckets": "buckets are smaller than 1 MiB",
+    "splits_layers": 'a function of a module and a world that gives ranks along "tp" parts of its'
+    " layers",
     "splits_sequences": 'ranks along "cp" take parts of the same sequences',
     "steps_in_backward": "the optimizer steps while the backward pass runs",
     "whole_gradients": "until the last micro-batch each rank has all of every gradient",

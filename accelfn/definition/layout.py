@@ -6,7 +6,8 @@ stands under a parameter's name and has its shape. They are torch's DTensors, wh
 that of the whole.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cached_property
 from typing import Any, Self, cast
 
 import attrs
@@ -15,11 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from accelfn.base import shards
+from accelfn.collectives import by_calls
 from accelfn.definition.cuts import Cuts, cuts_of, largest_part
 from accelfn.world import World
 from accelfn.world.folding import folded
+
+# torch has no public word for rows of a rank's rows
+# pyright: reportPrivateUsage=false
 
 
 @attrs.frozen(eq=False)
@@ -56,54 +62,117 @@ class Layout:
 
     def spec(self, name: str, like: torch.Tensor) -> DTensorSpec:
         """Return torch's record of how a parameter, or what has its shape, lies."""
-        names = cast("tuple[str, ...]", self.mesh.mesh_dim_names)
         cuts = self.cuts[name]
-        placements = tuple(Shard(cuts[n]) if n in cuts else Replicate() for n in names)
+        placements = tuple(self._placement(cuts, axis) for axis in self._axes)
         meta = TensorMeta(like.shape, like.stride(), like.dtype)
         return DTensorSpec(self.mesh, placements, tensor_meta=meta)
 
-    def cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def _placement(self, cuts: Cuts, axis: str) -> Placement:
+        if axis not in cuts:
+            return Replicate()
+        dim, first = cuts[axis], cuts.get("tp")
+        if axis == "dp_shard" and first == dim:  # rows of a rank's rows
+            return _StridedShard(dim, split_factor=self._axes["tp"])
+        return Shard(dim)
+
+    @cached_property
+    def _axes(self) -> dict[str, int]:
+        names = cast("tuple[str, ...]", self.mesh.mesh_dim_names)
+        return dict(zip(names, self.mesh.shape, strict=True))
+
+    @cached_property
+    def of_layers(self) -> "Layout":
+        """What is left of it where nothing is cut but layers: how a rank computes."""
+        cuts = {n: {"tp": c["tp"]} for n, c in self.cuts.items() if "tp" in c}
+        return attrs.evolve(self, cuts=cuts)
+
+    def computed(self, name: str) -> torch.Size:
+        """Return the shape in which this rank computes with a parameter."""
+        cuts = self.of_layers.cuts.get(name, {})
+        return largest_part(self.shapes[name], cuts, self._axes)
+
+    def laid(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a rank made in the shape in which it computes, as it lies."""
+        if name not in self.of_layers.cuts:
+            return tensor
+        like = torch.empty(self.shapes[name], dtype=tensor.dtype, device="meta")
+        spec = self.of_layers.spec(name, like)
+        return DTensor(tensor, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds of a tensor that all have, in memory of its own.
 
         It has room for as many elements as the largest part, as FSDP gathers them. The whole
-        may be on the CPU: the part is on the world's device.
+        may be on the CPU: the part is on the world's device. Or it may lie already as ranks
+        compute.
         """
         if name not in self.cuts:
-            return whole
-        spec = self.spec(name, whole)
-        size, offset = compute_local_shape_and_global_offset(
-            whole.shape, self.mesh, spec.placements
-        )
-        part = whole.detach()
+            return tensor
+        spec = self.spec(name, tensor)
+        size, offset = self._place(spec)
+        there = (0,) * tensor.ndim
+        if shards.is_shard(tensor):
+            there = self._place(self.of_layers.spec(name, tensor))[1]
+        part = shards.local(tensor).detach()
         for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
-            part = part.narrow(dim, min(begin, part.shape[dim]), length)
-        made = shards.padded(part.to(self.device), self.room(name, whole.shape))
+            part = part.narrow(dim, min(begin - there[dim], part.shape[dim]), length)
+        made = shards.padded(part.to(self.device), self.room(name, tensor.shape))
         return DTensor(made, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+    def _place(self, spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape of this rank's part, and where it begins."""
+        return compute_local_shape_and_global_offset(
+            spec.shape, self.mesh, spec.placements
+        )
 
     def room(self, name: str, shape: torch.Size) -> int:
         """Return how many elements the largest part has."""
-        names = cast("tuple[str, ...]", self.mesh.mesh_dim_names)
-        axes = dict(zip(names, self.mesh.shape, strict=True))
-        return largest_part(shape, self.cuts[name], axes).numel()
+        return largest_part(shape, self.cuts[name], self._axes).numel()
 
 
-def laid_out(tree: Any, layout: Layout | None, shapes: Mapping[str, torch.Size]) -> Any:
+def laid_out(
+    tree: Any, layout: Layout | None, shapes: Mapping[str, torch.Size], world: World
+) -> Any:
     """Return a tree that lay in another way as it lies in a layout.
 
     Gathers what was cut: a collective. From replicas it communicates nothing.
     """
+    found: list[tuple[torch.Tensor, str | None]] = []
 
-    def moved(value: Any, name: str | None) -> Any:
-        if isinstance(value, torch.Tensor):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            belongs = name is not None and whole.shape == shapes[name]
-            return layout.cut(name, whole) if layout and name and belongs else whole
-        if isinstance(value, Mapping):
-            items = cast("Mapping[Any, Any]", value)
-            return {k: moved(v, k if k in shapes else name) for k, v in items.items()}
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            parts = [moved(each, name) for each in cast("list[Any]", value)]
-            return parts if isinstance(value, list) else tuple(parts)
-        return value
+    def noted(tensor: torch.Tensor, name: str | None) -> None:
+        found.append((tensor, name))
 
-    return moved(tree, None)
+    def laid(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+        if layout is None or name is None or tensor.shape != shapes[name]:
+            return tensor
+        return layout.cut(name, tensor)
+
+    _mapped(tree, shapes, noted)
+    parts = {str(i): t for i, (t, _) in enumerate(found) if shards.is_shard(t)}
+    moved = {str(i): laid(*e) for i, e in enumerate(found) if str(i) not in parts}
+    for some in by_calls(parts, world, label="lay out anew"):
+        moved |= {i: laid(whole, found[int(i)][1]) for i, whole in some.items()}
+    order = map(str, range(len(found)))
+
+    def put(_tensor: torch.Tensor, _name: str | None) -> torch.Tensor:
+        return moved[next(order)]
+
+    return _mapped(tree, shapes, put)
+
+
+def _mapped(
+    tree: Any,
+    shapes: Collection[str],
+    fn: Callable[[torch.Tensor, str | None], Any],
+    name: str | None = None,
+) -> Any:
+    """Return a tree with what a function of each tensor, and its parameter's name, gives."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree, name)
+    if isinstance(tree, Mapping):
+        items = cast("Mapping[Any, Any]", tree).items()
+        return {k: _mapped(v, shapes, fn, k if k in shapes else name) for k, v in items}
+    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
+        each = [_mapped(v, shapes, fn, name) for v in cast("list[Any]", tree)]
+        return each if isinstance(tree, list) else tuple(each)
+    return tree

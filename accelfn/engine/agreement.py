@@ -2,20 +2,24 @@
 """What the ranks of a run must say alike of their states, before they train together."""
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from accelfn.collectives import check_rows
+from accelfn.base.shards import cut_axes, local
+from accelfn.collectives import all_reduce_, check_rows
 from accelfn.data.alike import are_alike, check_alike, order_told
 from accelfn.data.fingerprint import form_of
-from accelfn.errors import Error
+from accelfn.errors import Error, LossError
 from accelfn.schedules.rates import Rates
 from accelfn.state.state import TrainState
 from accelfn.structure.prototype import kind_of
+from accelfn.world import World
 
-"""Under which a definition's cache has whether ranks that share no data have the same."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_FAR = 1e-2
+"""How much of their length gradients may differ by, as the order of sums decides."""
 _ASKED = 0, 1, 10, 100, 1000
 """Updates at which a schedule is asked: of two functions, only what they return compares."""
 
@@ -47,6 +51,40 @@ def check_definitions(state: TrainState) -> None:
     else:
         same = are_alike(data, data.looks, state.world)
         definition.cache.has_same_data = same
+
+
+def check_gradients(
+    trained: Iterable[str], gradients: Mapping[str, torch.Tensor], ranks: World
+) -> None:
+    """Raise unless ranks along "tp" have the same gradients of what all of them hold.
+
+    Cost: one sum of these gradients over the ranks, once an engine.
+
+    Raises:
+        LossError: one was computed for the features alone that a rank has.
+    """
+    alike = {
+        name: local(gradients[name]).detach().double()
+        for name in trained
+        if name in gradients and "tp" not in cut_axes(gradients[name])
+    }
+    totals = {name: each.clone() for name, each in alike.items()}
+    lengths = torch.zeros(len(alike), dtype=torch.float64, device=ranks.device)
+    for i, each in enumerate(alike.values()):
+        lengths[i] = each.norm()
+    all_reduce_([*totals.values(), lengths], ranks, label="compare gradients")
+    for (name, mine), length in zip(alike.items(), lengths.tolist(), strict=True):
+        far = (totals[name] - ranks.size * mine).norm()
+        if float(far) > _FAR * length:
+            module = name.rpartition(".")[0]
+            msg = (
+                f"af.tensor_parallel: ranks have other gradients of {name!r}, which all of"
+                " them hold: it is used between a column and a row layer, where each computes"
+                " for the features that it has. If it stands there rightly, as a norm of each"
+                f' head does, add {{{module!r}: "replicated"}} to the plan, and its gradients'
+                " are summed."
+            )
+            raise LossError(msg)
 
 
 def _rows(state: TrainState) -> dict[str, str]:

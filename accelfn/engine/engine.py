@@ -20,9 +20,9 @@ from accelfn.base.shards import is_shard
 from accelfn.collectives import check_replicas
 from accelfn.data.cursor import Cursor
 from accelfn.definition.fields import check_returned
-from accelfn.engine.agreement import check_definitions
+from accelfn.engine.agreement import check_definitions, check_gradients
 from accelfn.engine.buffers import Buffers
-from accelfn.engine.home import Home, ReplicaHome
+from accelfn.engine.home import Home, home_of
 from accelfn.engine.module.made import made
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
@@ -59,6 +59,7 @@ class Engine:
         definition = state.definition
         self._device = definition.world.device
         self._num_losses = definition.world.loss.size
+        self._layer_ranks = definition.world.along("tp")
         self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
         self._key_of: tuple[int | None, int] = (None, 0)
@@ -91,6 +92,7 @@ class Engine:
         # gradients that lie in the home now, not yet applied
         self._live: dict[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
+        self._has_compared = self._layer_ranks.size == 1
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
@@ -307,6 +309,9 @@ class Engine:
                 " tensors that require a gradient."
             )
             raise LossError(msg)
+        if not self._has_compared:
+            check_gradients(self._home.trained, found, self._layer_ranks)
+            self._has_compared = True
         return found
 
     def _key(self, state: TrainState) -> int:
@@ -357,7 +362,7 @@ class Engine:
 
 def local_engine(state: TrainState) -> Engine:
     """Return an engine in which nothing crosses ranks."""
-    return Engine(state, ReplicaHome(state), lambda module, _: LocalRunner(module))
+    return Engine(state, home_of(state), lambda module, _: LocalRunner(module))
 
 
 def engine_of(state: TrainState) -> Engine:
@@ -369,7 +374,9 @@ def engine_of(state: TrainState) -> Engine:
         if world.is_main:
             advise_of_rates(state.definition.schedule)
         chosen = setup.owners["engine"]
-        if world.size > 1 and (chosen or setup.owners["reduce"]):
+        if world.size > 1 and (
+            chosen or setup.owners["reduce"] or state.definition.layout is not None
+        ):
             check_definitions(state)
             values = "apart" not in setup.facts or state.step == 0
             check_replicas(
@@ -379,7 +386,7 @@ def engine_of(state: TrainState) -> Engine:
                 values=values,
                 trained=set(state.definition.skeleton.trainable),
             )
-        if chosen and world.size > 1:
+        if chosen and world.loss.size > 1:
             made = chosen[0].engine(state)
             ok = isinstance(made, Engine)
             check_returned(

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accelfn.base.shards import is_shard, local
+from accelfn.definition.definition import Definition
 from accelfn.engine.optimizer.live_optimizer import Shows
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
-from accelfn.structure.skeleton import Skeleton
 
 
 class Home(Protocol):
@@ -72,16 +73,16 @@ class Home(Protocol):
 
 
 class ReplicaHome:
-    """Each rank has all of every parameter: a plain module, alone or in a replica."""
+    """Each rank computes with all of every parameter: a module, alone or in a replica."""
 
-    shows = None
+    shows: Shows | None = None
 
     def __init__(self, state: TrainState) -> None:
         """Build a module around the state's tensors."""
-        self._skeleton = skeleton = state.definition.skeleton
-        self.module = skeleton.build(state.params, state.buffers)
+        self._definition = definition = state.definition
+        self.module = built(definition, state.params, state.buffers)
         self.params = dict(self.module.named_parameters())
-        self.trained = {name: self.params[name] for name in skeleton.trainable}
+        self.trained = {n: self.params[n] for n in definition.skeleton.trainable}
         self._pairs = list(self.trained.items())
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -113,16 +114,66 @@ class ReplicaHome:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
         """Return what calls functions of a module around these tensors."""
-        return lent(self._skeleton, params, buffers)
+        return lent(self._definition, params, buffers)
+
+
+class LayerHome(ReplicaHome):
+    """Each rank computes with its part of some layers, and with all of the rest."""
+
+    def __init__(self, state: TrainState) -> None:
+        """Build a module around the parts that this rank has."""
+        super().__init__(state)
+        from accelfn.engine.parts import Parts  # noqa: PLC0415 - torch's DTensors
+
+        assert state.definition.layout is not None  # noqa: S101 - of `home_of`
+        self._layout = state.definition.layout
+        self.shows = self._parts = Parts(self._layout.cuts, self.params, state.params)
+
+    def bind(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Let the module's parameters have the memory of the state's parts."""
+        super().bind({name: local(param) for name, param in params.items()})
+        self._parts.state = params
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Return gradients that lie as their parameters do."""
+        found = super().take_gradients()
+        return {n: self._layout.laid(n, grad) for n, grad in found.items()}
+
+    def put_gradients(self, grads: Grads) -> None:
+        """Let each parameter have its part of a gradient, or none."""
+        grads.check_fit(self._parts.state)
+        for name, param in self._pairs:
+            grad = grads.tensors.get(name)
+            if grad is not None and not is_shard(grad):
+                grad = self._layout.cut(name, grad)
+            param.grad = None if grad is None else local(grad)
+
+
+def home_of(state: TrainState) -> Home:
+    """Return a home of a state of which each rank computes with what it has."""
+    return ReplicaHome(state) if state.definition.layout is None else LayerHome(state)
+
+
+def built(
+    definition: Definition,
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> nn.Module:
+    """Return the model around what this rank has, whose layers compute with that."""
+    params = {name: local(param) for name, param in params.items()}
+    module = definition.skeleton.build(params, buffers)
+    for split in definition.setup.facts.get("splits_layers", ()):
+        split(module, definition.world)
+    return module
 
 
 def lent(
-    skeleton: Skeleton,
+    definition: Definition,
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
     """Return what calls `fn(model, ...)`, on a model around these tensors."""
-    model = skeleton.build(params, buffers).eval()
+    model = built(definition, params, buffers).eval()
 
     def call(fn: Callable[..., Any], *inputs: Any) -> Any:
         return fn(model, *inputs)

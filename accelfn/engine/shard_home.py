@@ -6,7 +6,6 @@ module when it is not gathered, and what was gathered. The first two share the m
 state's value, by pointers; the optimizer steps a plain parameter that shares it, too.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -20,10 +19,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from accelfn.base import shards, tree
-from accelfn.definition.layout import Layout
+from accelfn.definition.definition import Definition
+from accelfn.engine.home import built
+from accelfn.engine.parts import Parts, parameter
 from accelfn.state.grads import Grads
-from accelfn.state.state import OptState
-from accelfn.structure.skeleton import Skeleton
 
 # torch's FSDP has no public names for where it keeps a parameter
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -128,21 +127,24 @@ class ShardHome:
 
     def __init__(
         self,
-        skeleton: Skeleton,
-        layout: Layout,
+        definition: Definition,
         splitter: Splitter,
         params: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Build the module without values, and what the optimizer steps."""
-        self._skeleton, self._layout, self._splitter = skeleton, layout, splitter
-        self._state = params
-        metas = dict(skeleton.module.named_parameters())
+        assert definition.layout is not None  # noqa: S101 - asked by who splits
+        self._definition, self._splitter = definition, splitter
+        self._layout, skeleton = definition.layout, definition.skeleton
+        metas = {
+            name: meta.new_empty(self._layout.computed(name))
+            for name, meta in skeleton.module.named_parameters()
+        }
         whole = {n: p for n, p in params.items() if not shards.is_shard(p)}
-        self.module = skeleton.build({**metas, **whole}, buffers)
+        self.module = built(definition, {**metas, **whole}, buffers)
         inside = dict(self.module.named_parameters())
         self.params: dict[str, nn.Parameter] = {
-            name: inside[name] if name in whole else _parameter(value, inside[name])
+            name: inside[name] if name in whole else parameter(value, inside[name])
             for name, value in params.items()
         }
         self.trained = {name: self.params[name] for name in skeleton.trainable}
@@ -153,13 +155,10 @@ class ShardHome:
             for key, each in module._parameters.items()
             if each is param
         }
+        self._has_layers = definition.world.along("tp").size > 1
         self.whole = {name: inside[name] for name in whole}
         self._split: dict[str, Noting] = {}
-
-    @property
-    def shows(self) -> "ShardHome":
-        """Itself."""
-        return self
+        self.shows = Parts(self._split, self.params, params)
 
     def split(self, root: nn.Module) -> None:
         """Split a module that runs this home's, and take what torch made of its parameters."""
@@ -174,18 +173,17 @@ class ShardHome:
                     param.__class__ = Noting
                     self._split[name] = cast("Noting", param)
         for name, param in self._split.items():
-            value = self._state[name]
-            held = shards.with_local(value, shards.local(value))
+            held = _held(param, shards.local(self.shows.state[name]))
             trained = self.params[name].requires_grad
             param.sharded_param = nn.Parameter(held, requires_grad=trained)
             param._setattr_on_modules(param.sharded_param)
-        self.bind(self._state)
+        self.bind(self.shows.state)
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> "Lent":
         """Return a module of other values, split alike, that runs functions of the model."""
-        home = ShardHome(self._skeleton, self._layout, self._splitter, params, buffers)
+        home = ShardHome(self._definition, self._splitter, params, buffers)
         lent = Lent(home.module.eval())
         home.split(lent)
         return lent
@@ -207,7 +205,7 @@ class ShardHome:
             )
             held: Any = split.sharded_param
             held._local_tensor = param.data = part
-        self._state = params
+        self.shows.state = params
 
     def has_gradients(self) -> bool:
         """Whether some are there."""
@@ -263,8 +261,12 @@ class ShardHome:
                 grad = split.sharded_param.grad
                 if grad is None:
                     grad = _whole_gradient(split)
+                    grad = None if grad is None else self._layout.laid(name, grad)
                 else:
-                    param.grad, split.sharded_param.grad = shards.local(grad), None
+                    param.grad = part = shards.local(grad)
+                    split.sharded_param.grad = None
+                    if self._has_layers:  # torch's FSDP knows of its own ranks alone
+                        grad = shards.with_local(self.shows.state[name], part)
             if grad is not None:
                 gradients[name] = grad
         return gradients
@@ -273,20 +275,20 @@ class ShardHome:
         """Let the optimizer have parts, and the next pass what it adds to."""
         # until they are reduced they are as they were computed
         dtypes = () if grads.reduced else self._splitter.dtypes
-        grads.check_fit(self._state, dtypes)
+        grads.check_fit(self.shows.state, dtypes)
         self.clear_gradients()
         for name, param in self.trained.items():
             grad, split = grads.tensors.get(name), self._split.get(name)
             if grad is None or split is None:
                 param.grad = grad
             elif grads.reduced:
-                is_part = shards.is_shard(grad)
+                is_part = "dp_shard" in shards.cut_axes(grad)
                 part = grad if is_part else self._layout.cut(name, grad)
                 param.grad = shards.local(part)
-            elif shards.is_shard(grad):
-                split.sharded_param.grad = grad
+            elif "dp_shard" in shards.cut_axes(grad):
+                split.sharded_param.grad = _held(split, shards.local(grad))
             else:
-                _put_whole(split, grad)
+                _put_whole(split, shards.local(grad))
 
     def clear_gradients(self) -> None:
         """Leave none."""
@@ -298,47 +300,10 @@ class ShardHome:
                 split._unsharded_param.grad = None
             split.unsharded_accumulated_grad = None
 
-    def shown(self, opt_state: OptState) -> OptState:
-        """Return the optimizer's state as a state's values: what is a part, as a DTensor."""
-        return {n: self._entry(n, e) for n, e in opt_state.items()}
 
-    def _entry(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
-        if name not in self._split:
-            return entry
-        value, param = self._state[name], self.params[name]
-        return {
-            key: _part_like(value, part) if _fits(part, param) else part
-            for key, part in entry.items()
-        }
-
-    def raw(self, opt_state: OptState) -> OptState:
-        """Return the parts of a state's values."""
-        return {
-            name: {key: _local(value) for key, value in entry.items()}
-            for name, entry in opt_state.items()
-        }
-
-
-def _parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(shards.local(value), requires_grad=like.requires_grad)
-
-
-def _fits(part: Any, param: torch.Tensor) -> bool:
-    return (
-        isinstance(part, torch.Tensor) and part.ndim > 0 and part.shape == param.shape
-    )
-
-
-def _part_like(value: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return what has a parameter's shape as it lies; of its own dtype."""
-    spec = value._spec
-    meta = spec.tensor_meta._replace(dtype=part.dtype)
-    spec = dataclasses.replace(spec, tensor_meta=meta)
-    return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
-
-
-def _local(value: Any) -> Any:
-    return shards.local(value) if isinstance(value, torch.Tensor) else value
+def _held(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:
+    """Return a part as torch's FSDP keeps it: over its own ranks alone."""
+    return DTensor(part, split._sharding_spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def _put_whole(split: FSDPParam, grad: torch.Tensor) -> None:

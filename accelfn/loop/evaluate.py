@@ -147,7 +147,7 @@ class _Lent:
         definition = self._state.definition
         if definition.layout is not None:
             return engine_of(self._state).lend(params, buffers)
-        return lent(definition.skeleton, params, buffers)
+        return lent(definition, params, buffers)
 
     @contextmanager
     def quietly(self) -> Generator[None]:

@@ -376,7 +376,7 @@ class TrainState:
         shapes = {name: meta.shape for name, meta in named}
         with own_modes(self.world.device):
             moved = [
-                laid_out(each, layout, shapes)
+                laid_out(each, layout, shapes, self.world)
                 for each in (self._params, self._opt_state, self._slots)
             ]
         params, opt_state, slots = moved

@@ -12,7 +12,7 @@ from accelfn.base import draws, tree
 from accelfn.base.arguments import check_word
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
-from accelfn.base.shards import gathered, is_shard
+from accelfn.collectives import wholes
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, looked
@@ -91,7 +91,8 @@ def bind(
     if state.definition.layout is not None:
         if not gather:
             raise StateError(_PARTS)
-        params = whole(params)
+        with torch.no_grad():
+            params = wholes(params, state.world, label="af.bind")
     module = state.definition.skeleton.build(params, state.buffers)
     try:
         yield module
@@ -105,12 +106,6 @@ _PARTS = (
     " Call af.bind(state, gather=True) on all ranks, for copies of the whole; af.evaluate and"
     " af.predict gather one unit at a time."
 )
-
-
-def whole(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return parameters of which each rank has all; those that are parts are gathered."""
-    with torch.no_grad():
-        return {n: gathered(p) if is_shard(p) else p for n, p in params.items()}
 
 
 @called
@@ -132,7 +127,9 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
         state.world.device
     ):  # what is made in inference mode can teach nobody
         params = params_at(state, "af.frozen(state)", at)
-        copies, buffers = tree.clone(whole(params)), tree.clone(dict(state.buffers))
+        with torch.no_grad():
+            all_of_it = wholes(params, state.world, label="af.frozen")
+        copies, buffers = tree.clone(all_of_it), tree.clone(dict(state.buffers))
         module = state.definition.skeleton.build(copies, buffers)
     return module.eval().requires_grad_(requires_grad=False)
 

@@ -6,7 +6,7 @@ import torch
 
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
-from accelfn.base.shards import have_shards
+from accelfn.base.shards import cut_axes, local
 from accelfn.collectives import all_reduce_
 from accelfn.errors import GradsError
 from accelfn.state.grads import Grads
@@ -37,7 +37,6 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     if grads.reduced:
         msg = "sync_grads: these gradients are reduced over the ranks already."
         raise GradsError(msg)
-    params = state.params
     names = state.definition.skeleton.trainable
     sparse = [name for name, grad in grads.tensors.items() if grad.is_sparse]
     if sparse:
@@ -46,7 +45,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             " layers with sparse=False, or let af.wrap_ddp() reduce them."
         )
         raise GradsError(msg)
-    if have_shards(grads.tensors.values()):
+    if any("dp_shard" in cut_axes(grad) for grad in grads.tensors.values()):
         msg = (
             "sync_grads: these gradients are parts, summed over the ranks already, of"
             ' micro-batches under af.wrap_fsdp(accumulate="sharded"); their weight alone is'
@@ -57,9 +56,9 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     factor = taken.divisor if taken.is_mean else 1
     with own_modes(ranks.device):
         totals = {
-            name: grads.tensors[name] * factor
+            name: local(grads.tensors[name]) * factor
             if name in grads.tensors
-            else torch.zeros_like(params[name])
+            else _zeros(state, name)
             for name in names
         }
         told = [float(name in grads.tensors) for name in names]
@@ -70,5 +69,15 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         if len(grads.tensors) < len(names):
             took_part = zip(names, counts[1:].tolist(), strict=True)
             totals = {name: totals[name] for name, some in took_part if some}
+        layout = state.definition.layout
+        if layout is not None:
+            totals = {name: layout.laid(name, total) for name, total in totals.items()}
     taken = attrs.evolve(taken, divisor=counts[0], is_mean=False)
     return attrs.evolve(grads, tensors=totals, taken=taken, reduced=True)
+
+
+def _zeros(state: TrainState, name: str) -> torch.Tensor:
+    """Return a gradient of nothing, in the shape in which a rank computes."""
+    layout, param = state.definition.layout, state.params[name]
+    shape = param.shape if layout is None else layout.computed(name)
+    return torch.zeros(shape, dtype=param.dtype, device=param.device)

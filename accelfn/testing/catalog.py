@@ -196,14 +196,15 @@ CATALOG: tuple[Row, ...] = (
 APART: frozenset[type] = frozenset(
     {
         *(af.compile, af.compress, af.optimizer_in_backward, af.schedule_free),
-        af.wrap_fsdp,
+        *(af.wrap_fsdp, af.tensor_parallel),
     }
 )
 """Transforms with which no chain is drawn.
 
 `compile` takes seconds, `schedule_free` goes with one kind of optimizer alone, `compress` with
-`wrap_ddp`, and `optimizer_in_backward` beside few others; under `wrap_fsdp` a state's values
-are parts, which programs that compare whole ones would have to gather.
+`wrap_ddp`, and `optimizer_in_backward` beside few others; under `wrap_fsdp` and
+`tensor_parallel` a state's values are parts, which programs that compare whole ones would have
+to gather.
 """
 
 

@@ -191,7 +191,7 @@ def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
     """Return shards, those together that lie over the same ranks."""
     alike: dict[Any, list[Any]] = {}
     for each in shards:
-        cut = tuple(placement.is_shard() for placement in each.placements)
+        cut = tuple(not placement.is_replicate() for placement in each.placements)
         alike.setdefault((each.device_mesh, cut), []).append(each)
     return alike.values()
 
@@ -211,7 +211,7 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     operation = dist.ReduceOp.SUM if finite else dist.ReduceOp.MAX
     mesh, placements = shards[0].device_mesh, shards[0].placements
     for axis, placement in enumerate(placements):
-        if placement.is_shard():
+        if not placement.is_replicate():
             dist.all_reduce(crossing, operation, group=mesh.get_group(axis))
     whole = crossing[0]
     return (whole ** (1 / norm_type) if finite else whole).to(norm.dtype)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split each sample's sequence over the ranks along "cp"."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from accelfn.base import tree
 from accelfn.base.advice import advise
 from accelfn.base.arguments import integer
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
+from accelfn.engine.module.first_look import Coarsest, first_of, name_of, untouched
 from accelfn.engine.module.heads import Exchanging
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, LossError
@@ -137,7 +136,7 @@ class _Sequence:
             returned = loss_fn(model, part, *extras)
         if not isinstance(returned, Loss):
             msg = (
-                f"af.context_parallel: {_name(loss_fn)} returned {type(returned).__name__} of"
+                f"af.context_parallel: {name_of(loss_fn)} returned {type(returned).__name__} of"
                 " a part of each sequence. Return af.Loss(total, weight), the sum over this"
                 " part and the number of tokens that count in it."
             )
@@ -154,9 +153,9 @@ class _Sequence:
             LossError: the two differ.
         """
         few = min(_MANY // self._ranks.size * self._ranks.size, self._length(batch))
-        first = self._narrowed(_first_of(batch), 0, few)
-        with _untouched(model, self._ranks.device) as has_drawn:
-            with _Coarsest() as coarsest:
+        first = self._narrowed(first_of(batch), 0, few)
+        with untouched(model, self._ranks.device) as has_drawn:
+            with Coarsest() as coarsest:
                 whole = loss_fn(model, first, *extras)
             drawn = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)
@@ -167,7 +166,7 @@ class _Sequence:
         self.is_checked = drawn or any(bool(row[1]) for row in rows)
         if drawn:
             advise(
-                f"af.context_parallel: {_name(loss_fn)} draws random numbers, so it could not"
+                f"af.context_parallel: {name_of(loss_fn)} draws random numbers, so it could not"
                 " be compared with the same loss in one piece. See for yourself that all but"
                 " attention goes position by position."
             )
@@ -186,7 +185,7 @@ class _Sequence:
         size = max(float(total.abs()), float(told[:, 2].abs().sum()))
         if weight != weights or float((total - total_of_parts).abs()) > near * size:
             msg = (
-                f"af.context_parallel: {_name(loss_fn)} is not the same in parts. Of the first"
+                f"af.context_parallel: {name_of(loss_fn)} is not the same in parts. Of the first"
                 f" {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
                 f"{float(weight):g}); the sums over parts are {float(total_of_parts):.6g} and"
                 f" {float(weights):g}. Everything but F.scaled_dot_product_attention must go"
@@ -241,67 +240,6 @@ class _Sequence:
         return tree.tree_map(narrowed, batch)
 
 
-class _Coarsest(TorchFunctionMode):
-    """Notes the precision in which torch computes inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.eps = 0.0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function, and look at what it returns."""
-        del types
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.is_floating_point():
-            self.eps = max(self.eps, torch.finfo(found.dtype).eps)
-        return found
-
-
-@contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Generator[Any]:
-    """Let a model be evaluated, and leave it and torch's generators as they are.
-
-    Yields: a function that says whether random numbers were drawn.
-    """
-    modules = [*model.modules()]
-    training = [module.training for module in modules]
-    tables = [(m._buffers, dict(m._buffers)) for m in modules]  # pyright: ignore[reportPrivateUsage]
-    devices = [device] if device.type == "cuda" else []
-
-    def state() -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
-
-    try:
-        with (
-            torch.random.fork_rng(devices),
-            torch.no_grad(),
-        ):
-            for table, buffers in tables:
-                table.update(
-                    {n: b if b is None else b.clone() for n, b in buffers.items()}
-                )
-            model.eval()
-            before = state()
-            yield lambda: not all(map(torch.equal, before, state()))
-    finally:
-        for module, was in zip(modules, training, strict=True):
-            module.training = was
-        for table, buffers in tables:
-            table.clear()
-            table.update(buffers)
-
-
-def _first_of(batch: Any) -> Any:
-    """Return the first sample of a batch, or all where some tensor goes by no sample."""
-    try:
-        tree.num_rows(batch)
-    except BatchError:
-        return batch
-    return tree.tree_map(lambda leaf: leaf[:1] if leaf.ndim else leaf, batch)
-
-
 def _numbers(
     whole: Any, part: Loss, *, drawn: bool, device: torch.device
 ) -> torch.Tensor:
@@ -312,7 +250,3 @@ def _numbers(
     return torch.stack(
         [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
     )
-
-
-def _name(function: LossFunction) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)

@@ -11,7 +11,7 @@ from accelfn.base.arguments import is_number, truth
 from accelfn.definition.transform import transform
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
-from accelfn.engine.home import ReplicaHome
+from accelfn.engine.home import home_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
@@ -124,4 +124,4 @@ class wrap_ddp:
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
             return DDPRunner(module, ranks, options, compression, live)
 
-        return Engine(state, ReplicaHome(state), make, compression)
+        return Engine(state, home_of(state), make, compression)

@@ -14,17 +14,14 @@ from accelfn.definition.transform import transform
 from accelfn.engine.engine import Engine
 from accelfn.engine.module.regions import Regions, are_regions
 from accelfn.engine.module.units import check_units, units_of
-from accelfn.engine.optimizer.trial import tried
-from accelfn.errors import ArgumentError, OptimizerError, WorldError
+from accelfn.engine.optimizer.trial import check_elements
+from accelfn.errors import ArgumentError, WorldError
 from accelfn.state.state import TrainState
-from accelfn.world import World
+from accelfn.world import World, folding
 from accelfn.world.axes import folded
 
 if TYPE_CHECKING:
     from accelfn.engine.fsdp import FSDPRunner
-
-_HALVES = slice(None, 2), slice(2, None)
-"""Rows of the small parameters on which an optimizer is tried."""
 
 
 def _are_units(_owner: object, _field: object, value: object) -> None:
@@ -167,49 +164,21 @@ class wrap_fsdp:
         module = state.definition.skeleton.module
         self._check_axes(state.world)
         check_units(module, self._units(module), f"{self!r}")
-        kind = type(state.definition.optimizer).__name__
-        try:
-            whole = tried(state)
-            parts = [tried(state, rows=rows) for rows in _HALVES]
-        except Exception as error:
-            msg = (
-                f"{self!r}: {kind} cannot be tried on small parameters, to see whether it"
-                f" updates each element for itself: {error!r}."
-            )
-            raise OptimizerError(msg) from error
-        differ = [
-            name
-            for name, param in whole.items()
-            if param.ndim
-            and not _close(param, torch.cat([part[name] for part in parts]))
-        ]
-        if differ:
-            msg = (
-                f"{self!r}: {kind} updates an element by more than its own gradient, and a"
-                f" rank has only a part of them: {', '.join(differ[:5])} came out otherwise in"
-                " parts. Take an optimizer that goes element by element, such as AdamW, or"
-                " af.wrap_ddp."
-            )
-            raise OptimizerError(msg)
+        check_elements(state, f"{self!r}", dims=(0,))
 
     def engine(self, state: TrainState) -> Engine:
         """Build torch's units around the state's parts."""
         from accelfn.engine.fsdp import FSDPRunner  # noqa: PLC0415
         from accelfn.engine.shard_home import ShardHome, Splitter  # noqa: PLC0415
 
-        definition = state.definition
-        layout = definition.layout
-        assert layout is not None  # noqa: S101 - one rank has no engine of its own
         splitter = Splitter(
-            mesh=layout.mesh,
+            mesh=folding.folded(state.world).loss.mesh,
             units=self._units,
             reshard_after_forward=self.reshard_after_forward,
             gather_dtype=self.gather_dtype,
             reduce_dtype=self.reduce_dtype,
         )
-        home = ShardHome(
-            definition.skeleton, layout, splitter, state.params, state.buffers
-        )
+        home = ShardHome(state.definition, splitter, state.params, state.buffers)
         make = partial(
             FSDPRunner,
             ranks=state.world.loss,
@@ -237,9 +206,3 @@ class wrap_fsdp:
                 " af.wrap_ddp()."
             )
             raise WorldError(msg)
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether numbers are equal up to the rounding of a few operations."""
-    few = 16 * torch.finfo(one.dtype).eps
-    return bool(((one - other).abs() <= few * (1 + one.abs())).all())

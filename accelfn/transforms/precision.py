@@ -150,6 +150,7 @@ class autocast:
         scales = self.precision == "fp16"
         return {
             "draws_nothing": True,
+            "eight_bits": self.precision == "fp8",
             "judges_finite": scales,
             "sees_skips": scales,
             "skips_on_device": scales,

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from accelfn.checkpoint import commit, disk, files
 from accelfn.checkpoint.commit import Save
 from accelfn.checkpoint.save import save_of
 from accelfn.checkpoint.slices import is_sharded
-from accelfn.collectives import gather_text
+from accelfn.collectives import by_calls, gather_text
 from accelfn.errors import (
     ArgumentError,
     CheckpointError,
@@ -26,6 +26,7 @@ from accelfn.errors import (
 from accelfn.state.state import TrainState, check_state
 from accelfn.state.views import params_at
 from accelfn.weights.shards import INDEX, bytes_in, divided, index_of
+from accelfn.world import World
 
 
 @called
@@ -76,7 +77,7 @@ def export_model(
     job.agreed(exchange, "begin", begin)
     plan = divided(tensors, limit)
     for file, names in plan.items():
-        held = _held({name: tensors[name] for name in names}, job)
+        held = _held({n: tensors[n] for n in names}, job, state.world)
         job.agreed(exchange, f"write {file}", _writing(job, file, held))
 
     def name_it() -> None:
@@ -100,13 +101,18 @@ def full_params(
         at: "train" takes this rank's parameters as they are trained, in place of those to
             evaluate.
 
-    Cost: a copy of the parameters on each rank; where they are sharded, a gather of each.
+    Cost: a copy of the parameters on each rank; where they are sharded, a gather for every
+        32 MiB.
     """
     call = "af.full_params(state)"
     check_state(call, state)
     params = params_at(state, call, at)
     with own_modes(state.world.device), torch.no_grad():
-        return {n: _host(t).clone() for n, t in params.items()}
+        found = {n: t for n, t in params.items() if not is_sharded(t)}
+        copies = {n: _host(t).clone() for n, t in found.items()}
+        for some in by_calls(params, state.world, label="af.full_params"):
+            copies |= {n: _host(t) for n, t in some.items()}
+    return {name: copies[name] for name in params}
 
 
 @called
@@ -157,7 +163,7 @@ def save_pretrained(
     params = params_at(state, call, at)
     job, exchange = save_of(state, path), _exchange(state, "save_pretrained")
     job.agreed(exchange, "begin", lambda: commit.begin(job))
-    tensors = _held({**params, **state.buffers}, job)
+    tensors = _held({**params, **state.buffers}, job, state.world)
 
     def write() -> None:
         if job.rank == 0:
@@ -210,20 +216,19 @@ def _named(
     return found
 
 
-def _held(tensors: Mapping[str, torch.Tensor], job: Save) -> dict[str, torch.Tensor]:
+def _held(
+    tensors: Mapping[str, torch.Tensor], job: Save, world: World
+) -> dict[str, torch.Tensor]:
     """Return tensors as rank 0 writes them, sharded ones gathered; nothing elsewhere."""
-    held: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        whole = _host(tensor) if is_sharded(tensor) else tensor
-        if job.rank == 0:
-            held[name] = whole
-    return held
+    held = {n: t for n, t in tensors.items() if not is_sharded(t)}
+    for some in by_calls(tensors, world, label="gather what is exported"):
+        held |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
+    return {n: held[n] for n in tensors} if job.rank == 0 else {}
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor on the host; of a DTensor, gathered from all ranks."""
-    whole = cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
-    return whole.detach().cpu().resolve_conj().resolve_neg()
+    """Return a tensor on the host."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def _writing(

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 
 from accelfn.world import axes as arithmetic
+from accelfn.world.connection import Connection
 from accelfn.world.world import World
 
 _FOLDED = ("dp_shard x cp",)
@@ -18,17 +19,20 @@ def folded(world: World) -> World:
     """
     if not world.axes:
         return attrs.evolve(world, axes={"dp_shard": world.loss.size})
-    loss = world.loss
-    axes = arithmetic.folded(loss.axes)
-    if axes == loss.axes:
-        return loss
-    connection = loss.connection
-    inner = arithmetic.long(loss.axes, ("dp_shard", "cp"))
+    axes = arithmetic.folded(world.axes)
+    if axes == world.axes:
+        return world
+    connection = world.connection
     if _FOLDED not in connection.parts:
-        group: Any = connection.group
-        connection.add_part(_FOLDED, group, connection.simulated)
-        parts = connection.parts
-        outer = {n: parts[n] for n in [("dp_replicate",)] if n in parts}
-        rest = {("dp_shard",): parts[inner]} if outer else {}
-        parts[_FOLDED].parts = outer | rest
-    return attrs.evolve(loss, axes=axes, group=connection.parts[_FOLDED])
+        connection.add_part(_FOLDED, _group(connection), connection.simulated)
+        whole = connection.parts[_FOLDED]
+        whole.parts = {}
+        for names in arithmetic.joined(axes):
+            inner = (*names, "cp") if "dp_shard" in names else names
+            part = connection.parts[arithmetic.long(world.axes, inner)]
+            whole.add_part(names, _group(part), part.simulated)
+    return attrs.evolve(world, axes=axes, group=connection.parts[_FOLDED])
+
+
+def _group(connection: Connection) -> Any:
+    return connection.group

@@ -31,7 +31,7 @@ class Place:
         step: updates that were taken.
         skipped: updates that were tried and not taken.
         micro_batch: of two.
-        call: the batch of an evaluation, or the window of an order.
+        call: the batch of an evaluation, the window of an order, or the call of a layer.
         purpose: what the draws are for: a user's word, a transform's or dataset's name.
         epoch: of the data.
         index: which sample, parameter or position.
@@ -122,6 +122,34 @@ def in_a_loss(place: Place, world: af.World) -> Draws:
     state = state_at(place, world, None, af.accumulate(num_micro_batches=2))
     af.make_step(loss_fn)(state, [batch_of(world)] * 2)
     return noted[place.micro_batch]
+
+
+def in_split_layers(place: Place) -> Draws:
+    """Return what is drawn between layers of which each of two ranks has a part."""
+    return simulate(2, partial(_between, place), axes={"tp": 2})[place.rank]
+
+
+def _between(place: Place, world: af.World) -> Draws:
+    noted: list[Draws] = []
+
+    class Between(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                noted.append(numbers())
+            return x
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(model(batch)).mean()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), Between(), nn.Linear(2, 2))
+
+    split = af.tensor_parallel({"0": "column", "2": "row"})
+    twice = af.accumulate(num_micro_batches=2)
+    state = state_at(place, world, make, split, twice)
+    batch = torch.ones(4, 2)
+    af.make_step(loss_fn)(state, [batch] * 2)
+    return noted[2 * place.micro_batch + place.call]
 
 
 def in_evaluation(
@@ -320,6 +348,12 @@ ROWS = [
         draws=on_rank(in_a_loss),
         apart=f"{_OF_STATE} rank micro_batch",
         at="engine.engine.Engine._key",
+    ),
+    Row(
+        name="between layers that are split",
+        draws=in_split_layers,
+        apart=f"{_OF_STATE} rank micro_batch call",
+        at="engine.module.parallel_layers.Layers.begin_region",
     ),
     Row(
         name="evaluate",

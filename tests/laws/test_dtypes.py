@@ -67,6 +67,7 @@ ROWS = {
 ELSEWHERE = {
     af.compile: "seconds a compilation",
     af.schedule_free: "another optimizer",
+    af.tensor_parallel: "layers of a plan: tests/laws/test_tensor_parallel.py",
     af.wrap_fsdp: "a unit is of one dtype: tests/unit/test_wrap_fsdp.py",
 }
 ACROSS = (

@@ -31,12 +31,21 @@ class Lying:
     engine: object
     axes: dict[str, int]
 
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.axes.values())
+
+    @property
+    def splits(self) -> bool:
+        """Whether each rank has a part."""
+        return isinstance(self.engine, af.wrap_fsdp) and self.axes["dp_shard"] > 1
+
     def on_ranks(self, fn: Any) -> list[Any]:
         """Return what a function of a world gives on each rank."""
-        size = prod(self.axes.values())
-        if size == 1:
+        if self.size == 1:
             return [fn(af.World.single(device="cpu"))]
-        return list(simulate(size, fn, axes=self.axes))
+        return list(simulate(self.size, fn, axes=self.axes))
 
 
 def axes(size: int) -> dict[str, int]:
@@ -67,6 +76,15 @@ def stepped(run: Run, state: af.TrainState, updates: int) -> af.TrainState:
     other=LAYOUTS[2],
     updates=1,
     frozen="hash",
+    begun=True,
+)
+@example(  # copies of parts are saved once
+    run=Run(4, 4, "mean", "adamw", in_list=True, micro=1),
+    one=LAYOUTS[-1],
+    other=LAYOUTS[3],
+    updates=1,
+    frozen="write",
+    begun=False,
 )
 @given(
     run=runs(),
@@ -74,9 +92,10 @@ def stepped(run: Run, state: af.TrainState, updates: int) -> af.TrainState:
     other=layouts,
     updates=st.integers(0, 2),
     frozen=st.sampled_from(["write", "hash"]),
+    begun=st.booleans(),
 )
 def test_what_is_saved_in_one_layout_is_loaded_in_another(
-    run: Run, one: Lying, other: Lying, updates: int, frozen: Any
+    run: Run, one: Lying, other: Lying, updates: int, frozen: Any, begun: bool
 ) -> None:
     """Parameters, buffers, optimizer state and averages, bitwise, on all ranks, which go on
     from there alike; and exports from either have the same bytes. Frozen parameters may be
@@ -93,7 +112,7 @@ def test_what_is_saved_in_one_layout_is_loaded_in_another(
 
         def load(world: af.World) -> tuple[Found, Found]:
             state = run.state(world, other.engine)
-            if updates:  # what it had before has no say
+            if begun:  # what it had before has no say
                 state = stepped(run, state, 1)
             state = af.load(state, place / "saved")
             af.export_model(state, place / "other", at="train")

@@ -53,13 +53,13 @@ disk.remove(save.partial)
     Mutant(
         "a run goes on with other frozen weights than it was trained with",
         test_checkpoint_partial.test_frozen_parameters_that_are_others,
-        partial.with_kept,
+        partial.kept_of,
         "if changed or here.keys() != kept.keys(): → if here.keys() != kept.keys():",
     ),
     Mutant(
         "a step on a loaded state changes the state that it was loaded into",
         test_checkpoint_partial.test_what_was_kept_by_hash_is_its_own,
-        partial.with_kept,
+        partial.kept_of,
         "else p.clone() → else p",
     ),
     Mutant(

@@ -5,7 +5,7 @@ from accelfn.data import dispatch, gather_valid
 from accelfn.data.split import _check_world
 from accelfn.definition import definition
 from accelfn.engine import engine
-from accelfn.engine.module import heads
+from accelfn.engine.module import first_look, heads
 from accelfn.loop import evaluate
 from accelfn.state import mean, views
 from accelfn.transforms import context_parallel, ddp
@@ -128,19 +128,19 @@ MUTANTS = [
     Mutant(
         "looking at the loss in one piece draws from the update's numbers",
         unit.test_a_loss_that_draws_is_told_of,
-        context_parallel._untouched,
+        first_look.untouched,
         "torch.random.fork_rng(devices), → torch.no_grad(),",
     ),
     Mutant(
         "looking at the loss in one piece writes buffers",
         unit.test_looking_leaves_no_trace,
-        context_parallel._untouched,
+        first_look.untouched,
         "b if b is None else b.clone() → b",
     ),
     Mutant(
         "looking at the loss in one piece leaves the model in evaluation mode",
         unit.test_looking_leaves_no_trace,
-        context_parallel._untouched,
+        first_look.untouched,
         "module.training = was → pass",
     ),
     Mutant(

@@ -8,6 +8,7 @@ from accelfn.data.orders.buckets import bucketed
 from accelfn.data.sharded import Sharded
 from accelfn.data.zipped import Side
 from accelfn.engine.compression import LowRank
+from accelfn.engine.module import parallel_layers
 from accelfn.loop import evaluate
 from accelfn.state import views
 from accelfn.transforms.compress import compress
@@ -24,6 +25,12 @@ def _of(row: str, bug: str, place: Place, change: str) -> Mutant:
 
 
 MUTANTS = [
+    _of(
+        "between layers that are split",
+        "L50: layers that are called twice drop the same features twice",
+        parallel_layers.Layers.end_region,
+        "if has_drawn: → if False:",
+    ),
     _of(
         "evaluate",
         "L50: draws in an evaluation are the same on all ranks",

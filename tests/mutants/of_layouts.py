@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "L47: moments that stand deeper under a parameter's name are whole",
         SHARE,
-        layout.laid_out,
+        layout._mapped,
         "k if k in shapes else name → k if k in shapes else None",
     ),
     Mutant(
@@ -112,8 +112,7 @@ MUTANTS = [
         "L47: the first rank's part is exported for the whole",
         LOADS,
         export._held,
-        "_host(tensor) if is_sharded(tensor) else tensor"
-        " → getattr(tensor, '_local_tensor', tensor)",
+        "held |= {n: _host(t) → held |= {n: tensors[n]._local_tensor",
     ),
     Mutant(
         "an evaluated model draws as one that is trained",
@@ -149,7 +148,7 @@ MUTANTS = [
         "copies of parts are not compared",
         unit.test_copies_that_differ_in_a_part_are_told,
         replicas.sums_of,
-        'folded(world).along("dp_shard") → world',
+        "folded(world).along(*axes) → world",
         args={
             "axes": {"dp_replicate": 2, "dp_shard": 2},
             "field": "params",
@@ -170,7 +169,7 @@ MUTANTS = [
     Mutant(
         "L45: frozen parameters of which ranks have parts are not looked for by their hashes",
         LOADS,
-        partial._digest,
-        "gathered(param) if is_shard(param) else param → getattr(param, '_local_tensor', param)",
+        partial.kept_of,
+        "found |= digests(some) → found |= digests({n: here[n]._local_tensor for n in some})",
     ),
 ]

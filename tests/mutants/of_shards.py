@@ -4,13 +4,13 @@
 from accelfn.base import shards
 from accelfn.checkpoint import elastic
 from accelfn.definition import cuts, layout
-from accelfn.engine import fsdp, shard_home
+from accelfn.engine import fsdp, parts, shard_home
 from accelfn.engine.module import units
+from accelfn.engine.optimizer import trial
 from accelfn.loop import evaluate, memory, memory_use
 from accelfn.state import grads, state, views
 from accelfn.testing.comparing import differences
 from accelfn.transforms import clip
-from accelfn.transforms import fsdp as wrap
 from tests.laws import (
     test_layouts,
     test_memory,
@@ -154,31 +154,31 @@ MUTANTS = [
     Mutant(
         "L24: moments of the optimizer are shown as whole tensors",
         SHARE,
-        shard_home.ShardHome._entry,
-        "_part_like(value, part) if _fits(part, param) else part → part",
+        parts.Parts._entry,
+        "part_like(value, part) if _fits(part, param) else part → part",
     ),
     Mutant(
         "L24: the optimizer goes on without what it had when another state was stepped",
         APART,
-        shard_home.ShardHome.raw,
+        parts.Parts.raw,
         "for name, entry in opt_state.items() → for name, entry in ()",
     ),
     Mutant(
         "L47: a rank whose part is the last has one row more than the others leave it",
         TRAINS,
         layout.Layout.cut,
-        "part.narrow(dim, min(begin, part.shape[dim]), length)"
+        "part.narrow(dim, min(begin - there[dim], part.shape[dim]), length)"
         " → part.narrow(dim, 0, length)",
     ),
     Mutant(
         "L47: another layout takes the values that stand in the state that it is given",
         SHARE,
         layout.laid_out,
-        "whole.shape == shapes[name] → False",
+        "tensor.shape != shapes[name] → True",
     ),
     Mutant(
         "L45: what has a parameter's name is cut as it is, whatever its shape",
-        LOADS,
+        SHARE,
         elastic._belonging,
         "manifest.shape_of(tensor) == tuple(layout.shapes[param]) → True",
     ),
@@ -233,14 +233,14 @@ MUTANTS = [
     Mutant(
         "a module that is lent has parts",
         test_wrap_fsdp.test_what_is_lent_is_whole,
-        views.whole,
-        "gathered(p) if is_shard(p) else p → p",
+        views.bind,
+        'params = wholes(params, state.world, label="af.bind") → pass',
     ),
     Mutant(
         "L47: a state that comes back from another layout has parts of the first rank",
         MOVES,
         layout.Layout.cut,
-        "part.narrow(dim, min(begin, part.shape[dim]), length)"
+        "part.narrow(dim, min(begin - there[dim], part.shape[dim]), length)"
         " → part.narrow(dim, 0, length)",
     ),
     Mutant(
@@ -253,13 +253,13 @@ MUTANTS = [
         "L14: the norm is of a rank's own parts",
         TRAINS,
         clip._norm_of_shards,
-        "if placement.is_shard(): → if False:",
+        "if not placement.is_replicate(): → if False:",
     ),
     Mutant(
         "L14: copies of a model count in the norm, each once more",
         TRAINS,
         clip._norm_of_shards,
-        "if placement.is_shard(): → if True:",
+        "if not placement.is_replicate(): → if True:",
     ),
     Mutant(
         "L14: norms of ranks are added up, and not their powers",
@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         "an optimizer that does otherwise in parts is not refused",
         test_wrap_fsdp.test_an_optimizer_that_couples_elements_is_refused,
-        wrap._close,
+        trial._close,
         "return bool( → return True or bool(",
         args={"name": "Adafactor"},
     ),

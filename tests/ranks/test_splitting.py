@@ -10,12 +10,16 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing.simulate import simulate
 from tests.laws.long_texts import Text, engines, loss_of_tokens, texts
+from tests.laws.parallel_layers import DDP, FSDP, PLAN, Lying, Speech, speeches
 from tests.laws.split_models import LOSSES, Run, runs, wraps
 from tests.processes import run_ranks
+from tests.ranks import programs_of_layers
+from tests.ranks.programs_of_layers import by_accelfn
 from tests.ranks.programs_of_shards import UPDATES, Training, by_hand
 from tests.strategies import differences
 
@@ -58,6 +62,34 @@ def test_split_sequences_train_as_on_gloo(text: Text, engine: object) -> None:
     simulated = simulate(4, training, axes=PAIRS)
     for ours, theirs in zip(simulated, run_ranks(4, training, axes=PAIRS), strict=True):
         assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+
+
+@settings(max_examples=5)
+@given(speech=speeches(), engine=st.sampled_from([DDP, *FSDP]))
+def test_split_layers_train_as_on_gloo(speech: Speech, engine: Any) -> None:
+    """States and metrics of two ranks, and of two pairs of them, bitwise or up to rounding."""
+    pair = partial(by_accelfn, speech=speech, lying=Lying({"tp": 2}))
+    simulate(2, pair, axes={"tp": 2}, also="processes")
+    axes = {"dp_shard": 2, "tp": 2}
+    pairs = partial(by_accelfn, speech=speech, lying=Lying(axes, engine))
+    simulated = simulate(4, pairs, axes=axes)
+    for ours, theirs in zip(simulated, run_ranks(4, pairs, axes=axes), strict=True):
+        assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_layers_by_hand_do_the_same(size: int) -> None:
+    """torch's parallelize_module, on as many real processes."""
+    speech, axes = Speech(6, 3, PLAN), {"tp": size}
+    ours = partial(by_accelfn, speech=speech, lying=Lying(axes))
+    theirs = partial(programs_of_layers.by_hand, speech=speech)
+    for one, other in zip(
+        run_ranks(size, ours, axes=axes),
+        run_ranks(size, theirs, axes=axes),
+        strict=True,
+    ):
+        params = {name: value for name, value in one.items() if name in other}
+        assert differences(other, params, within=1e-12) == []
 
 
 def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:

@@ -1,35 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer is tried on small parameters: on what does an update of one depend?"""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
+from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
 
 _MOST = 4
 """Rows, and columns, of a small parameter."""
 
 
+_HALVES = slice(None, 2), slice(2, None)
+"""The parts in which they are tried."""
+
+
+def check_elements(state: TrainState, shown: str, *, dims: Iterable[int]) -> None:
+    """Refuse an optimizer that updates an element by more than its own gradient.
+
+    Args:
+        state: whose optimizer it is.
+        shown: who asks.
+        dims: at which parameters are cut.
+
+    Raises:
+        OptimizerError: it does; or it cannot be tried.
+    """
+    kind = type(state.definition.optimizer).__name__
+    try:
+        differ = [name for dim in dims for name in _differing(state, dim)]
+    except Exception as error:
+        msg = (
+            f"{shown}: {kind} cannot be tried on small parameters, to see whether it"
+            f" updates each element for itself: {error!r}."
+        )
+        raise OptimizerError(msg) from error
+    if differ:
+        msg = (
+            f"{shown}: {kind} updates an element by more than its own gradient, and a"
+            f" rank has only a part of them: {', '.join(dict.fromkeys(differ[:5]))} came out"
+            " otherwise in parts. Take an optimizer that goes element by element, such as"
+            " AdamW, or af.wrap_ddp."
+        )
+        raise OptimizerError(msg)
+
+
+def _differing(state: TrainState, dim: int) -> list[str]:
+    """Return the parameters that come out otherwise where they are cut at a dim."""
+    whole = tried(state, part=(dim, slice(None)))
+    parts = [tried(state, part=(dim, half)) for half in _HALVES]
+    return [
+        name
+        for name, param in whole.items()
+        if param.ndim > dim
+        and not _close(param, torch.cat([part[name] for part in parts], dim))
+    ]
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether numbers are equal up to the rounding of a few operations."""
+    few = 16 * torch.finfo(one.dtype).eps
+    return bool(((one - other).abs() <= few * (1 + one.abs())).all())
+
+
 def tried(
-    state: TrainState, *, alone: bool = False, rows: slice = slice(None)
+    state: TrainState,
+    *,
+    alone: bool = False,
+    part: tuple[int, slice] = (0, slice(None)),
 ) -> dict[str, torch.Tensor]:
     """Return small parameters after two updates by the state's optimizer.
 
     Args:
         state: it stays as it is.
         alone: whether parameters are updated one by one, the last one first.
-        rows: of each parameter and its gradients, those that the optimizer sees.
+        part: of each parameter and its gradients, what the optimizer sees: a slice of a dim.
     """
+    dim, within = part
     metas = dict(state.definition.skeleton.module.named_parameters())
     generator = torch.Generator().manual_seed(0)
 
     def drawn(meta: torch.Tensor) -> torch.Tensor:
-        # rows enough to be cut, however few there are
-        shape = [_MOST, *(min(length, _MOST) for length in meta.shape[1:])]
-        shape = shape[: meta.ndim]
+        # enough to be cut, however few there are
+        shape = [
+            _MOST if at == dim else min(n, _MOST) for at, n in enumerate(meta.shape)
+        ]
         whole = torch.randn(shape, generator=generator).to(meta.dtype)
-        return whole[rows] if shape else whole
+        return whole[(slice(None),) * dim + (within,)] if meta.ndim > dim else whole
 
     params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
     live = LiveOptimizer(

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from accelfn.base.shards import gathered, is_shard, local
+from accelfn.base.shards import is_shard, local
+from accelfn.collectives import wholes
 from accelfn.state.state import TrainState
 from accelfn.testing.comparing.differences import Comparison, leaves
 from accelfn.testing.comparing.states import SAVED
@@ -19,11 +20,15 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
 
     Of what is split that is this rank's part, or where all ranks ask for it, the whole.
     """
-    return {
-        path: gathered(leaf) if gather and is_shard(leaf) else kept(leaf)
+    found = {
+        path: leaf
         for field in SAVED
         for path, leaf in leaves(field, getattr(state, field))
     }
+    if gather:
+        parts = {path: leaf for path, leaf in found.items() if is_shard(leaf)}
+        found |= wholes(parts, state.world, label="compare states")
+    return {path: kept(leaf) for path, leaf in found.items()}
 
 
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:

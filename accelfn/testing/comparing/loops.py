@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from accelfn.base import tree
 from accelfn.base.arguments import check_integer
-from accelfn.base.shards import gathered, is_shard
+from accelfn.base.shards import is_shard
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state.grads import Grads
@@ -224,7 +224,7 @@ def _of_state(state: TrainState) -> dict[str, Any]:
 
 
 def _whole(leaf: Any) -> Any:
-    return gathered(leaf.detach()) if is_shard(leaf) else leaf
+    return leaf.detach().full_tensor() if is_shard(leaf) else leaf
 
 
 def _hyperparameters(

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A first look at a loss: it is computed twice on one sample, before anything is trained."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from accelfn.base import tree
+from accelfn.engine.runner import LossFunction
+from accelfn.errors import BatchError
+
+
+class Coarsest(TorchFunctionMode):
+    """Notes the precision in which torch computes inside: the largest `eps`."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        super().__init__()
+        self.eps = 0.0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, and look at what it returns."""
+        del types
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.is_floating_point():
+            self.eps = max(self.eps, torch.finfo(found.dtype).eps)
+        return found
+
+
+@contextmanager
+def untouched(model: nn.Module, device: torch.device) -> Generator[Any]:
+    """Let a model be evaluated, and leave it and torch's generators as they are.
+
+    Yields: a function that says whether random numbers were drawn.
+    """
+    modules = [*model.modules()]
+    training = [module.training for module in modules]
+    tables = [(m._buffers, dict(m._buffers)) for m in modules]  # pyright: ignore[reportPrivateUsage]
+    devices = [device] if device.type == "cuda" else []
+
+    def state() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+        ):
+            for table, buffers in tables:
+                table.update(
+                    {n: b if b is None else b.clone() for n, b in buffers.items()}
+                )
+            model.eval()
+            before = state()
+            yield lambda: not all(map(torch.equal, before, state()))
+    finally:
+        for module, was in zip(modules, training, strict=True):
+            module.training = was
+        for table, buffers in tables:
+            table.clear()
+            table.update(buffers)
+
+
+def first_of(batch: Any) -> Any:
+    """Return the first sample of a batch, or all where some tensor goes by no sample."""
+    try:
+        tree.num_rows(batch)
+    except BatchError:
+        return batch
+    return tree.tree_map(lambda leaf: leaf[:1] if leaf.ndim else leaf, batch)
+
+
+def name_of(function: LossFunction) -> str:
+    """Return what a loss function is called."""
+    return getattr(function, "__qualname__", None) or repr(function)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan: which layers of a model are split over ranks, and how each is."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import nn
+
+from accelfn.engine.module.parallel_layers import (
+    ColumnLinear,
+    GatheredLinear,
+    Layers,
+    Parallel,
+    RowLinear,
+    VocabularyEmbedding,
+    share_gradients,
+)
+from accelfn.errors import ArgumentError, ModelError
+
+LAYERS: Mapping[str, type[Parallel]] = {
+    "column": ColumnLinear,
+    "gathered": GatheredLinear,
+    "row": RowLinear,
+    "vocabulary": VocabularyEmbedding,
+}
+"""By their words, layers that are split."""
+WHOLE = "replicated"
+"""The word for modules that all ranks have, between a column and a row layer."""
+WORDS = (*LAYERS, WHOLE)
+_OF_TRANSFORMERS = {
+    "colwise": "column",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": WHOLE,
+    "rowwise": "row",
+}
+_REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
+"""Options of an embedding that need all words on one rank."""
+
+
+def checked(plan: Any) -> dict[str, str]:
+    """Return a plan in accelfn's words.
+
+    Args:
+        plan: by a pattern of names, one of these words, of Transformers', or torch's
+            ColwiseParallel and RowwiseParallel.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(plan, Mapping) or not plan:
+        msg = (
+            f"af.tensor_parallel({plan!r}): expected a word by name, such as"
+            ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
+        )
+        raise ArgumentError(msg)
+    return {str(name): _word(name, value) for name, value in plan.items()}
+
+
+def _word(name: object, value: Any) -> str:
+    if isinstance(value, str):
+        word = _OF_TRANSFORMERS.get(value, value)
+        if word in WORDS:
+            return word
+        near = difflib.get_close_matches(value, WORDS, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        msg = (
+            f"af.tensor_parallel: {name!r} is to be {value!r}, which is no word of a plan;"
+            f" they are {', '.join(WORDS)}.{meant}"
+        )
+        raise ArgumentError(msg)
+    return _word_of_torch(name, value)
+
+
+def _word_of_torch(name: object, style: Any) -> str:
+    """Return the word for one of torch's styles with the options that it stands for."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - heavy
+    from torch.distributed.tensor.parallel import (  # noqa: PLC0415 - heavy
+        ColwiseParallel,
+        RowwiseParallel,
+    )
+
+    inside: Any = getattr(style, "input_layouts", ())
+    outside: Any = getattr(style, "output_layouts", ())
+    whole, features = (Replicate(),), (Shard(-1),)
+    said = (type(style), tuple(inside), tuple(outside))
+    words: dict[Any, str] = {
+        (ColwiseParallel, whole, features): "column",
+        (ColwiseParallel, whole, whole): "gathered",
+        (RowwiseParallel, features, whole): "row",
+    }
+    if said in words and getattr(style, "use_local_output", True):
+        return words[said]
+    msg = (
+        f"af.tensor_parallel: {name!r} is to be {style!r}. Of torch's styles ColwiseParallel()"
+        " and RowwiseParallel() have a word here, and"
+        f" ColwiseParallel(output_layouts=Replicate()). The words are {', '.join(WORDS)}."
+    )
+    raise ArgumentError(msg)
+
+
+def word_of(plan: Mapping[str, str], name: str) -> str | None:
+    """Return what is to become of a module; the first pattern that matches says so."""
+    for pattern, word in plan.items():
+        if _matches(pattern, name):
+            return word
+    return None
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a name is meant: `*` stands for anything between two dots."""
+    parts, words = name.split("."), pattern.split(".")
+    return len(parts) == len(words) and all(map(fnmatchcase, parts, words))
+
+
+def chosen(
+    plan: Mapping[str, str], module: nn.Module
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the modules that a plan names, each with its name and its word."""
+    for name, each in module.named_modules():
+        word = word_of(plan, name)
+        if word is not None:
+            yield name, each, word
+
+
+def cut_of(plan: Mapping[str, str], param: str, ndim: int) -> int | None:
+    """Return the dim at which a parameter is cut; None where it is not."""
+    place, _, own = param.rpartition(".")
+    kind = LAYERS.get(word_of(plan, place) or "")
+    dim = None if kind is None else kind.cuts.get(own)
+    return dim if dim is not None and dim < ndim else None
+
+
+def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
+    """Let the layers of a model that has parts of their parameters compute with those."""
+    for name, each, word in list(chosen(plan, module)):
+        if word == WHOLE:
+            share_gradients(each, layers)
+        else:
+            each.__class__ = cast("type[nn.Module]", LAYERS[word])
+            vars(each).update(place=name, layers=layers)
+
+
+def check_model(
+    plan: Mapping[str, str], module: nn.Module, size: int, shown: str
+) -> None:
+    """Refuse a plan that does not go with a model.
+
+    Args:
+        plan: as `checked` returns it.
+        module: with meta tensors.
+        size: how many ranks have a part of each layer.
+        shown: who asks.
+
+    Raises:
+        ModelError: a name matches nothing, a module cannot be split as it is to be, or a
+            parameter stands in two places that are split otherwise.
+    """
+    names = [name for name, _ in module.named_modules()]
+    for pattern in plan:
+        if not any(_matches(pattern, name) for name in names):
+            _refuse_name(pattern, module, shown)
+    for name, each, word in chosen(plan, module):
+        _check_layer(name, each, word, size, shown)
+    _check_ties(plan, module, shown)
+
+
+def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
+    """Refuse a pattern, in the names of what there is.
+
+    Raises:
+        ModelError: always.
+    """
+    there = dict.fromkeys(
+        re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+        for name, each in module.named_modules()
+        if isinstance(each, (nn.Linear, nn.Embedding))
+    )
+    near = difflib.get_close_matches(pattern, there, n=5, cutoff=0.3) or list(there)[:5]
+    msg = (
+        f"{shown}: {pattern!r} is no module of {type(module).__name__}. Near to it are"
+        f" {', '.join(map(repr, near)) or 'no layers at all'}."
+    )
+    raise ModelError(msg)
+
+
+def _check_layer(
+    name: str, module: nn.Module, word: str, size: int, shown: str
+) -> None:
+    if word == WHOLE:
+        return
+    wanted = nn.Embedding if word == "vocabulary" else nn.Linear
+    if type(module) is not wanted:
+        msg = (
+            f"{shown}: {name!r} is to be {word!r}, for which it must be an"
+            f" nn.{wanted.__name__}, with its own forward; it is a"
+            f" {type(module).__module__}.{type(module).__name__}."
+        )
+        raise ModelError(msg)
+    wrong = [option for option in _REFUSED if getattr(module, option, None)]
+    if wrong:
+        msg = (
+            f"{shown}: the embedding {name!r} has {', '.join(wrong)}, which looks at all"
+            " words of a batch, and a rank has some of them. Make it without, or leave it out"
+            " of the plan."
+        )
+        raise ModelError(msg)
+    dim = LAYERS[word].cuts["weight"]
+    shape = tuple(module.get_parameter("weight").shape)
+    if shape[dim] % size:
+        what = (
+            "words" if word == "vocabulary" else "output features",
+            "input features",
+        )
+        msg = (
+            f"{shown}: {name!r} has {shape[dim]} {what[dim]}, which {size} ranks along"
+            ' "tp" cannot share alike. Make them a multiple, or leave it out of the plan.'
+        )
+        raise ModelError(msg)
+
+
+def _check_ties(plan: Mapping[str, str], module: nn.Module, shown: str) -> None:
+    """Refuse a parameter that is split in one of its places, and not so in another."""
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if cut_of(plan, known, param.ndim) != cut_of(plan, name, param.ndim):
+            msg = (
+                f"{shown}: {known!r} and {name!r} are one parameter, which would be split in"
+                " one place and not so in the other. Name both layers: a head that is tied to"
+                ' a "vocabulary" is "gathered".'
+            )
+            raise ModelError(msg)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split the layers of a model over the ranks along "tp"."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import nn
+
+from accelfn.base import draws
+from accelfn.collectives import all_gather
+from accelfn.definition.transform import transform
+from accelfn.engine.module.first_look import Coarsest, first_of, name_of, untouched
+from accelfn.engine.module.parallel_layers import Layers
+from accelfn.engine.module.plan import check_model, checked, cut_of, split
+from accelfn.engine.optimizer.trial import check_elements
+from accelfn.engine.runner import LossFunction
+from accelfn.errors import BatchError, Error, LossError
+from accelfn.state.metrics import Loss
+from accelfn.state.state import TrainState
+from accelfn.world import World
+
+_KEPT = "_accelfn_layers"
+"""Under which name the engine's own module keeps what its layers share."""
+_FAR, _COARSE = 1e-3, 0.1
+"""How far a loss may be from that in one piece, as a part of it; in 16 bits."""
+_NOTHING = 1e-6
+"""What two losses may differ by that are nearly 0."""
+_WAY = (
+    "Between a column and a row layer a rank has some of the features: let the model take"
+    " their number from what it is given, as view(..., -1, head_dim) does, and name all the"
+    " layers of such a part in the plan."
+)
+
+
+@transform
+class tensor_parallel:
+    """Split layers over the ranks along "tp", each of which computes a part of them.
+
+    The ranks along "tp" take the same samples. A "column" layer has some of its output
+    features on each rank, and a "row" layer the same of its input features: attention and
+    feed-forward blocks begin with one and end with the other, and between them a rank
+    computes for its own heads and features alone. Sums over the ranks end such a part. A
+    "vocabulary" is an embedding of which each rank has some words, and a "gathered" layer,
+    as a head, a column layer whose features all ranks get. Modules between a column and a
+    row layer that all ranks have, as a norm of each head, are "replicated": their gradients
+    are summed. Everything that the plan does not name is the same on all ranks.
+
+    The model is that of one process; what it computes between the layers must take the number
+    of features from what it is given, as `view(..., -1, head_dim)` does. The first loss is
+    compared on one sample with the same loss of whole layers, and the first gradients of what
+    all ranks have with one another, so that none of this goes wrong in silence.
+
+    Without a world with "tp" it changes nothing.
+
+    Acts on: layout, loss; init, which refuses.
+
+    Args:
+        plan: words by the names of modules, in which `*` stands for anything between two dots:
+            "column", "row", "vocabulary", "gathered", "replicated". The words of Transformers'
+            plans and torch's ColwiseParallel and RowwiseParallel are taken, too.
+
+    Law:
+        Parameters, optimizer state, weights and metrics are those of one process, up to
+        rounding; what is not split stays the same on all ranks, bit by bit where torch is
+        deterministic. Between a column and a row layer each rank draws for itself (dropout);
+        elsewhere all draw alike. Checkpoints go from any layout into any other, bitwise.
+
+    Cost:
+        With n ranks along "tp", 1/n of what is split, of its optimizer state and of the
+        activations between layers. A pair of column and row sends its output over the ranks
+        once in the forward and its input once in the backward pass, whole: 2 (n - 1) / n of
+        their bytes each. Once for each engine, two forward passes on one sample, and a sum of
+        the gradients of what is not split.
+
+    Raises:
+        ArgumentError: the plan is none, or has a word that is none.
+        CompositionError: when composed, beside `local_sgd`, `compile`, `compress`,
+            `optimizer_in_backward`, fp8, or another of its kind.
+        ModelError: when the state is made: a name matches no module, a layer is no plain
+            nn.Linear or nn.Embedding, its features do not divide by "tp", or a tied parameter
+            is split in one of its places alone.
+        OptimizerError: when the state is made, the optimizer does not go element by element.
+        LossError: at a step, the loss is not that of whole layers, or ranks have other
+            gradients of what they share.
+        BatchError: at a step, the ranks along "tp" were given different batches.
+
+    References:
+        Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models
+        Using Model Parallelism".
+
+    Example:
+        >>> tensor_parallel({"blocks.*.up": "column", "blocks.*.down": "row"})
+        af.tensor_parallel({'blocks.*.up': 'column', 'blocks.*.down': 'row'})
+    """
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "apart": "has one model that is split over the ranks, and under {other!r} each rank"
+        " has a model of its own. Leave out one of the two.",
+        "compiles": "has ranks add up in the midst of a model, which {other!r} cannot trace."
+        " Leave out one of the two.",
+        "compression": "has parts of parameters, and {other!r} remembers what it left out of"
+        " whole ones. Leave out one of the two.",
+        "eight_bits": "has layers of its own, and {other!r} would put others in their place."
+        " Leave out one of the two.",
+        "splits_layers": "and {other!r} would split a part once more. Leave out one.",
+        "steps_in_backward": "looks at the gradients of what all ranks have, and {other!r}"
+        " frees each as soon as it is there. Leave out one of the two.",
+    }
+    plan: Mapping[str, str] = attrs.field(converter=checked)
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """How layers are split."""
+        return {"draws_nothing": True, "splits_layers": self._split}
+
+    def layout(
+        self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
+    ) -> Mapping[str, int] | None:
+        """Cut the parameters of layers along tp."""
+        del axes
+        dim = cut_of(self.plan, name, meta.ndim)
+        return None if dim is None else {"tp": dim}
+
+    def init(self, state: TrainState) -> None:
+        """Refuse what cannot be split without changing the numbers."""
+        size = state.world.along("tp").size
+        check_model(self.plan, state.definition.skeleton.module, size, f"{self!r}")
+        check_elements(state, f"{self!r}", dims=(0, 1))
+
+    def loss(self, loss_fn: LossFunction) -> LossFunction:
+        """Compare the first loss with that of whole layers."""
+
+        def loss_of_layers(model: nn.Module, batch: Any, *extras: Any) -> Any:
+            layers: Layers | None = vars(model).get(_KEPT)
+            if layers is None:
+                return loss_fn(model, batch, *extras)
+            if not layers.is_checked:
+                _check(layers, loss_fn, model, batch, *extras)
+                layers.is_checked = True
+            try:
+                return loss_fn(model, batch, *extras)
+            finally:
+                layers.end_region()
+
+        loss_of_layers.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
+        return loss_of_layers
+
+    def _split(self, module: nn.Module, world: World) -> None:
+        ranks = world.along("tp")
+        if ranks.size > 1:
+            layers = vars(module)[_KEPT] = Layers(ranks)
+            split(self.plan, module, layers)
+
+
+def _check(
+    layers: Layers, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
+) -> None:
+    """Compare a loss with that of whole layers, on the first sample.
+
+    All ranks look as often: beside others' samples, units of a model are gathered.
+
+    Raises:
+        BatchError: the ranks have different batches.
+        LossError: the two differ.
+    """
+    ranks, looks, name = layers.ranks, layers.looks, name_of(loss_fn)
+    first, trouble, part = first_of(batch), None, None
+    looks.begin()
+    try:
+        with untouched(model, ranks.device), Coarsest() as coarsest:
+            with layers.in_one_piece(), draws.seeded(0, ranks.device):
+                whole = loss_fn(model, first, *extras)
+            try:
+                with draws.seeded(0, ranks.device):
+                    part = loss_fn(model, first, *extras)
+            except (RuntimeError, ValueError, IndexError) as error:
+                if isinstance(error, Error):
+                    raise
+                trouble = error
+    finally:
+        still_open, differing = layers.open, looks.end()
+        layers.end_region()
+    numbers = (_total(whole), _total(part), float(differing is not None))
+    mine = torch.stack([n.to(ranks.device) for n in map(_number, numbers)])
+    rows = torch.stack(all_gather(mine, ranks.whole, label="tensor_parallel")).cpu()
+    begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
+    told = rows[begin : begin + ranks.size]
+    if trouble is not None:
+        msg = f"af.tensor_parallel: {name} fails where layers are split: {trouble}. {_WAY}"
+        raise LossError(msg) from trouble
+    if not torch.equal(
+        told[:, 0].nan_to_num(), told[:1, 0].nan_to_num().expand(len(told))
+    ):
+        msg = (
+            'af.tensor_parallel: the ranks along "tp" were given different batches: the loss'
+            f" of the first sample is {told[:, 0].tolist()}. They share each sample: read by"
+            " af.batches(state), or by world.batch.rank."
+        )
+        raise BatchError(msg)
+    if bool(rows[:, 2].any()):
+        where = differing or "a row layer, on another rank,"
+        msg = (
+            f"af.tensor_parallel: {name} is not that of whole layers: {where!r} is not given"
+            f" this rank's features of what it is given in one piece. {_WAY}"
+        )
+        raise LossError(msg)
+    if still_open is not None:
+        msg = (
+            f"af.tensor_parallel: {still_open!r} is a column layer, and no row layer follows"
+            ' it, so a rank goes on with some of its features. Make it "gathered", or the'
+            ' layer that takes them "row".'
+        )
+        raise LossError(msg)
+    far = _COARSE if coarsest.eps > _FAR else _FAR
+    distance = (rows[:, 0] - rows[:, 1]).abs()
+    if bool((distance > (far * rows[:, :2].abs().amax(1)).clamp(min=_NOTHING)).any()):
+        msg = (
+            f"af.tensor_parallel: {name} is {float(told[0, 0]):.6g} of whole layers and"
+            f" {float(told[0, 1]):.6g} of parts. {_WAY}"
+        )
+        raise LossError(msg)
+
+
+def _total(returned: Any) -> Any:
+    return returned.total if isinstance(returned, Loss) else returned
+
+
+def _number(value: Any) -> torch.Tensor:
+    """Return a number to compare; what is none is compared with nothing."""
+    is_number = isinstance(value, (int, float)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )
+    number = torch.as_tensor(value if is_number else 0.0, dtype=torch.float64)
+    return number.reshape(())

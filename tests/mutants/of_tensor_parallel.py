@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in layers that are split over ranks, and in how parts are put together."""
+
+from accelfn.checkpoint import slices
+from accelfn.definition import layout
+from accelfn.engine import agreement, engine
+from accelfn.engine.module import looks, parallel_layers, plan
+from accelfn.engine.optimizer import trial
+from accelfn.step import sync_grads
+from accelfn.transforms import clip, tensor_parallel
+from tests.laws import test_tensor_parallel as laws
+from tests.mutants.mutant import Mutant
+from tests.unit import test_tensor_parallel as unit
+
+TRAINS = laws.test_parts_of_layers_train_what_the_whole_does
+COUNTS = laws.test_each_token_counts_once
+LOADS = laws.test_what_is_saved_in_one_layout_is_loaded_in_another
+MOVES = laws.test_another_plan_and_back_changes_nothing
+STAYS = laws.test_what_all_ranks_have_stays_the_same
+DRAWS = laws.test_what_a_loss_draws_is_what_one_rank_draws
+SHARE = laws.test_each_rank_has_its_part_of_layers
+SKIPS = laws.test_an_update_is_skipped_on_all_ranks_or_none
+BY_HAND = laws.test_parts_are_reduced_by_hand_alike
+
+MUTANTS = [
+    Mutant(
+        "L3: ranks do not add up the gradients of what they are given alike",
+        TRAINS,
+        parallel_layers._Enter.backward,
+        "_Leave).apply(gradients[0], ctx.ranks) → _Enter).apply(gradients[0], ctx.ranks)",
+    ),
+    Mutant(
+        "L3: the sum of ranks' features has the gradients of all of them",
+        TRAINS,
+        parallel_layers._Leave.backward,
+        "_Enter).apply(gradients[0], ctx.ranks) → _Leave).apply(gradients[0], ctx.ranks)",
+    ),
+    Mutant(
+        "L3: of gathered features each rank has the gradient of the first",
+        TRAINS,
+        parallel_layers._Take.forward,
+        "[ranks.rank] → [0]",
+    ),
+    Mutant(
+        "L3: the vector of padding is trained where words are split",
+        TRAINS,
+        parallel_layers.VocabularyEmbedding.forward,
+        'cast("int", padding) - begin if has_padding else None → None',
+    ),
+    Mutant(
+        "L3: each rank looks up the words of the first",
+        TRAINS,
+        parallel_layers.VocabularyEmbedding.forward,
+        "begin = ranks.rank * count → begin = 0",
+    ),
+    Mutant(
+        "L3: words that another rank has are those of this rank's first",
+        TRAINS,
+        parallel_layers.VocabularyEmbedding.forward,
+        "vectors = vectors.masked_fill(~here.unsqueeze(-1), 0) → pass",
+    ),
+    Mutant(
+        "what was entered once stands for another input",
+        unit.test_layers_of_other_inputs_have_their_own_gradients,
+        parallel_layers.Layers.enter,
+        "kept is not None and kept[0] is given → kept is not None",
+    ),
+    Mutant(
+        "L45: each rank saves its part of a layer in the place of the first",
+        LOADS,
+        slices.slice_of,
+        "tuple(offset), tuple(size)) → (0,) * len(shape), tuple(size))",
+    ),
+    Mutant(
+        "L47: in another plan each rank has the first features",
+        MOVES,
+        layout.Layout.cut,
+        "min(begin - there[dim], part.shape[dim]) → 0",
+    ),
+    Mutant(
+        "L4: a part that was computed whole is cut as if it were the whole",
+        BY_HAND,
+        layout.Layout.cut,
+        "begin - there[dim] → max(begin - 2 * there[dim], 0)",
+    ),
+    Mutant(
+        "L4: what ranks reduced by hand lies as if nothing were split",
+        BY_HAND,
+        sync_grads.sync_grads,
+        "if layout is not None: → if False:",
+    ),
+    Mutant(
+        "L4: gradients of parts of layers are whole tensors",
+        SHARE,
+        layout.Layout.laid,
+        "if name not in self.of_layers.cuts: → if True:",
+    ),
+    Mutant(
+        "L1: the weight of an update is that of all ranks, those along tp too",
+        COUNTS,
+        engine.Engine.__init__,
+        "definition.world.loss.size → definition.world.size",
+    ),
+    Mutant(
+        "L14: a norm leaves out what is cut along one axis and then another",
+        TRAINS,
+        clip._norm_of_shards,
+        "if not placement.is_replicate(): → if placement.is_shard():",
+    ),
+    Mutant(
+        "L33: all ranks drop the same features between layers",
+        STAYS,
+        parallel_layers.Layers.begin_region,
+        "layer.place, self.ranks.rank → layer.place",
+    ),
+    Mutant(
+        "L33: ranks go on drawing each for itself behind a row layer",
+        STAYS,
+        parallel_layers.Layers.end_region,
+        "ended.__exit__(None, None, None) → ended._taken.release()",
+    ),
+    Mutant(
+        "L50: drawing between layers moves the generator of all ranks",
+        DRAWS,
+        parallel_layers.Layers.end_region,
+        "if has_drawn: → if True:",
+    ),
+    Mutant(
+        "L47: each rank has all of what its plan splits",
+        SHARE,
+        plan.cut_of,
+        "return dim if dim is not None and dim < ndim else None → return None",
+    ),
+    Mutant(
+        "L18: ranks along tp skip each for itself",
+        SKIPS,
+        tensor_parallel.tensor_parallel.layout,
+        'return None if dim is None else {"tp": dim} → return None',
+    ),
+    Mutant(
+        "a column layer whose features go on in parts passes",
+        unit.test_a_model_that_is_another_in_parts_is_refused,
+        tensor_parallel._check,
+        "if still_open is not None: → if False:",
+        args={"model": unit.Open, "said": "no row layer follows"},
+    ),
+    Mutant(
+        "heads that a model counts for itself pass",
+        unit.test_a_model_that_is_another_in_parts_is_refused,
+        looks.Looks._fit,
+        "distance <= far * length → True",
+        args={"model": unit.Heads, "said": "this rank's features"},
+    ),
+    Mutant(
+        "what leaks from between the layers passes",
+        unit.test_a_model_that_is_another_in_parts_is_refused,
+        tensor_parallel._check,
+        "distance > (far → distance > (9e9 * far",
+        args={"model": unit.Leaking, "said": "of whole layers"},
+    ),
+    Mutant(
+        "gradients of what stands between the layers are those of a part",
+        unit.test_a_model_that_is_another_in_parts_is_refused,
+        agreement.check_gradients,
+        "if float(far) > _FAR * length: → if False:",
+        args={"model": unit.Scaled, "said": "other gradients"},
+    ),
+    Mutant(
+        "gradients that were refused once pass the second time",
+        unit.test_what_was_refused_is_refused_again,
+        engine.Engine._found,
+        "check_gradients(self._home → self._has_compared = True; check_gradients(self._home",
+    ),
+    Mutant(
+        "batches that differ along tp pass",
+        unit.test_batches_that_differ_along_tp_are_refused,
+        tensor_parallel._check,
+        "if not torch.equal( → if False and torch.equal(",
+    ),
+    Mutant(
+        "a parameter that is tied to one of another word passes",
+        unit.test_what_a_model_has_not_is_refused,
+        plan._check_ties,
+        "if cut_of(plan, known, param.ndim) != → if False and cut_of(plan, known, 2) !=",
+        args={"plan": {"head": "gathered"}, "model": unit.Tied, "said": "are one"},
+    ),
+    Mutant(
+        "a layer with a forward of its own loses it",
+        unit.test_what_a_model_has_not_is_refused,
+        plan._check_layer,
+        "if type(module) is not wanted: → if not isinstance(module, wanted):",
+        args={"plan": {"up": "column"}, "model": unit.own, "said": "Own"},
+    ),
+    Mutant(
+        "an optimizer that looks at rows steps columns",
+        unit.test_an_optimizer_of_rows_is_refused,
+        trial._differing,
+        "part=(dim, half) → part=(0, half)",
+    ),
+    Mutant(
+        "layers of one input each add up its gradient",
+        unit.test_layers_of_one_input_add_up_its_gradient_once,
+        parallel_layers.Layers.enter,
+        "if kept is not None and → if False and",
+    ),
+    Mutant(
+        "what the first look draws is what the update draws",
+        unit.test_looking_leaves_no_trace,
+        tensor_parallel._check,
+        "with untouched(model, ranks.device), Coarsest() as coarsest:"
+        " → with torch.no_grad(), Coarsest() as coarsest:",
+    ),
+]

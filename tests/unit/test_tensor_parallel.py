@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tensor_parallel refuses, and what its words mean."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+import accelfn as af
+from accelfn.base.shards import local
+from accelfn.errors import (
+    ArgumentError,
+    BatchError,
+    CompositionError,
+    LossError,
+    ModelError,
+    OptimizerError,
+    WorldError,
+)
+from accelfn.testing import simulate
+from tests.strategies import differences
+
+WIDTH, HEADS = 8, 4
+PAIR = {"up": "column", "down": "row"}
+
+
+class Net(nn.Module):
+    """Two layers, of which the first is wider."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH, elementwise_affine=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.words = nn.Embedding(4, WIDTH, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Heads(Net):
+    """Counts heads for itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        by_head = self.up(x).view(len(x), HEADS, -1)
+        return self.down(by_head.cumsum(-1).flatten(1))
+
+
+class Fixed(Net):
+    """Knows how many features there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).view(len(x), 2 * WIDTH))
+
+
+class Normed(Net):
+    """Looks at all features between the layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.normalize(self.up(x), dim=-1))
+
+
+class Scaled(Net):
+    """Has a number between the layers that is trained."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)) * self.scale)
+
+
+class Open(Net):
+    """Goes on with what a column layer makes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+class Leaking(Net):
+    """Also returns what lies between the layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.up(x)
+        return self.down(torch.tanh(inside)) + inside.square().sum()
+
+
+class Tied(Net):
+    """One parameter in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4, bias=False)
+        self.head.weight = self.words.weight
+
+
+class Own(nn.Linear):
+    """A layer with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        return super().forward(input) * 2
+
+
+def own() -> Net:
+    net = Net()
+    net.up = Own(WIDTH, 2 * WIDTH)
+    return net
+
+
+def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().mean()
+
+
+adam = partial(torch.optim.Adam, lr=0.1)
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def state_of(
+    world: af.World,
+    *behind: object,
+    model: Any = Net,
+    plan: Any = PAIR,
+    optimizer: Any = adam,
+) -> af.TrainState:
+    return af.TrainState.create(
+        model=model,
+        optimizer=optimizer,
+        data=af.Data(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), batch_size=2),
+        setup=af.chain(af.shard_data(), af.tensor_parallel(plan), *behind),
+        world=world,
+    )
+
+
+def step_once(world: af.World, *behind: object, **options: Any) -> af.TrainState:
+    state = state_of(world, *behind, **options)
+    state, _ = af.make_step(loss)(state, next(iter(af.batches(state))))
+    return state
+
+
+def on_two(fn: Any, *args: Any, **options: Any) -> Any:
+    return simulate(2, lambda world: fn(world, *args, **options), axes={"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({}, "expected a word by name"),
+        (["up"], "expected a word by name"),
+        ({"up": "columns"}, "Did you mean 'column'?"),
+        ({"up": "sequence"}, "no word of a plan; they are column, gathered, row"),
+        ({"up": 3}, "Of torch's styles"),
+        ({"up": SequenceParallel()}, "Of torch's styles"),
+        ({"up": ColwiseParallel(input_layouts=Shard(0))}, "Of torch's styles"),
+        ({"up": ColwiseParallel(use_local_output=False)}, "Of torch's styles"),
+    ],
+)
+def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        af.tensor_parallel(plan)
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        *(("colwise", "column"), ("rowwise", "row"), ("colwise_rep", "gathered")),
+        *(("colwise_gather_output", "gathered"), ("embedding_rowwise", "vocabulary")),
+        ("replicated_with_grad_allreduce", "replicated"),
+        *((ColwiseParallel(), "column"), (RowwiseParallel(), "row")),
+        (ColwiseParallel(output_layouts=Replicate()), "gathered"),
+    ],
+)
+def test_words_of_others_are_taken(value: Any, word: str) -> None:
+    """A plan of Transformers or of torch is one of accelfn's."""
+    one, other = af.tensor_parallel({"up": value}), af.tensor_parallel({"up": word})
+    assert one == other
+    assert repr(one) == f"af.tensor_parallel({{'up': '{word}'}})"
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "said"),
+    [
+        ({"blocks.*.up": "column"}, Net, "is no module of Net. Near to it are 'up'"),
+        ({"ups": "column"}, Net, "Near to it are 'up'"),
+        ({"norm": "column"}, Net, "must be an nn.Linear, with its own forward"),
+        ({"up": "vocabulary"}, Net, "must be an nn.Embedding"),
+        ({"words": "row"}, Net, "must be an nn.Linear"),
+        ({"up": "column"}, own, "test_tensor_parallel.Own"),
+        ({"words": "vocabulary"}, partial(Net, max_norm=1.0), "has max_norm"),
+        ({"words": "vocabulary"}, partial(Net, sparse=True), "has sparse"),
+        (
+            {"words": "vocabulary"},
+            partial(Net, scale_grad_by_freq=True),
+            "has scale_grad_by_freq",
+        ),
+        ({"words": "vocabulary"}, Tied, "'words.weight' and 'head.weight' are one"),
+        ({"head": "gathered"}, Tied, "'words.weight' and 'head.weight' are one"),
+    ],
+)
+def test_what_a_model_has_not_is_refused(plan: Any, model: Any, said: str) -> None:
+    """On one process already, and in the names of what there is."""
+    with pytest.raises(ModelError, match=re.escape(said)):
+        state_of(af.World.single(), plan=plan, model=model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"up": "column"}, "'up' has 16 output features, which 3 ranks"),
+        ({"up": "row"}, "'up' has 8 input features"),
+        ({"words": "vocabulary"}, "'words' has 4 words"),
+    ],
+)
+def test_features_that_do_not_divide_are_refused(plan: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        simulate(3, lambda world: state_of(world, plan=plan), axes={"tp": 3})
+
+
+class ByColumns(torch.optim.SGD):
+    """Divides by the length of rows."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.ndim == 2:
+                    param.grad /= param.grad.norm(dim=1, keepdim=True)
+        super().step(closure)
+
+
+def test_an_optimizer_of_rows_is_refused() -> None:
+    """Of a row layer a rank has columns."""
+    with pytest.raises(OptimizerError, match="more than its own gradient"):
+        on_two(state_of, optimizer=partial(ByColumns, lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Heads, "'down' is not given this rank's features"),
+        (Normed, "'down' is not given this rank's features"),
+        (Fixed, "fails where layers are split: shape"),
+        (Open, "'up' is a column layer, and no row layer follows"),
+        (Leaking, "of whole layers and"),
+        (Scaled, "ranks have other gradients of 'scale'"),
+    ],
+)
+def test_a_model_that_is_another_in_parts_is_refused(model: Any, said: str) -> None:
+    """At the first step, on all ranks."""
+    with pytest.raises(LossError, match=re.escape(said)):
+        on_two(step_once, model=model)
+
+
+def test_what_was_refused_is_refused_again() -> None:
+    """A step that is taken once more does not pass."""
+
+    def fn(world: af.World) -> None:
+        state = state_of(world, model=Scaled)
+        step, batch = af.make_step(loss), next(iter(af.batches(state)))
+        for _ in range(2):
+            with pytest.raises(LossError, match="other gradients"):
+                step(state, batch)
+
+    on_two(fn)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        af.local_sgd(sync_every=2),
+        af.compile(),
+        af.chain(af.wrap_ddp(), af.compress("powersgd")),
+        af.optimizer_in_backward(),
+        af.autocast("fp8"),
+        af.tensor_parallel(PAIR, name="other"),
+    ],
+    ids=lambda each: repr(each)[3:20],
+)
+def test_what_cannot_stand_beside_is_refused(beside: Any) -> None:
+    with pytest.raises(CompositionError, match="Leave out one"):
+        af.chain(af.tensor_parallel(PAIR), beside)
+
+
+def test_batches_that_differ_along_tp_are_refused() -> None:
+    def fn(world: af.World) -> None:
+        state = state_of(world)
+        batch = torch.full((2, WIDTH), float(world.rank))
+        af.make_step(loss)(state, batch)
+
+    with pytest.raises(BatchError, match='along "tp" were given different batches'):
+        on_two(fn)
+
+
+def test_an_axis_that_no_plan_uses_is_refused() -> None:
+    def fn(world: af.World) -> object:
+        return af.TrainState.create(model=Net, optimizer=adam, world=world)
+
+    with pytest.raises(WorldError, match=r"or add af.tensor_parallel\(plan\)"):
+        on_two(fn)
+
+
+def test_looking_leaves_no_trace() -> None:
+    """The first step is not told apart: neither by draws nor by modes nor by buffers."""
+
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.training or not torch.is_grad_enabled()
+            self.calls += 1
+            return super().forward(x) + torch.rand(())
+
+    def fn(world: af.World) -> tuple[float, torch.Tensor]:
+        state = step_once(world, model=Counting)
+        return float(state.buffers["calls"]), af.full_params(state)["down.bias"]
+
+    alone = fn(af.World.single())
+    for calls, bias in on_two(fn):
+        assert calls == alone[0] == 1
+        assert torch.allclose(bias, alone[1], atol=1e-6)
+
+
+def test_each_rank_has_its_part() -> None:
+    """Columns of one layer, rows of the next, and its bias on all."""
+
+    whole = state_of(af.World.single()).params
+
+    def fn(world: af.World) -> None:
+        state = state_of(world)
+        begin = world.rank * WIDTH
+        rows = whole["up.weight"][begin : begin + WIDTH]
+        columns = whole["down.weight"][:, begin : begin + WIDTH]
+        assert torch.equal(local(state.params["up.weight"]), rows)
+        assert torch.equal(local(state.params["down.weight"]), columns)
+        assert torch.equal(state.params["down.bias"], whole["down.bias"])
+
+    on_two(fn)
+
+
+def test_layers_of_one_input_add_up_its_gradient_once() -> None:
+    """As those of query, key and value."""
+
+    class Three(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.more = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.down(torch.tanh(self.up(x)) * self.more(x))
+
+    plan = {**PAIR, "more": "column"}
+
+    def fn(world: af.World) -> None:
+        state = step_once(world, model=Three, plan=plan)
+        af.make_step(loss)(state, next(iter(af.batches(state))))
+
+    run = on_two(fn)
+    sums = [
+        e for e in run.log if (e.kind, e.label) == ("all_reduce", "tensor_parallel")
+    ]
+    assert len(sums) == 1 + 2 * 2  # in the first look, and there and back in each step
+
+
+def test_layers_of_other_inputs_have_their_own_gradients() -> None:
+    """Though they stand in one part."""
+
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.more = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.down(self.up(x) * self.more(x.sin()))
+
+    plan = {**PAIR, "more": "column"}
+
+    def fn(world: af.World) -> dict[str, torch.Tensor]:
+        state = step_once(world, model=Two, plan=plan, optimizer=sgd)
+        return af.full_params(state)
+
+    alone = fn(af.World.single())
+    for found in on_two(fn):
+        assert differences(alone, found, within=1e-5) == []
