@@ -30,6 +30,7 @@ _NUMBERS = {
         "laws.test_tensor_parallel::test_parts_of_layers_train_what_the_whole_does",
         "laws.test_tensor_parallel::test_what_is_saved_in_one_layout_is_loaded_in_another",
         "laws.test_shard_histories::test_states_do_not_meet",
+        "laws.test_shard_histories::test_states_of_split_layers_do_not_meet",
         "laws.test_loading_together::test_a_file_that_one_rank_cannot_read_is_told_to_all",
         "laws.test_context::test_what_trained_on_parts_goes_on_anywhere",
         "laws.test_context::test_each_token_counts_once",

@@ -1,39 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of split models do not meet, whatever is done to them in whatever order."""
 
-import contextlib
-import tempfile
-from math import prod
 from typing import Any
 
-import attrs
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.testing import simulate
+from tests.laws.histories import Acts, Broken, BrokenError, Training, acts, check_apart
+from tests.laws.parallel_layers import (
+    LYING,
+    PLAN,
+    Lying,
+    Speech,
+    loss_of_tokens,
+    speeches,
+)
 from tests.laws.split_models import AXES, LOSSES, Run, lowered, runs, wraps
-from tests.strategies import tensors
-
-
-class BrokenError(Exception):
-    """What a loss raises."""
-
-
-class _Broken(torch.autograd.Function):
-    """Lets a backward pass raise where it comes by."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        del ctx
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        del ctx, gradients
-        raise BrokenError
 
 
 def broken_forward(net: nn.Module, batch: Any) -> torch.Tensor:
@@ -45,140 +30,94 @@ def broken_forward(net: nn.Module, batch: Any) -> torch.Tensor:
 def broken_backward(net: nn.Module, batch: Any) -> torch.Tensor:
     """Return a loss whose gradients cannot be computed, but for the last layer's."""
     blocks, x = net.blocks, batch[0].to(net.first.weight.dtype)
-    x = blocks[1](_Broken.apply(blocks[0](net.first(x))))
+    x = blocks[1](Broken.apply(blocks[0](net.first(x))))
     return (net.last(x) * net.scale + net.bias).square().mean()
 
 
-@attrs.define
-class Kin:
-    """A state, and how many updates it is from the beginning."""
-
-    state: af.TrainState
-    updates: int = 0
-
-
-ACTS = [
-    *(
-        "step",
-        "step",
-        "step",
-        "copy",
-        "keep",
-        "look",
-        "look apart",
-        "raise",
-        "raise in backward",
-    ),
-    *("release", "load", "evaluate", "again"),
+AFTER_A_LOOK: Acts = [
+    ("look apart", 0),
+    ("step", 1),
+    ("step", 0),
+    ("raise in backward", 0),
+    ("step", 0),
 ]
-
-
-@attrs.define
-class History:
-    """Does things to states."""
-
-    run: Run
-    engine: object
-    world: af.World
-    folder: str
-    batches: list[af.Batch]
-    num_saved: int = 0
-
-    def do(self, act: str, kin: list[Kin], i: int) -> None:
-        """Do one thing to a state, which is given by its number."""
-        each, loss = kin[i], LOSSES[self.run.loss]
-        batch = self.batches[each.updates]
-        step = af.make_step(loss)
-        match act:
-            case "step":
-                each.state, _ = step(each.state, batch)
-                each.updates += 1
-            case "copy":
-                kin.append(Kin(each.state.copy(), each.updates))
-            case "keep":
-                forked, _ = step(each.state, batch, donate=False)
-                kin.append(Kin(forked, each.updates + 1))
-            case "look" | "look apart":
-                sync = act == "look"
-                af.value_and_grad(loss)(each.state, batch, sync=sync)
-            case "raise" | "raise in backward":
-                raising = broken_forward if act == "raise" else broken_backward
-                with contextlib.suppress(BrokenError):
-                    af.value_and_grad(raising)(each.state, batch)
-            case "release":
-                af.release(each.state)
-            case "load":
-                folder = f"{self.folder}/{self.num_saved}"
-                self.num_saved += 1
-                af.save(each.state, folder)
-                loaded = af.load(self.fresh(), folder)
-                kin.append(Kin(loaded, each.updates))
-            case "evaluate":
-                af.evaluate(each.state, self.run.data(), loss)
-            case _:
-                kin[i] = Kin(self.fresh())
-
-    def fresh(self) -> af.TrainState:
-        """Return the state at the beginning."""
-        return self.run.state(self.world, self.engine)
-
-    def alone(self, updates: int) -> dict[str, torch.Tensor]:
-        """Return what a state of its own has after as many updates."""
-        state, step = self.fresh(), af.make_step(LOSSES[self.run.loss])
-        for batch in self.batches[:updates]:
-            state, _ = step(state, batch)
-        return tensors(state)
 
 
 @example(
     run=Run(4, 4, "mean", "adamw", in_list=True, micro=2),
     wrap=af.wrap_fsdp(),
     axes=AXES[0],
-    acts=[
-        ("look apart", 0),
-        ("step", 1),
-        ("step", 0),
-        ("raise in backward", 0),
-        ("step", 0),
-    ],
+    acts=AFTER_A_LOOK,
 )
 @example(
     run=Run(4, 4, "mean", "adamw", in_list=True, micro=2),
     wrap=af.wrap_fsdp(reduce_dtype=torch.float32),
     axes=AXES[0],
-    acts=[
-        ("look apart", 0),
-        ("step", 1),
-        ("step", 0),
-        ("raise in backward", 0),
-        ("step", 0),
-    ],
+    acts=AFTER_A_LOOK,
 )
 @given(
     run=runs(),
     wrap=wraps | lowered | st.just(af.wrap_ddp()),
     axes=st.sampled_from([AXES[0], AXES[2], AXES[6]]),
-    acts=st.lists(
-        st.tuples(st.sampled_from(ACTS), st.integers(0, 2)), min_size=2, max_size=9
-    ),
+    acts=acts,
 )
 def test_states_do_not_meet(
-    run: Run, wrap: object, axes: dict[str, int], acts: list[tuple[str, int]]
+    run: Run, wrap: object, axes: dict[str, int], acts: Acts
 ) -> None:
     """Each has, bitwise, what one alone has that was stepped on the same batches."""
-    with tempfile.TemporaryDirectory() as folder:
+    of = Training(
+        fresh=lambda world: run.state(world, wrap),
+        data=run.data,
+        loss=LOSSES[run.loss],
+        raising={"raise": broken_forward, "raise in backward": broken_backward},
+    )
+    check_apart(of, axes, acts)
 
-        def fn(world: af.World) -> None:
-            state = run.state(world, wrap)
-            batches = run.batches(state, len(acts))
-            history = History(run, wrap, world, folder, batches)
-            kin = [Kin(state), Kin(history.fresh())]
-            for act, i in acts:
-                history.do(act, kin, i % len(kin))
-            for each in kin:
-                alone, found = history.alone(each.updates), tensors(each.state)
-                assert alone.keys() == found.keys()
-                for name, value in alone.items():
-                    assert torch.equal(value, found[name]), name
 
-        simulate(prod(axes.values()), fn, axes=axes)
+def _broken_between(made: Any) -> Any:
+    """Return a loss in which `made` has its way between a column and a row layer."""
+
+    def loss(net: Any, batch: Any) -> Any:
+        hook = net.blocks[0].inside.register_forward_hook(made)
+        try:
+            return loss_of_tokens(net, batch)
+        finally:
+            hook.remove()
+
+    return loss
+
+
+@_broken_between
+def broken_between(*_: Any) -> None:
+    """Raise where each rank draws for itself."""
+    raise BrokenError
+
+
+@_broken_between
+def broken_on_the_way_back(module: nn.Module, _: Any, made: torch.Tensor) -> Any:
+    """Let gradients stop there."""
+    del module
+    return Broken.apply(made)
+
+
+@example(
+    speech=Speech(4, 4, PLAN, micro=2),
+    lying=LYING[0],
+    acts=[("copy", 0), ("step", 0), ("step", 2), ("raise", 0), ("step", 0)],
+)
+@given(
+    speech=speeches(dropout=0.5) | speeches(),
+    lying=st.sampled_from([LYING[0], LYING[0], LYING[2], LYING[3], LYING[4]]),
+    acts=acts,
+)
+def test_states_of_split_layers_do_not_meet(
+    speech: Speech, lying: Lying, acts: Acts
+) -> None:
+    """The same where layers are split, and a loss raises in the midst of such a part."""
+    of = Training(
+        fresh=lambda world: speech.state(world, *lying.setup(speech.plan)),
+        data=speech.data,
+        loss=loss_of_tokens,
+        raising={"raise": broken_between, "raise in backward": broken_on_the_way_back},
+    )
+    check_apart(of, lying.axes, acts)

@@ -3,11 +3,12 @@
 
 from accelfn.checkpoint import slices
 from accelfn.definition import layout
-from accelfn.engine import agreement, engine
+from accelfn.engine import agreement, engine, home
 from accelfn.engine.module import looks, parallel_layers, plan
 from accelfn.engine.optimizer import trial
 from accelfn.step import sync_grads
 from accelfn.transforms import clip, tensor_parallel
+from tests.laws import test_shard_histories
 from tests.laws import test_tensor_parallel as laws
 from tests.mutants.mutant import Mutant
 from tests.unit import test_tensor_parallel as unit
@@ -20,9 +21,22 @@ STAYS = laws.test_what_all_ranks_have_stays_the_same
 DRAWS = laws.test_what_a_loss_draws_is_what_one_rank_draws
 SHARE = laws.test_each_rank_has_its_part_of_layers
 SKIPS = laws.test_an_update_is_skipped_on_all_ranks_or_none
+APART = test_shard_histories.test_states_of_split_layers_do_not_meet
 BY_HAND = laws.test_parts_are_reduced_by_hand_alike
 
 MUTANTS = [
+    Mutant(
+        "L33: layers compute with the parts of the state that was bound first",
+        APART,
+        home.ReplicaHome.bind,
+        "param.data = params[name] → param.data = param.data",
+    ),
+    Mutant(
+        "after a loss that raised between layers, no other thread may draw",
+        unit.test_a_loss_that_raises_between_layers_lets_others_draw,
+        tensor_parallel.tensor_parallel.loss,
+        "finally:\n            layers.end_region() → finally:\n            pass",
+    ),
     Mutant(
         "L3: ranks do not add up the gradients of what they are given alike",
         TRAINS,

@@ -2,6 +2,7 @@
 """What tensor_parallel refuses, and what its words mean."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import accelfn as af
+from accelfn.base import draws
 from accelfn.base.shards import local
 from accelfn.errors import (
     ArgumentError,
@@ -391,3 +393,29 @@ def test_layers_of_other_inputs_have_their_own_gradients() -> None:
     alone = fn(af.World.single())
     for found in on_two(fn):
         assert differences(alone, found, within=1e-5) == []
+
+
+def test_a_loss_that_raises_between_layers_lets_others_draw() -> None:
+    """The generators are the rank's again, and free for another thread."""
+
+    class Failing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x)
+            if self.training:
+                raise KeyError
+            return self.down(x)
+
+    def fn(world: af.World) -> None:
+        before = torch.get_rng_state()
+        with pytest.raises(KeyError):
+            step_once(world, model=Failing)
+        assert torch.equal(torch.get_rng_state(), before)
+        with ThreadPoolExecutor(1) as another:
+            assert another.submit(_drawn).result() == _drawn()
+
+    on_two(fn)
+
+
+def _drawn() -> float:
+    with draws.seeded(0, torch.device("cpu")):
+        return float(torch.rand(()))
