@@ -26,10 +26,12 @@ def check_replicas(
     label: str,
     values: bool,
     trained: Collection[str] | None = None,
+    sums: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
 
-    Where `trained` names some of them, they must be the same on all ranks too.
+    Where `trained` names some of them, they must be the same on all ranks too. `sums` are
+    checksums of values that are not whole any more.
 
     Cost: a sum over every tensor, and two small all-gathers.
 
@@ -46,11 +48,16 @@ def check_replicas(
     tables = gather_text("\n".join(shown), world, label=label)
     _refuse_difference([table.split("\n") for table in tables], "structure", _CREATED)
     if values:
-        check_values(tensors, world, label=label, advice=_CREATED)
+        check_values(tensors, world, label=label, advice=_CREATED, sums=sums)
 
 
 def check_values(
-    tensors: Mapping[str, torch.Tensor], world: World, *, label: str, advice: str
+    tensors: Mapping[str, torch.Tensor],
+    world: World,
+    *,
+    label: str,
+    advice: str,
+    sums: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Raise unless all ranks hold the same values; names, shapes and dtypes are known to be.
 
@@ -59,8 +66,11 @@ def check_values(
     """
     if world.size == 1 or not tensors:
         return
-    sums = sums_of(tensors.values(), world, label=label)
-    rows = [row.tolist() for row in all_gather(sums, world, label=label)]
+    if sums is None:
+        mine = sums_of(tensors.values(), world, label=label)
+    else:
+        mine = torch.stack([sums[name] for name in tensors]).to(world.device)
+    rows = [row.tolist() for row in all_gather(mine, world, label=label)]
     named = [
         [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
         for row in rows

@@ -8,7 +8,7 @@ The lease belongs to the tensors, so all records that share them go together.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import attrs
 import torch
@@ -36,19 +36,14 @@ from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, CallError
 from accelfn.schedules.rates import bound
 from accelfn.schedules.schedule import Schedule
+from accelfn.state.beginning import in_parts, whole
 from accelfn.state.hyper import rates_of_next_update
 from accelfn.state.lease import Lease
 from accelfn.state.shared_draws import shared_draws
 from accelfn.state.skips import Skips
 from accelfn.structure.given import seal_optimizer
-from accelfn.structure.prototype import OptimizerSource, prototype_of, trained_names
-from accelfn.structure.skeleton import (
-    ModelSource,
-    check_params,
-    give_away,
-    materialize,
-    skeleton_of,
-)
+from accelfn.structure.prototype import OptimizerSource, trained_names
+from accelfn.structure.skeleton import ModelSource, check_params, give_away
 from accelfn.world import World
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
@@ -99,8 +94,21 @@ class TrainState:
         world: World | None = None,
         seed: int = 0,
         name: str = "state",
+        init: Literal["whole", "shard"] = "whole",
     ) -> Self:
         """Return the state before the first update.
+
+        With init="shard" no process ever holds the model whole. The factory runs with its
+        parameters on the meta device, and its buffers as it makes them. Then module after
+        module is drawn on the CPU, by its `reset_parameters()`, or by the `_init_weights(module)`
+        of Transformers' models, and cut to this rank's part before the next one is. The values
+        are the same on any number of ranks and in any layout, and others than init="whole"
+        draws of the same seed: each module draws from a generator of its own name. A tied
+        parameter is drawn once, under its first name.
+
+        What the factory does to parameters beside that is looked for, for it would be lost: a
+        parameter that it loads, or sets otherwise than the module's own method or that of one
+        around it, is refused. So is one that nothing sets.
 
         Args:
             model: a factory, drawn from the seed on every rank alike, or an instance,
@@ -116,10 +124,24 @@ class TrainState:
             world: default `World.single()`.
             seed: of parameters, sample order and every draw in a step.
             name: tells the draws of several states apart, as a GAN's two.
+            init: "whole" draws the model as its factory does, on the host of each rank, and
+                cuts it then if the setup splits it; "shard" draws and cuts it module by
+                module.
+
+        Law:
+            With init="shard", what ranks hold together is bitwise the same for every number
+            of ranks, axes and layout.
+
+        Cost:
+            With init="shard", a rank holds its parts and the parameters of one module, with
+            those of modules inside that are set by the same call. Methods that set parameters
+            run once more on meta.
 
         Raises:
+            ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is none.
             ModelError: no trainable parameter, meta tensors, or parameters that another
-                state has taken.
+                state has taken. With init="shard": an instance, a parameter that no method
+                sets, or that the factory sets otherwise.
             OptimizerError: it does not belong to the model, or needs a closure.
             WorldError: ranks along an axis would all do the same.
         """
@@ -127,6 +149,9 @@ class TrainState:
             msg = f"TrainState.create(seed={seed!r}): expected an integer."
             raise ArgumentError(msg)
         check_word("af.TrainState.create", "name", name, "which tells draws apart")
+        if init not in ("whole", "shard"):
+            msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
+            raise ArgumentError(msg)
         check_schedule(schedule)
         world = checked_world(world)
         composed = chain(setup) if setup is not None else chain()
@@ -134,34 +159,35 @@ class TrainState:
         splits = world.size > 1 and bool(composed.owners["layout"])
         device = torch.device("cpu") if splits else world.device
         with own_modes(device):
-            module = materialize(model, seed=seed, name=name, device=device)
-            skeleton = skeleton_of(module)
-            prototype, opt_state = prototype_of(optimizer, module, skeleton)
-            params = {n: p.detach() for n, p in module.named_parameters()}
-            buffers = {n: b.detach() for n, b in module.named_buffers()}
-            rates = bound(schedule, prototype)
+            if init == "shard":
+                begun = in_parts(
+                    model, optimizer, setup=composed, world=world, seed=seed, name=name
+                )
+            else:
+                begun = whole(model, optimizer, device=device, seed=seed, name=name)
+            rates = bound(schedule, begun.prototype)
         state = cls(
-            params=params,
-            buffers=buffers,
-            opt_state=opt_state,
+            params=begun.params,
+            buffers=begun.buffers,
+            opt_state=begun.opt_state,
             step=0,
             cursor=Cursor(),
             seed=seed,
             slots={},
             definition=Definition(
-                skeleton=skeleton,
-                optimizer=prototype,
+                skeleton=begun.skeleton,
+                optimizer=begun.prototype,
                 schedule=schedule,
                 rates=rates,
                 data=as_data(data),
-                setup=chain(),
+                setup=begun.setup,
                 world=world,
                 name=name,
             ),
         )
         state = state.with_setup(composed)
         say_batch_size(data, state.definition)
-        give_away(module, name)
+        give_away(begun.module, name)
         seal_optimizer(optimizer, name)
         return state
 

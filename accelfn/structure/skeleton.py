@@ -7,7 +7,7 @@ copies that structure around tensors of a state, without copying the tensors.
 
 import copy
 from collections.abc import Callable, Container, Mapping
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import attrs
 import torch
@@ -59,7 +59,7 @@ class Skeleton:
         memo: dict[int, Any] = {}
         trained = set(self.trainable)
         for name, meta in self.module.named_parameters():
-            made = _parameter_like(meta, params[name])
+            made = parameter_like(meta, params[name])
             memo[id(meta)] = made.requires_grad_(name in trained)
         for name, meta in self.module.named_buffers():
             memo[id(meta)] = buffers[name].detach()
@@ -93,12 +93,36 @@ def materialize(
     """
     module = source
     if not isinstance(source, nn.Module):
-        if not callable(source):
-            msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
-            raise ModelError(msg)
-        _check_takes_nothing(source)
+        check_factory(source)
         with draws.seeded(draws.key(seed, name, "init"), torch.device("cpu")):
             module = source()
+    check_module(module, source)
+    return cast("nn.Module", module).to(device)
+
+
+def check_factory(source: object) -> None:
+    """Raise unless it can be called as a model's factory is.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    if not callable(source):
+        msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
+        raise ModelError(msg)
+    _check_takes_nothing(source)
+
+
+def check_module(module: object, source: object, *, drawn: bool = True) -> None:
+    """Raise unless a state can be made of a module, and of what a factory gave.
+
+    Args:
+        module: that was given, or made.
+        source: what made it; or the module.
+        drawn: whether its parameters have values.
+
+    Raises:
+        ModelError: it cannot.
+    """
     if not isinstance(module, nn.Module):
         msg = (
             f"model={source!r} gave {type(module).__name__}; expected a"
@@ -106,9 +130,8 @@ def materialize(
         )
         raise ModelError(msg)
     refuse_given(module)
-    _check(module)
+    _check(module, drawn=drawn)
     _check_in_one_place(module)
-    return module.to(device)
 
 
 def _check_in_one_place(module: nn.Module) -> None:
@@ -129,7 +152,7 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     """Return the structure of a module; the module is left as it is."""
     memo: dict[int, Any] = {}
     for param in module.parameters():
-        memo[id(param)] = _parameter_like(param, torch.empty_like(param, device="meta"))
+        memo[id(param)] = parameter_like(param, torch.empty_like(param, device="meta"))
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
@@ -185,7 +208,8 @@ def check_params(
             raise StateError(msg)
 
 
-def _parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+def parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """Return a parameter of other data that is trained, and has attributes, as another's."""
     made = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
@@ -198,7 +222,7 @@ def give_away(module: nn.Module, name: str) -> None:
     seal_model(module, name)
 
 
-def _check(module: nn.Module) -> None:
+def _check(module: nn.Module, *, drawn: bool) -> None:
     """Refuse what can't be trained, with names."""
     given = [name for name, param in module.named_parameters() if param in _GIVEN]
     if given:
@@ -217,7 +241,8 @@ def _check(module: nn.Module) -> None:
             f" {', '.join(lazy[:5])}. Call it once on an example before."
         )
         raise ModelError(msg)
-    meta = [name for name, tensor in named if tensor.is_meta]
+    valued = named if drawn else list(module.named_buffers())
+    meta = [name for name, tensor in valued if tensor.is_meta]
     if meta:
         msg = (
             f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"

@@ -8,18 +8,15 @@ second time like that, from its configuration.
 """
 
 import sys
-import threading
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn.base.arguments import why_not
 from accelfn.errors import ModelError
+from accelfn.structure.on_meta import parameters_on_meta
 
 M = TypeVar("M", bound=nn.Module)
 Source: TypeAlias = M | Callable[[], M]
@@ -44,39 +41,12 @@ def built(caller: str, source: Source[M]) -> M:
         name = getattr(source, "__name__", "factory")
         msg = f"{said} that takes no argument: {error}. Write functools.partial({name}, ...)."
         raise ModelError(msg) from error
-    with _parameters_on_meta():
+    with parameters_on_meta():
         made = source()
     if not isinstance(made, nn.Module):
         msg = f"{said}; it returned {type(made).__name__}."
         raise ModelError(msg)
     return made
-
-
-@contextmanager
-def _parameters_on_meta() -> Generator[None]:
-    """Let this thread's modules give up a parameter's memory as soon as they have it.
-
-    Most modules register a parameter before they write into it, so that it costs nothing.
-    """
-    ours, known = threading.get_ident(), WeakIdKeyDictionary()
-
-    def moved(
-        _module: nn.Module, _name: str, param: nn.Parameter | None
-    ) -> nn.Parameter | None:
-        if param is None or param.is_meta or threading.get_ident() != ours:
-            return None
-        if param not in known:  # one tensor in two places stays one
-            empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-            vars(empty).update(vars(param))
-            known[param] = empty
-        return known[param]
-
-    hook = cast("Callable[..., None]", moved)  # torch says None, and takes a parameter
-    handle = register_module_parameter_registration_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -93,7 +63,7 @@ def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
         wanted = [n for n in names if n.startswith(begin) and n not in found]
         if wanted and isinstance(part, library.PreTrainedModel):
             kind: Any = type(part)
-            with _parameters_on_meta():
+            with parameters_on_meta():
                 twin = kind(part.config)
             buffers = dict(cast("nn.Module", twin).named_buffers())
             found |= {

@@ -112,6 +112,25 @@ def weights(place: Place, world: af.World) -> Draws:
     return tuple(state.params["weight"].flatten().tolist())
 
 
+def buffers_beside_parts(place: Place, world: af.World) -> Draws:
+    """Return what a factory draws whose parameters are drawn later."""
+    state = state_at(place, world, _Beside, init="shard")
+    return tuple(state.buffers["drawn"].tolist())
+
+
+def weights_of_a_module(place: Place, world: af.World) -> Draws:
+    state = state_at(place, world, _Beside, init="shard")
+    weight = state.params[f"layers.{place.index % 2}.weight"]
+    return tuple(weight.flatten().tolist())
+
+
+class _Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 1, bias=False) for _ in range(2)])
+        self.register_buffer("drawn", torch.rand(3, dtype=torch.float64))
+
+
 def in_a_loss(place: Place, world: af.World) -> Draws:
     noted: list[Draws] = []
 
@@ -342,6 +361,18 @@ ROWS = [
         draws=on_rank(weights),
         apart="seed name",
         at="structure.skeleton.materialize",
+    ),
+    Row(
+        name="first buffers, beside parts",
+        draws=on_rank(buffers_beside_parts),
+        apart="seed name",
+        at="structure.drawn.bare",
+    ),
+    Row(
+        name="first weights of a module",
+        draws=on_rank(weights_of_a_module),
+        apart="seed name index",
+        at="structure.drawn.drawn",
     ),
     Row(
         name="a loss",

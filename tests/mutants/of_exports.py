@@ -3,7 +3,7 @@
 
 from accelfn import full_params
 from accelfn.state.views import params_at
-from accelfn.weights.empty import _parameters_on_meta
+from accelfn.structure.on_meta import parameters_on_meta
 from accelfn.weights.placing import Placement, _set
 from accelfn.weights.shards import divided
 from tests.laws import test_export
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "L41: a parameter that stands in a second place gets a tensor of its own there",
         test_export.test_what_is_exported_is_imported,
-        _parameters_on_meta,
+        parameters_on_meta,
         "param is None or param.is_meta or → param is None or",
     ),
     Mutant(

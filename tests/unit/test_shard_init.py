@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `create(init="shard")` refuses, and edges of what it draws."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.errors import ArgumentError, ModelError, ReplicaMismatchError
+from accelfn.testing import simulate
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def create(model: Any, **options: Any) -> af.TrainState:
+    """Return a state that is drawn module by module."""
+    options = {"optimizer": sgd, "init": "shard", **options}
+    return af.TrainState.create(model=model, **options)
+
+
+class Gain(nn.Module):
+    """A parameter of its own, and no way to set it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.ones(2))
+
+
+class Half(nn.Module):
+    """One that sets half of what it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight[:2])
+
+
+class Other(Half):
+    """One that comes with other numbers than it sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class Copying(nn.Module):
+    """One that sets a layer from the values of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, self.one.weight.sum().item())
+
+
+def loaded(*, assign: bool) -> nn.Module:
+    """Return a layer that was read from a file."""
+    layer = nn.Linear(2, 2)
+    values = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    with warnings.catch_warnings(action="ignore"):  # torch says that it is on meta
+        layer.load_state_dict(values, assign=assign)
+    return layer
+
+
+def zeroed() -> nn.Module:
+    """Return a layer that is set anew."""
+    layer = nn.Linear(2, 2)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+def asks() -> nn.Module:
+    """Return a layer that was looked at."""
+    layer = nn.Linear(2, 2)
+    assert layer.weight.sum().item() < 9
+    return layer
+
+
+def gives_data() -> nn.Module:
+    """Return a layer whose memory is another."""
+    layer = nn.Linear(2, 2)
+    layer.weight.data = torch.ones(2, 2)
+    return layer
+
+
+THERE = nn.Linear(2, 2)
+REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
+    (Gain, "the model, a Gain, has a parameter 'gain' which nothing sets"),
+    (lambda: nn.Sequential(Gain()), "the module '0', a Gain, has a parameter 'gain'"),
+    (lambda: nn.ParameterList([torch.ones(1)]), "Give the module around it a method"),
+    (Half, "'weight' which Half.reset_parameters() leaves unset"),
+    (Other, "'weight' which the factory set otherwise than Other.reset_parameters()"),
+    (Copying, "Copying.reset_parameters() asks for values that are not there"),
+    (partial(loaded, assign=False), "set otherwise than Linear.reset_parameters(), as"),
+    (partial(loaded, assign=True), "(1 more parameters are like it.)"),
+    (zeroed, "which the factory set otherwise than Linear.reset_parameters()"),
+    (
+        lambda: nn.Embedding.from_pretrained(
+            torch.arange(6.0).view(3, 2), freeze=False
+        ),
+        "set otherwise than Embedding.reset_parameters(), as by loading it",
+    ),
+    (asks, "asks for values of parameters, which have none while it runs"),
+    (gives_data, "asks for values of parameters, which have none while it runs"),
+    (lambda: nn.Sequential(THERE), "'0.weight' of Sequential has values from before"),
+    (lambda: copy.deepcopy(THERE), "'weight' of Linear has values from before"),
+    (partial(nn.LazyLinear, 1), "lazy parameters without a shape"),
+    (nn.ReLU, "no trainable parameter"),
+]
+
+
+@pytest.mark.parametrize(("model", "said"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_drawn_is_refused(model: Any, said: str) -> None:
+    """The sentence names the module, why, and what to write."""
+    with pytest.raises(ModelError) as caught:
+        create(model)
+    assert said in str(caught.value)
+
+
+def test_an_instance_is_refused() -> None:
+    """It is whole already."""
+    with pytest.raises(ModelError, match=r"functools.partial\(Linear, ...\)"):
+        create(nn.Linear(2, 2))
+
+
+def test_a_factory_is_one() -> None:
+    """As with any other state."""
+    with pytest.raises(ModelError, match="expected a torch.nn.Module, or a factory"):
+        create(3)
+    with pytest.raises(ModelError, match="takes no argument"):
+        create(nn.Linear)
+    with pytest.raises(ModelError, match="gave int"):
+        create(lambda: 3)
+
+
+def test_an_error_of_the_factory_is_its_own() -> None:
+    """One that has nothing to do with how it is run."""
+
+    def fails() -> nn.Module:
+        raise TypeError("a mistake")
+
+    with pytest.raises(TypeError, match="a mistake"):
+        create(fails)
+
+
+def test_there_are_two_ways() -> None:
+    """Another word is refused."""
+    with pytest.raises(ArgumentError, match=r'init=\'meta\'\): expected "whole" or'):
+        create(Gain, init="meta")
+
+
+def test_ranks_that_draw_differently_are_told() -> None:
+    """Though none has anything that another has."""
+
+    def differ(world: af.World) -> None:
+        with pytest.raises(ReplicaMismatchError, match="differ in values"):
+            create(
+                partial(nn.Linear, 4, 4),
+                setup=af.wrap_fsdp(),
+                world=world,
+                seed=world.rank,
+            )
+
+    simulate(2, differ)
+
+
+class Rotary(nn.Module):
+    """A layer beside a table that no file has, and one of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("angles", torch.arange(4.0).cos(), persistent=False)
+
+
+def test_buffers_are_as_the_factory_writes_them() -> None:
+    """Those that are saved, and those that are not."""
+    buffers = create(Rotary).buffers
+    assert torch.equal(buffers["angles"], torch.arange(4.0).cos())
+    assert buffers["norm.running_var"].tolist() == [1, 1]
+    assert buffers["norm.num_batches_tracked"].item() == 0
+
+
+def test_parameters_keep_what_they_are() -> None:
+    """Their dtype, whether they are trained, and what was written on them."""
+
+    def make() -> nn.Module:
+        layer = nn.Linear(2, 2).to(torch.bfloat16)
+        layer.bias.requires_grad_(requires_grad=False)
+        vars(layer.weight)["mark"] = 1
+        return layer
+
+    state = create(make)
+    assert state.params["weight"].dtype == torch.bfloat16
+    assert state.definition.skeleton.trainable == ("weight",)
+    assert vars(state.definition.skeleton.module.weight)["mark"] == 1
+
+
+def test_a_tied_parameter_is_drawn_as_its_first_module_draws() -> None:
+    """And is one, in the step too."""
+
+    def make() -> nn.Module:
+        model = nn.ModuleDict({"words": nn.Embedding(9, 30), "out": nn.Linear(30, 9)})
+        model["out"].weight = model["words"].weight
+        return model
+
+    state = create(make)
+    assert list(state.params) == ["words.weight", "out.bias"]
+    assert 0.8 < state.params["words.weight"].std() < 1.2
+    with af.bind(state) as model:
+        assert model["out"].weight is model["words"].weight
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        nn.init.trunc_normal_,
+        nn.init.orthogonal_,
+        nn.init.dirac_,
+        partial(nn.init.sparse_, sparsity=0.5),
+        nn.init.eye_,
+        nn.init.kaiming_normal_,
+    ],
+    ids=str,
+)
+def test_inits_that_do_nothing_on_meta_are_seen(init: Any) -> None:
+    """Where a module does it, it is drawn; where the factory does, it is refused."""
+    shape = (4, 4, 3) if init is nn.init.dirac_ else (4, 4)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(shape))
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            init(self.weight)
+
+    def once_more() -> nn.Module:
+        model = Own()
+        init(model.weight)
+        nn.init.zeros_(model.weight)
+        return model
+
+    assert create(Own).params["weight"].std() > 0
+    with pytest.raises(ModelError, match="otherwise than"):
+        create(once_more)
+
+
+def test_models_of_transformers_are_drawn_by_their_own_way() -> None:
+    """Deviations are those of their configuration, in the module and from around it."""
+    library = pytest.importorskip("transformers")
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    config = library.GPT2Config(
+        **sizes, vocab_size=64, bos_token_id=0, eos_token_id=0, initializer_range=0.5
+    )
+    params = create(lambda: library.GPT2LMHeadModel(config)).params
+    block = "transformer.h.0.attn"
+    assert 0.45 < params["transformer.wte.weight"].std() < 0.55
+    assert 0.45 < params[f"{block}.c_attn.weight"].std() < 0.55
+    assert 0.2 < params[f"{block}.c_proj.weight"].std() < 0.3  # for two layers, halved
+    assert not params[f"{block}.c_attn.bias"].any()
+    assert "lm_head.weight" not in params
+
+
+def test_a_pretrained_model_is_refused(tmp_path: Any) -> None:
+    """What was read would be lost."""
+    library = pytest.importorskip("transformers")
+    config = library.LlamaConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    library.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="as by loading it"):
+        create(lambda: library.LlamaForCausalLM.from_pretrained(tmp_path))
