@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from accelfn.base import draws
+from accelfn.base.arguments import why_not
 from accelfn.errors import ModelError
 from accelfn.structure.acts import Act, is_as_made, noted, sets_alike
 from accelfn.structure.on_meta import parameters_on_meta
@@ -111,7 +112,10 @@ def drawn(bare: Bare, keep: Keep, *, seed: int, name: str) -> dict[str, torch.Te
         ModelError: nothing sets a parameter, or not as the factory did.
     """
     kept: dict[str, torch.Tensor] = {}
-    drawing = _Drawing(bare, keep, kept, {})
+    own: dict[int, list[str]] = defaultdict(list)
+    for each, places in bare.places.items():
+        own[id(places[0][0])].append(each)
+    drawing = _Drawing(bare, keep, kept, {}, own)
     for where, module in reversed(list(bare.module.named_modules())):
         due = drawing.due(where, module)
         for said, way in _ways(bare.module, where, module) if due else ():
@@ -134,18 +138,22 @@ def drawn(bare: Bare, keep: Keep, *, seed: int, name: str) -> dict[str, torch.Te
 
 @attrs.frozen(eq=False)
 class _Drawing:
-    """How far it is: what is kept already, and why other parameters are not drawn yet."""
+    """How far it is: what is kept already, and why other parameters are not drawn yet.
+
+    Attributes:
+        own: by a module's id, the names of the parameters that are its own.
+    """
 
     bare: Bare
     keep: Keep
     kept: dict[str, torch.Tensor]
     pending: dict[str, str]
+    own: Mapping[int, list[str]]
 
     def due(self, where: str, module: nn.Module) -> list[str]:
         """Return the names of what is to be drawn in a module, its own parameters first."""
         begin = f"{where}." if where else ""
-        own = [n for n, places in self.bare.places.items() if places[0][0] is module]
-        for name in own:
+        for name in self.own.get(id(module), ()):
             if name not in self.kept:
                 self.pending.setdefault(name, "")
         return [name for name in self.pending if name.startswith(begin)]
@@ -196,7 +204,7 @@ def _ways(root: nn.Module, where: str, module: nn.Module) -> _Ways:
     kind, ways = type(module).__name__, cast("_Ways", [])
     for around in _around(root, where):
         convention: Any = getattr(around, "_init_weights", None)
-        if callable(convention):
+        if callable(convention) and why_not(convention, module) is None:
             said = f"{type(around).__name__}._init_weights({kind})"
             ways.append((said, partial(convention, module)))
             break
@@ -205,7 +213,7 @@ def _ways(root: nn.Module, where: str, module: nn.Module) -> _Ways:
         "_reset_parameters",
     ):  # attention's has the other name
         own: Any = getattr(module, name, None)
-        if callable(own):
+        if callable(own) and why_not(own) is None:
             ways.append((f"{kind}.{name}()", own))
     return ways
 

@@ -98,7 +98,7 @@ class wrap_fsdp:
         further micro-batch gathers again. m copies add an all-reduce of a rank's rows.
         Buffers are broadcast from rank 0 before an update's first forward pass.
         `TrainState.create(setup=...)` makes the whole model in the host's memory, on each
-        rank, before it is cut.
+        rank, before it is cut; with init="shard", a module of it at a time.
 
     Raises:
         ArgumentError: an option is none.

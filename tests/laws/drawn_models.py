@@ -76,7 +76,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "convention": Convention,
 }
 OPTIMIZERS = {
-    "adamw": partial(torch.optim.AdamW, lr=0.02),
+    "adamw": partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
     "adagrad": partial(torch.optim.Adagrad, lr=0.02, initial_accumulator_value=0.1),
 }
 

@@ -19,7 +19,15 @@ import accelfn as af
 from accelfn.base.shards import is_shard, local, room
 from accelfn.errors import ModelError
 from accelfn.testing import simulate
-from tests.laws.drawn_models import LAYERS, Drawing, Reset, Tensors, drawings, drawn_in
+from tests.laws.drawn_models import (
+    LAYERS,
+    OPTIMIZERS,
+    Drawing,
+    Reset,
+    Tensors,
+    drawings,
+    drawn_in,
+)
 from tests.laws.parallel_layers import (
     DDP,
     FSDP,
@@ -58,7 +66,7 @@ def spoken(speech: Speech, world: af.World, *engine: object, init: str) -> Any:
     micro = af.accumulate(num_micro_batches=speech.micro)
     return af.TrainState.create(
         model=model,
-        optimizer=partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
+        optimizer=OPTIMIZERS[sorted(OPTIMIZERS)[speech.seed % 2]],
         data=speech.data(),
         setup=af.chain(af.shard_data(), *engine, micro, *speech.behind),
         world=world,
@@ -235,6 +243,10 @@ def drawn_again(_module: nn.Module, param: nn.Parameter) -> None:
     nn.init.normal_(param, std=0.125)
 
 
+def spread(_module: nn.Module, param: nn.Parameter) -> None:
+    nn.init.uniform_(param, 0.25, 0.5)
+
+
 def truncated(_module: nn.Module, param: nn.Parameter) -> None:
     nn.init.trunc_normal_(param, std=0.125)
 
@@ -248,7 +260,7 @@ def in_part(_module: nn.Module, param: nn.Parameter) -> None:
         param[:1] = 7.0
 
 
-CHANGES = [loaded, assigned, drawn_again, truncated, scaled, in_part]
+CHANGES = [loaded, assigned, drawn_again, spread, truncated, scaled, in_part]
 
 
 @given(

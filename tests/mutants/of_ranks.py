@@ -119,7 +119,7 @@ if not owners: return update
         "L2: ranks that hold other numbers under the same names train together",
         test_ddp.test_ranks_that_differ_in_a_bit_are_refused,
         collectives.check_replicas,
-        "check_values(tensors, world, label=label, advice=_CREATED) → pass",
+        "check_values(tensors, world, label=label, advice=_CREATED, sums=sums) → pass",
     ),
     Mutant(
         "L2: ranks whose models have other shapes are said to differ in values",

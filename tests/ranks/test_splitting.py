@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing.simulate import simulate
+from tests.laws.drawn_models import Drawing, drawings, drawn_in
 from tests.laws.long_texts import Text, engines, loss_of_tokens, texts
 from tests.laws.parallel_layers import DDP, FSDP, PLAN, Lying, Speech, speeches
 from tests.laws.split_models import LOSSES, Run, runs, wraps
@@ -75,6 +76,20 @@ def test_split_layers_train_as_on_gloo(speech: Speech, engine: Any) -> None:
     simulated = simulate(4, pairs, axes=axes)
     for ours, theirs in zip(simulated, run_ranks(4, pairs, axes=axes), strict=True):
         assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+
+
+@settings(max_examples=5)
+@given(drawing=drawings(), engine=st.sampled_from([DDP, FSDP[0]]))
+def test_what_is_drawn_in_parts_is_the_same_on_gloo(
+    drawing: Drawing, engine: Any
+) -> None:
+    """Parameters, buffers, averages and what the optimizer begins with, bitwise."""
+    program = partial(drawn_in, drawing=drawing, engine=engine)
+    axes = {"dp_shard": 2}
+    simulated = simulate(2, program, axes=axes, also="processes")
+    alone = drawn_in(af.World.single(device="cpu"), drawing, ())
+    for found in simulated:
+        assert differences(alone, found) == []
 
 
 @pytest.mark.parametrize("size", [2, 4])

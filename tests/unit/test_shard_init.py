@@ -226,6 +226,41 @@ def test_a_tied_parameter_is_drawn_as_its_first_module_draws() -> None:
         assert model["out"].weight is model["words"].weight
 
 
+class Otherwise(nn.Module):
+    """One whose `_init_weights` is another's word, and takes no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def _init_weights(self) -> None:
+        raise AssertionError
+
+
+def test_a_word_of_ones_own_is_no_convention() -> None:
+    """It is called with a module where it takes one."""
+    assert create(Otherwise).params["layer.weight"].any()
+
+
+def test_it_is_saved_and_loaded_as_any_state(tmp_path: Any) -> None:
+    """From parts that were drawn, to those that were, and to a whole that was."""
+
+    def saves(world: af.World) -> dict[str, torch.Tensor]:
+        state = create(partial(nn.Linear, 3, 5), setup=af.wrap_fsdp(), world=world)
+        af.save(state, tmp_path / "saved")
+        return af.full_params(state)
+
+    def loads(world: af.World, init: str) -> dict[str, torch.Tensor]:
+        options = {"setup": af.wrap_fsdp(), "world": world, "seed": 1, "init": init}
+        state = create(partial(nn.Linear, 3, 5), **options)
+        return af.full_params(af.load(state, tmp_path / "saved"))
+
+    saved = simulate(2, saves)[0]
+    for init in ("shard", "whole"):
+        for found in simulate(3, partial(loads, init=init)):
+            assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
 @pytest.mark.parametrize(
     "init",
     [
