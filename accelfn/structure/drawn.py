@@ -117,11 +117,14 @@ def drawn(bare: Bare, keep: Keep, *, seed: int, name: str) -> dict[str, torch.Te
         own[id(places[0][0])].append(each)
     drawing = _Drawing(bare, keep, kept, {}, own)
     for where, module in reversed(list(bare.module.named_modules())):
-        due = drawing.due(where, module)
-        for said, way in _ways(bare.module, where, module) if due else ():
+        drawing.come_to(module)
+        for said, way in _ways(bare.module, where, module):
+            due = drawing.due(where)
+            if not due:
+                break
             key = draws.key(seed, name, "init", where)
             try:
-                drawing.by(way, said, drawing.due(where, module), key)
+                drawing.by(way, said, due, key)
             except (RuntimeError, TypeError, NotImplementedError) as error:
                 if not _is_of_meta(error):
                     raise
@@ -150,12 +153,13 @@ class _Drawing:
     pending: dict[str, str]
     own: Mapping[int, list[str]]
 
-    def due(self, where: str, module: nn.Module) -> list[str]:
-        """Return the names of what is to be drawn in a module, its own parameters first."""
+    def come_to(self, module: nn.Module) -> None:
+        """Let a module's own parameters be drawn from now on."""
+        self.pending.update(dict.fromkeys(self.own.get(id(module), ()), ""))
+
+    def due(self, where: str) -> list[str]:
+        """Return the names of what is still to be drawn in a module."""
         begin = f"{where}." if where else ""
-        for name in self.own.get(id(module), ()):
-            if name not in self.kept:
-                self.pending.setdefault(name, "")
         return [name for name in self.pending if name.startswith(begin)]
 
     def by(
