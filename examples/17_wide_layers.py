@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One idea more: layers that are split over the ranks, each of which computes a part.
 
-`accelfn launch --nproc 2 --axes tp=2` gives each process half of the heads, half of the
-features and half of the letters, and the same numbers. The model is that of one process: it
-asks each tensor how many features there are.
+`accelfn launch --nproc 2 --axes tp=2` gives each process half of the heads, of the features
+and of the letters, and the same numbers. The model is that of one process.
 """
 
 from functools import partial
@@ -25,7 +24,7 @@ PLAN = {
     "blocks.*.out": "row",
     "blocks.*.up": "column",
     "blocks.*.down": "row",
-    "head": "gathered",
+    "head": "vocabulary",
 }
 
 

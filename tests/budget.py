@@ -29,6 +29,7 @@ _NUMBERS = {
     20: (
         "laws.test_tensor_parallel::test_parts_of_layers_train_what_the_whole_does",
         "laws.test_tensor_parallel::test_what_is_saved_in_one_layout_is_loaded_in_another",
+        "laws.test_scores::test_the_entropy_of_parts_is_that_of_the_whole",
         "laws.test_shard_histories::test_states_do_not_meet",
         "laws.test_shard_histories::test_states_of_split_layers_do_not_meet",
         "laws.test_loading_together::test_a_file_that_one_rank_cannot_read_is_told_to_all",

@@ -79,10 +79,10 @@ def check_gradients(
             module = name.rpartition(".")[0]
             msg = (
                 f"af.tensor_parallel: ranks have other gradients of {name!r}, which all of"
-                " them hold: it is used between a column and a row layer, where each computes"
-                " for the features that it has. If it stands there rightly, as a norm of each"
-                f' head does, add {{{module!r}: "replicated"}} to the plan, and its gradients'
-                " are summed."
+                " them hold: each computes with it for the features that it has, between a"
+                " column and a row layer, or for the positions. If it stands there rightly, as"
+                f' a norm does, add {{{module!r}: "replicated"}} to the plan in the first case,'
+                ' and "sequence" in the second, and its gradients are summed.'
             )
             raise LossError(msg)
 

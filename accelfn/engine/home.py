@@ -173,9 +173,11 @@ def lent(
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
     """Return what calls `fn(model, ...)`, on a model around these tensors."""
+    from accelfn.engine.module.scores import whole  # noqa: PLC0415 - of split layers
+
     model = built(definition, params, buffers).eval()
 
     def call(fn: Callable[..., Any], *inputs: Any) -> Any:
-        return fn(model, *inputs)
+        return whole(fn(model, *inputs))
 
     return call

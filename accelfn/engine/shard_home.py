@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from accelfn.base import shards, tree
 from accelfn.definition.definition import Definition
 from accelfn.engine.home import built
+from accelfn.engine.module.scores import whole
 from accelfn.engine.parts import Parts, parameter
 from accelfn.state.grads import Grads
 
@@ -60,7 +61,7 @@ class Lent(nn.Module):
 
     def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Return what a function of the model returns."""
-        return fn(self.module, *inputs)
+        return whole(fn(self.module, *inputs))
 
 
 @attrs.frozen(kw_only=True)

@@ -9,11 +9,19 @@ import torch
 from torch import nn
 
 from accelfn.base import draws
+from accelfn.base.arguments import truth
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.module.first_look import Coarsest, first_of, name_of, untouched
 from accelfn.engine.module.parallel_layers import Layers
-from accelfn.engine.module.plan import check_model, checked, cut_of, split
+from accelfn.engine.module.plan import (
+    check_model,
+    check_words,
+    checked,
+    cut_of,
+    split,
+)
+from accelfn.engine.module.scores import whole
 from accelfn.engine.optimizer.trial import check_elements
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, Error, LossError
@@ -42,10 +50,16 @@ class tensor_parallel:
     features on each rank, and a "row" layer the same of its input features: attention and
     feed-forward blocks begin with one and end with the other, and between them a rank
     computes for its own heads and features alone. Sums over the ranks end such a part. A
-    "vocabulary" is an embedding of which each rank has some words, and a "gathered" layer,
-    as a head, a column layer whose features all ranks get. Modules between a column and a
-    row layer that all ranks have, as a norm of each head, are "replicated": their gradients
-    are summed. Everything that the plan does not name is the same on all ranks.
+    "vocabulary" is an embedding of which each rank has some words, or a head of whose scores
+    each rank has those of some words; cross entropy is computed of these parts, and every
+    other function is given the scores of all words, which are gathered. A "gathered" layer
+    is a column layer whose features all ranks get. Modules between a column and a row layer
+    that all ranks have, as a norm of each head, are "replicated": their gradients are summed.
+    Everything that the plan does not name is the same on all ranks.
+
+    With sequence=True each rank has its own positions of activations between such parts: from
+    a "vocabulary" embedding, or what is "scattered", until a head. Modules with parameters
+    there, as norms, are "sequence": their gradients are summed.
 
     The model is that of one process; what it computes between the layers must take the number
     of features from what it is given, as `view(..., -1, head_dim)` does. The first loss is
@@ -64,15 +78,17 @@ class tensor_parallel:
     Law:
         Parameters, optimizer state, weights and metrics are those of one process, up to
         rounding; what is not split stays the same on all ranks, bit by bit where torch is
-        deterministic. Between a column and a row layer each rank draws for itself (dropout);
-        elsewhere all draw alike. Checkpoints go from any layout into any other, bitwise.
+        deterministic. Between a column and a row layer each rank draws for itself (dropout),
+        and where it has its own positions; elsewhere all draw alike. Checkpoints go from any
+        layout into any other, bitwise.
 
     Cost:
         With n ranks along "tp", 1/n of what is split, of its optimizer state and of the
         activations between layers. A pair of column and row sends its output over the ranks
         once in the forward and its input once in the backward pass, whole: 2 (n - 1) / n of
-        their bytes each. Once for each engine, two forward passes on one sample, and a sum of
-        the gradients of what is not split.
+        their bytes each; with sequence=True as many bytes, and 1/n of all other activations.
+        Cross entropy of a "vocabulary" head sends three numbers a token. Once for each engine,
+        two forward passes on one sample, and a sum of the gradients of what is not split.
 
     Raises:
         ArgumentError: the plan is none, or has a word that is none.
@@ -88,7 +104,8 @@ class tensor_parallel:
 
     References:
         Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models
-        Using Model Parallelism".
+        Using Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation
+        in Large Transformer Models".
 
     Example:
         >>> tensor_parallel({"blocks.*.up": "column", "blocks.*.down": "row"})
@@ -109,6 +126,11 @@ class tensor_parallel:
         " frees each as soon as it is there. Leave out one of the two.",
     }
     plan: Mapping[str, str] = attrs.field(converter=checked)
+    sequence: bool = attrs.field(default=False, kw_only=True, validator=truth())
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse words that mean nothing without the other."""
+        check_words(self.plan, sequence=self.sequence)
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -139,10 +161,8 @@ class tensor_parallel:
             if not layers.is_checked:
                 _check(layers, loss_fn, model, batch, *extras)
                 layers.is_checked = True
-            try:
-                return loss_fn(model, batch, *extras)
-            finally:
-                layers.end_region()
+            layers.begin()
+            return whole(loss_fn(model, batch, *extras))
 
         loss_of_layers.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
         return loss_of_layers
@@ -150,7 +170,7 @@ class tensor_parallel:
     def _split(self, module: nn.Module, world: World) -> None:
         ranks = world.along("tp")
         if ranks.size > 1:
-            layers = vars(module)[_KEPT] = Layers(ranks)
+            layers = vars(module)[_KEPT] = Layers(ranks, sequence=self.sequence)
             split(self.plan, module, layers)
 
 
@@ -171,24 +191,33 @@ def _check(
     try:
         with untouched(model, ranks.device), Coarsest() as coarsest:
             with layers.in_one_piece(), draws.seeded(0, ranks.device):
-                whole = loss_fn(model, first, *extras)
+                in_one = loss_fn(model, first, *extras)
+            layers.begin()
             try:
                 with draws.seeded(0, ranks.device):
-                    part = loss_fn(model, first, *extras)
+                    part = whole(loss_fn(model, first, *extras))
             except (RuntimeError, ValueError, IndexError) as error:
                 if isinstance(error, Error):
                     raise
                 trouble = error
     finally:
-        still_open, differing = layers.open, looks.end()
-        layers.end_region()
-    numbers = (_total(whole), _total(part), float(differing is not None))
+        still_open, split, differing = layers.open, layers.split, looks.end()
+    numbers = (_total(in_one), _total(part), float(differing is not None))
     mine = torch.stack([n.to(ranks.device) for n in map(_number, numbers)])
     rows = torch.stack(all_gather(mine, ranks.whole, label="tensor_parallel")).cpu()
     begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
     told = rows[begin : begin + ranks.size]
+    way = _WAY
+    if split is not None:
+        way += (
+            f" Behind {split!r} each rank has its part of a sequence: what is added to that, as"
+            ' embeddings of positions, is to be "scattered", and the head "vocabulary" or'
+            ' "gathered", which puts sequences together.'
+        )
     if trouble is not None:
-        msg = f"af.tensor_parallel: {name} fails where layers are split: {trouble}. {_WAY}"
+        msg = (
+            f"af.tensor_parallel: {name} fails where layers are split: {trouble}. {way}"
+        )
         raise LossError(msg) from trouble
     if not torch.equal(
         told[:, 0].nan_to_num(), told[:1, 0].nan_to_num().expand(len(told))
@@ -212,6 +241,9 @@ def _check(
             ' it, so a rank goes on with some of its features. Make it "gathered", or the'
             ' layer that takes them "row".'
         )
+        raise LossError(msg)
+    if split is not None:
+        msg = f"af.tensor_parallel: {name} is computed of parts of sequences. {way}"
         raise LossError(msg)
     far = _COARSE if coarsest.eps > _FAR else _FAR
     distance = (rows[:, 0] - rows[:, 1]).abs()

@@ -384,7 +384,7 @@ ROWS = [
         name="between layers that are split",
         draws=in_split_layers,
         apart=f"{_OF_STATE} rank micro_batch call",
-        at="engine.module.parallel_layers.Layers.begin_region",
+        at="engine.module.apart.Apart.draw",
     ),
     Row(
         name="evaluate",

@@ -29,6 +29,14 @@ PLAN = {
 """How all of it is split."""
 FEW = {"blocks.0.up": "column", "blocks.0.down": "row"}
 """How one pair of layers is."""
+SCORES = {**PLAN, "head": "vocabulary"}
+"""All of it, and no rank has the scores of all letters."""
+SEQUENCE = {
+    **SCORES,
+    "places": "scattered",
+    "blocks.*.norm": "sequence",
+}
+"""All of it, and sequences between the layers."""
 
 
 class Block(nn.Module):
@@ -65,6 +73,7 @@ class Speaker(nn.Module):
 
     def __init__(self, dtype: torch.dtype, *, tied: bool, dropout: float) -> None:
         super().__init__()
+        self.places = nn.Identity()
         self.tokens = nn.Embedding(LETTERS, WIDTH, padding_idx=LETTERS - 2)
         self.blocks = nn.ModuleList([Block(dropout)])
         self.head = nn.Linear(WIDTH, LETTERS, bias=not tied)
@@ -77,9 +86,9 @@ class Speaker(nn.Module):
         self.to(dtype)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        x = self.tokens(batch["tokens"]) + batch["places"].unsqueeze(-1)
         if self.training:
-            self.seen.lerp_(x.detach().mean(), 0.5)
+            self.seen.lerp_(batch["places"].mean(), 0.5)
+        x = self.tokens(batch["tokens"]) + self.places(batch["places"].unsqueeze(-1))
         for block in self.blocks:
             x = block(x)
         return self.head(x) * self.scale
@@ -155,7 +164,9 @@ class Lying:
 
     def setup(self, plan: dict[str, str]) -> tuple[object, ...]:
         """Return the transforms."""
-        split = (af.tensor_parallel(plan),) if "tp" in self.axes else ()
+        sequence = "sequence" in plan.values()
+        split = (af.tensor_parallel(plan, sequence=sequence),)
+        split = split if "tp" in self.axes else ()
         read = (af.context_parallel(),) if "cp" in self.axes else ()
         return *split, *self.engine, *read
 
@@ -201,7 +212,7 @@ def speeches(draw: st.DrawFn, **fixed: Any) -> Speech:
     drawn = {
         "n": draw(st.integers(1, 9)),
         "batch_size": draw(st.integers(1, 6)),
-        "plan": draw(st.sampled_from([PLAN, PLAN, FEW])),
+        "plan": draw(st.sampled_from([PLAN, SCORES, SEQUENCE, SEQUENCE, FEW])),
         "tied": draw(st.booleans()),
         "micro": draw(st.integers(1, 4)),
         "behind": tuple(draw(behind)),

@@ -55,6 +55,12 @@ AFTER_A_LOOK: Acts = [
     axes=AXES[0],
     acts=AFTER_A_LOOK,
 )
+@example(
+    run=Run(4, 4, "mean", "adamw", in_list=True, micro=2),
+    wrap=af.wrap_ddp(),
+    axes=AXES[0],
+    acts=[("look apart", 0), ("look", 0), ("step", 0), ("look apart", 0), ("step", 0)],
+)
 @given(
     run=runs(),
     wrap=wraps | lowered | st.just(af.wrap_ddp()),

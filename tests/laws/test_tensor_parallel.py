@@ -22,6 +22,7 @@ from tests.laws.parallel_layers import (
     FSDP,
     LYING,
     PLAN,
+    SEQUENCE,
     UNSPLIT,
     Lying,
     Speech,
@@ -102,7 +103,7 @@ def test_each_token_counts_once(speech: Speech, lying: Lying) -> None:
     speech=speeches(),
     one=st.sampled_from([*LYING, *UNSPLIT]),
     other=st.sampled_from([*LYING, *UNSPLIT]),
-    plans=st.tuples(*[st.sampled_from([PLAN, FEW])] * 2),
+    plans=st.tuples(*[st.sampled_from([PLAN, SEQUENCE, FEW])] * 2),
     updates=st.integers(0, 1),
     frozen=st.sampled_from(["write", "hash"]),
     begun=st.booleans(),
@@ -152,7 +153,7 @@ def test_what_is_saved_in_one_layout_is_loaded_in_another(
 @given(
     speech=speeches(),
     engines=st.tuples(*[st.sampled_from([DDP, *FSDP])] * 2),
-    plans=st.tuples(*[st.sampled_from([PLAN, FEW])] * 2),
+    plans=st.tuples(*[st.sampled_from([PLAN, SEQUENCE, FEW])] * 2),
     axes=st.sampled_from([{"dp_shard": 2, "tp": 2}, {"dp_shard": 3, "tp": 2}]),
 )
 def test_another_plan_and_back_changes_nothing(
@@ -185,15 +186,20 @@ def test_another_plan_and_back_changes_nothing(
     Lying(axes).on_ranks(fn)
 
 
-@given(speech=speeches(dropout=0.5, plan=PLAN), lying=lying)
+@given(
+    speech=speeches(dropout=0.5, plan=PLAN) | speeches(dropout=0.5, plan=SEQUENCE),
+    lying=lying,
+)
 def test_what_all_ranks_have_stays_the_same(speech: Speech, lying: Lying) -> None:
     """Bit by bit along tp, and what is dropped elsewhere, though between layers each rank drops
-    features of its own.
+    features of its own, and positions where it has such.
     """
+    by_position = speech.plan is SEQUENCE
 
-    def fn(world: af.World) -> tuple[int, Found, list[torch.Tensor]]:
+    def fn(world: af.World) -> tuple[int, Found, dict[str, list[torch.Tensor]]]:
         inside: list[torch.Tensor] = []
         elsewhere: list[torch.Tensor] = []
+        outside: list[torch.Tensor] = []
 
         def noting(seen: list[torch.Tensor]) -> Any:
             def note(module: nn.Module, _: Any, made: torch.Tensor) -> None:
@@ -206,7 +212,9 @@ def test_what_all_ranks_have_stays_the_same(speech: Speech, lying: Lying) -> Non
             block = net.blocks[0]
             hooks = [
                 block.inside.register_forward_hook(noting(inside)),
-                block.outside.register_forward_hook(noting(elsewhere)),
+                block.outside.register_forward_hook(
+                    noting(outside if by_position else elsewhere)
+                ),
             ]
             try:
                 return loss_of_tokens(net, batch)
@@ -223,16 +231,17 @@ def test_what_all_ranks_have_stays_the_same(speech: Speech, lying: Lying) -> Non
             if "tp" not in cut_axes(leaf)
         }
         shared |= {f"dropped {i}": each for i, each in enumerate(elsewhere)}
-        return world.loss.rank, shared, inside
+        return world.loss.rank, shared, {"inside": inside, "outside": outside}
 
-    first: dict[int, tuple[Found, list[torch.Tensor]]] = {}
-    apart: dict[int, bool] = {}
+    first: dict[int, tuple[Found, dict[str, list[torch.Tensor]]]] = {}
+    apart: dict[tuple[int, str], bool] = {}
     for place, shared, dropped in lying.on_ranks(fn):
         kept, masks = first.setdefault(place, (shared, dropped))
         assert differences(kept, shared) == []
-        pairs = zip(masks, dropped, strict=True)
-        others = not all(torch.equal(*pair) for pair in pairs)
-        apart[place] = apart.get(place, False) or others
+        for where in ["inside", "outside"] if by_position else ["inside"]:
+            pairs = zip(masks[where], dropped[where], strict=True)
+            others = not all(torch.equal(*pair) for pair in pairs)
+            apart[place, where] = apart.get((place, where), False) or others
     assert all(apart.values())
 
 

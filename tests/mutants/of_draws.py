@@ -8,7 +8,7 @@ from accelfn.data.orders.buckets import bucketed
 from accelfn.data.sharded import Sharded
 from accelfn.data.zipped import Side
 from accelfn.engine.compression import LowRank
-from accelfn.engine.module import parallel_layers
+from accelfn.engine.module import apart
 from accelfn.loop import evaluate
 from accelfn.state import views
 from accelfn.transforms.compress import compress
@@ -28,7 +28,7 @@ MUTANTS = [
     _of(
         "between layers that are split",
         "L50: layers that are called twice drop the same features twice",
-        parallel_layers.Layers.end_region,
+        apart.Apart.draw_alike,
         "if has_drawn: → if False:",
     ),
     _of(

@@ -4,10 +4,19 @@
 from accelfn.checkpoint import slices
 from accelfn.definition import layout
 from accelfn.engine import agreement, engine, home
-from accelfn.engine.module import looks, parallel_layers, plan
+from accelfn.engine.module import (
+    apart,
+    cross_entropy,
+    crossing,
+    looks,
+    parallel_layers,
+    plan,
+    scores,
+)
 from accelfn.engine.optimizer import trial
 from accelfn.step import sync_grads
 from accelfn.transforms import clip, tensor_parallel
+from tests.laws import test_scores as scores_laws
 from tests.laws import test_shard_histories
 from tests.laws import test_tensor_parallel as laws
 from tests.mutants.mutant import Mutant
@@ -22,6 +31,8 @@ DRAWS = laws.test_what_a_loss_draws_is_what_one_rank_draws
 SHARE = laws.test_each_rank_has_its_part_of_layers
 SKIPS = laws.test_an_update_is_skipped_on_all_ranks_or_none
 APART = test_shard_histories.test_states_of_split_layers_do_not_meet
+ENTROPY = scores_laws.test_the_entropy_of_parts_is_that_of_the_whole
+OTHERS = scores_laws.test_every_other_function_sees_the_whole
 BY_HAND = laws.test_parts_are_reduced_by_hand_alike
 
 MUTANTS = [
@@ -32,27 +43,21 @@ MUTANTS = [
         "param.data = params[name] → param.data = param.data",
     ),
     Mutant(
-        "after a loss that raised between layers, no other thread may draw",
-        unit.test_a_loss_that_raises_between_layers_lets_others_draw,
-        tensor_parallel.tensor_parallel.loss,
-        "finally:\n            layers.end_region() → finally:\n            pass",
-    ),
-    Mutant(
         "L3: ranks do not add up the gradients of what they are given alike",
         TRAINS,
-        parallel_layers._Enter.backward,
-        "_Leave).apply(gradients[0], ctx.ranks) → _Enter).apply(gradients[0], ctx.ranks)",
+        crossing._Hand.backward,
+        "summed(gradients[0] → handed(gradients[0]",
     ),
     Mutant(
         "L3: the sum of ranks' features has the gradients of all of them",
         TRAINS,
-        parallel_layers._Leave.backward,
-        "_Enter).apply(gradients[0], ctx.ranks) → _Leave).apply(gradients[0], ctx.ranks)",
+        crossing._Sum.backward,
+        "handed(gradients[0] → summed(gradients[0]",
     ),
     Mutant(
         "L3: of gathered features each rank has the gradient of the first",
         TRAINS,
-        parallel_layers._Take.forward,
+        crossing._Take.forward,
         "[ranks.rank] → [0]",
     ),
     Mutant(
@@ -71,7 +76,7 @@ MUTANTS = [
         "L3: words that another rank has are those of this rank's first",
         TRAINS,
         parallel_layers.VocabularyEmbedding.forward,
-        "vectors = vectors.masked_fill(~here.unsqueeze(-1), 0) → pass",
+        "vectors.masked_fill(~here.unsqueeze(-1), 0) → vectors",
     ),
     Mutant(
         "what was entered once stands for another input",
@@ -124,19 +129,19 @@ MUTANTS = [
     Mutant(
         "L33: all ranks drop the same features between layers",
         STAYS,
-        parallel_layers.Layers.begin_region,
-        "layer.place, self.ranks.rank → layer.place",
+        apart.Apart.draw,
+        "place, self._ranks.rank → place",
     ),
     Mutant(
         "L33: ranks go on drawing each for itself behind a row layer",
         STAYS,
-        parallel_layers.Layers.end_region,
-        "ended.__exit__(None, None, None) → ended._taken.release()",
+        apart.Apart.draw_alike,
+        "each.set_state(state) → pass",
     ),
     Mutant(
         "L50: drawing between layers moves the generator of all ranks",
         DRAWS,
-        parallel_layers.Layers.end_region,
+        apart.Apart.draw_alike,
         "if has_drawn: → if True:",
     ),
     Mutant(
@@ -202,7 +207,7 @@ MUTANTS = [
         "a layer with a forward of its own loses it",
         unit.test_what_a_model_has_not_is_refused,
         plan._check_layer,
-        "if type(module) is not wanted: → if not isinstance(module, wanted):",
+        "if type(module) not in kinds: → if not isinstance(module, tuple(kinds)):",
         args={"plan": {"up": "column"}, "model": unit.own, "said": "Own"},
     ),
     Mutant(
@@ -223,5 +228,133 @@ MUTANTS = [
         tensor_parallel._check,
         "with untouched(model, ranks.device), Coarsest() as coarsest:"
         " → with torch.no_grad(), Coarsest() as coarsest:",
+    ),
+    Mutant(
+        "L3: parts of a sequence have the gradient of what one rank made of it",
+        TRAINS,
+        crossing._GatherAndHand.backward,
+        "summed_and_taken(gradients[0] → taken(gradients[0]",
+    ),
+    Mutant(
+        "L3: a sum that goes on in parts has the gradient of a part",
+        TRAINS,
+        crossing._SumAndTake.backward,
+        "gathered_and_handed(gradients[0], ctx.dim, ctx.ranks)"
+        " → gradients[0].repeat_interleave(ctx.ranks.size, ctx.dim)",
+    ),
+    Mutant(
+        "L3: each rank goes on with the first positions of a sum",
+        TRAINS,
+        crossing._SumAndTake.forward,
+        "torch.cat(whole.chunk(ranks.size, dim)).contiguous()"
+        " → torch.cat(whole.chunk(ranks.size, dim)[:1] * ranks.size).contiguous()",
+    ),
+    Mutant(
+        "L3: the bias of a row layer has the gradient of some positions",
+        TRAINS,
+        parallel_layers.Layers.part,
+        "or not self.sequence or → or True or",
+    ),
+    Mutant(
+        "L50: ranks go on drawing each for itself behind a head",
+        DRAWS,
+        parallel_layers.Layers.end_sequence,
+        "if self.sequence: → if False:",
+    ),
+    Mutant(
+        "L33: ranks drop the same of different positions",
+        STAYS,
+        parallel_layers.Layers.end_region,
+        "if not self.sequence: → if True:",
+    ),
+    Mutant(
+        "what is computed again in the midst of a stretch draws anew",
+        unit.test_what_is_computed_again_drops_what_it_dropped,
+        apart.Apart.draw,
+        "if first.initial_seed() in self._alike: → if self._alike:",
+        args={"again": ("block",), "sequence": False},
+    ),
+    Mutant(
+        "gradients that all ranks have whole are summed",
+        unit.test_a_word_in_the_wrong_place_is_refused,
+        parallel_layers._check_stands,
+        "(layers.split if by_position else layers.open) is not None → True",
+        args={"word": {"norm": "replicated"}, "said": "does not stand between"},
+    ),
+    Mutant(
+        "a loss of some positions passes for that of all",
+        unit.test_ranks_have_their_positions_between_layers_and_words_behind_the_head,
+        tensor_parallel._check,
+        'msg = f"af.tensor_parallel: {name} is computed of parts → return; msg = f"{name}',
+    ),
+    Mutant(
+        "L3: the largest score is that of this rank's words",
+        ENTROPY,
+        cross_entropy._largest,
+        "dist.all_reduce(largest → dist.all_reduce(largest.clone()",
+        args={"way": scores_laws.FLAT[0]},
+    ),
+    Mutant(
+        "L3: a word that another rank has is this rank's first",
+        ENTROPY,
+        cross_entropy._due,
+        ".squeeze(-1).masked_fill(~here, 0) → .squeeze(-1)",
+        args={"way": scores_laws.FLAT[0]},
+    ),
+    Mutant(
+        "L3: labels are smoothed over the words of a rank",
+        ENTROPY,
+        cross_entropy.cross_entropy,
+        "number, word = part.shape[-1] * ranks.size, → number, word = part.shape[-1],",
+        args={"way": scores_laws.FLAT[0]},
+    ),
+    Mutant(
+        "L3: words are weighed as those of the first rank",
+        ENTROPY,
+        cross_entropy.cross_entropy,
+        "weight.chunk(ranks.size)[ranks.rank] → weight.chunk(ranks.size)[0]",
+        args={"way": scores_laws.FLAT[0]},
+    ),
+    Mutant(
+        "L3: rows that do not count are divided by",
+        ENTROPY,
+        cross_entropy.cross_entropy,
+        "log, weights = total.log(), counts.to(part.dtype)"
+        " → log, weights = total.log(), torch.ones_like(total)",
+        args={"way": scores_laws.FLAT[0]},
+    ),
+    Mutant(
+        "L3: a number that scales scores has the gradient of some words",
+        ENTROPY,
+        scores._each,
+        "crossing.handed(each, ranks) if each.requires_grad else each → each",
+        args={"way": scores_laws.FLAT[0]},
+    ),
+    Mutant(
+        "L3: some words of a rank's stand for some of all words",
+        OTHERS,
+        scores._chosen,
+        "if _num_taken(index) >= part.ndim: → if False:",
+        args={"name": "a word"},
+    ),
+    Mutant(
+        "L3: another function is given a rank's own scores",
+        OTHERS,
+        scores._whole,
+        "crossing.gathered(_part(leaf), leaf._dim, leaf._ranks) → _part(leaf)",
+        args={"name": "argmax"},
+    ),
+    Mutant(
+        "L47: scores of all words are gathered to change their shape",
+        scores_laws.test_no_rank_has_all_scores,
+        scores._viewed,
+        "if last == -1 and rest > 0: → if True: return NotImplemented\n    if last == -1:",
+        args={"each": "as they are", "way": scores_laws.FLAT[0]},
+    ),
+    Mutant(
+        "a letter that is none is one that no rank has",
+        unit.test_a_letter_that_is_none_is_refused_as_by_torch,
+        cross_entropy._due,
+        "is_word & ~here, 0) → ~here, 0)",
     ),
 ]

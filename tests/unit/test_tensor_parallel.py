@@ -155,11 +155,13 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
         ({}, "expected a word by name"),
         (["up"], "expected a word by name"),
         ({"up": "columns"}, "Did you mean 'column'?"),
-        ({"up": "sequence"}, "no word of a plan; they are column, gathered, row"),
+        ({"up": "split"}, "no word of a plan; they are column, gathered, row"),
+        ({"up": "sequence"}, "about sequences that are split between layers"),
+        ({"up": SequenceParallel()}, "Say sequence=True"),
         ({"up": 3}, "Of torch's styles"),
-        ({"up": SequenceParallel()}, "Of torch's styles"),
+        ({"up": SequenceParallel(sequence_dim=0)}, "Of torch's styles"),
         ({"up": ColwiseParallel(input_layouts=Shard(0))}, "Of torch's styles"),
-        ({"up": ColwiseParallel(use_local_output=False)}, "Of torch's styles"),
+        ({"up": RowwiseParallel(use_local_output=False)}, "Of torch's styles"),
     ],
 )
 def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
@@ -175,13 +177,17 @@ def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
         ("replicated_with_grad_allreduce", "replicated"),
         *((ColwiseParallel(), "column"), (RowwiseParallel(), "row")),
         (ColwiseParallel(output_layouts=Replicate()), "gathered"),
+        (ColwiseParallel(use_local_output=False), "vocabulary"),
+        (SequenceParallel(), "sequence"),
     ],
 )
 def test_words_of_others_are_taken(value: Any, word: str) -> None:
     """A plan of Transformers or of torch is one of accelfn's."""
-    one, other = af.tensor_parallel({"up": value}), af.tensor_parallel({"up": word})
+    options = {"sequence": True} if word == "sequence" else {}
+    one, other = (af.tensor_parallel({"up": w}, **options) for w in (value, word))
     assert one == other
-    assert repr(one) == f"af.tensor_parallel({{'up': '{word}'}})"
+    shown = ", sequence=True" if options else ""
+    assert repr(one) == f"af.tensor_parallel({{'up': '{word}'}}{shown})"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +196,7 @@ def test_words_of_others_are_taken(value: Any, word: str) -> None:
         ({"blocks.*.up": "column"}, Net, "is no module of Net. Near to it are 'up'"),
         ({"ups": "column"}, Net, "Near to it are 'up'"),
         ({"norm": "column"}, Net, "must be an nn.Linear, with its own forward"),
-        ({"up": "vocabulary"}, Net, "must be an nn.Embedding"),
+        ({"norm": "vocabulary"}, Net, "must be an nn.Embedding or nn.Linear"),
         ({"words": "row"}, Net, "must be an nn.Linear"),
         ({"up": "column"}, own, "test_tensor_parallel.Own"),
         ({"words": "vocabulary"}, partial(Net, max_norm=1.0), "has max_norm"),
@@ -419,3 +425,265 @@ def test_a_loss_that_raises_between_layers_lets_others_draw() -> None:
 def _drawn() -> float:
     with draws.seeded(0, torch.device("cpu")):
         return float(torch.rand(()))
+
+
+class Reads(nn.Module):
+    """Reads letters, and says for each which one comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(8, WIDTH), nn.Embedding(8, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.seen: list[Any] = []
+
+    def forward(self, letters: torch.Tensor) -> torch.Tensor:
+        x = self.words(letters) + self.places(torch.arange(letters.shape[1]))
+        self.seen.append(tuple(x.shape))
+        return self.head(x + self.down(self.up(self.norm(x))))
+
+
+READ = {
+    **PAIR,
+    "words": "vocabulary",
+    "places": "scattered",
+    "norm": "sequence",
+    "head": "vocabulary",
+}
+LETTERS = torch.arange(12).reshape(2, 6) % 8
+
+
+def read(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
+    scores = net(letters)
+    return nn.functional.cross_entropy(scores.view(-1, 8), letters.flatten())
+
+
+def reading(
+    world: af.World,
+    plan: Any = READ,
+    loss: Any = read,
+    letters: torch.Tensor = LETTERS,
+    *behind: Any,
+) -> af.TrainState:
+    state = af.TrainState.create(
+        model=Reads,
+        optimizer=sgd,
+        setup=af.chain(af.tensor_parallel(plan, sequence=True), *behind),
+        world=world,
+    )
+    state, _ = af.make_step(loss)(state, letters)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ({"head": "row"}, 'and the head "vocabulary" or'),
+        (
+            {"head": "replicated"},
+            "'head' is 'replicated', and does not stand between a",
+        ),
+        ({"up": "replicated", "down": "replicated"}, "does not stand between a column"),
+        ({"norm": "replicated"}, "'norm' is 'replicated', and does not stand between"),
+        ({"words": "sequence"}, "'words' is 'sequence', and does not stand where"),
+        ({"places": "sequence"}, 'as embeddings of positions, is to be "scattered"'),
+    ],
+)
+def test_a_word_in_the_wrong_place_is_refused(word: Any, said: str) -> None:
+    """Gradients that all ranks have whole are not summed."""
+
+    def fn(world: af.World) -> None:
+        with pytest.raises(LossError, match=re.escape(said)):
+            reading(world, {**READ, **word})
+
+    on_two(fn)
+
+
+@pytest.mark.parametrize("lacking", ["head", "norm", "down"])
+def test_a_plan_of_sequences_that_lacks_a_layer_is_refused(lacking: str) -> None:
+    """A norm whose gradients are not summed, and a loss of some positions alone."""
+    said = {
+        "head": "Behind 'places' each rank has its part of a sequence",
+        "norm": "ranks have other gradients of 'norm.",
+        "down": "fails where layers are split",
+    }
+
+    def fn(world: af.World) -> None:
+        plan = {name: word for name, word in READ.items() if name != lacking}
+        with pytest.raises(LossError, match=re.escape(said[lacking])):
+            reading(world, plan)
+
+    on_two(fn)
+
+
+@pytest.mark.parametrize(
+    ("letters", "said"),
+    [(LETTERS[:, :5], "5, 8), and its last dim but one is to be a sequence")],
+)
+def test_sequences_that_ranks_cannot_share_are_refused(
+    letters: torch.Tensor, said: str
+) -> None:
+    """Where they are read, with what to do."""
+
+    def fn(world: af.World) -> None:
+        with pytest.raises(LossError, match=re.escape(said)):
+            reading(world, letters=letters)
+
+    on_two(fn)
+
+
+def test_ranks_have_their_positions_between_layers_and_words_behind_the_head() -> None:
+    """Activations are halves, the loss is no bigger than that, and the sums are sent in halves."""
+
+    def fn(world: af.World) -> list[tuple[int, ...]]:
+        shapes: list[tuple[int, ...]] = []
+
+        def looking(net: Any, letters: torch.Tensor) -> torch.Tensor:
+            found = read(net, letters)
+            shapes.append(net.seen[-1])
+            return found
+
+        reading(world, loss=looking)
+        return shapes
+
+    def mean_of_parts(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
+        return net(letters).square().mean()
+
+    def headless(world: af.World) -> None:
+        plan = {name: word for name, word in READ.items() if name != "head"}
+        with pytest.raises(LossError, match="is computed of parts of sequences"):
+            reading(world, plan, mean_of_parts)
+
+    on_two(headless)
+
+    run = on_two(fn)
+    for shapes in run:
+        assert shapes == [(1, 6, WIDTH), (1, 3, WIDTH), (2, 3, WIDTH)]
+    kinds = [e.kind for e in run.log if e.label == "tensor_parallel"]
+    assert "reduce_scatter_single" in kinds
+    largest = max(
+        e.num_bytes
+        for e in run.log
+        if (e.kind, e.label) == ("all_gather", "tensor_parallel")
+    )
+    assert largest <= 2 * 6 * WIDTH * 4  # never the scores of all letters: 2 x 6 x 8
+
+
+def test_a_letter_that_is_none_is_refused_as_by_torch() -> None:
+    """And not taken for one that no rank has."""
+
+    def wrong(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
+        due = letters.flatten().clone()
+        due[-1] = 8 if net.training else 0
+        return nn.functional.cross_entropy(net(letters).view(-1, 8), due)
+
+    def fn(world: af.World) -> None:
+        with pytest.raises(
+            (RuntimeError, IndexError), match="out of bounds|out of range"
+        ):
+            reading(world, loss=wrong)
+
+    on_two(fn)
+
+
+def test_changing_scores_in_place_is_refused_where_words_are_chosen() -> None:
+    """A number multiplies them in place."""
+
+    def halved(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
+        scores = net(letters)
+        scores *= 0.5
+        return nn.functional.cross_entropy(scores.view(-1, 8), letters.flatten())
+
+    def masked(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
+        scores = net(letters)
+        scores.masked_fill_(torch.arange(8) > 6, -1e9)
+        return nn.functional.cross_entropy(scores.view(-1, 8), letters.flatten())
+
+    def fn(world: af.World) -> dict[str, torch.Tensor]:
+        if world.size > 1:
+            with pytest.raises(LossError, match="masked_fill_ would change scores"):
+                reading(world, loss=masked)
+        return af.full_params(reading(world, loss=halved))
+
+    alone = fn(af.World.single())
+    for found in on_two(fn):
+        assert differences(alone, found, within=1e-5) == []
+
+
+def test_scores_are_shown_without_asking_another_rank() -> None:
+    """One rank alone may print them; what leaves a loss or prediction is whole."""
+
+    def fn(world: af.World) -> Any:
+        def printing(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
+            scores = net(letters)
+            if world.rank == 0 and net.training and world.size > 1:
+                assert "this rank's words" in f"{scores} {scores!r}"
+                assert scores.shape == (2, 6, 8)
+            return read(lambda _: scores, letters)
+
+        state = reading(world, loss=printing)
+        data = af.Data([row for row in LETTERS], batch_size=2)  # noqa: C416
+        made = next(iter(af.predict(state, data, lambda net, batch: net(batch))))
+        assert type(made) is torch.Tensor
+        return made
+
+    alone = fn(af.World.single())
+    for found in on_two(fn):
+        torch.testing.assert_close(found, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    "again", [("up",), ("drop", "down"), ("words",), ("up", "down"), ("block",)]
+)
+def test_what_is_computed_again_drops_what_it_dropped(
+    again: tuple[str, ...], sequence: bool
+) -> None:
+    """Wherever the part that is computed again begins and ends, also twice in one loss."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+            self.drop, self.after = Dropping(0.5), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.after(self.down(self.drop(self.up(x))))
+
+    class Two(Reads):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.other = Block(), Block()
+
+        def forward(self, letters: torch.Tensor) -> torch.Tensor:
+            x = self.words(letters)
+            return self.head(self.block(self.other(self.block(x))))
+
+    class Dropping(nn.Dropout):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's
+            return super().forward(input).sin() + super().forward(input)
+
+    plan = {"words": "vocabulary", "head": "vocabulary"}
+    plan |= {"*.up": "column", "*.down": "row"}
+
+    def trained(world: af.World, *behind: object) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=Two,
+            optimizer=sgd,
+            setup=af.chain(af.tensor_parallel(plan, sequence=sequence), *behind),
+            world=world,
+        )
+        step = af.make_step(read)
+        for _ in range(2):
+            state, _ = step(state, LETTERS)
+        return af.full_params(state)
+
+    def named(name: str, _: nn.Module) -> bool:
+        return name.rpartition(".")[2] in again
+
+    def fn(world: af.World) -> None:
+        one = trained(world)
+        other = trained(world, af.checkpoint_activations(named))
+        assert differences(one, other) == []
+
+    on_two(fn)

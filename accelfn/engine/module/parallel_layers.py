@@ -5,6 +5,9 @@ A column layer has some of the output features, and a row layer the same feature
 input: what lies between the two, a region, is computed by each rank for its own features. The
 ranks add up at the end of a region in the forward pass, and at its beginning in the backward
 pass. Parameters are plain tensors of a rank's part.
+
+Where sequences are split between regions, a region begins by putting them together, and ends
+with a rank's part of the sum.
 """
 
 from collections.abc import Generator, Mapping
@@ -12,19 +15,21 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import nn
 
-from accelfn.base import draws
-from accelfn.collectives import naming
+from accelfn.engine.module import crossing
+from accelfn.engine.module.apart import Apart
 from accelfn.engine.module.looks import Looks
+from accelfn.engine.module.scores import Scores
+from accelfn.errors import LossError
 from accelfn.world import World
 
 # how a module keeps its parameters has no public name
 # pyright: reportPrivateUsage=false
 
-_LABEL = "tensor_parallel"
+_SEQUENCE = -2
+"""The dim of activations that is split between regions; the last is the features."""
 
 
 class Layers:
@@ -32,20 +37,27 @@ class Layers:
 
     Attributes:
         ranks: those along "tp".
+        sequence: whether sequences are split between regions.
         looks: what layers were given, while a loss is looked at.
         is_whole: whether each rank computes with whole layers, to compare.
         is_checked: whether that was done.
         open: the column layer that has begun a region which no row layer has ended.
+        split: the layer behind which sequences are split, until a head has them whole.
     """
 
-    def __init__(self, ranks: World) -> None:
+    def __init__(self, ranks: World, *, sequence: bool) -> None:
         """Take the ranks."""
-        self.ranks, self.looks = ranks, Looks(ranks)
+        self.ranks, self.sequence, self.looks = ranks, sequence, Looks(ranks)
         self.is_whole, self.is_checked = False, False
+        self._apart = Apart(ranks)
+        self.begin()
+
+    def begin(self) -> None:
+        """Know of nothing that began before."""
         self.open: str | None = None
+        self.split: str | None = None
         self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._draws: draws.seeded | None = None
-        self._begun: list[torch.Tensor] = []
+        self._apart.begin()
 
     def enter(self, given: torch.Tensor) -> torch.Tensor:
         """Return what all ranks have, for computing with a part of a layer.
@@ -56,38 +68,67 @@ class Layers:
         kept = self._entered
         if kept is not None and kept[0] is given:
             return kept[1]
-        entered = cast("Any", _Enter).apply(given, self.ranks)
+        if self.sequence:
+            entered = crossing.gathered_and_handed(given, _SEQUENCE, self.ranks)
+        else:
+            entered = crossing.handed(given, self.ranks)
         self._entered = (given, entered)
         return entered
+
+    def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
+        """Return the sum of what ranks made, or this rank's positions of it."""
+        if not self.sequence:
+            return crossing.summed(part, self.ranks)
+        self._check_length(part, layer.place)
+        return crossing.summed_and_taken(part, _SEQUENCE, self.ranks)
 
     def begin_region(self, layer: "ColumnLinear") -> None:
         """Let each rank draw for its own features, while it trains."""
         self.open = layer.place
-        if self._draws is None and layer.training:
-            # no number is drawn for it: what all ranks draw is as it would be without
-            before = b"".join(each.numpy().tobytes() for each in self._drawing())
-            key = draws.key(before.hex(), layer.place, self.ranks.rank)
-            self._draws = draws.seeded(key, self.ranks.device)
-            self._draws.__enter__()
-            self._begun = self._drawing()
+        if layer.training:
+            self._apart.draw(layer.place)
 
     def end_region(self) -> None:
-        """Let all ranks draw alike again."""
+        """Let all ranks draw alike again, unless they have positions of their own."""
         self._entered = self.open = None
-        if self._draws is not None:
-            has_drawn = not all(map(torch.equal, self._begun, self._drawing()))
-            ended, self._draws = self._draws, None
-            ended.__exit__(None, None, None)
-            if has_drawn:  # or layers that are called twice would draw the same twice
-                for each in draws.generators(self.ranks.device):
-                    torch.rand((), generator=each, device=each.device)
+        if not self.sequence:
+            self._apart.draw_alike()
 
-    def _drawing(self) -> list[torch.Tensor]:
-        return [each.get_state() for each in draws.generators(self.ranks.device)]
+    def begin_sequence(self, place: str, *, training: bool) -> None:
+        """Let each rank draw for its own positions."""
+        self.split = place
+        if training:
+            self._apart.draw(place)
+
+    def end_sequence(self) -> None:
+        """Let all ranks draw alike again."""
+        self._entered = self.split = None
+        if self.sequence:
+            self._apart.draw_alike()
+
+    def scattered(self, whole: torch.Tensor, place: str) -> torch.Tensor:
+        """Return this rank's positions of what all ranks have."""
+        self._check_length(whole, place)
+        return crossing.taken(whole, _SEQUENCE, self.ranks)
+
+    def _check_length(self, whole: torch.Tensor, place: str) -> None:
+        if whole.ndim < 2 or whole.shape[_SEQUENCE] % self.ranks.size:
+            msg = (
+                f"af.tensor_parallel(sequence=True): {place!r} gives {tuple(whole.shape)}, and"
+                f" its last dim but one is to be a sequence that {self.ranks.size} ranks along"
+                ' "tp" share alike. Pad the sequences of a batch to a multiple of that.'
+            )
+            raise LossError(msg)
+
+    def part(self, param: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what all ranks have, for each to use with its positions alone."""
+        if param is None or not self.sequence or self.is_whole:
+            return param
+        return crossing.handed(param, self.ranks)
 
     def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all of a parameter; a collective."""
-        return _gathered(part.detach(), dim, self.ranks)
+        return crossing.all_parts(part.detach(), dim, self.ranks)
 
     @contextmanager
     def in_one_piece(self) -> Generator[None]:
@@ -127,6 +168,13 @@ class _Linear(Parallel, nn.Linear):
         weight = self.now("weight", self.weight)
         return weight, bias if bias is None else self.now("bias", bias)
 
+    def _features(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the features that this rank has, or now all of them."""
+        weight, bias = self._tensors()
+        if not self.layers.is_whole:
+            given = self.layers.enter(given)
+        return F.linear(given, weight, bias)
+
 
 class ColumnLinear(_Linear):
     """Has some of the output features, and gives them on."""
@@ -135,11 +183,9 @@ class ColumnLinear(_Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return this rank's features, for a row layer to take."""
-        weight, bias = self._tensors()
-        if self.layers.is_whole:
-            return F.linear(input, weight, bias)
-        made = F.linear(self.layers.enter(input), weight, bias)
-        self.layers.begin_region(self)
+        made = self._features(input)
+        if not self.layers.is_whole:
+            self.layers.begin_region(self)
         return made
 
 
@@ -150,11 +196,25 @@ class GatheredLinear(_Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return all features."""
-        weight, bias = self._tensors()
+        made = self._features(input)
         if self.layers.is_whole:
-            return F.linear(input, weight, bias)
-        made = F.linear(self.layers.enter(input), weight, bias)
-        return cast("Any", _Gather).apply(made, self.layers.ranks)
+            return made
+        self.layers.end_sequence()
+        return crossing.gathered(made, -1, self.layers.ranks)
+
+
+class VocabularyLinear(_Linear):
+    """Has the scores of some of the words."""
+
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """Return scores of which this rank has some."""
+        made = self._features(input)
+        if self.layers.is_whole:
+            return made
+        self.layers.end_sequence()
+        return Scores.of(made, self.layers.ranks)
 
 
 class RowLinear(_Linear):
@@ -170,7 +230,8 @@ class RowLinear(_Linear):
         if layers.is_whole:
             return F.linear(input, weight, bias)
         layers.end_region()
-        total = cast("Any", _Leave).apply(F.linear(input, weight), layers.ranks)
+        total = layers.leave(F.linear(input, weight), self)
+        bias = layers.part(bias)
         return total if bias is None else total + bias.to(total.dtype)
 
 
@@ -181,10 +242,10 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return the vectors of all words, each from the rank that has it."""
-        weight = self.now("weight", self.weight)
-        if self.layers.is_whole:
+        weight, layers = self.now("weight", self.weight), self.layers
+        if layers.is_whole:
             return F.embedding(input, weight, self.padding_idx)
-        count, ranks = len(weight), self.layers.ranks
+        count, ranks = len(weight), layers.ranks
         begin = ranks.rank * count
         here = (input >= begin) & (input < begin + count)
         padding = self.padding_idx
@@ -194,24 +255,46 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
             weight,
             cast("int", padding) - begin if has_padding else None,
         )
-        vectors = vectors.masked_fill(~here.unsqueeze(-1), 0)
-        return cast("Any", _Leave).apply(vectors, ranks)
+        vectors = layers.leave(vectors.masked_fill(~here.unsqueeze(-1), 0), self)
+        if layers.sequence:
+            layers.begin_sequence(self.place, training=self.training)
+        return vectors
 
 
-def share_gradients(module: nn.Module, layers: Layers) -> None:
+def scatter(module: nn.Module, place: str, layers: Layers) -> None:
+    """Let each rank have its positions of what a module gives, which is alike on all."""
+
+    def give_some(module: nn.Module, _: object, made: Any) -> Any:
+        if layers.is_whole:
+            return made
+        made = layers.scattered(made, place)
+        layers.begin_sequence(place, training=module.training)
+        return made
+
+    module.register_forward_hook(give_some)
+
+
+def share_gradients(
+    module: nn.Module, place: str, layers: Layers, *, by_position: bool
+) -> None:
     """Let the ranks add up the gradients of a module's own parameters.
 
-    All have these, and each computes with them for the features of a region that it has.
+    All have these, and each computes with them for the features of a region, or the positions,
+    that it has.
     """
 
     def lend(module: nn.Module, *_: object) -> None:
-        if layers.is_whole or not torch.is_grad_enabled():
+        if layers.is_whole:
+            return
+        if not layers.is_checked:
+            _check_stands(place, layers, by_position=by_position)
+        if not torch.is_grad_enabled():
             return
         tables = module._parameters
         kept = vars(module)["_accelfn_own"] = dict(tables)
         for name, param in kept.items():
             if param is not None and param.requires_grad:
-                tables[name] = cast("Any", _Enter).apply(param, layers.ranks)
+                tables[name] = cast("Any", crossing.handed(param, layers.ranks))
 
     def put_back(module: nn.Module, *_: object) -> None:
         module._parameters.update(vars(module).pop("_accelfn_own", {}))
@@ -221,64 +304,20 @@ def share_gradients(module: nn.Module, layers: Layers) -> None:
         each.register_forward_hook(put_back, always_call=True)
 
 
-class _Enter(torch.autograd.Function):
-    """What all ranks have, given to parts of layers: its gradient is the sum of theirs."""
+def _check_stands(place: str, layers: Layers, *, by_position: bool) -> None:
+    """Refuse to sum gradients that all ranks have whole.
 
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, ranks: World) -> torch.Tensor:
-        ctx.ranks = ranks
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return cast("Any", _Leave).apply(gradients[0], ctx.ranks), None
-
-
-class _Leave(torch.autograd.Function):
-    """The sum of what ranks made of their parts: each has its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, ranks: World) -> torch.Tensor:
-        ctx.ranks = ranks
-        total = part.clone(memory_format=torch.contiguous_format)
-        with naming(_LABEL, ranks):
-            dist.all_reduce(total, group=ranks.group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return cast("Any", _Enter).apply(gradients[0], ctx.ranks), None
-
-
-class _Gather(torch.autograd.Function):
-    """The features of all ranks: each has the gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, ranks: World) -> torch.Tensor:
-        ctx.ranks = ranks
-        return _gathered(part, -1, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return cast("Any", _Take).apply(gradients[0], ctx.ranks), None
-
-
-class _Take(torch.autograd.Function):
-    """This rank's features of what all have."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, ranks: World) -> torch.Tensor:
-        ctx.ranks = ranks
-        return whole.chunk(ranks.size, -1)[ranks.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return cast("Any", _Gather).apply(gradients[0], ctx.ranks), None
-
-
-def _gathered(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(ranks.size)]
-    with naming(_LABEL, ranks):
-        dist.all_gather(parts, part, group=ranks.group)
-    return torch.cat(parts, dim)
+    Raises:
+        LossError: it is so.
+    """
+    if (layers.split if by_position else layers.open) is not None:
+        return
+    word, where = ("replicated", "between a column and a row layer")
+    if by_position:
+        word, where = ("sequence", "where sequences are split")
+    msg = (
+        f"af.tensor_parallel: {place!r} is {word!r}, and does not stand {where}: all ranks"
+        " compute the same with it, and a sum of its gradients would count each several times."
+        " Leave it out of the plan."
+    )
+    raise LossError(msg)

@@ -16,26 +16,31 @@ from accelfn.engine.module.parallel_layers import (
     Parallel,
     RowLinear,
     VocabularyEmbedding,
+    VocabularyLinear,
+    scatter,
     share_gradients,
 )
 from accelfn.errors import ArgumentError, ModelError
 
-LAYERS: Mapping[str, type[Parallel]] = {
-    "column": ColumnLinear,
-    "gathered": GatheredLinear,
-    "row": RowLinear,
-    "vocabulary": VocabularyEmbedding,
+LAYERS: Mapping[str, Mapping[type[nn.Module], type[Parallel]]] = {
+    "column": {nn.Linear: ColumnLinear},
+    "gathered": {nn.Linear: GatheredLinear},
+    "row": {nn.Linear: RowLinear},
+    "vocabulary": {nn.Embedding: VocabularyEmbedding, nn.Linear: VocabularyLinear},
 }
-"""By their words, layers that are split."""
-WHOLE = "replicated"
-"""The word for modules that all ranks have, between a column and a row layer."""
-WORDS = (*LAYERS, WHOLE)
+"""By their words, layers that are split, by what they are."""
+REPLICATED, SEQUENCE, SCATTERED = "replicated", "sequence", "scattered"
+"""The words for modules that all ranks have: with which each computes for its features, or
+for its positions, and behind which each has its positions.
+"""
+OF_SEQUENCES = SEQUENCE, SCATTERED
+WORDS = (*LAYERS, REPLICATED, *OF_SEQUENCES)
 _OF_TRANSFORMERS = {
     "colwise": "column",
     "colwise_gather_output": "gathered",
     "colwise_rep": "gathered",
     "embedding_rowwise": "vocabulary",
-    "replicated_with_grad_allreduce": WHOLE,
+    "replicated_with_grad_allreduce": REPLICATED,
     "rowwise": "row",
 }
 _REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
@@ -61,6 +66,21 @@ def checked(plan: Any) -> dict[str, str]:
     return {str(name): _word(name, value) for name, value in plan.items()}
 
 
+def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
+    """Refuse words of sequences that are split where none are.
+
+    Raises:
+        ArgumentError: the plan has one.
+    """
+    for name, word in plan.items():
+        if word in OF_SEQUENCES and not sequence:
+            msg = (
+                f"af.tensor_parallel: {name!r} is to be {word!r}, which is about sequences that"
+                " are split between layers. Say sequence=True, or leave it out of the plan."
+            )
+            raise ArgumentError(msg)
+
+
 def _word(name: object, value: Any) -> str:
     if isinstance(value, str):
         word = _OF_TRANSFORMERS.get(value, value)
@@ -82,23 +102,29 @@ def _word_of_torch(name: object, style: Any) -> str:
     from torch.distributed.tensor.parallel import (  # noqa: PLC0415 - heavy
         ColwiseParallel,
         RowwiseParallel,
+        SequenceParallel,
     )
 
+    if isinstance(style, SequenceParallel) and style.sequence_sharding == (Shard(1),):
+        return SEQUENCE
     inside: Any = getattr(style, "input_layouts", ())
     outside: Any = getattr(style, "output_layouts", ())
     whole, features = (Replicate(),), (Shard(-1),)
-    said = (type(style), tuple(inside), tuple(outside))
+    is_local = getattr(style, "use_local_output", True)
+    said = (type(style), tuple(inside), tuple(outside), is_local)
     words: dict[Any, str] = {
-        (ColwiseParallel, whole, features): "column",
-        (ColwiseParallel, whole, whole): "gathered",
-        (RowwiseParallel, features, whole): "row",
+        (ColwiseParallel, whole, features, True): "column",
+        (ColwiseParallel, whole, features, False): "vocabulary",
+        (ColwiseParallel, whole, whole, True): "gathered",
+        (RowwiseParallel, features, whole, True): "row",
     }
-    if said in words and getattr(style, "use_local_output", True):
+    if said in words:
         return words[said]
     msg = (
-        f"af.tensor_parallel: {name!r} is to be {style!r}. Of torch's styles ColwiseParallel()"
-        " and RowwiseParallel() have a word here, and"
-        f" ColwiseParallel(output_layouts=Replicate()). The words are {', '.join(WORDS)}."
+        f"af.tensor_parallel: {name!r} is to be {style!r}. Of torch's styles ColwiseParallel(),"
+        " RowwiseParallel() and SequenceParallel() have a word here, and of a head"
+        " ColwiseParallel(output_layouts=Replicate()) and (use_local_output=False). The words"
+        f" are {', '.join(WORDS)}."
     )
     raise ArgumentError(msg)
 
@@ -130,18 +156,22 @@ def chosen(
 def cut_of(plan: Mapping[str, str], param: str, ndim: int) -> int | None:
     """Return the dim at which a parameter is cut; None where it is not."""
     place, _, own = param.rpartition(".")
-    kind = LAYERS.get(word_of(plan, place) or "")
-    dim = None if kind is None else kind.cuts.get(own)
+    kinds = LAYERS.get(word_of(plan, place) or "", {})
+    dim = next(
+        (each.cuts.get(own) for each in kinds.values() if own in each.cuts), None
+    )
     return dim if dim is not None and dim < ndim else None
 
 
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
     """Let the layers of a model that has parts of their parameters compute with those."""
     for name, each, word in list(chosen(plan, module)):
-        if word == WHOLE:
-            share_gradients(each, layers)
+        if word == SCATTERED:
+            scatter(each, name, layers)
+        elif word in (REPLICATED, SEQUENCE):
+            share_gradients(each, name, layers, by_position=word == SEQUENCE)
         else:
-            each.__class__ = cast("type[nn.Module]", LAYERS[word])
+            each.__class__ = cast("type[nn.Module]", LAYERS[word][type(each)])
             vars(each).update(place=name, layers=layers)
 
 
@@ -191,14 +221,14 @@ def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
 def _check_layer(
     name: str, module: nn.Module, word: str, size: int, shown: str
 ) -> None:
-    if word == WHOLE:
+    if word not in LAYERS:
         return
-    wanted = nn.Embedding if word == "vocabulary" else nn.Linear
-    if type(module) is not wanted:
+    kinds = LAYERS[word]
+    if type(module) not in kinds:
         msg = (
             f"{shown}: {name!r} is to be {word!r}, for which it must be an"
-            f" nn.{wanted.__name__}, with its own forward; it is a"
-            f" {type(module).__module__}.{type(module).__name__}."
+            f" {' or '.join(f'nn.{each.__name__}' for each in kinds)}, with its own forward;"
+            f" it is a {type(module).__module__}.{type(module).__name__}."
         )
         raise ModelError(msg)
     wrong = [option for option in _REFUSED if getattr(module, option, None)]
@@ -209,7 +239,7 @@ def _check_layer(
             " of the plan."
         )
         raise ModelError(msg)
-    dim = LAYERS[word].cuts["weight"]
+    dim = next(iter(kinds.values())).cuts["weight"]
     shape = tuple(module.get_parameter("weight").shape)
     if shape[dim] % size:
         what = (
