@@ -271,7 +271,14 @@ def test_it_is_saved_and_loaded_as_any_state(tmp_path: Any) -> None:
         nn.init.eye_,
         nn.init.kaiming_normal_,
     ],
-    ids=str,
+    ids=[
+        "trunc_normal_",
+        "orthogonal_",
+        "dirac_",
+        "sparse_",
+        "eye_",
+        "kaiming_normal_",
+    ],
 )
 def test_inits_that_do_nothing_on_meta_are_seen(init: Any) -> None:
     """Where a module does it, it is drawn; where the factory does, it is refused."""
