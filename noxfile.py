@@ -62,8 +62,10 @@ def tests(session: nox.Session) -> None:
     side_by_side = "-n", "auto", "--dist", "loadgroup"
     # what was skipped is said, with its reason, and where the time went
     said = "-rs", "--durations=30", *side_by_side
-    # twice as long as any test waits: what hangs ends its process, with all threads' stacks
-    ends = "--timeout=600", "--timeout-method=thread"
+    # What hangs shows the stacks of all its threads, and ends its process, which nothing takes
+    # the place of: the others would wait for it.
+    ends = "-ofaulthandler_timeout=300", "--timeout=600", "--timeout-method=thread"
+    ends += ("--max-worker-restart=0",)
     run(session, "pytest", "--hypothesis-profile=ci", *said, *ends, *session.posargs)
 
 

@@ -15,6 +15,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 import accelfn as af
+from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -142,6 +143,7 @@ def printed_losses(launcher: list[str], script: Path) -> list[float]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr

@@ -13,6 +13,7 @@ import pytest
 
 import accelfn as af
 from accelfn import testing
+from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference"
@@ -81,7 +82,12 @@ def test_what_is_imported_later_is_what_type_checkers_see():
     assert LATER
     assert {(af._MODULE_OF[name], name, name) for name in af._MODULE_OF} == set(LATER)
     code = "import sys, accelfn; sys.exit('accelfn.checkpoint' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=False, timeout=HANGS
+        ).returncode
+        == 0
+    )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         getattr(af, "nothing")  # noqa: B009 - it is looked up
 

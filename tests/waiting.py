@@ -3,7 +3,9 @@
 
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 HANGS = 300.0
 """Seconds after which what a test waits for hangs; on no machine does it else take as long."""
@@ -15,6 +17,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < ends_at, "it did not come to hold"
         time.sleep(0.02)
+
+
+def heard(pipe: Connection) -> Any:
+    """Return what another process says next."""
+    assert pipe.poll(HANGS), "the other process says nothing"
+    return pipe.recv()
 
 
 def is_gone(pid: int) -> bool:

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from tests.waiting import HANGS, heard
 
 FORK = multiprocessing.get_context("fork")
 SETUPS = {
@@ -153,13 +154,13 @@ def interrupt(process: Any, pipe: Connection, seconds: float) -> Iterator[Any]:
     draws = random.Random(0)  # noqa: S311 - nobody is to be surprised
     while True:
         try:
-            if pipe.recv() != "go":
+            if heard(pipe) != "go":
                 raise AssertionError(kind_of_end(process))
         except EOFError:
             return
         time.sleep(draws.uniform(0, seconds))
         os.kill(process.pid, signal.SIGINT)
-        yield pipe.recv()
+        yield heard(pipe)
 
 
 def kind_of_end(process: Any) -> str:
@@ -176,7 +177,7 @@ def alone(kind: str, count: int) -> list[str]:
         process.start()
         theirs.close()
         told = list(interrupt(process, ours, 0.02))
-        process.join()
+        process.join(HANGS)
     return told
 
 
@@ -219,14 +220,14 @@ def pair(seconds: float, *, both: bool) -> list[str]:
         process.start()
     for ours, theirs in pipes:
         theirs.close()
-        if ours.recv() != "go":
+        if heard(ours) != "go":
             raise AssertionError(ours)
     time.sleep(seconds)
     for process in processes[: 2 if both else 1]:
         os.kill(process.pid, signal.SIGINT)
-    told = [ours.recv() for ours, _ in pipes]
+    told = [heard(ours) for ours, _ in pipes]
     for process in processes:
-        process.join()
+        process.join(HANGS)
     return told
 
 

@@ -15,6 +15,7 @@ import accelfn as af
 from accelfn.testing.processes.run import RankProcess
 from tests.laws.disks import Disk, watched
 from tests.laws.states import base, state_of
+from tests.waiting import heard
 
 Killing: TypeAlias = Callable[[Path, Path, int, bool, bool], int]
 """Saves in a folder, tells in a file what is saved, until an act, or behind it; async or not.
@@ -30,7 +31,7 @@ def killing() -> Iterator[Killing]:
 
     def kill(root: Path, said: Path, at: int, late: bool, async_: bool) -> int:
         process.pipe.send((root, said, at, late, async_))
-        return int(process.pipe.recv())
+        return int(heard(process.pipe))
 
     try:
         yield kill

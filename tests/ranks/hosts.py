@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import attrs
 import pytest
 
+from tests.waiting import HANGS
+
 _ALONE = "unshare", "--map-root-user", "--user", "--net"
 
 
@@ -25,7 +27,13 @@ class Host:
 
     def run(self, *words: str) -> None:
         """Run a command there to its end."""
-        subprocess.run(self.command(*words), check=True, capture_output=True, text=True)
+        subprocess.run(
+            self.command(*words),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=HANGS,
+        )
 
     def cut(self) -> None:
         """Pull out the cable."""
@@ -40,7 +48,9 @@ class Host:
 def two_hosts() -> Generator[tuple[Host, Host]]:
     """Make two hosts that are joined by a cable; skip where the system makes none."""
     try:
-        can = subprocess.run([*_ALONE, "ip", "link"], check=False, capture_output=True)
+        can = subprocess.run(
+            [*_ALONE, "ip", "link"], check=False, capture_output=True, timeout=HANGS
+        )
     except OSError as error:
         pytest.skip(f"no network namespaces: {error}")
     if can.returncode:

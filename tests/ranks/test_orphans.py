@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import accelfn
-from tests.waiting import is_gone, wait_until
+from tests.waiting import HANGS, is_gone, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PACKAGE = Path(accelfn.__file__).parent
@@ -92,6 +92,6 @@ def test_a_rank_whose_launcher_is_gone_does_not_begin(tmp_path: Path) -> None:
         str(os.getpid() + 1),
         script,
     ]
-    done = subprocess.run(words, cwd=tmp_path, check=False)
+    done = subprocess.run(words, cwd=tmp_path, check=False, timeout=HANGS)
     assert done.returncode == -signal.SIGTERM
     assert not (tmp_path / "written").exists()

@@ -19,7 +19,7 @@ from accelfn.checkpoint.lock import Lock
 from accelfn.testing.processes.run import RankProcess
 from tests.laws.states import is_of, state_of
 from tests.ports import free_port
-from tests.waiting import HANGS
+from tests.waiting import HANGS, heard
 
 SCRIPT = Path(__file__).parent / "scripts" / "stops.py"
 
@@ -138,14 +138,14 @@ def test_one_of_two_processes_holds_a_lock(
             (tmp_path / ".lock").write_text(dead)
         for each in racers:
             each.pipe.send(str(tmp_path))
-        said = [each.pipe.recv() for each in racers]
+        said = [heard(each.pipe) for each in racers]
         assert said.count("held") == 1
         holder = racers[said.index("held")].process.pid
         refusal = next(text for text in said if text != "held")
         assert f":{holder} since" in refusal
         for each in racers:
             each.pipe.send("let go")
-            assert each.pipe.recv() == "released"
+            assert heard(each.pipe) == "released"
         assert list(tmp_path.iterdir()) == []
 
 
@@ -155,14 +155,14 @@ def test_a_killed_holder_is_taken_over(
     """While it lives it is named, and after a kill -9 its lock is another's, with a line."""
     holder = racers[0]
     holder.pipe.send(str(tmp_path))
-    assert holder.pipe.recv() == "held"
+    assert heard(holder.pipe) == "held"
     store = af.CheckpointStore(tmp_path)
     with pytest.raises(
         af.errors.DirectoryInUseError, match=f":{holder.process.pid} since"
     ):
         store.save(state_of(1))
     os.kill(holder.process.pid, signal.SIGKILL)
-    holder.process.join()
+    holder.process.join(HANGS)
     store.save(state_of(1))
     store.close()
     assert f"process {holder.process.pid} of this host" in capfd.readouterr().err
@@ -189,14 +189,14 @@ def limited(directory: str, async_: bool, pipe: Connection) -> None:
 def test_a_file_may_be_too_large(async_: bool, tmp_path: Path) -> None:
     """The error says which file, how much was needed, and what is there; the run goes on."""
     child = RankProcess.start(limited, str(tmp_path), async_, name="has a limit")
-    said = child.pipe.recv()
+    said = heard(child.pipe)
     assert re.search(
         "step 2 .*rank 0 could not write its file: .*File too large .needs 400,"
         ".* bytes, .* are free.*rank-00000.safetensors.*The newest is .*step-00000001",
         said,
     )
-    assert child.pipe.recv() == "done"
-    child.process.join()
+    assert heard(child.pipe) == "done"
+    child.process.join(HANGS)
     child.end()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-00000001",

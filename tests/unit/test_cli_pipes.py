@@ -10,6 +10,7 @@ import pytest
 import accelfn as af
 from accelfn import cli
 from tests.states import linear_state
+from tests.waiting import HANGS
 
 
 def into_a_closed_pipe(words, folder, *, unbuffered):
@@ -25,6 +26,7 @@ def into_a_closed_pipe(words, folder, *, unbuffered):
             stderr=subprocess.PIPE,
             text=True,
             check=False,
+            timeout=HANGS,
         )
     finally:
         os.close(writes)
@@ -81,10 +83,16 @@ def test_python_runs_the_package(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        timeout=HANGS,
     )
     assert version.stdout == f"accelfn {af.__version__}\n"
     wrong = subprocess.run(
-        [*command, "lunch"], check=False, capture_output=True, text=True, cwd=tmp_path
+        [*command, "lunch"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=HANGS,
     )
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("usage: accelfn ")

@@ -15,6 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.engine import engine
+from tests.waiting import HANGS
 
 PACKAGE = str(Path(engine.__file__).parents[1])
 X = torch.arange(12.0).reshape(4, 3)
@@ -120,6 +121,7 @@ def test_ctrl_c_at_random_instants_loses_no_state():
         capture_output=True,
         text=True,
         check=False,
+        timeout=HANGS,
     )
     assert run.returncode == 0, run.stderr
     for told in json.loads(run.stdout.splitlines()[-1]).values():

@@ -39,7 +39,9 @@ def test_script_finds_what_python_gives_it(capfd, monkeypatch):
     """`__main__`, `__file__`, `sys.argv`, `sys.path` are those of `python script`."""
     monkeypatch.chdir(SCRIPTS.parent)
     words = ["scripts/tells.py", *ARGS]
-    plain = subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    plain = subprocess.run(
+        [sys.executable, *words], check=True, capture_output=True, timeout=HANGS
+    )
     assert launch(1, *words) == 0
     expected, found = json.loads(plain.stdout), json.loads(capfd.readouterr().out)
     del expected["env"], found["env"]
@@ -50,7 +52,9 @@ def test_module_finds_what_python_gives_it(capfd, monkeypatch):
     """After -m, all is as `python -m` has it."""
     monkeypatch.chdir(SCRIPTS)
     words = ["-m", "tells", *ARGS]
-    plain = subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    plain = subprocess.run(
+        [sys.executable, *words], check=True, capture_output=True, timeout=HANGS
+    )
     assert launch(1, *words) == 0
     expected, found = json.loads(plain.stdout), json.loads(capfd.readouterr().out)
     for details in (expected, found):

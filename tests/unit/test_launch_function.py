@@ -154,7 +154,11 @@ def test_a_script_needs_no_guard(tmp_path):
         "print(af.launch(2, f, device='cpu'))\n"
     )
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANGS,
     )
     assert done.stdout == "[0, 3]\n", done.stderr
 
@@ -168,7 +172,7 @@ def test_a_thread_launches_too():
 
     thread = threading.Thread(target=launch)
     thread.start()
-    thread.join()
+    thread.join(HANGS)
     assert results == [0, 1]
 
 

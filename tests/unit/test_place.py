@@ -10,6 +10,7 @@ import accelfn as af
 from accelfn.errors import WorldError
 from accelfn.world.environment import asked_size, read_place
 from accelfn.world.place import Place
+from tests.waiting import HANGS
 
 MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
 OPEN_MPI = {
@@ -314,6 +315,7 @@ def test_a_world_that_nobody_closes_is_closed_at_the_end():
         capture_output=True,
         text=True,
         check=False,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "open True\nopen False\n"

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.waiting import HANGS
 
 WORLD = af.World.single(device="cpu")
 NAMES = st.text(min_size=1).filter(lambda name: name != "step")
@@ -190,7 +191,9 @@ def test_a_killed_process_loses_no_record(tmp_path):
         "for step in range(100): tracker({'loss': 1.0}, step)\n"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=HANGS
+    )
     assert done.returncode == -signal.SIGKILL
     assert list(af.track.read(tmp_path / "run.jsonl").times) == list(range(100))
 
@@ -309,7 +312,11 @@ def test_packages_are_imported_on_rank_0_alone():
         "sys.exit(' '.join(packages & set(sys.modules)) or None)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANGS,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

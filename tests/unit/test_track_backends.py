@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANGS
+
 SCRIPT = Path(__file__).parent / "scripts/tracks.py"
 BACKENDS = ("tensorboard", "wandb", "comet", "mlflow")
 SETUP = "af.chain(\n    af.shard_data(),\n    af.clip_grad_norm(1.0),\n)"
@@ -33,7 +35,9 @@ def told(tmp_path_factory):
         )
         for name in BACKENDS
     }
-    said = {name: process.communicate() for name, process in started.items()}
+    said = {
+        name: process.communicate(timeout=HANGS) for name, process in started.items()
+    }
     found = {}
     for name, (out, errors) in said.items():
         assert started[name].returncode == 0, f"{name}: {out}{errors}"
