@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pytest plugin: a marked test runs on every rank, and no other test pays for it."""
 
+import sys
+
 import pytest
 from hypothesis import settings
 
@@ -25,17 +27,15 @@ def summed(world, number):
 
 
 @pytest.fixture
-def run(pytester):
+def run(pytester, monkeypatch):
     """Run pytest on a test file of this body, in this process."""
+    # one of the same length, written within a second, would be taken for the one before
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def run(body: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(HEAD + body)
-        plugins = (
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:randomly",
-        )  # the order is looked at
+        # the order is looked at
+        plugins = "-p", "no:cacheprovider", "-p", "no:randomly"
         return pytester.runpytest_inprocess(*plugins, *options)
 
     return run
