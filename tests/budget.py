@@ -65,6 +65,7 @@ _NUMBERS = {
         "laws.test_equivalence::test_three_ranks",
         "laws.test_equivalence::test_what_would_drift_is_refused",
         "laws.test_exchanging::test_ranks_go_together_again_when_they_agree",
+        "laws.test_exchanging::test_ddp_looks_at_what_it_is_given",
         "laws.test_exchanging::test_replicas_are_checked_at_multiples",
         "laws.test_exchanging::test_what_is_averaged_stays",
         "laws.test_exchanging::test_what_is_neutral_comes_and_goes",

@@ -2,27 +2,21 @@
 """Who does what, and who goes first: plain code that runs on some ranks of a world."""
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import wraps
-from types import NoneType
-from typing import Any, ParamSpec, TypeVar, cast
-
-import torch
+from typing import ParamSpec, TypeVar
 
 from accelfn.base.arguments import is_integer
 from accelfn.base.calling import called
-from accelfn.base.codec import has_state
-from accelfn.collectives import barrier, check_rows, gather_text
+from accelfn.collectives import barrier, gather_text
 from accelfn.collectives.agreed import check_world
-from accelfn.collectives.calls import shown
-from accelfn.collectives.replicas import sums_of
 from accelfn.definition.facts import by_rank
 from accelfn.errors import ArgumentError
+from accelfn.state.alike import check_alike, shared_slots
 from accelfn.state.state import TrainState
 from accelfn.world import World
 
-_LABEL = "replicas agree"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -192,7 +186,6 @@ def assert_replicas_agree(state: TrainState) -> None:
         msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
         raise ArgumentError(msg)
     state.lease.check()
-    own = by_rank(state.setup)
     compared = {
         "step": state.step,
         "num_skipped": state.num_skipped,
@@ -200,44 +193,11 @@ def assert_replicas_agree(state: TrainState) -> None:
         "cursor": {"epoch": state.cursor.epoch, "samples": state.cursor.samples},
         "params": state.params,
         "opt_state": state.opt_state,
-        "slots": {name: _shared(name, s, own) for name, s in state.slots.items()},
+        "slots": shared_slots(state.slots, by_rank(state.setup)),
         "buffers": state.buffers,
     }
-    if state.world.size > 1:
-        rows = {
-            name: row
-            for field in compared
-            for name, row in _rows(field, compared[field])
-        }
-        if state.definition.layout is not None:  # parts are summed up together
-            shapes = {n: shown(r) if _is_tensor(r) else r for n, r in rows.items()}
-            check_rows(shapes, state.world, label=_LABEL, advice=_DRIFTED)
-        rows = _summed(rows, state.world)
-        check_rows(rows, state.world, label=_LABEL, advice=_DRIFTED)
-
-
-def _summed(rows: Mapping[str, Any], world: World) -> dict[str, str]:
-    """Return rows in which tensors are told by their shapes and checksums."""
-    tensors = {name: row for name, row in rows.items() if _is_tensor(row)}
-    if not tensors:
-        return dict(rows)
-    sums = sums_of(tensors.values(), world, label=_LABEL).tolist()
-    named = dict(zip(tensors, sums, strict=True))
-    return {
-        name: f"{shown(row)}, checksum {named[name]}" if name in named else row
-        for name, row in rows.items()
-    }
-
-
-def _is_tensor(row: Any) -> bool:
-    return isinstance(row, torch.Tensor)
-
-
-def _shared(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
-    """Return a slot without the entries that are each rank's own."""
-    if not isinstance(slot, Mapping) or not any(name == owner for owner, _ in own):
-        return slot
-    return {entry: each for entry, each in slot.items() if (name, entry) not in own}
+    is_split = state.definition.layout is not None
+    check_alike(compared, state.world, is_split=is_split, advice=_DRIFTED)
 
 
 _DRIFTED = (
@@ -246,21 +206,3 @@ _DRIFTED = (
     " batch statistics are each rank's own without af.sync_batchnorm(), and all is so between"
     " the averages of af.local_sgd."
 )
-
-
-def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what there is at and below a place: a tensor, or what ranks say of it."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        for key, inner in items:
-            yield from _rows(f"{path}[{key!r}]", inner)
-    elif isinstance(value, (list, tuple)):
-        for place, inner in enumerate(cast("list[Any]", value)):
-            yield from _rows(f"{path}[{place}]", inner)
-    elif has_state(value):
-        yield from _rows(path, value.state_dict())
-    else:  # of an object of any other kind, which no checkpoint would have, its kind
-        plain = isinstance(value, (str, int, float, complex, bytes, NoneType))
-        yield path, repr(value) if plain else type(value).__name__

@@ -6,7 +6,7 @@ JAX's donated buffers are: after it, the old records raise, and the new one owns
 The lease belongs to the tensors, so all records that share them go together.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self, TypeAlias
 
@@ -30,12 +30,13 @@ from accelfn.definition.definition import (
     checked_world,
     say_batch_size,
 )
-from accelfn.definition.facts import check_needs
+from accelfn.definition.facts import by_rank, check_needs, facts_of
 from accelfn.definition.slots import carried_over, check_own_name, own_objects
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, CallError
 from accelfn.schedules.rates import bound
 from accelfn.schedules.schedule import Schedule
+from accelfn.state.alike import check_alike, shared_slots
 from accelfn.state.beginning import in_parts, whole
 from accelfn.state.hyper import rates_of_next_update
 from accelfn.state.lease import Lease
@@ -348,9 +349,13 @@ class TrainState:
         """Return the state with another setup; it shares this one's tensors.
 
         Slots of transforms with the same name are kept, new ones begin, those of
-        transforms that are gone are dropped. The user's own entries stay.
+        transforms that are gone are dropped. The user's own entries stay. Where ranks trained
+        apart, under `local_sgd`, and now train together, they compare what they hold, which
+        is a collective; buffers are those of rank 0 from then on.
 
         Raises:
+            ReplicaMismatchError: ranks that trained apart hold other parameters, optimizer
+                state or slots.
             StateError: a new transform has the name of an entry of the user's own.
             CompositionError: a transform needs another that is not there.
             WorldError: ranks along an axis would all do the same.
@@ -363,6 +368,9 @@ class TrainState:
         check_axes(composed, self.world)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
+        if "apart" in self.setup.facts and "apart" not in composed.facts:
+            kept = {name: slot for name, slot in slots.items() if name in new}
+            self._check_met(kept, by_rank(composed))
         definition = attrs.evolve(self.definition, setup=composed)
         state = attrs.evolve(self, slots=slots, definition=definition)
         if self.definition.layout or definition.layout:
@@ -376,6 +384,26 @@ class TrainState:
                     if slot is not None:
                         slots[owner.name] = slot
         return state
+
+    def _check_met(
+        self, slots: Mapping[str, Any], own: Collection[tuple[str, str]]
+    ) -> None:
+        """Raise unless ranks that trained apart hold the same; buffers are rank 0's again."""
+        (apart, *_) = (each for each in self.setup if "apart" in facts_of(each))
+        check_alike(
+            {
+                "params": self._params,
+                "opt_state": self._opt_state,
+                "slots": shared_slots(slots, own),
+            },
+            self.world,
+            is_split=False,
+            advice=(
+                f"Under {apart!r} ranks trained apart, and now they would drift. Bring them"
+                " together first: state = af.finalize(state) averages parameters, and under"
+                " af.local_sgd(opt_state=True) what the optimizer keeps of them."
+            ),
+        )
 
     def _as_laid(self, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return parameters as the layout has them, of which some may be whole."""

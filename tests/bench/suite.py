@@ -228,6 +228,11 @@ SUITE = (
             "has it, or plain parameters that share a rank's parts. Time is the processor's, "
             "of rank 0. One block is 10 steps."
         ),
+        targets=(("accelfn", 0.75),),
+        rounds=40,
+        quick_rounds=8,
+        nproc=2,
+    ),
     Benchmark(
         name="fsdp_memory",
         module="fsdp_memory",
@@ -242,11 +247,6 @@ SUITE = (
         rounds=4,
         quick_rounds=2,
         unit="MiB",
-    ),
-        targets=(("accelfn", 0.75),),
-        rounds=40,
-        quick_rounds=8,
-        nproc=2,
     ),
     Benchmark(
         name="local_sgd",

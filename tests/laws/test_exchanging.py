@@ -5,6 +5,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -143,31 +144,60 @@ def test_a_period_begins_where_it_was_put_on(plan: Plan) -> None:
 
 
 @given(
-    together=st.integers(0, 2),
-    every=st.integers(1, 3),
-    apart=st.integers(0, 4),
+    updates=st.tuples(st.integers(0, 2), st.integers(0, 4)),
+    local=st.builds(
+        af.local_sgd, sync_every=st.integers(1, 3), opt_state=st.booleans()
+    ),
+    momentum=st.sampled_from([0.0, 0.5]),
+    beside=st.sampled_from([af.identity(), af.ema(0.5)]),
     ended=st.booleans(),
 )
 def test_ranks_go_together_again_when_they_agree(
-    together: int, every: int, apart: int, ended: bool
+    updates: tuple[int, int],
+    local: Any,
+    momentum: float,
+    beside: Any,
+    ended: bool,
 ) -> None:
-    """Behind finalize, or an average, DDP takes over; elsewhere ranks that differ are refused."""
-    rows = rows_of(0)
+    """Those that hold other numbers are refused, be it in an average or in the optimizer."""
+    rows, (together, apart) = rows_of(0), updates
 
-    def train(world: af.World) -> float:
-        state = trained(create(world, DDP), rows, together)
-        state = state.with_setup(af.local_sgd(sync_every=every))
-        state = trained(state, rows, apart)
+    def train(world: af.World) -> list[float]:
+        state = create(world, DDP, beside, momentum=momentum)
+        state = trained(state, rows, together)
+        state = trained(state.with_setup(af.chain(local, beside)), rows, apart)
         state = af.finalize(state) if ended else state
-        state = state.with_setup(DDP)
-        if apart % every and not ended:
-            with pytest.raises(ReplicaMismatchError):
-                trained(state, rows, 1)
-            return 0.0
-        return number(trained(state, rows, 2))
+        held = tensors(state)
+        mine = {n: float(t) for n, t in held.items() if "local_sgd" not in n}
+        ranks = af.gather_objects(mine, world)
+        if ranks[0] != ranks[1]:
+            with pytest.raises(ReplicaMismatchError, match="trained apart"):
+                state.with_setup(af.chain(DDP, beside))
+            return []
+        state = trained(state.with_setup(af.chain(DDP, beside)), rows, 2)
+        return [number(state), float(af.full_params(state, at="eval")["0"])]
 
     found = simulate(2, train).results
     assert found[0] == found[1]
+    agree = ended or apart % local.sync_every == 0
+    has_own = beside.name == "ema" or (momentum and not local.opt_state)
+    assert not found[0] if not agree else found[0] or has_own
+
+
+@given(momentum=st.sampled_from([0.0, 0.5]), updates=st.integers(0, 2))
+def test_ddp_looks_at_what_it_is_given(momentum: float, updates: int) -> None:
+    """Parameters that somebody wrote on one rank alone are found at the next step."""
+    rows = rows_of(0)
+
+    def train(world: af.World) -> None:
+        state = trained(create(world, DDP, momentum=momentum), rows, updates)
+        other = {"0": state.params["0"] + world.rank}
+        state = state.with_params(other)
+        af.release(state)
+        with pytest.raises(ReplicaMismatchError):
+            trained(state, rows, 1)
+
+    simulate(2, train)
 
 
 @given(size=st.integers(2, 3), apart=st.integers(0, 3), seed=st.integers(0, 9))

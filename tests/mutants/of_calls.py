@@ -5,8 +5,8 @@ from accelfn.checkpoint import partial, retention
 from accelfn.data import cut, mixed
 from accelfn.engine import agreement
 from accelfn.launching import failures, settings
-from accelfn.loop import control, observe, run
-from accelfn.state import shared_draws
+from accelfn.loop import observe, run
+from accelfn.state import alike, shared_draws
 from accelfn.transforms import ema, local_sgd
 from accelfn.world import slurm
 from tests.laws import (
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "L2: ranks that differ in a tensor of a tuple pass for replicas",
         test_replicas.test_any_leaf_of_a_slot_is_compared,
-        control._rows,
+        alike._rows,
         "(list, tuple) → list",
     ),
     Mutant(

@@ -36,8 +36,20 @@ MUTANTS = [
         " → slots[each.name] = slot",
     ),
     Mutant(
-        "L2: DDP takes over what ranks have trained apart, without a look",
+        "L2: DDP takes over what ranks have trained apart, without a look at their optimizers",
         test_exchanging.test_ranks_go_together_again_when_they_agree,
+        state.TrainState._check_met,
+        '"opt_state": self._opt_state, → ',
+    ),
+    Mutant(
+        "L2: DDP takes over what ranks have trained apart, without a look at their averages",
+        test_exchanging.test_ranks_go_together_again_when_they_agree,
+        state.TrainState._check_met,
+        '"slots": shared_slots(slots, own), → ',
+    ),
+    Mutant(
+        "L2: DDP takes what somebody gave to one rank alone, without a look",
+        test_exchanging.test_ddp_looks_at_what_it_is_given,
         engine.engine_of,
         '"apart" not in setup.facts or state.step == 0 → state.step == 0',
     ),
