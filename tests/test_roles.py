@@ -19,6 +19,7 @@ GIVEN = {
     "data/split.py": "gives parts to the ranks that the caller names",
     "data/alike.py": "all ranks that take samples hold the same, whoever shares them",
     "data/reading.py": "errors name the rank of the state's world",
+    "state/alike.py": "what all ranks that the caller names hold is compared",
     "state/state.py": "a model lies over all ranks of the state's world; its repr",
     "engine/engine.py": "all ranks of the state's world build an engine together",
 }
