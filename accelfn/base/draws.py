@@ -16,6 +16,7 @@ import hashlib
 import os
 import random
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
@@ -72,7 +73,7 @@ class seeded(AbstractContextManager[None]):
     with its code out of the processor's caches.
     """
 
-    __slots__ = ("_others", "_saved", "_saved_others", "_seed", "_taken")
+    __slots__ = ("_held", "_others", "_saved", "_saved_others", "_seed")
 
     def __init__(self, seed: int, device: torch.device, *numbers: int) -> None:
         """Take a key, the device whose code will draw, and numbers to fold into the key."""
@@ -81,9 +82,7 @@ class seeded(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         """Keep the generators' states, and seed them."""
-        taken = self._taken = _turn
-        if not taken.acquire(blocking=False):
-            _refuse()
+        held = self._held = _turn.take()
         try:
             self._saved = _default.get_state()
             _default.manual_seed(self._seed)
@@ -92,7 +91,7 @@ class seeded(AbstractContextManager[None]):
                 for each in self._others:
                     each.manual_seed(self._seed)
         except BaseException:  # a device that failed, or Ctrl-C
-            taken.release()
+            held.give_back()
             raise
 
     def __exit__(self, *error: object) -> None:
@@ -103,18 +102,74 @@ class seeded(AbstractContextManager[None]):
                 for each, saved in zip(self._others, self._saved_others, strict=True):
                     each.set_state(saved)
         finally:
-            self._taken.release()
+            self._held.give_back()
+
+
+class Turn:
+    """Had by one thread at a time: the one that draws.
+
+    It is had by a block, and those in it, for as long as they live: where Ctrl-C comes just as
+    a block ends, Python does not end it, and nobody would ever give back what it had.
+    """
+
+    __slots__ = ("_had",)
+
+    def __init__(self) -> None:
+        """Begin with nobody's."""
+        self._had: list[weakref.ref[Held]] = []  # as they came; some live no more
+
+    def take(self) -> "Held":
+        """Return what gives it back, or is let go.
+
+        Raises:
+            WorldError: another thread has it.
+        """
+        held = Held(self._had)
+        for each in tuple(self._had):
+            first = each()
+            if first is None:
+                forget(each, self._had)
+            elif first.thread == held.thread:
+                break
+            else:
+                held.give_back()
+                _refuse()
+        return held
+
+
+class Held:
+    """A turn that a block of a thread has."""
+
+    __slots__ = ("__weakref__", "_had", "_mine", "thread")
+
+    def __init__(self, had: "list[weakref.ref[Held]]") -> None:
+        """Stand behind those that have it."""
+        self.thread, self._had = threading.get_ident(), had
+        self._mine = weakref.ref(self)
+        had.append(self._mine)
+
+    def give_back(self) -> None:
+        """Let who had it before have it."""
+        forget(self._mine, self._had)
+
+
+def forget(one: object, of: list[Any]) -> None:
+    """Take one of a list out of it, if no other thread has."""
+    try:  # noqa: SIM105 - in each step, where `suppress` takes longer
+        of.remove(one)
+    except ValueError:
+        pass
 
 
 _default = torch.default_generator
-_turn = threading.RLock()
-"""Had by the thread that draws; simulated ranks, which are threads, have one each."""
+_turn = Turn()
+"""To draw from the default generators; simulated ranks, which are threads, have one each."""
 
 
 def _begin_anew() -> None:
     """Let a process that was forked, in which no other thread lives, draw."""
     global _turn  # noqa: PLW0603 - as the generators are
-    _turn = threading.RLock()
+    _turn = Turn()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -139,13 +194,11 @@ class drawing(AbstractContextManager["drawing"]):
     its state. Blocks may lie in one another, as data that are read by other data do.
     """
 
-    __slots__ = ("_normal", "_numpy", "_python", "_spare", "_taken", "_torch")
+    __slots__ = ("_held", "_normal", "_numpy", "_python", "_spare", "_torch")
 
     def __enter__(self) -> Self:
         """Keep the generators' states."""
-        taken = self._taken = _turn
-        if not taken.acquire(blocking=False):
-            _refuse()
+        held = self._held = _turn.take()
         try:
             self._torch = _default.get_state()
             self._python = random.getstate()
@@ -154,7 +207,7 @@ class drawing(AbstractContextManager["drawing"]):
             self._spare = _spares.pop() if _spares else np.random.MT19937(0)
             legacy.set_bit_generator(self._spare)
         except BaseException:  # Ctrl-C
-            taken.release()
+            held.give_back()
             raise
         return self
 
@@ -173,7 +226,7 @@ class drawing(AbstractContextManager["drawing"]):
             put_back_normal_of_numpy(self._normal)
             _spares.append(self._spare)
         finally:
-            self._taken.release()
+            self._held.give_back()
 
 
 _spares: list[Any] = []

@@ -2,12 +2,12 @@
 """Two threads of a process never draw from one another's generators: the second is refused."""
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -133,32 +133,41 @@ def test_one_thread_may_draw_within_its_draws(call: str, inner: str, seed: int) 
     assert seen == expected[1:]
 
 
+PARTS = (draws.seeded, draws.Turn, draws.Held)
+
+
 class Breaking:
-    """torch's generator, that Ctrl-C meets at one of its calls."""
+    """Ctrl-C at one of the lines by which draws begin and end, the first of an end too."""
 
     def __init__(self, at: int) -> None:
         self.left = at
 
-    def __getattr__(self, name: str) -> Any:
-        if self.left == 0:
+    def __enter__(self) -> None:
+        sys.settrace(self.calls)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def calls(self, frame: Any, event: str, _: object) -> Any:
+        del event
+        owner = frame.f_locals.get("self")
+        return self.lines if isinstance(owner, PARTS) else None
+
+    def lines(self, _frame: Any, event: str, _: object) -> Any:
+        self.left -= event == "line"
+        if self.left < 0:
+            sys.settrace(None)
             raise KeyboardInterrupt
-        self.left -= 1
-        return getattr(torch.default_generator, name)
+        return self.lines
 
 
-@given(call=calls, seed=st.integers(0, 3), at=st.integers(0, 4))
+@given(call=calls, seed=st.integers(0, 3), at=st.integers(0, 120))
 def test_draws_that_are_broken_off_let_others_draw(
     call: str, seed: int, at: int
 ) -> None:
     """A8: where Ctrl-C comes as draws begin or end, another thread may draw ever after."""
     expected, state = run(call, seed), create(lambda: None, seed)
-    with (
-        mock.patch.object(draws, "_turn", threading.RLock()),
-        ThreadPoolExecutor(1) as another,
-    ):
-        with (
-            mock.patch.object(draws, "_default", Breaking(at)),
-            suppress(KeyboardInterrupt, af.Error),
-        ):
+    with ThreadPoolExecutor(1) as another, torch.random.fork_rng(devices=[]):
+        with suppress(KeyboardInterrupt, af.Error), Breaking(at):
             CALLS[call](state, lambda: None)
         assert another.submit(run, call, seed).result() == expected

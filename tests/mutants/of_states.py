@@ -175,13 +175,13 @@ MUTANTS = [
         "L50: a thread seeds the generators that another one is drawing from",
         test_threads.test_a_second_thread_is_refused,
         draws.seeded.__enter__,
-        "taken = self._taken = _turn → taken = self._taken = threading.RLock()",
+        "_turn.take() → Turn().take()",
     ),
     Mutant(
         "L50: a thread that reads data seeds the generators that another one is drawing from",
         test_threads.test_a_second_thread_is_refused,
         draws.drawing.__enter__,
-        "taken = self._taken = _turn → taken = self._taken = threading.RLock()",
+        "_turn.take() → Turn().take()",
     ),
     Mutant(
         "L50: a block that reads data draws with the generator of one that it lies in",
@@ -199,19 +199,13 @@ MUTANTS = [
     Mutant(
         "L50: what a thread draws inside of what it draws is refused",
         test_threads.test_one_thread_may_draw_within_its_draws,
-        draws.seeded.__enter__,
-        """\
-    _refuse()
-→
-    pass
-    if taken._recursion_count() > 1:
-        _refuse()
-""",
+        draws.Turn.take,
+        "first.thread == held.thread → first is held",
     ),
     Mutant(
         "L50: after one Ctrl-C in a notebook no other thread may draw",
         test_threads.test_draws_that_are_broken_off_let_others_draw,
-        draws.seeded.__enter__,
-        "taken.release() → pass",
+        draws.Held.__init__,
+        "self._mine = weakref.ref(self) → self._mine = lambda: self",
     ),
 ]

@@ -10,7 +10,6 @@ the default device) belong to a thread: ranks enter the caller's.
 import os
 import random
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -95,7 +94,7 @@ class Ambient:
             seed_rank(self._seed, rank)
             setattr(*_FILTERS, list(warnings.filters))
             setattr(*_GROUPS, self._registries[rank])
-            setattr(*_TURN, threading.RLock())
+            setattr(*_TURN, draws.Turn())
             dtensors.tell_rank()
         else:
             kept.put_back()
