@@ -145,7 +145,7 @@ class Held:
     def __init__(self, had: "list[weakref.ref[Held]]") -> None:
         """Stand behind those that have it."""
         self.thread, self._had = threading.get_ident(), had
-        self._mine = weakref.ref(self)
+        self._mine: weakref.ref[Held] = weakref.ref(self)
         had.append(self._mine)
 
     def give_back(self) -> None:

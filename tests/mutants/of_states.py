@@ -206,6 +206,6 @@ MUTANTS = [
         "L50: after one Ctrl-C in a notebook no other thread may draw",
         test_threads.test_draws_that_are_broken_off_let_others_draw,
         draws.Held.__init__,
-        "self._mine = weakref.ref(self) → self._mine = lambda: self",
+        "= weakref.ref(self) → = lambda: self",
     ),
 ]
