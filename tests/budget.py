@@ -27,6 +27,13 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_split_copies::test_a_copy_is_a_rank_alone",
+        "laws.test_split_copies::test_an_average_an_update_is_one_model_of_sgd",
+        "laws.test_split_copies::test_only_averages_cross_copies",
+        "laws.test_split_copies::test_a_period_goes_on_in_any_layout",
+        "laws.test_split_copies::test_each_rank_has_its_part",
+        "laws.test_split_copies::test_copies_change_their_layout_when_they_agree",
+        "laws.test_split_copies::test_copies_are_compared_before_they_train",
         "laws.test_tensor_parallel::test_parts_of_layers_train_what_the_whole_does",
         "laws.test_tensor_parallel::test_what_is_saved_in_one_layout_is_loaded_in_another",
         "laws.test_scores::test_the_entropy_of_parts_is_that_of_the_whole",

@@ -259,7 +259,7 @@ def _exported(folder: Path, manifest: Manifest, slot: str | None) -> dict[str, s
             )
             raise CheckpointError(msg)
         params |= found
-    own = sorted(set(params.values()) & set(manifest.per_rank))
+    own = sorted(set(params.values()) & manifest.differing)
     if own or manifest.kept.keys() - params.keys():
         what = f"ranks differ in {compare.some(own)}"
         if not own:
@@ -291,7 +291,8 @@ def _folder(directory: str) -> Path:
 
 def _where(tensor: Tensor, manifest: Manifest) -> str:
     if tensor.name in manifest.sharded:
-        return f"  in {len(tensor.files)} slices"
+        copies = " of each copy" if tensor.name in manifest.differing else ""
+        return f"  in {len(tensor.files)} slices{copies}"
     return "  of each rank" if tensor.name in manifest.per_rank else ""
 
 

@@ -49,12 +49,14 @@ class Contents:
         units: plain data by unit.
         tensors: those that it refers to.
         slices: which slice of a sharded tensor this rank holds, by name.
+        copy: of which copy of the model, where those are trained apart; else None.
         facts: what the manifest says beside: optimizer, transforms, data, kept.
     """
 
     units: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     slices: Mapping[str, Slice]
+    copy: int | None
     facts: Mapping[str, Any]
 
 
@@ -159,7 +161,7 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
     """
     said = save.agreed(exchange, "say what it holds", lambda: _said(save, contents))
     ranks = [json.loads(text) for text in said]
-    sharded = _sharded(ranks)
+    sharded, copies = _sharded(ranks)
     per_rank, trees_by_rank = _differing(ranks, sharded)
     mine = _mine(save, contents.tensors, per_rank, sharded)
     name = rank_file(save.rank)
@@ -185,6 +187,7 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
             trees_by_rank=trees_by_rank,
             per_rank=per_rank,
             sharded=sharded,
+            copies=copies,
             files={
                 rank_file(rank): files.File.from_plain(json.loads(text))
                 for rank, text in enumerate(written)
@@ -210,11 +213,17 @@ def _said(save: Save, contents: Contents) -> str:
         )
         raise CheckpointError(msg)
     whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
+    parts = {n: t for n, t in contents.tensors.items() if n in contents.slices}
+    of_parts = digests(parts) if contents.copy is not None else {}
     said = {
         "units": contents.units,
         "tensors": digests(whole) if save.size > 1 else dict.fromkeys(whole),
+        "copy": contents.copy,
         "slices": {
-            name: {"dtype": files.name_of(contents.tensors[name].dtype)}
+            name: {
+                "dtype": files.name_of(contents.tensors[name].dtype),
+                "sha256": of_parts.get(name),
+            }
             | attrs.asdict(place)
             for name, place in contents.slices.items()
         },
@@ -232,17 +241,43 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def _sharded(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return where the slices of each sharded tensor are: of equal ones, the first rank's."""
-    found: dict[str, Any] = {}
+def _sharded(
+    ranks: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return where the slices of sharded tensors are, and whose copies they are, if they differ."""
+    copies = tuple(each["copy"] or 0 for each in ranks)
+    held: dict[str, dict[int, Any]] = {}
     for rank, each in enumerate(ranks):
         for name, place in each["slices"].items():
-            whole = {"dtype": place["dtype"], "shape": place["shape"], "slices": {}}
-            slices = found.setdefault(name, whole)["slices"]
-            box = {"offset": place["offset"], "size": place["size"]}
-            if 0 not in place["size"] and box not in slices.values():
-                slices[rank_file(rank)] = box
-    return found
+            held.setdefault(name, {})[rank] = place
+    own = {name for name, by_rank in held.items() if _differ(by_rank, copies)}
+    alike = (0,) * len(ranks)
+    found = {
+        name: _placed(by_rank, copies if name in own else alike)
+        for name, by_rank in held.items()
+    }
+    return found, copies if own else ()
+
+
+def _placed(by_rank: Mapping[int, Any], copies: Sequence[int]) -> dict[str, Any]:
+    """Return where a tensor's slices are: of equal ones in a copy, the first rank's."""
+    slices: dict[tuple[int, str], tuple[str, Any]] = {}
+    for rank, place in by_rank.items():
+        box = {"offset": place["offset"], "size": place["size"]}
+        if 0 not in place["size"]:
+            slices.setdefault((copies[rank], str(box)), (rank_file(rank), box))
+    first = next(iter(by_rank.values()))
+    whole = {"dtype": first["dtype"], "shape": first["shape"]}
+    return {**whole, "slices": dict(slices.values())}
+
+
+def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
+    """Whether copies have other values of a slice."""
+    digests: dict[str, set[str]] = {}
+    for place in by_rank.values():
+        box = str((place["offset"], place["size"]))
+        digests.setdefault(box, set()).add(place["sha256"])
+    return len(set(copies)) > 1 and any(len(each) > 1 for each in digests.values())
 
 
 def _differing(

@@ -101,7 +101,11 @@ def _of_tree(coded: Any, place: Place) -> Iterator[tuple[Place, Any]]:
 def _tensor(manifest: Manifest, name: str, rank: int) -> Tensor:
     whole = manifest.sharded.get(name)
     if whole is not None:
-        dtype, shape, places = whole["dtype"], whole["shape"], tuple(whole["slices"])
+        dtype, shape, places = (
+            whole["dtype"],
+            whole["shape"],
+            tuple(manifest.slices_of(name, rank)),
+        )
     else:
         places = (manifest.file_of(name, rank),)
         entry = manifest.files[places[0]].tensors[name]

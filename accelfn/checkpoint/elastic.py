@@ -59,20 +59,22 @@ class Source:
 
     def tensors(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors by name; where the state has a DTensor, its slice as one."""
-        apart = {n for n in names if n in self.manifest.sharded or n in self.sharded}
-        found = self._resliced(apart)
-        whole = names - apart
-        if self.weights is None:
-            return found | self._as(self.rank, whole)
-        own = whole & set(self.manifest.per_rank)
-        found |= self._as(0, whole)
-        moving = {
-            n for n in own if found[n].is_floating_point() or found[n].is_complex()
-        }
-        return found | self._mean(moving)
+        found = self._as(self.rank if self.weights is None else 0, names)
+        if self.weights is not None:
+            own = {n: found[n] for n in names & self.manifest.differing}
+            moving = {
+                n for n, t in own.items() if t.is_floating_point() or t.is_complex()
+            }
+            found |= self._mean(moving)
+        wanted = {n: each for n, each in self.sharded.items() if n in found}
+        return found | {n: like(found[n], each) for n, each in wanted.items()}
 
     def _as(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors as a rank had them."""
+        """Return tensors as a rank had them; where the state has a DTensor, its slice."""
+        apart = {n for n in names if n in self.manifest.sharded or n in self.sharded}
+        return self._resliced(rank, apart) | self._whole(rank, names - apart)
+
+    def _whole(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         places = {name: self.manifest.file_of(name, rank) for name in names}
         found = self._read({(file, name) for name, file in places.items()})
         return {name: found[file, name] for name, file in places.items()}
@@ -94,24 +96,22 @@ class Source:
             found |= {(file, name): tensor for name, tensor in tensors.items()}
         return found
 
-    def _resliced(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+    def _resliced(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors of which slices were saved, or are wanted."""
-        plans = {name: self._plan(name) for name in names}
+        plans = {name: self._plan(rank, name) for name in names}
         read = self._read(
             {(f, name) for name, plan in plans.items() for f in plan.overlapping}
         )
         found: dict[str, torch.Tensor] = {}
         for name, plan in plans.items():
             parts = [(plan.parts[f], read[f, name]) for f in plan.overlapping]
-            tensor = assembled(plan.target, plan.dtype, parts).to(self.device)
-            wanted = self.sharded.get(name)
-            found[name] = tensor if wanted is None else like(tensor, wanted)
+            found[name] = assembled(plan.target, plan.dtype, parts).to(self.device)
         return found
 
-    def _plan(self, name: str) -> "_Plan":
+    def _plan(self, rank: int, name: str) -> "_Plan":
         saved = self.manifest.sharded.get(name)
         if saved is None:
-            file = self.manifest.file_of(name, self.rank)
+            file = self.manifest.file_of(name, rank)
             entry = self.manifest.files[file].tensors[name]
             dtype, shape = entry.dtype, tuple(entry.shape)
             parts = {file: Slice.whole(shape)}
@@ -119,7 +119,7 @@ class Source:
             dtype, shape = saved["dtype"], tuple(saved["shape"])
             parts = {
                 file: Slice(shape, tuple(box["offset"]), tuple(box["size"]))
-                for file, box in saved["slices"].items()
+                for file, box in self.manifest.slices_of(name, rank).items()
             }
         wanted = self.sharded.get(name)
         target = None if wanted is None else slice_of(wanted)
@@ -132,12 +132,17 @@ class Source:
         return _Plan(target or Slice.whole(shape), files.DTYPES[dtype], parts)
 
     def _mean(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return the means over ranks, reading one rank's at a time."""
-        weights = self.weights or ()
+        """Return the means over ranks, or over copies, reading one's at a time.
+
+        Ranks of one copy have its weight, each.
+        """
+        copies = self.manifest.copies or range(self.manifest.world_size)
+        firsts = {copy: rank for rank, copy in reversed([*enumerate(copies)])}
+        weights = [(self.weights or ())[rank] for rank in firsts.values()]
         total = sum(weights)
         sums: dict[str, torch.Tensor] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for rank, weight in enumerate(weights):
+        for rank, weight in zip(firsts.values(), weights, strict=True):
             share = weight / total if total else 1 / len(weights)
             for name, tensor in self._as(rank, names).items():
                 dtypes[name] = tensor.dtype
@@ -176,7 +181,10 @@ def source_of(
         verify=verify,
         sharded=_sharded(state, manifest),
     )
-    if manifest.world_size == world.size:
+    # ranks that have copies together are none that have one each
+    alike = manifest.copies in ((), state.definition.copy_of_each)
+    alike = alike and not source.sharded.keys() & set(manifest.per_rank)
+    if manifest.world_size == world.size and (alike or not differs):
         return attrs.evolve(source, rank=world.rank if differs else 0)
     if not differs or differs == ("buffers",):
         return _alike(state, source)

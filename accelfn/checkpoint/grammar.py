@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from accelfn.base.codec import DEEPEST
 from accelfn.checkpoint.files import DTYPES, File
-from accelfn.checkpoint.slices import Slice, tile
+from accelfn.checkpoint.slices import Slice, of_copies, tile
 
 Rule: TypeAlias = Callable[[Any], None]
 """Raises `_UnexpectedError` of what may not stand there."""
@@ -67,22 +67,40 @@ def check_files(world_size: int, files: dict[str, File]) -> None:
         raise ValueError(msg)
 
 
-def check_sharded(sharded: dict[str, Any], files: dict[str, File]) -> None:
+def check_copies(copies: list[int], world_size: int) -> None:
+    """Refuse copies of the model that do not have each of the ranks.
+
+    Raises:
+        ValueError: it says how many ranks there were.
+    """
+    if copies and (len(copies), {*copies}) != (world_size, {*range(max(copies) + 1)}):
+        msg = f"{copies[:10]} are not the copies of {world_size} ranks"
+        raise ValueError(msg)
+
+
+def check_sharded(
+    sharded: dict[str, Any], files: dict[str, File], copies: list[int]
+) -> None:
     """Refuse slices that are not, taken together, a tensor; or are not in their files.
+
+    Where each copy of a model has its own, they are looked at copy by copy.
 
     Raises:
         ValueError: it names the tensor.
     """
     for name, whole in sharded.items():
-        shape, boxes = tuple(whole["shape"]), list[Slice]()
+        shape, boxes = tuple(whole["shape"]), dict[str, Slice]()
         for file, box in whole["slices"].items():
             entry = files[file].tensors.get(name) if file in files else None
             size, offset = tuple(box["size"]), tuple(box["offset"])
             if entry is None or (entry.dtype, entry.shape) != (whole["dtype"], size):
                 msg = f"{file[:80]!r} does not have the slice of {name!r} that is said"
                 raise ValueError(msg)
-            boxes.append(Slice(shape, offset, size))
-        if not tile(boxes, shape):
+            boxes[file] = Slice(shape, offset, size)
+        of_each = of_copies(boxes, copies) or {0: boxes}
+        is_of_all = len(of_each) in (1, len({*copies}))
+        whole_each = all(tile(each.values(), shape) for each in of_each.values())
+        if not (is_of_all and whole_each):
             msg = (
                 f"the slices of {name!r} are not the whole of a tensor of shape {shape}"
             )
@@ -260,6 +278,7 @@ _manifest = _record(
     trees=_all_units,
     trees_by_rank=_each(_units),
     per_rank=_each(_TEXT),
+    copies=_each(_COUNT),
     sharded=_table(
         _record(
             dtype=_DTYPE,

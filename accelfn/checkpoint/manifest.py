@@ -18,6 +18,7 @@ from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
 from accelfn.checkpoint.files import File
 from accelfn.checkpoint.others import reader_of
+from accelfn.checkpoint.slices import of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
 FORMAT = 1
@@ -43,6 +44,8 @@ class Manifest:
         trees_by_rank: the same of every rank, of the units whose trees differ.
         per_rank: the tensors that differ; every rank's file has its own.
         sharded: by name: dtype and shape of the whole, and which slice each file has.
+        copies: of which copy of the model each rank held slices, where copies differed; every
+            copy's own slices are there. Empty where they were one, or alike.
         metrics: numbers that were given with it.
         kept: SHA-256 of the frozen parameters that were not written.
         persistent: the buffers that belong in an exported model.
@@ -62,6 +65,7 @@ class Manifest:
     kept: Mapping[str, str]
     persistent: tuple[str, ...]
     files: Mapping[str, File]
+    copies: tuple[int, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return it as JSON, with a digest of it on its second line.
@@ -69,9 +73,12 @@ class Manifest:
         Raises:
             CheckpointError: it would be longer than what is read.
         """
+        fields = attrs.asdict(self, recurse=False)
+        if not self.copies:
+            del fields["copies"]
         plain = {
             "format": FORMAT,
-            **attrs.asdict(self, recurse=False),
+            **fields,
             "metrics": {n: encode(v, Table()) for n, v in self.metrics.items()},
             "files": {name: file.to_plain() for name, file in self.files.items()},
         }
@@ -116,13 +123,15 @@ class Manifest:
 
     @classmethod
     def _of(cls, plain: dict[str, Any]) -> Self:
+        plain.setdefault("copies", [])
         grammar.check(plain)
         files = {
             name: File.from_plain(each) for name, each in plain.pop("files").items()
         }
         grammar.check_files(plain["world_size"], files)
-        grammar.check_sharded(plain["sharded"], files)
-        for name in ("transforms", "trees_by_rank", "per_rank", "persistent"):
+        grammar.check_copies(plain["copies"], plain["world_size"])
+        grammar.check_sharded(plain["sharded"], files, plain["copies"])
+        for name in ("transforms", "trees_by_rank", "per_rank", "persistent", "copies"):
             plain[name] = tuple(plain[name])
         metrics = {n: float(decode(v, {})) for n, v in plain.pop("metrics").items()}
         manifest = cls(**plain, metrics=metrics, files=files)
@@ -178,6 +187,12 @@ class Manifest:
             if tensor in file.tensors
         )
 
+    def slices_of(self, tensor: str, rank: int) -> Mapping[str, Any]:
+        """Return which slice of a sharded tensor each file has, for what was this rank."""
+        slices: Mapping[str, Any] = self.sharded[tensor]["slices"]
+        own = of_copies(slices, self.copies)
+        return own[self.copies[rank]] if len(own) > 1 else slices
+
     @cached_property
     def _places(self) -> Mapping[str, str]:
         """Which file has each tensor that all ranks had alike."""
@@ -205,11 +220,21 @@ class Manifest:
     def differs(self) -> tuple[str, ...]:
         """The units in which ranks differed."""
         trees = {unit for trees in self.trees_by_rank for unit in trees}
-        own = set(self.per_rank)
+        own = self.differing
         of_tensors = {
             unit for unit, tree in self.trees.items() if own & set(tensors_in(tree))
         }
         return tuple(sorted(trees | of_tensors))
+
+    @cached_property
+    def differing(self) -> frozenset[str]:
+        """The tensors of which ranks had other values."""
+        by_copy = {
+            name
+            for name, whole in self.sharded.items()
+            if len(of_copies(whole["slices"], self.copies)) > 1
+        }
+        return frozenset({*self.per_rank, *by_copy})
 
 
 def rank_file(rank: int) -> str:

@@ -87,10 +87,12 @@ def contents_of(
         kept = commit.digests(held)
         fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}
     units, tensors = encoded(fields)
+    copies = state.definition.copy_of_each
     return Contents(
         units=units,
         tensors=tensors,
         slices=tensors.slices,
+        copy=copies[state.world.rank] if copies else None,
         facts={
             "optimizer": optimizer_name(state),
             "transforms": tuple(each.name for each in state.setup),

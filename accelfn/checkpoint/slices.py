@@ -4,13 +4,15 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import attrs
 import torch
 
 from accelfn.errors import CheckpointCorruptError, PlainDataError
+
+T = TypeVar("T")
 
 _MOST_CUT = 8
 
@@ -82,6 +84,22 @@ class Slice:
     def count(self) -> int:
         """How many elements it has."""
         return torch.Size(self.size).numel()
+
+
+def of_copies(
+    by_file: Mapping[str, T], copies: Sequence[int]
+) -> dict[int, dict[str, T]]:
+    """Return by copy of a model what is said of ranks' files; () is one copy.
+
+    Args:
+        by_file: what is said, by names that end in ranks' numbers.
+        copies: which copy each rank has a part of.
+    """
+    found: dict[int, dict[str, T]] = {}
+    for file, said in by_file.items():
+        rank = int(file.partition("-")[2].partition(".")[0])
+        found.setdefault(copies[rank] if copies else 0, {})[file] = said
+    return found
 
 
 def tile(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:

@@ -18,6 +18,7 @@ from accelfn.schedules.rates import Rates
 from accelfn.schedules.schedule import Schedule
 from accelfn.structure.skeleton import Skeleton
 from accelfn.world import World
+from accelfn.world.folding import folded
 
 if TYPE_CHECKING:
     from accelfn.definition.layout import Layout
@@ -53,6 +54,41 @@ class Definition:
 
         metas = dict(self.skeleton.module.named_parameters())
         return Layout.of(owners, metas, self.world)
+
+    @property
+    def copy(self) -> World:
+        """The ranks that train one model together: gradients are summed over them.
+
+        Those whose losses are parts of one; where copies are split and trained apart, those
+        of this rank's copy.
+        """
+        return self.splits if self.trains_apart else self.world.loss
+
+    @property
+    def splits(self) -> World:
+        """Those of `copy`, along the axes of splitting."""
+        world = folded(self.world)
+        return world.along("dp_shard") if self.trains_apart else world.loss
+
+    @property
+    def copies(self) -> World:
+        """The ranks that hold in other models what this one holds, where those are apart."""
+        return (
+            self.world.along("dp_replicate") if self.trains_apart else self.world.loss
+        )
+
+    @property
+    def copy_of_each(self) -> tuple[int, ...]:
+        """Of which copy each rank has a part; () where copies are not apart."""
+        if not self.trains_apart:
+            return ()
+        parts = self.world.whole.size // self.copies.size
+        return tuple(rank // parts for rank in range(self.world.whole.size))
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether copies of a model that is split train apart."""
+        return "stays" in self.setup.facts and self.layout is not None
 
     @property
     def plan(self) -> Plan:

@@ -44,6 +44,8 @@ FACTS: Mapping[str, str] = {
     "splits_layers": 'a function of a module and a world that gives ranks along "tp" parts of its'
     " layers",
     "splits_sequences": 'ranks along "cp" take parts of the same sequences',
+    "stays": "gradients stay on their rank, or in its copy of a model that is split; it follows"
+    " from `reduce = None`",
     "steps_in_backward": "the optimizer steps while the backward pass runs",
     "whole_gradients": "until the last micro-batch each rank has all of every gradient",
 }
@@ -56,6 +58,8 @@ def facts_of(transform: Any) -> dict[str, Any]:
     """Return what a transform tells, and what follows from its other attributes."""
     told = {name: value for name, value in told_by(transform, "tells").items() if value}
     stays = has_field(transform, "reduce") and transform.reduce is None
+    if stays:
+        told["stays"] = True
     if stays or "replicas_agree" in told_by(transform, "gives_up"):
         told["apart"] = True
     return told

@@ -360,5 +360,6 @@ def _check_chain(
     says: dict[int, dict[str, Any]] = {id(each): {} for each in transforms}
     for field, having in owners.items():
         for each in having:
-            says[id(each)][field] = field
+            if getattr(each, field) is not None:  # of `reduce`: nothing is reduced
+                says[id(each)][field] = field
     check_together(transforms, {key: {**say, **told[key]} for key, say in says.items()})

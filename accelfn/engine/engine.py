@@ -58,7 +58,7 @@ class Engine:
         self._home, self._compression = home, compression
         definition = state.definition
         self._device = definition.world.device
-        self._num_losses = definition.world.loss.size
+        self._num_losses = definition.copy.size
         self._layer_ranks = definition.world.along("tp")
         self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
@@ -379,8 +379,10 @@ def engine_of(state: TrainState) -> Engine:
         ):
             check_definitions(state)
             values = "apart" not in setup.facts or state.step == 0
+            whole = {n: p for n, p in state.params.items() if not is_shard(p)}
+            has_copies = world.axes.get("dp_replicate", 1) > 1
             check_replicas(
-                {n: p for n, p in state.params.items() if not is_shard(p)},
+                state.params if has_copies else whole,
                 world,
                 label="compare replicas",
                 values=values,

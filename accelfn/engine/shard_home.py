@@ -156,7 +156,7 @@ class ShardHome:
             for key, each in module._parameters.items()
             if each is param
         }
-        self._has_layers = definition.world.along("tp").size > 1
+        self._is_inner = splitter.mesh != self._layout.mesh
         self.whole = {name: inside[name] for name in whole}
         self._split: dict[str, Noting] = {}
         self.shows = Parts(self._split, self.params, params)
@@ -266,7 +266,7 @@ class ShardHome:
                 else:
                     param.grad = part = shards.local(grad)
                     split.sharded_param.grad = None
-                    if self._has_layers:  # torch's FSDP knows of its own ranks alone
+                    if self._is_inner:  # torch's FSDP knows of its own ranks alone
                         grad = shards.with_local(self.shows.state[name], part)
             if grad is not None:
                 gradients[name] = grad

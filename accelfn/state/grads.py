@@ -10,7 +10,6 @@ import torch
 
 from accelfn.base import lists, words
 from accelfn.base.arguments import is_number
-from accelfn.base.shards import have_shards
 from accelfn.base.words import foreign
 from accelfn.data.cursor import Cursor
 from accelfn.errors import GradsError
@@ -153,11 +152,6 @@ class Grads:
         if taken.num_averaged == 1:
             return taken.divisor
         return taken.divisor * taken.num_averaged
-
-    @property
-    def replicated(self) -> bool:
-        """Whether each rank has all of them, the same on all: reduced, and no parts."""
-        return self.reduced and not have_shards(self.tensors.values())
 
     def divided(self) -> Self:
         """Return the gradients of the mean, divided in place.

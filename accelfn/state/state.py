@@ -368,10 +368,11 @@ class TrainState:
         check_axes(composed, self.world)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
-        if "apart" in self.setup.facts and "apart" not in composed.facts:
+        definition = attrs.evolve(self.definition, setup=composed)
+        is_cut = definition.layout is not None and self.definition.layout is None
+        if "apart" in self.setup.facts and (is_cut or "apart" not in composed.facts):
             kept = {name: slot for name, slot in slots.items() if name in new}
             self._check_met(kept, by_rank(composed))
-        definition = attrs.evolve(self.definition, setup=composed)
         state = attrs.evolve(self, slots=slots, definition=definition)
         if self.definition.layout or definition.layout:
             state = state._laid_out(self.definition)._moved(self.world.device)
@@ -397,7 +398,7 @@ class TrainState:
                 "slots": shared_slots(slots, own),
             },
             self.world,
-            is_split=False,
+            is_split=self.definition.layout is not None,
             advice=(
                 f"Under {apart!r} ranks trained apart, and now they would drift. Bring them"
                 " together first: state = af.finalize(state) averages parameters, and under"

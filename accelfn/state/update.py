@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn.base.shards import have_shards
 from accelfn.definition.fields import pair
 from accelfn.errors import ArgumentError
 from accelfn.state.grads import Grads, Taken
@@ -52,6 +53,12 @@ class Update:
     def weight(self) -> Number:
         """What the gradients' losses weigh: of all ranks, once they are reduced."""
         return self.grads.weight
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each rank has all gradients, the same on all: reduced, and no parts."""
+        grads, apart = self.grads, self.state.definition.trains_apart
+        return grads.reduced and not (apart or have_shards(grads.tensors.values()))
 
     def with_grads(self, grads: Grads) -> "Update":
         """Return the update with other gradients."""

@@ -107,7 +107,7 @@ def reduced(update: Update) -> Update:
     Raises:
         GradsError: it does not say how; or what a `reduce` gave is no sum of all ranks.
     """
-    grads, ranks = update.grads, update.state.definition.world.loss
+    grads, ranks = update.grads, update.state.definition.copy
     if grads.reduced or ranks.size == 1:
         return update
     owners = update.state.definition.setup.owners["reduce"]

@@ -172,8 +172,8 @@ def _check_function(owner: object, field: str, returned: object) -> None:
 
 def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     reducers = setup.owners["reduce"]
-    reduces_by_mean = not reducers
     stays_local = bool(reducers) and reducers[0].reduce is None
+    reduces_by_mean = not reducers or stays_local
     is_scaled = bool(setup.owners["loss_scale"])
     judged = "judges_finite" in setup.facts
 
@@ -188,7 +188,8 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         world = state.definition.world
         if into is not None:
             _check_into(state, into)
-        lone = into is None and sync and (stays_local or world.loss.size == 1)
+        is_lone = world.loss.size == 1 or (stays_local and not setup.owners["engine"])
+        lone = into is None and sync and is_lone
         if isinstance(batch, Batch):
             samples = Samples(
                 batch.value, extras, batch.weights[0], lone, judged, into is None

@@ -105,7 +105,9 @@ class wrap_ddp:
         """What torch's DDP breaks on, and what would leave it without work."""
         refused = {
             "reduce": "would never reduce a gradient: {other!r} says how they cross ranks."
-            " Leave out one of the two."
+            " Leave out one of the two.",
+            "stays": "would never reduce a gradient: under {other!r} each rank keeps its own."
+            " Leave out one of the two.",
         }
         if self.static_graph:
             refused["value_and_grad"] = (

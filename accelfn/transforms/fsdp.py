@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from accelfn.base.arguments import truth
+from accelfn.definition.facts import facts_of
 from accelfn.definition.transform import transform
 from accelfn.engine.engine import Engine
 from accelfn.engine.module.regions import Regions, are_regions
 from accelfn.engine.module.units import check_units, units_of
 from accelfn.engine.optimizer.trial import check_elements
-from accelfn.errors import ArgumentError, WorldError
+from accelfn.errors import ArgumentError, CompositionError, WorldError
 from accelfn.state.state import TrainState
-from accelfn.world import World, folding
+from accelfn.world import World
 from accelfn.world.axes import folded
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class wrap_fsdp:
     of 1 it changes nothing.
 
     Without axes, all ranks hold one copy of the model together. With {"dp_replicate": m,
-    "dp_shard": n} there are m copies, each over n neighbouring ranks (HSDP).
+    "dp_shard": n} there are m copies, each over n neighbouring ranks (HSDP); beside
+    `local_sgd` these train apart, and gradients are summed within a copy alone.
 
     Acts on: layout, engine; init, which refuses.
 
@@ -102,10 +104,11 @@ class wrap_fsdp:
 
     Raises:
         ArgumentError: an option is none.
-        CompositionError: when composed, beside `wrap_ddp`, a transform that has `reduce` (as
-            `local_sgd`), `optimizer_in_backward`, or `compile` as one graph.
+        CompositionError: when composed, beside `wrap_ddp`, a transform that has a `reduce`,
+            `optimizer_in_backward`, or `compile` as one graph; when the state is made, beside
+            another transform than `local_sgd` that lets ranks differ.
         WorldError: when the state is made, the world has axes, and neither "dp_shard" nor "cp"
-            among them.
+            among them; or has none, and copies are to train apart.
         ModelError: when the state is made, `units` match nothing, a parameter is tied over two
             units, or a unit has parameters of two dtypes, or complex ones.
         OptimizerError: when the state is made, the optimizer does not go element by element;
@@ -128,8 +131,6 @@ class wrap_fsdp:
     refuses: ClassVar[Mapping[str, str]] = {
         "reduce": "reduces gradients to the parts that ranks hold, and {other!r} says how"
         " whole ones cross the ranks. Leave out one of the two.",
-        "apart": "has one model that is split over the ranks, and under {other!r} each rank"
-        " has a model of its own. Leave out one of the two.",
         "steps_in_backward": "reduces the gradients of a unit at once, when all are there,"
         " and {other!r} frees each as soon as it is complete. Leave out one of the two.",
         "one_graph": "gathers units between the parts of the model, and {other!r} makes one"
@@ -163,6 +164,7 @@ class wrap_fsdp:
         """Refuse what cannot be split without changing the numbers."""
         module = state.definition.skeleton.module
         self._check_axes(state.world)
+        self._check_apart(state)
         check_units(module, self._units(module), f"{self!r}")
         check_elements(state, f"{self!r}", dims=(0,))
 
@@ -172,7 +174,7 @@ class wrap_fsdp:
         from accelfn.engine.shard_home import ShardHome, Splitter  # noqa: PLC0415
 
         splitter = Splitter(
-            mesh=folding.folded(state.world).loss.mesh,
+            mesh=state.definition.splits.mesh,
             units=self._units,
             reshard_after_forward=self.reshard_after_forward,
             gather_dtype=self.gather_dtype,
@@ -181,7 +183,7 @@ class wrap_fsdp:
         home = ShardHome(state.definition, splitter, state.params, state.buffers)
         make = partial(
             FSDPRunner,
-            ranks=state.world.loss,
+            ranks=state.definition.copy,
             in_parts=self.accumulate == "sharded",
             finds_unused=self.find_unused_parameters,
         )
@@ -194,6 +196,29 @@ class wrap_fsdp:
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         return units_of(module, self.units, f"{self!r}")
+
+    def _check_apart(self, state: TrainState) -> None:
+        """Refuse what would let ranks of one copy differ, and one copy that others train beside.
+
+        Raises:
+            CompositionError: a transform has ranks differ whose gradients are summed.
+            WorldError: copies are to be trained apart, and no axis says how many there are.
+        """
+        for each in state.setup:
+            told = facts_of(each)
+            if "stays" in told and not state.world.axes and state.world.loss.size > 1:
+                msg = (
+                    f"{self!r}: without axes all ranks have one copy of the model together, and"
+                    f" {each!r} trains copies apart. Say how many there are, as"
+                    " World.from_env(axes={'dp_replicate': 2, 'dp_shard': -1})."
+                )
+                raise WorldError(msg)
+            if "apart" in told and "stays" not in told:
+                msg = (
+                    f"{self!r}: has one model that is split over the ranks, and under {each!r}"
+                    " each rank has a model of its own. Leave out one of the two."
+                )
+                raise CompositionError(msg)
 
     def _check_axes(self, world: World) -> None:
         """Refuse a world in which there is nothing to split over."""

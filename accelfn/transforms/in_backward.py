@@ -14,6 +14,7 @@ _NEEDS_ALL = {
     "loss_scale": "may skip the update after it has seen all gradients",
     "value_and_grad": "runs several backward passes, or other ones",
     "reduce": "moves gradients over the ranks when all are there",
+    "stays": "weighs all of an update's samples when its gradients are there",
 }
 
 

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 import torch
 
+from accelfn.base import tree
 from accelfn.base.arguments import integer, truth
+from accelfn.base.shards import local
 from accelfn.collectives import all_gather, pack, sum_, unpack_
 from accelfn.definition.transform import transform
 from accelfn.state.grads import Grads
@@ -34,6 +36,9 @@ class local_sgd:
     transform evaluates instead, as `ema` does, is averaged so, too; just after an average,
     when no rank has seen a sample since, ranks count alike.
 
+    Beside `wrap_fsdp`, in a world with "dp_replicate", it is the copies of the model that
+    train apart, and each rank averages the part that it has with the same part of the others.
+
     Acts on: init, reduce, grads, after_update, eval_params, finalize, merge.
 
     Args:
@@ -44,13 +49,15 @@ class local_sgd:
             which has none of them, stay each rank's own until it has.
 
     Law:
-        With `sync_every=1` and plain SGD it is `wrap_ddp`; in a world of 1 it changes nothing,
+        With `sync_every=1` and plain SGD it is `wrap_ddp`; copies that are split are as many
+        ranks that have a whole model each, up to rounding. In a world of 1 it changes nothing,
         bitwise. It gives up that replicas agree between averages.
 
     Cost:
-        One flattened all-reduce every `sync_every` updates, of the parameters that are
-        trained, or were before `with_trainable` froze them. One more if no rank has seen a
-        sample since the last; with `opt_state`, a gather of 8 bytes a parameter.
+        One flattened all-reduce every `sync_every` updates, of the parameters (or the parts
+        that the rank has) that are trained, or were before `with_trainable` froze them. One
+        more if no rank has seen a sample since the last; with `opt_state`, a gather of 8 bytes
+        a parameter.
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little".
@@ -94,7 +101,7 @@ class local_sgd:
     ) -> tuple[TrainState, Slot]:
         """Average now, in place, unless nothing was updated since the last time."""
         if state.step > slot["since"]:
-            average_(self._averaged(state), slot["weight"], state.world.loss)
+            average_(self._averaged(state), slot["weight"], state.definition.copies)
         return state, {"weight": 0, "since": state.step}
 
     def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
@@ -111,11 +118,12 @@ class local_sgd:
         agree = state.step == slot["since"] and all(
             params[name] is param for name, param in state.params.items()
         )
-        if update.world.loss.size == 1 or agree:
+        ranks = state.definition.copies
+        if ranks.size == 1 or agree:
             return params, slot
-        copies = {n: p.clone() for n, p in params.items() if n in trained}
-        average_(list(copies.values()), slot["weight"], update.world.loss)
-        return {**params, **copies}, slot
+        means = tree.clone({n: p for n, p in params.items() if n in trained})
+        average_(list(means.values()), slot["weight"], ranks)
+        return {**params, **means}, slot
 
     def _averaged(self, state: TrainState) -> list[torch.Tensor]:
         # the others are as they were created, and rounding would move them
@@ -123,9 +131,10 @@ class local_sgd:
         tensors = [param for name, param in state.params.items() if name in trained]
         if self.buffers:
             tensors += state.buffers.values()
-        if self.opt_state and state.world.loss.size > 1:
+        ranks = state.definition.copies
+        if self.opt_state and ranks.size > 1:
             entries = {n: _moving(state.opt_state.get(n, {})) for n in sorted(trained)}
-            tensors += _held_by_all(entries.values(), state.world.loss)
+            tensors += _held_by_all(entries.values(), ranks)
         return tensors
 
 
@@ -162,7 +171,8 @@ def average_(tensors: list[torch.Tensor], weight: Number, ranks: World) -> None:
     The weight travels at the end of the same buffer; if it is 0 on all ranks, they are
     asked again for the plain mean. Integer tensors are left alone.
     """
-    moving = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    parts = map(local, tensors)
+    moving = [t for t in parts if t.is_floating_point() or t.is_complex()]
     if ranks.size == 1 or not moving:
         return
     for dtype in dict.fromkeys(tensor.dtype for tensor in moving):

@@ -65,7 +65,7 @@ class skip_nonfinite:
     def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Look for what is not finite."""
         found = lists.non_finite(grads.tensors.values())
-        return grads.with_skip(found, agreed=grads.replicated), slot
+        return grads.with_skip(found, agreed=update.replicated), slot
 
     def after_update(
         self, state: TrainState, slot: Slot, update: Update

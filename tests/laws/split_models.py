@@ -69,6 +69,7 @@ def weighted_loss(net: nn.Module, batch: Batch) -> af.Loss:
 
 LOSSES = {"mean": mean_loss, "weighted": weighted_loss}
 OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
     "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.5, weight_decay=0.1),
     "adamw": partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
     "adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
@@ -106,15 +107,18 @@ class Run:
 
     def state(self, world: af.World, *engine: object) -> af.TrainState:
         """Return the state before the first update."""
+        return self.fed(world, af.shard_data(), *engine, data=self.data())
+
+    def fed(
+        self, world: af.World, *outer: object, data: af.Data | None = None
+    ) -> af.TrainState:
+        """Return it with such data, or to be given what each rank reads for itself."""
         return af.TrainState.create(
             model=partial(Net, self.dtype, in_list=self.in_list),
             optimizer=OPTIMIZERS[self.optimizer],
-            data=self.data(),
+            data=data,
             setup=af.chain(
-                af.shard_data(),
-                *engine,
-                af.accumulate(num_micro_batches=self.micro),
-                *self.behind,
+                *outer, af.accumulate(num_micro_batches=self.micro), *self.behind
             ),
             world=world,
             seed=self.seed,
@@ -140,7 +144,7 @@ def runs(draw: st.DrawFn, **fixed: Any) -> Run:
         "n": draw(st.integers(1, 12)),
         "batch_size": draw(st.integers(1, 9)),
         "loss": draw(st.sampled_from(sorted(LOSSES))),
-        "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
+        "optimizer": draw(st.sampled_from(["adagrad", "adamw", "momentum"])),
         "in_list": draw(st.booleans()),
         "micro": draw(st.integers(1, 5)),
         "behind": tuple(draw(beside)),

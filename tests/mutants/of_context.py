@@ -79,7 +79,7 @@ MUTANTS = [
         "L1: the weight of an update is that of one part of its sequences",
         COUNTS,
         engine.Engine.__init__,
-        "definition.world.loss.size → definition.world.batch.size",
+        "definition.copy.size → definition.world.batch.size",
     ),
     Mutant(
         "L45: a model is split along dp_shard alone where cp is there",

@@ -172,7 +172,7 @@ for slot in state.slots.values():
         "L45: another number of ranks goes on with rank 0's parameters",
         test_resume.test_ranks_that_differ_are_averaged,
         elastic.Source.tensors,
-        "if self.weights is None: → if True:",
+        "if self.weights is not None: → if False:",
     ),
     Mutant(
         "L45: a user's own entries that differ are taken of rank 0 by any number of ranks",

@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "L45: copies of parts are all saved",
         LOADS,
-        commit._sharded,
-        "and box not in slices.values() → and True",
+        commit._placed,
+        "(copies[rank], str(box)) → (rank, str(box))",
     ),
     Mutant(
         "L45: a rank reads its part of what another layout saved from its own file alone",

@@ -274,7 +274,7 @@ average_(list(grads.tensors.values()), grads.weight, update.world)
         "L10: eval_params averages the state's own parameters in place",
         test_local_sgd.test_a_last_average_is_owed,
         local_sgd.local_sgd.eval_params,
-        "p.clone() for → p for",
+        "tree.clone({ → dict({",
     ),
     Mutant(
         "L10: local_sgd averages nothing that is evaluated just after an average",

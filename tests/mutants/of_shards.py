@@ -8,7 +8,7 @@ from accelfn.engine import fsdp, parts, shard_home
 from accelfn.engine.module import units
 from accelfn.engine.optimizer import trial
 from accelfn.loop import evaluate, memory, memory_use
-from accelfn.state import grads, state, views
+from accelfn.state import state, update, views
 from accelfn.testing.comparing import differences
 from accelfn.transforms import clip
 from tests.laws import (
@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "L18: each rank judges by its own parts whether an update is skipped",
         SKIPS,
-        grads.Grads.replicated,
-        "self.reduced and not have_shards(self.tensors.values()) → self.reduced",
+        update.Update.replicated,
+        "(apart or have_shards(grads.tensors.values())) → apart",
     ),
     Mutant(
         "an optimizer that does otherwise in parts is not refused",

@@ -34,13 +34,13 @@ MUTANTS = [
         "L18: under local_sgd only the rank whose gradients overflow knows it",
         test_skipping.test_one_bad_element_on_one_rank_skips_that_update_on_all,
         precision.autocast.grads,
-        "if not grads.replicated: → if False:",
+        "if not update.replicated: → if False:",
     ),
     Mutant(
         "L18: skip_nonfinite calls unreduced gradients agreed",
         test_skipping.test_one_bad_element_on_one_rank_skips_that_update_on_all,
         skip.skip_nonfinite.grads,
-        "agreed=grads.replicated → agreed=True",
+        "agreed=update.replicated → agreed=True",
     ),
     Mutant(
         "L18: what transforms of gradients noted of a skipped update stays",

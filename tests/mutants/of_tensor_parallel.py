@@ -118,7 +118,7 @@ MUTANTS = [
         "L1: the weight of an update is that of all ranks, those along tp too",
         COUNTS,
         engine.Engine.__init__,
-        "definition.world.loss.size → definition.world.size",
+        "definition.copy.size → definition.world.size",
     ),
     Mutant(
         "L14: a norm leaves out what is cut along one axis and then another",

@@ -39,12 +39,18 @@ def test_split_models_train_as_on_gloo(run: Run, wrap: object) -> None:
         simulate(2, training, axes=axes, also="processes")
 
 
+together = st.just(af.identity())
+apart = st.builds(af.local_sgd, sync_every=st.integers(1, 2), opt_state=st.booleans())
+
+
 @settings(max_examples=5)
-@given(run=runs(), wrap=wraps)
-def test_copies_of_split_models_train_as_on_gloo(run: Run, wrap: object) -> None:
+@given(run=runs(), wrap=wraps, copies=together | apart)
+def test_copies_of_split_models_train_as_on_gloo(
+    run: Run, wrap: object, copies: object
+) -> None:
     """Up to rounding: Gloo adds up in an order of its own what four ranks have."""
     with tempfile.TemporaryDirectory() as folder:
-        training = Training(run, wrap, SQUARE, folder)
+        training = Training(run, af.chain(wrap, copies), SQUARE, folder)
         simulated = simulate(4, training, axes=SQUARE)
         real = run_ranks(4, training, axes=SQUARE)
         for one, other in zip(simulated, real, strict=True):

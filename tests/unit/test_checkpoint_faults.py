@@ -970,6 +970,44 @@ def test_c20_slices_that_are_no_whole(case, saved_of_two):
         read_manifest(saved_of_two)
 
 
+def saved_of_copies(folder):
+    """Return a checkpoint of three copies of a split model, which have trained apart."""
+
+    def save(world):
+        setup = af.chain(af.wrap_fsdp(), af.local_sgd(sync_every=4))
+        step = af.make_step(lambda model, batch: model(batch).square().mean())
+        state = fresh(partial(nn.Linear, 2, 2), setup=setup, world=world)
+        state, _ = step(state, torch.ones(2, 2) + world.rank)
+        af.save(state, folder)
+
+    simulate(6, save, axes={"dp_replicate": 3, "dp_shard": 2})
+    return folder
+
+
+COPIES = {
+    "of fewer ranks": lambda p: p["copies"].pop(),
+    "with a gap": lambda p: p.update(copies=[0, 0, 2, 2, 3, 3]),
+    "of nothing": lambda p: p.update(copies=[0, 0, 1, 1, -1, -1]),
+    "with other slices": lambda p: p.update(copies=[0, 1, 0, 1, 2, 2]),
+    "that were one": lambda p: p.update(copies=[0] * 6),
+    "left out": lambda p: p.pop("copies"),
+    "of which one has nothing": lambda p: [
+        p["sharded"]["params.weight"]["slices"].pop(f"rank-0000{rank}.safetensors")
+        for rank in (4, 5)
+    ],
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_c20_copies_that_are_none(case, tmp_path):
+    """C20: each copy of a model has all of it, and each rank a part of one."""
+    saved = saved_of_copies(tmp_path / "saved")
+    read_manifest(saved)
+    reseal(saved, COPIES[case])
+    with pytest.raises(af.CheckpointCorruptError, match=r"manifest\.json"):
+        read_manifest(saved)
+
+
 BOMBS = {
     "lists": b"[" * 1_000_000,
     "tables": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,

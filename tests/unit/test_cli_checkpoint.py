@@ -427,6 +427,31 @@ def test_export_of_what_has_no_one_model(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["hashed"]
 
 
+def test_copies_that_train_apart(tmp_path, capsys):
+    """Each has slices of its own, and there is no one model to export."""
+
+    def save(world):
+        setup = af.chain(af.wrap_fsdp(), af.local_sgd(sync_every=2))
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(3, 4),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            setup=setup,
+            world=world,
+        )
+        for name in ("apart", "alike"):
+            state, _ = STEP(state, X + world.rank)
+            af.save(state, tmp_path / name)
+
+    simulate(4, save, axes={"dp_replicate": 2, "dp_shard": 2})
+    _, rows, _ = run(capsys, "show", tmp_path / "apart")
+    (row,) = [row for row in rows if row.startswith("  params.weight ")]
+    assert row.endswith("  in 2 slices of each copy")
+    said = refused(capsys, "export", tmp_path / "apart", tmp_path / "out")
+    assert "ranks differ in params.bias, params.weight" in said
+    run(capsys, "export", tmp_path / "alike", tmp_path / "out")
+    assert len(safetensors.torch.load(as_exported(tmp_path / "out"))) == 2
+
+
 @pytest.mark.parametrize("slot", ["nope", "mine", "slots."])
 def test_export_of_a_slot_without_parameters(slot, tmp_path, capsys):
     """A slot that holds none is refused, with those that there are."""

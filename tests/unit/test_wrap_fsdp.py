@@ -2,8 +2,9 @@
 """What `wrap_fsdp` refuses, and what of a split model is seen by others."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,18 @@ from accelfn.base.shards import local
 from accelfn.testing import simulate
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
+
+
+@af.transform
+class Drift:
+    """Lets each rank do as it likes."""
+
+    gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "each does as it likes"}
+
+    def after_update(
+        self, state: af.TrainState, slot: Any, update: Any
+    ) -> tuple[af.TrainState, Any]:
+        return state, slot
 
 
 class Block(nn.Module):
@@ -169,7 +182,7 @@ def test_worlds_that_are_not_split_are_refused(axes, words):
     ("other", "words"),
     [
         (af.wrap_ddp(), "wrap_ddp"),
-        (af.local_sgd(sync_every=2), "has one model that is split|Leave out one"),
+        (Drift(), "has one model that is split"),
         (af.optimizer_in_backward(), "reduces the gradients of a unit at once"),
         (af.compile(), "Give regions=, the units"),
         (af.compress("fp16"), "af.wrap_ddp\\(\\) reduces"),
@@ -179,6 +192,12 @@ def test_what_cannot_stand_beside_it_is_refused(other, words):
     """By a sentence with the way out, when composed or when a state is made."""
     with pytest.raises(af.errors.CompositionError, match=words):
         in_two(begun, af.wrap_fsdp(), other)
+
+
+def test_copies_that_train_apart_are_counted_by_axes():
+    """Without any, all ranks have one copy together."""
+    with pytest.raises(af.errors.WorldError, match="Say how many there are"):
+        in_two(begun, af.wrap_fsdp(), af.local_sgd(sync_every=2))
 
 
 @pytest.mark.parametrize(
