@@ -107,12 +107,12 @@ def reduced(update: Update) -> Update:
     Raises:
         GradsError: it does not say how; or what a `reduce` gave is no sum of all ranks.
     """
-    grads, ranks = update.grads, update.state.definition.copy
-    if grads.reduced or ranks.size == 1:
+    grads, definition = update.grads, update.state.definition
+    if grads.reduced or definition.world.loss.size == 1 or definition.copy.size == 1:
         return update
-    owners = update.state.definition.setup.owners["reduce"]
+    owners = definition.setup.owners["reduce"]
     if not owners:
-        raise GradsError(_unreduced(ranks))
+        raise GradsError(_unreduced(definition.copy))
     owner = owners[0]
     if owner.reduce is None:
         return update

@@ -125,14 +125,14 @@ MUTANTS = [
         args={"other": test_wrap_fsdp.Drift(), "words": "has one model that is split"},
     ),
     Mutant(
-        "L48: a copy of which nothing was saved has a part of the others",
+        "a copy of which nothing was saved has a part of the others",
         FAULTS,
         grammar.check_sharded,
         "is_of_all = len(of_each) in (1, len({*copies})) → is_of_all = True",
         args={"case": "of which one has nothing"},
     ),
     Mutant(
-        "L48: copies are those that a manifest says, of whatever ranks",
+        "copies are those that a manifest says, of whatever ranks",
         FAULTS,
         grammar.check_copies,
         "if copies and → if False and",
