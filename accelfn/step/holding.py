@@ -61,9 +61,10 @@ class holding(AbstractContextManager["holding"]):
         if self._previous is None:
             return
         try:
+            # looked at when none can be noted any more, or one that comes here were lost
+            _set(signal.SIGINT, self._previous)
             if self._noted:
                 self._send_later()
-            _set(signal.SIGINT, self._previous)
         except KeyboardInterrupt:  # it came just now
             if self._noted:
                 raise

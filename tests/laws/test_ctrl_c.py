@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import (
 )
 
 import accelfn as af
+from accelfn.step import holding
 from tests.strategies import tensors
 
 Found = dict[str, torch.Tensor]
@@ -43,6 +44,36 @@ class Pressing(TorchDispatchMode):
             for _ in range(self.times):
                 signal.raise_signal(signal.SIGINT)
         return func(*args, **(kwargs or {}))
+
+
+SEAMS = ("before", "after")
+
+
+class AtASeam:
+    """Sends Ctrl-C, once or more, just before or after accelfn exchanges the handler."""
+
+    def __init__(self, exchange: int, seam: str, times: int = 1) -> None:
+        self.exchange, self.seam, self.times = exchange, seam, times
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(holding, "_set", functools.partial(self.set, holding._set))
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+    def set(self, exchange: Any, number: int, handler: Any) -> None:
+        self.press("before")
+        exchange(number, handler)
+        self.press("after")
+        self.count += 1
+
+    def press(self, seam: str) -> None:
+        if (self.count, seam) == (self.exchange, self.seam):
+            self.exchange = -1
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
 
 
 @af.transform
@@ -150,10 +181,11 @@ def same(one: Found, two: Found) -> bool:
     setup=st.sampled_from(sorted(SETUPS)),
     call=st.sampled_from(["step", "apply_grads", "finalize"]),
     updates=st.integers(0, 2),
-    part=st.floats(0, 1, exclude_max=True),
+    at=st.floats(0, 1, exclude_max=True)
+    | st.tuples(st.integers(0, 1), st.sampled_from(SEAMS)),
 )
 def test_an_interrupt_comes_before_an_update_or_after_it(
-    setup: str, call: str, updates: int, part: float
+    setup: str, call: str, updates: int, at: float | tuple[int, str]
 ) -> None:
     """B3: wherever Ctrl-C comes, the caller has the state before or the one after, bitwise.
 
@@ -171,12 +203,38 @@ def test_an_interrupt_comes_before_an_update_or_after_it(
     after = tensors(after)
     with default_handler(), no_mode_is_left():
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come in any of them
-            with Pressing(int(part * counted.count)):
+            with (
+                AtASeam(*at)
+                if isinstance(at, tuple)
+                else Pressing(int(at * counted.count))
+            ):
                 state = update(state)
             all_come()
         all_come()
     assert same(before, tensors(state)) or same(after, tensors(state))
     assert af.salvage(state) is state
+
+
+@given(
+    exchange=st.integers(0, 1), seam=st.sampled_from(SEAMS), presses=st.integers(1, 3)
+)
+def test_none_is_lost_while_the_handler_is_exchanged(
+    exchange: int, seam: str, presses: int
+) -> None:
+    """B3: whoever has the handler in that moment, the caller's is asked as often."""
+    update, told = updating("plain", "step"), []
+    expected = update(created("plain"))
+    before = signal.signal(signal.SIGINT, lambda number, _: told.append(number))
+    mine = signal.getsignal(signal.SIGINT)
+    try:
+        with AtASeam(exchange, seam, presses):
+            state = update(created("plain"))
+        all_come()
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [signal.SIGINT] * presses
+    assert same(tensors(expected), tensors(state))
 
 
 @given(part=st.floats(0, 1, exclude_max=True), presses=st.integers(1, 3))

@@ -87,9 +87,23 @@ MUTANTS = [
         """\
         if self._noted:
             self._send_later()
-        _set
+    except
 →
-        _set
+    except
+""",
+    ),
+    Mutant(
+        "L54: an interrupt that comes just before the handler is put back is lost",
+        test_ctrl_c.test_none_is_lost_while_the_handler_is_exchanged,
+        holding.holding.__exit__,
+        """\
+        _set(signal.SIGINT, self._previous)
+        if self._noted:
+            self._send_later()
+→
+        if self._noted:
+            self._send_later()
+        _set(signal.SIGINT, self._previous)
 """,
     ),
     Mutant(
