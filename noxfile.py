@@ -13,7 +13,7 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 WITH_TESTS = (
-    *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8]"),
+    *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8,megatron]"),
     *("sybil", "schedulefree", "lomo-optim", "pytest-xdist", "pytest-timeout"),
     "openmpi",  # its mpirun
     *("ipykernel", "nbclient"),  # notebooks, executed
@@ -51,7 +51,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the types of the package with pyright, strictly."""
-    install(session, "-e", ".[testing]", "pyright[nodejs]")
+    install(session, "-e", ".[testing,megatron]", "pyright[nodejs]")
     session.run("pyright")
 
 

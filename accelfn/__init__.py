@@ -39,6 +39,7 @@ from accelfn.data.lockstep import lockstep as lockstep
 from accelfn.definition.transform import Transform as Transform
 from accelfn.definition.transform import chain as chain
 from accelfn.definition.transform import transform as transform
+from accelfn.engine.module import megatron as megatron
 from accelfn.errors import ArgumentError as ArgumentError
 from accelfn.errors import BatchError as BatchError
 from accelfn.errors import CallError as CallError

@@ -14,6 +14,8 @@ from hypothesis import settings
 
 _NUMBERS = {
     12: (  # 2 to 8 ranks that split layers, a second each
+        "laws.test_megatron::test_any_number_of_ranks_begins_with_the_same",
+        "laws.test_megatron::test_what_torch_s_layers_saved_megatron_s_go_on_with",
         "laws.test_tensor_parallel::test_another_plan_and_back_changes_nothing",
         "laws.test_tensor_parallel::test_each_rank_has_its_part_of_layers",
         "laws.test_tensor_parallel::test_each_token_counts_once",
@@ -27,6 +29,7 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_megatron::test_layers_of_megatron_train_what_torch_s_do",
         "laws.test_split_copies::test_a_copy_is_a_rank_alone",
         "laws.test_split_copies::test_an_average_an_update_is_one_model_of_sgd",
         "laws.test_split_copies::test_only_averages_cross_copies",

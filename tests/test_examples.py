@@ -499,21 +499,26 @@ def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
     assert losses[0] < 3
 
 
-def test_wide_layers_are_split_between_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "below"), [("17_wide_layers.py", 3), ("18_megatron_layers.py", 3.3)]
+)
+def test_wide_layers_are_split_between_two_processes(
+    tmp_path: Path, script: str, below: float
+) -> None:
     """Two processes have half of every layer each, and the loss of one that has them whole."""
-    by_two = [*LAUNCH_2, "--axes", "tp=2"]
-    two = output_of(tmp_path, "17_wide_layers.py", *by_two)
-    one = output_of(tmp_path, "17_wide_layers.py")
+    two = output_of(tmp_path, script, *LAUNCH_2, "--axes", "tp=2")
+    one = output_of(tmp_path, script)
 
     assert two.startswith("axes {'tp': 2}, last loss")
     losses = [float(re.findall(r"loss ([\d.]+)", each)[0]) for each in (one, two)]
     assert losses[0] == pytest.approx(losses[1], abs=5e-3)
-    assert losses[0] < 3
+    assert losses[0] < below
 
 
-def test_wide_layers_are_those_of_one_rank() -> None:
+@pytest.mark.parametrize("script", ["17_wide_layers.py", "18_megatron_layers.py"])
+def test_wide_layers_are_those_of_one_rank(script: str) -> None:
     """However layers and samples are split, the loss is that of one rank."""
-    train = partial(example("17_wide_layers.py").train, num_updates=3)
+    train = partial(example(script).train, num_updates=3)
     worlds: list[dict[str, int]] = [{"tp": 1}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
     losses = [
         each["loss"]

@@ -6,7 +6,7 @@ copies that structure around tensors of a state, without copying the tensors.
 """
 
 import copy
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Self, TypeAlias, cast
 
 import attrs
@@ -157,11 +157,12 @@ def skeleton_of(module: nn.Module) -> Skeleton:
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
         bare = copy.deepcopy(module, memo)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
+        where = next(_uncopied(module, memo), "")
         msg = (
-            f"{type(module).__name__} cannot be copied: {error}. A module keeps its"
+            f"{type(module).__name__} cannot be copied{where}: {error}. A module keeps its"
             " tensors as parameters or buffers, not as computed tensors in plain"
-            " attributes."
+            " attributes, and no group of ranks, lock or open file."
         )
         raise ModelError(msg) from error
     if not bare.training:
@@ -176,6 +177,18 @@ def skeleton_of(module: nn.Module) -> Skeleton:
         aliases={name: names[id(p)] for name, p in every if name != names[id(p)]},
         persistent=frozenset(n for n, _ in module.named_buffers() if n in persistent),
     )
+
+
+def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
+    """Yield the attributes of a module, and of those in it, that cannot be copied."""
+    for name, each in module.named_modules():
+        for attribute, value in vars(each).items():
+            if isinstance(value, dict) and attribute.startswith("_"):
+                continue  # torch's tables
+            try:
+                copy.deepcopy(value, dict(memo))
+            except (RuntimeError, TypeError):
+                yield f" for its {'.'.join(filter(None, (name, attribute)))!r}"
 
 
 def check_params(

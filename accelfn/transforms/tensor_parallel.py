@@ -29,6 +29,8 @@ from accelfn.state.metrics import Loss
 from accelfn.state.state import TrainState
 from accelfn.world import World
 
+_NO_PLAN: Mapping[str, str] = {}
+"""Layers that say for themselves how they are split need none."""
 _KEPT = "_accelfn_layers"
 """Under which name the engine's own module keeps what its layers share."""
 _FAR, _COARSE = 1e-3, 0.1
@@ -73,7 +75,9 @@ class tensor_parallel:
     Args:
         plan: words by the names of modules, in which `*` stands for anything between two dots:
             "column", "row", "vocabulary", "gathered", "replicated". The words of Transformers'
-            plans and torch's ColwiseParallel and RowwiseParallel are taken, too.
+            plans and torch's ColwiseParallel and RowwiseParallel are taken, too. Layers of
+            `af.megatron.layers(world)` say for themselves how they are split, and are in no
+            plan.
 
     Law:
         Parameters, optimizer state, weights and metrics are those of one process, up to
@@ -125,7 +129,7 @@ class tensor_parallel:
         "steps_in_backward": "looks at the gradients of what all ranks have, and {other!r}"
         " frees each as soon as it is there. Leave out one of the two.",
     }
-    plan: Mapping[str, str] = attrs.field(converter=checked)
+    plan: Mapping[str, str] = attrs.field(default=_NO_PLAN, converter=checked)
     sequence: bool = attrs.field(default=False, kw_only=True, validator=truth())
 
     def __attrs_post_init__(self) -> None:
@@ -142,13 +146,14 @@ class tensor_parallel:
     ) -> Mapping[str, int] | None:
         """Cut the parameters of layers along tp."""
         del axes
-        dim = cut_of(self.plan, name, meta.ndim)
+        dim = cut_of(self.plan, name, meta)
         return None if dim is None else {"tp": dim}
 
     def init(self, state: TrainState) -> None:
         """Refuse what cannot be split without changing the numbers."""
         size = state.world.along("tp").size
-        check_model(self.plan, state.definition.skeleton.module, size, f"{self!r}")
+        module = state.definition.skeleton.module
+        check_model(self.plan, module, size, f"{self!r}", sequence=self.sequence)
         check_elements(state, f"{self!r}", dims=(0, 1))
 
     def loss(self, loss_fn: LossFunction) -> LossFunction:

@@ -197,6 +197,8 @@ def _named(
     values |= {id(b): state.buffers[name] for name, b in module.named_buffers()}
     found, checked, seen = dict[str, torch.Tensor](), Table(), set[int]()
     for name, meta in module.state_dict(keep_vars=True).items():
+        if meta is None:  # what a module that has no extra state may say, as Megatron's
+            continue
         if id(meta) not in values:
             msg = (
                 f"{name} in the model's state_dict() is a {type(meta).__name__} that is no"

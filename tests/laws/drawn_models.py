@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from tests.laws.parallel_layers import Speaker
 from tests.strategies import tensors
 
 WIDTH = 6
@@ -131,14 +130,6 @@ def drawings(draw: st.DrawFn, **fixed: Any) -> Drawing:
         "seed": draw(st.integers(0, 9)),
     }
     return Drawing(**{**drawn, **fixed})
-
-
-class Reset(Speaker):
-    """One that can be drawn module by module."""
-
-    def reset_parameters(self) -> None:
-        """Set what is its own."""
-        nn.init.constant_(self.scale, 1.5)
 
 
 def drawn_in(world: af.World, drawing: Drawing, engine: tuple[object, ...]) -> Tensors:

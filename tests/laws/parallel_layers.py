@@ -71,19 +71,31 @@ class Block(nn.Module):
 class Speaker(nn.Module):
     """Predicts a token for each position, and remembers the mean of what it saw."""
 
-    def __init__(self, dtype: torch.dtype, *, tied: bool, dropout: float) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        tied: bool,
+        dropout: float,
+        padding: int | None = LETTERS - 2,
+        frozen: tuple[str, ...] = (),
+    ) -> None:
         super().__init__()
         self.places = nn.Identity()
-        self.tokens = nn.Embedding(LETTERS, WIDTH, padding_idx=LETTERS - 2)
+        self.tokens = nn.Embedding(LETTERS, WIDTH, padding_idx=padding)
         self.blocks = nn.ModuleList([Block(dropout)])
         self.head = nn.Linear(WIDTH, LETTERS, bias=not tied)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
         if tied:
             self.head.weight = self.tokens.weight
-        else:
-            self.blocks[0].both.bias.requires_grad_(requires_grad=False)
         self.register_buffer("seen", torch.zeros(()))
         self.to(dtype)
+        freeze(self, frozen)
+
+    def reset_parameters(self) -> None:
+        """Set what is this module's own."""
+        nn.init.constant_(self.scale, 1.5)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         if self.training:
@@ -92,6 +104,12 @@ class Speaker(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x) * self.scale
+
+
+def freeze(net: nn.Module, names: tuple[str, ...]) -> None:
+    """Let some parameters be trained by nobody."""
+    for name in names:
+        net.get_parameter(name).requires_grad_(requires_grad=False)
 
 
 def loss_of_tokens(net: nn.Module, batch: Batch) -> af.Loss:
@@ -114,6 +132,8 @@ class Speech:
         micro: parts of a rank's share.
         behind: further transforms.
         dropout: how often features are dropped.
+        padding: the token whose vector is not trained.
+        frozen: parameters that are not.
     """
 
     n: int
@@ -123,6 +143,8 @@ class Speech:
     micro: int = 1
     behind: tuple[object, ...] = ()
     dropout: float = 0.0
+    padding: int | None = LETTERS - 2
+    frozen: tuple[str, ...] = ("blocks.0.both.bias",)
     dtype: torch.dtype = torch.float64
     seed: int = 0
 
@@ -141,17 +163,29 @@ class Speech:
         samples = [{name: rows[name][i] for name in rows} for i in range(len(text))]
         return af.Data(samples, batch_size=self.batch_size)
 
-    def state(self, world: af.World, *engine: object) -> af.TrainState:
+    def model(self, world: af.World) -> Any:
+        """Return what makes the model."""
+        del world
+        return partial(
+            Speaker,
+            self.dtype,
+            tied=self.tied,
+            dropout=self.dropout,
+            padding=self.padding,
+            frozen=self.frozen,
+        )
+
+    def state(self, world: af.World, *engine: object, **options: Any) -> af.TrainState:
         """Return the state before the first update."""
-        model = partial(Speaker, self.dtype, tied=self.tied, dropout=self.dropout)
         micro = af.accumulate(num_micro_batches=self.micro)
         return af.TrainState.create(
-            model=model,
+            model=self.model(world),
             optimizer=partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
             data=self.data(),
             setup=af.chain(af.shard_data(), *engine, micro, *self.behind),
             world=world,
             seed=self.seed,
+            **options,
         )
 
 
@@ -205,6 +239,15 @@ BESIDE = (
 )
 
 
+FROZEN = (
+    (),
+    ("blocks.0.both.bias",),
+    ("blocks.0.up.weight", "blocks.0.out.weight"),
+    ("tokens.weight", "blocks.0.of_heads.weight"),
+)
+"""Parameters that are not trained: a bias, weights between whose biases are, all of a layer."""
+
+
 @st.composite
 def speeches(draw: st.DrawFn, **fixed: Any) -> Speech:
     """Draw a training."""
@@ -217,5 +260,6 @@ def speeches(draw: st.DrawFn, **fixed: Any) -> Speech:
         "micro": draw(st.integers(1, 4)),
         "behind": tuple(draw(behind)),
         "seed": draw(st.integers(0, 9)),
+        "frozen": draw(st.sampled_from(FROZEN)),
     }
     return Speech(**{**drawn, **fixed})

@@ -23,7 +23,6 @@ from tests.laws.drawn_models import (
     LAYERS,
     OPTIMIZERS,
     Drawing,
-    Reset,
     Tensors,
     drawings,
     drawn_in,
@@ -62,10 +61,9 @@ def test_what_is_drawn_is_the_same_in_any_layout(
 
 def spoken(speech: Speech, world: af.World, *engine: object, init: str) -> Any:
     """Return a state of a model that attends."""
-    model = partial(Reset, speech.dtype, tied=speech.tied, dropout=speech.dropout)
     micro = af.accumulate(num_micro_batches=speech.micro)
     return af.TrainState.create(
-        model=model,
+        model=speech.model(world),
         optimizer=OPTIMIZERS[sorted(OPTIMIZERS)[speech.seed % 2]],
         data=speech.data(),
         setup=af.chain(af.shard_data(), *engine, micro, *speech.behind),

@@ -148,7 +148,7 @@ MUTANTS = [
         "L47: each rank has all of what its plan splits",
         SHARE,
         plan.cut_of,
-        "return dim if dim is not None and dim < ndim else None → return None",
+        "return dim if dim is not None and dim < meta.ndim else None → return None",
     ),
     Mutant(
         "L18: ranks along tp skip each for itself",
@@ -200,7 +200,7 @@ MUTANTS = [
         "a parameter that is tied to one of another word passes",
         unit.test_what_a_model_has_not_is_refused,
         plan._check_ties,
-        "if cut_of(plan, known, param.ndim) != → if False and cut_of(plan, known, 2) !=",
+        "if cut_of(plan, known, param) != → if False and cut_of(plan, known, param) !=",
         args={"plan": {"head": "gathered"}, "model": unit.Tied, "said": "are one"},
     ),
     Mutant(

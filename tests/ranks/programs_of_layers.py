@@ -41,7 +41,7 @@ def by_hand(world: af.World, speech: Speech) -> dict[str, torch.Tensor]:
 
     What stands between a column and a row layer has its gradients summed by hand.
     """
-    net = Speaker(speech.dtype, tied=False, dropout=0.0)
+    net = Speaker(speech.dtype, tied=False, dropout=0.0, frozen=speech.frozen)
     begun = speech.state(af.World())
     net.load_state_dict({**net.state_dict(), **begun.params})
     plan = {name: STYLES[word]() for name, word in PLAN.items() if word in STYLES}

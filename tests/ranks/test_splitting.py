@@ -2,6 +2,7 @@
 """Models that are split, on real processes: as on simulated ranks, and as torch alone."""
 
 import tempfile
+import warnings
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing.simulate import simulate
 from tests.laws.drawn_models import Drawing, drawings, drawn_in
+from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.long_texts import Text, engines, loss_of_tokens, texts
 from tests.laws.parallel_layers import DDP, FSDP, PLAN, Lying, Speech, speeches
 from tests.laws.split_models import LOSSES, Run, runs, wraps
@@ -104,6 +106,47 @@ def test_layers_by_hand_do_the_same(size: int) -> None:
     speech, axes = Speech(6, 3, PLAN), {"tp": size}
     ours = partial(by_accelfn, speech=speech, lying=Lying(axes))
     theirs = partial(programs_of_layers.by_hand, speech=speech)
+    for one, other in zip(
+        run_ranks(size, ours, axes=axes),
+        run_ranks(size, theirs, axes=axes),
+        strict=True,
+    ):
+        params = {name: value for name, value in one.items() if name in other}
+        assert differences(other, params, within=1e-12) == []
+
+
+@settings(max_examples=2)
+@given(
+    speech=speeches(plan=HEAD_NORMS, padding=None).map(MegatronSpeech.like),
+    engine=st.sampled_from([DDP, *FSDP]),
+)
+def test_layers_of_megatron_train_as_on_gloo(
+    speech: MegatronSpeech, engine: Any
+) -> None:
+    """Two pairs of real processes, up to rounding."""
+    axes = {"dp_shard": 2, "tp": 2}
+    pairs = partial(by_accelfn, speech=speech, lying=Lying(axes, engine))
+    simulated = simulate(4, pairs, axes=axes)
+    for ours, theirs in zip(simulated, run_ranks(4, pairs, axes=axes), strict=True):
+        assert differences(numbers(ours), numbers(theirs), within=1e-12) == []
+
+
+def megatron_by_hand(world: af.World, speech: MegatronSpeech) -> Any:
+    """Train by Megatron's layers alone, which are imported without what they say of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tests.ranks import programs_of_megatron
+
+        return programs_of_megatron.by_hand(world, speech)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_megatron_by_hand_does_the_same(size: int, tied: bool) -> None:
+    """Its own layers of a rank's parts, and an optimizer, on as many real processes."""
+    speech, axes = MegatronSpeech(6, 3, HEAD_NORMS, tied=tied), {"tp": size}
+    ours = partial(by_accelfn, speech=speech, lying=Lying(axes))
+    theirs = partial(megatron_by_hand, speech=speech)
     for one, other in zip(
         run_ranks(size, ours, axes=axes),
         run_ranks(size, theirs, axes=axes),

@@ -122,7 +122,9 @@ def test_module_with_computed_tensors():
     """A module that keeps a computed tensor in a plain attribute is refused with why."""
     model = nn.Linear(3, 1)
     model.computed = model.weight * 2
-    with pytest.raises(af.ModelError, match=r"Linear cannot be copied.*buffers"):
+    with pytest.raises(
+        af.ModelError, match=r"cannot be copied for its 'computed'.*buffers"
+    ):
         af.TrainState.create(model=model, optimizer=SGD)
 
 

@@ -2,6 +2,7 @@
 """What tensor_parallel refuses, and what its words mean."""
 
 import re
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -102,6 +103,15 @@ class Tied(Net):
         self.head.weight = self.words.weight
 
 
+class Tailed(Net):
+    """Has a row layer in a module that stands behind a column layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Sequential(OrderedDict(norm=self.norm, down=self.down))
+        del self.norm, self.down
+
+
 class Own(nn.Linear):
     """A layer with a forward of its own."""
 
@@ -152,7 +162,7 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({}, "expected a word by name"),
+        (None, "expected a word by name"),
         (["up"], "expected a word by name"),
         ({"up": "columns"}, "Did you mean 'column'?"),
         ({"up": "split"}, "no word of a plan; they are column, gathered, row"),
@@ -208,6 +218,16 @@ def test_words_of_others_are_taken(value: Any, word: str) -> None:
         ),
         ({"words": "vocabulary"}, Tied, "'words.weight' and 'head.weight' are one"),
         ({"head": "gathered"}, Tied, "'words.weight' and 'head.weight' are one"),
+        (
+            {"up": "column", "tail.down": "row", "tail": "replicated"},
+            Tailed,
+            "about all modules in it, and 'tail.down' is 'row'. Name those in it that",
+        ),
+        (
+            {"tail": "replicated", "tail.norm": "replicated"},
+            Tailed,
+            "and 'tail.norm' is 'replicated'",
+        ),
     ],
 )
 def test_what_a_model_has_not_is_refused(plan: Any, model: Any, said: str) -> None:

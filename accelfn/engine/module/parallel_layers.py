@@ -82,11 +82,11 @@ class Layers:
         self._check_length(part, layer.place)
         return crossing.summed_and_taken(part, _SEQUENCE, self.ranks)
 
-    def begin_region(self, layer: "ColumnLinear") -> None:
+    def begin_region(self, place: str, *, training: bool) -> None:
         """Let each rank draw for its own features, while it trains."""
-        self.open = layer.place
-        if layer.training:
-            self._apart.draw(layer.place)
+        self.open = place
+        if training:
+            self._apart.draw(place)
 
     def end_region(self) -> None:
         """Let all ranks draw alike again, unless they have positions of their own."""
@@ -160,6 +160,31 @@ class Parallel:
         return self.layers.whole(param, self.cuts[name])
 
 
+class SplitsItself(nn.Module):
+    """A layer that knows how it is split, and is in no plan, as Megatron's.
+
+    Its parameters have Megatron's attributes, which say at which dim each is cut.
+    """
+
+    def split(self, layers: Layers, place: str) -> None:
+        """Compute as one of the ranks from now on, whose parts its parameters are."""
+        raise NotImplementedError
+
+    def check(self, size: int, place: str, shown: str, *, sequence: bool) -> None:
+        """Refuse ranks that cannot share it.
+
+        Raises:
+            ModelError: they cannot.
+        """
+        raise NotImplementedError
+
+
+def own_cut(param: torch.Tensor) -> int | None:
+    """Return the dim at which a parameter says that it is cut; None: it does not."""
+    said = vars(param)
+    return said.get("partition_dim") if said.get("tensor_model_parallel") else None
+
+
 class _Linear(Parallel, nn.Linear):
     """A linear layer of which a rank has a part."""
 
@@ -185,7 +210,7 @@ class ColumnLinear(_Linear):
         """Return this rank's features, for a row layer to take."""
         made = self._features(input)
         if not self.layers.is_whole:
-            self.layers.begin_region(self)
+            self.layers.begin_region(self.place, training=self.training)
         return made
 
 

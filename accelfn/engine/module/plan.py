@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from accelfn.engine.module.parallel_layers import (
@@ -15,8 +16,10 @@ from accelfn.engine.module.parallel_layers import (
     Layers,
     Parallel,
     RowLinear,
+    SplitsItself,
     VocabularyEmbedding,
     VocabularyLinear,
+    own_cut,
     scatter,
     share_gradients,
 )
@@ -57,7 +60,7 @@ def checked(plan: Any) -> dict[str, str]:
     Raises:
         ArgumentError: it is none.
     """
-    if not isinstance(plan, Mapping) or not plan:
+    if not isinstance(plan, Mapping):
         msg = (
             f"af.tensor_parallel({plan!r}): expected a word by name, such as"
             ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
@@ -153,18 +156,24 @@ def chosen(
             yield name, each, word
 
 
-def cut_of(plan: Mapping[str, str], param: str, ndim: int) -> int | None:
+def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | None:
     """Return the dim at which a parameter is cut; None where it is not."""
+    said = own_cut(meta)
+    if said is not None:
+        return said
     place, _, own = param.rpartition(".")
     kinds = LAYERS.get(word_of(plan, place) or "", {})
     dim = next(
         (each.cuts.get(own) for each in kinds.values() if own in each.cuts), None
     )
-    return dim if dim is not None and dim < ndim else None
+    return dim if dim is not None and dim < meta.ndim else None
 
 
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
     """Let the layers of a model that has parts of their parameters compute with those."""
+    for name, each in module.named_modules():
+        if isinstance(each, SplitsItself):
+            each.split(layers, name)
     for name, each, word in list(chosen(plan, module)):
         if word == SCATTERED:
             scatter(each, name, layers)
@@ -176,7 +185,12 @@ def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
 
 
 def check_model(
-    plan: Mapping[str, str], module: nn.Module, size: int, shown: str
+    plan: Mapping[str, str],
+    module: nn.Module,
+    size: int,
+    shown: str,
+    *,
+    sequence: bool,
 ) -> None:
     """Refuse a plan that does not go with a model.
 
@@ -185,6 +199,7 @@ def check_model(
         module: with meta tensors.
         size: how many ranks have a part of each layer.
         shown: who asks.
+        sequence: whether sequences are split between regions.
 
     Raises:
         ModelError: a name matches nothing, a module cannot be split as it is to be, or a
@@ -196,7 +211,37 @@ def check_model(
             _refuse_name(pattern, module, shown)
     for name, each, word in chosen(plan, module):
         _check_layer(name, each, word, size, shown)
+        _check_inside(name, each, word, plan, shown)
+    split_themselves = 0
+    for name, each in module.named_modules():
+        if isinstance(each, SplitsItself):
+            each.check(size, name, shown, sequence=sequence)
+            split_themselves += 1
+        elif any(own_cut(p) is not None for p in each.parameters(recurse=False)):
+            _refuse_foreign(name, each, shown)
+    if not plan and not split_themselves:
+        msg = (
+            f"{shown}: the plan names no layer, and {type(module).__name__} has none of"
+            " af.megatron.layers(world), which need no name. Write a word by name, such as"
+            ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
+        )
+        raise ModelError(msg)
     _check_ties(plan, module, shown)
+
+
+def _refuse_foreign(name: str, module: nn.Module, shown: str) -> None:
+    """Refuse a layer that says of itself that it is a part, and cannot be told of which.
+
+    Raises:
+        ModelError: always.
+    """
+    kind = type(module)
+    msg = (
+        f"{shown}: {name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
+        " each rank has a part of them. Make it by af.megatron.layers(world), which makes it"
+        " whole, and each rank's part of it here."
+    )
+    raise ModelError(msg)
 
 
 def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
@@ -221,6 +266,12 @@ def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
 def _check_layer(
     name: str, module: nn.Module, word: str, size: int, shown: str
 ) -> None:
+    if isinstance(module, SplitsItself):
+        msg = (
+            f"{shown}: {name!r} is to be {word!r}, and is a layer of af.megatron.layers, which"
+            " says for itself how it is split. Leave it out of the plan."
+        )
+        raise ModelError(msg)
     if word not in LAYERS:
         return
     kinds = LAYERS[word]
@@ -253,12 +304,34 @@ def _check_layer(
         raise ModelError(msg)
 
 
+def _check_inside(
+    name: str, module: nn.Module, word: str, plan: Mapping[str, str], shown: str
+) -> None:
+    """Refuse to sum the gradients of a module in which each rank has parts of its own.
+
+    Raises:
+        ModelError: it is so, or they would be summed twice.
+    """
+    if word not in (REPLICATED, SEQUENCE):
+        return
+    for inner, each in module.named_modules(prefix=name):
+        told = word_of(plan, inner)
+        if inner == name or (told is None and not isinstance(each, SplitsItself)):
+            continue
+        what = f"is {told!r}" if told else "is split"
+        msg = (
+            f"{shown}: {name!r} is to be {word!r}, which is about all modules in it, and"
+            f" {inner!r} {what}. Name those in it that are {word!r}, each for itself."
+        )
+        raise ModelError(msg)
+
+
 def _check_ties(plan: Mapping[str, str], module: nn.Module, shown: str) -> None:
     """Refuse a parameter that is split in one of its places, and not so in another."""
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(param), name)
-        if cut_of(plan, known, param.ndim) != cut_of(plan, name, param.ndim):
+        if cut_of(plan, known, param) != cut_of(plan, name, param):
             msg = (
                 f"{shown}: {known!r} and {name!r} are one parameter, which would be split in"
                 " one place and not so in the other. Name both layers: a head that is tied to"

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron-core's layers refuse, and what they leave behind."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import accelfn as af
+from accelfn.errors import ArgumentError, LossError, ModelError
+from accelfn.testing import simulate
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """A column layer, and a row layer behind it."""
+
+    def __init__(self, layers: af.megatron.Layers, **options: Any) -> None:
+        super().__init__()
+        self.words = layers.vocabulary(12, WIDTH)
+        self.up = layers.column(WIDTH, 2 * WIDTH, **options)
+        self.down = layers.row(2 * WIDTH, WIDTH)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.words(words))[0]))[0]
+
+
+class Open(Net):
+    """Goes on with what a column layer makes."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.up(self.words(words))[0]
+
+
+class Heads(Net):
+    """Counts heads for itself."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        by_head = self.up(self.words(words))[0].unflatten(-1, (4, -1))
+        return self.down(by_head.cumsum(-1).flatten(-2))[0]
+
+
+class Tailed(Net):
+    """Has the row layer in a module that stands behind the column layer."""
+
+    def __init__(self, layers: af.megatron.Layers) -> None:
+        super().__init__(layers)
+        self.tail = nn.Sequential(nn.LayerNorm(2 * WIDTH), self.down)
+
+
+class Foreign(nn.Module):
+    """Says of its layer what Megatron's say."""
+
+    def __init__(self, world: af.World) -> None:
+        super().__init__()
+        del world
+        self.up = nn.Linear(WIDTH, WIDTH)
+        vars(self.up.weight).update(tensor_model_parallel=True, partition_dim=0)
+
+
+class Grouped(nn.Module):
+    """Has one of Megatron's own, of a group of ranks."""
+
+    def __init__(self, world: af.World) -> None:
+        super().__init__()
+        config = af.megatron.layers(world).config
+        # only now, for Megatron warns of what it misses when it is imported
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        made = {"config": config, "init_method": nn.init.normal_, "bias": False}
+        tp = world.along("tp")
+        self.up = ColumnParallelLinear(WIDTH, WIDTH, **made, tp_group=tp.group)
+
+
+def loss(net: nn.Module, words: torch.Tensor) -> torch.Tensor:
+    return net(words).square().mean()
+
+
+def state_of(
+    world: af.World, model: Any = Net, plan: Any = None, **options: Any
+) -> af.TrainState:
+    layers = af.megatron.layers(world)
+    return af.TrainState.create(
+        model=partial(model, layers)
+        if issubclass(model, Net)
+        else partial(model, world),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        setup=af.tensor_parallel(plan or {}, **options),
+        world=world,
+    )
+
+
+def step_once(world: af.World, model: Any) -> Any:
+    return af.make_step(loss)(state_of(world, model), torch.tensor([[0, 4], [9, 11]]))
+
+
+def on_two(fn: Any, *args: Any, **options: Any) -> Any:
+    return simulate(2, lambda world: fn(world, *args, **options), axes={"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "options", "said"),
+    [
+        (Net, {}, {"sequence": True}, "'words' is a layer of Megatron's, which puts"),
+        (
+            Net,
+            {"up": "column"},
+            {},
+            "'up' is to be 'column', and is a layer of af.mega",
+        ),
+        (Net, {"down": "replicated"}, {}, "Leave it out of the plan"),
+        (Tailed, {"tail": "replicated"}, {}, "and 'tail.1' is split. Name those in it"),
+        (Foreign, {}, {}, "'up' is a torch.nn.modules.linear.Linear, whose parameters"),
+        (Grouped, {}, {}, "Grouped cannot be copied for its 'up.tp_group'"),
+    ],
+    ids=["sequence", "named", "shared", "inside", "foreign", "grouped"],
+)
+def test_what_cannot_be_split_is_refused(
+    model: Any, plan: Any, options: Any, said: str
+) -> None:
+    """When the state is made."""
+    with pytest.raises(ModelError, match=re.escape(said)):
+        on_two(state_of, model, plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda layers: layers.vocabulary(8, 6), "'0' has 8 words, which 3 ranks"),
+        (lambda layers: layers.column(6, 8), "'0' has 8 output features"),
+        (lambda layers: layers.row(8, 6), "'0' has 8 input features"),
+    ],
+    ids=["vocabulary", "column", "row"],
+)
+def test_features_that_do_not_divide_are_refused(make: Any, said: str) -> None:
+    def fn(world: af.World) -> None:
+        af.TrainState.create(
+            model=lambda: nn.Sequential(make(af.megatron.layers(world))),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            setup=af.tensor_parallel(),
+            world=world,
+        )
+
+    with pytest.raises(ModelError, match=said):
+        simulate(3, fn, axes={"tp": 3})
+
+
+def test_layers_of_another_world_are_refused() -> None:
+    """They would be told of other ranks than share them."""
+    layers = af.megatron.layers(af.World.single(device="cpu"))
+
+    def fn(world: af.World) -> None:
+        af.TrainState.create(
+            model=partial(Net, layers),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            setup=af.tensor_parallel(),
+            world=world,
+        )
+
+    with pytest.raises(ModelError, match='made for 1 ranks along "tp", and the state'):
+        on_two(fn)
+
+
+def test_no_layer_at_all_is_refused() -> None:
+    """An empty plan splits nothing that does not split itself."""
+    with pytest.raises(
+        ModelError, match="the plan names no layer, and Linear has none"
+    ):
+        af.TrainState.create(
+            model=partial(nn.Linear, 2, 2),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            setup=af.tensor_parallel(),
+            world=af.World.single(device="cpu"),
+        )
+
+
+def test_parameters_have_the_dtype_that_was_asked_for() -> None:
+    layers = af.megatron.layers(af.World.single(device="cpu"), dtype=torch.float64)
+    made = layers.column(2, 2), layers.row(2, 2), layers.vocabulary(2, 2)
+    assert {p.dtype for each in made for p in each.parameters()} == {torch.float64}
+
+
+def test_biases_of_some_beside_features_of_all_are_refused() -> None:
+    layers = af.megatron.layers(af.World.single(device="cpu"))
+    with pytest.raises(ArgumentError, match="Leave out one of the two"):
+        layers.column(2, 2, gather_output=True, skip_bias_add=True)
+
+
+def test_without_the_package_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ArgumentError, match=re.escape("'accelfn[megatron]'")):
+        af.megatron.layers(af.World.single(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Open, "'up' is a column layer, and no row layer follows"),
+        (Heads, "'down' is not given this rank's features"),
+    ],
+)
+def test_a_model_that_is_another_in_parts_is_refused(model: Any, said: str) -> None:
+    """At the first step, as with torch's layers."""
+    with pytest.raises(LossError, match=re.escape(said)):
+        on_two(step_once, model)
+
+
+def test_an_export_has_parameters_and_nothing_of_megatron_s(tmp_path: Path) -> None:
+    """Its layers have an "extra state" beside them, which nobody else reads."""
+
+    def fn(world: af.World) -> None:
+        state, _ = step_once(world, Net)
+        af.export_model(state, tmp_path / "exported")
+
+    on_two(fn)
+    plain = ["down.bias", "down.weight", "up.bias", "up.weight", "words.weight"]
+    assert sorted(load_file(tmp_path / "exported" / "model.safetensors")) == plain
+
+
+def test_importing_says_nothing_and_sets_nothing_up() -> None:
+    """Megatron warns of what else it could have used, to everybody."""
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import accelfn as af\n"
+        "af.megatron.layers(af.World.single(device='cpu')).column(2, 2)\n"
+        "from megatron.core import parallel_state\n"
+        "assert not parallel_state.is_initialized()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
