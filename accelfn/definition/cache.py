@@ -3,9 +3,11 @@
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import attrs
+
+Function = Callable[..., Any]
 
 
 @attrs.define(eq=False)
@@ -24,8 +26,8 @@ class Cache:
     """
 
     engine: Any = None
-    composed: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = attrs.field(
-        factory=WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]
+    composed: dict[ref[Function], Function] = attrs.field(
+        factory=dict[ref[Function], Function]
     )
     keys: dict[str, tuple[int, int]] = attrs.field(factory=dict[str, tuple[int, int]])
     saw_a_batch: bool = False
@@ -33,6 +35,14 @@ class Cache:
     compared_sums: bool = False
     looks_at: float = 0.0
 
+    def compose(self, function: Function, composed: Function) -> None:
+        """Keep what the setup has made of a function for as long as that lives."""
+        # Not a WeakKeyDictionary. The garbage collector may let go of a function in the
+        # middle of anything, and CPython swallows the Ctrl-C that is taken in a callback
+        # written in Python. In one written in C none is.
+        self.composed[ref(function, self.composed.pop)] = composed
+
     def clear(self) -> None:
         """Be as new."""
+        self.composed.clear()  # its keys hold it by their callbacks
         self.__init__()

@@ -2,6 +2,7 @@
 """`value_and_grad`: a loss as a function of a state, differentiated; nothing changes."""
 
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -118,11 +119,12 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         sync: bool = True,
     ) -> tuple[Metrics, Grads]:
         state.lease.check()
-        composed = state.definition.cache.composed.get(compute)
+        cache = state.definition.cache
+        composed = cache.composed.get(ref(compute))
         if composed is None:
             check_first_batch(state, batch)
             composed = _compose(differentiated, state.definition.setup)
-            state.definition.cache.composed[compute] = composed
+            cache.compose(compute, composed)
         if count is not None:
             extras = (*extras, _count(count, state, batch, into))
         return composed(state, batch, *extras, into=into, sync=sync)

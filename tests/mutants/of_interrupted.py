@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs in telling whether an update that raised had changed anything."""
+"""Bugs in telling whether an update that raised had changed anything, and in Ctrl-C."""
 
+from accelfn.definition.cache import Cache
 from accelfn.engine import watch
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.step import stages
 from tests.laws import test_interrupted
 from tests.mutants.mutant import Mutant
+from tests.unit import test_interrupts, test_step
 
 MUTANTS = [
     Mutant(
@@ -37,5 +39,19 @@ MUTANTS = [
         test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
         live_optimizer.LiveOptimizer._begin,
         "self._watch.begin() → self._watch._count < 0 and self._watch.begin()",
+    ),
+    Mutant(
+        "a step function that the garbage collector lets go of may swallow a Ctrl-C",
+        test_interrupts.test_no_python_runs_when_a_training_is_let_go_of,
+        Cache.compose,
+        "self.composed.pop → lambda gone: self.composed.pop(gone)",
+        args={"setup": "plain"},
+    ),
+    Mutant(
+        "a state keeps what its setup made of functions that are gone",
+        test_step.test_a_step_that_nobody_holds_is_forgotten,
+        Cache.compose,
+        "ref(function, self.composed.pop) → ref(function)",
+        args={"setup": "plain"},
     ),
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C comes between any two lines, and the next step is what it would have been."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -127,3 +128,27 @@ def test_ctrl_c_at_random_instants_loses_no_state():
     for told in json.loads(run.stdout.splitlines()[-1]).values():
         assert told.pop("interrupts") > 0
         assert told == {"lost": 0, "wrong": 0, "salvaged": 0}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_no_python_runs_when_a_training_is_let_go_of(setup):
+    """CPython swallows a Ctrl-C that it takes in a callback of its garbage collector."""
+    batch = [X[:2], X[2:]] if setup == "parts" else X
+    state = create(SETUPS[setup])
+    step, kept = af.make_step(loss_fn), af.make_step(loss_fn)
+    state, _ = step(state, batch)
+    state, _ = kept(state, batch)
+    gc.collect()
+    ran = []
+
+    def note(frame, event, _):
+        if event == "call":
+            ran.append(frame.f_code)
+
+    sys.setprofile(note)
+    del step  # as a notebook's cell does that is run again
+    gc.collect()
+    del state, kept
+    gc.collect()
+    sys.setprofile(None)
+    assert not ran
