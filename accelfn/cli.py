@@ -335,9 +335,10 @@ def _settings(named: str | None, given: Mapping[str, Any]) -> settings.Settings:
 
 def _num_processes(nproc: int | str) -> int:
     if nproc == "auto":
-        import torch  # noqa: PLC0415  a second that only this word needs
+        # a second, for torch, that only this word needs
+        from accelfn.base import accelerator  # noqa: PLC0415
 
-        return max(1, torch.cuda.device_count())
+        return max(1, accelerator.count())
     return int(nproc)
 
 

@@ -17,13 +17,13 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
 
+from accelfn.base import accelerator
 from accelfn.errors import WorldError
 
 _MASK = (1 << 64) - 1
@@ -54,15 +54,7 @@ def fold(parent: int, *numbers: int) -> int:
 
 def generators(device: torch.device) -> list[torch.Generator]:
     """Return torch's default generators that code on `device` draws from."""
-    return [torch.default_generator, *_of_device(device)]
-
-
-def _of_device(device: torch.device) -> Sequence[torch.Generator]:
-    if device.type != "cuda":
-        return ()
-    torch.cuda.init()
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return [torch.cuda.default_generators[index]]
+    return [torch.default_generator, *accelerator.generators(device)]
 
 
 class seeded(AbstractContextManager[None]):
@@ -78,7 +70,7 @@ class seeded(AbstractContextManager[None]):
     def __init__(self, seed: int, device: torch.device, *numbers: int) -> None:
         """Take a key, the device whose code will draw, and numbers to fold into the key."""
         self._seed = fold(seed, *numbers) if numbers else seed
-        self._others = _of_device(device)
+        self._others = () if device.type == "cpu" else accelerator.generators(device)
 
     def __enter__(self) -> None:
         """Keep the generators' states, and seed them."""

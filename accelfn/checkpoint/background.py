@@ -15,6 +15,7 @@ from typing import BinaryIO
 import attrs
 import torch
 
+from accelfn.base.accelerator import host_memory
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.collectives.missing import named
@@ -40,14 +41,14 @@ class Buffers:
         for name, tensor in tensors.items():
             held = self._held.get(name)
             if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-                held = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
-                )
-            copies[name] = held.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            if tensor.is_cuda:
+                held = host_memory(tensor.shape, tensor.dtype, tensor.device)
+            copies[name] = held.copy_(tensor.detach(), non_blocking=held.is_pinned())
+            if held.is_pinned():
                 devices.add(tensor.device)
         for device in devices:
-            torch.cuda.synchronize(device)
+            arrived = torch.Event(device)
+            arrived.record()
+            arrived.synchronize()
         self._held = copies
         return copies
 

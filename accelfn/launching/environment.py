@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelfn.base import accelerator
 from accelfn.errors import LaunchError
 from accelfn.launching.settings import Settings, read
 
@@ -106,8 +107,9 @@ def _machine() -> dict[str, str]:
 
 
 def _devices() -> dict[str, str]:
-    cuda = torch.cuda
-    names = {f"cuda:{i}": cuda.get_device_name(i) for i in range(cuda.device_count())}
+    kind, count = accelerator.kind(), accelerator.count()
+    named: Any = getattr(torch.get_device_module(kind), "get_device_name", None)
+    names = {f"{kind}:{i}": named(i) if named else kind for i in range(count)}
     return {"cpu": platform.processor() or platform.machine(), **names}
 
 

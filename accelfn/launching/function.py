@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import cloudpickle
 import torch
 
-from accelfn.base import codec
+from accelfn.base import accelerator, codec
 from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
-from accelfn.errors import ArgumentError, LaunchError, RankFailedError
+from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.script import run_here
 from accelfn.world.axes import resolved
+from accelfn.world.device import check_kind, known_device
 from accelfn.world.environment import asked_size
 
 if TYPE_CHECKING:
@@ -130,21 +131,20 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
 
 
 def _check_device(device: Any, size: int) -> None:
-    count = torch.cuda.device_count()
-    default = "cuda" if count else "cpu"
+    kind = accelerator.kind()
     try:
-        asked = torch.device(default if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        msg = f"af.launch(device={device!r}): torch knows no such device: {error}"
+        asked = known_device(kind if device is None else device)
+        check_kind(asked)
+    except WorldError as error:
+        msg = f"af.launch(device={device!r}): {error}"
         raise ArgumentError(msg) from error
-    if asked.type not in ("cpu", "cuda"):
-        msg = f"af.launch(device={device!r}): expected cpu or cuda."
-        raise ArgumentError(msg)
     needed = size if asked.index is None else asked.index + 1
-    if asked.type == "cuda" and needed > count:
+    count = accelerator.count() if asked.type == kind else 0
+    if asked.type != "cpu" and needed > count:
         msg = (
-            f"af.launch({size}, fn, device={device!r}): that takes {needed} GPUs, and"
-            f' torch sees {count} here. Start fewer ranks, or pass device="cpu".'
+            f"af.launch({size}, fn, device={device!r}): that takes {needed} devices of type"
+            f" {asked.type!r}, and torch sees {count} here. Start fewer ranks, or pass"
+            ' device="cpu".'
         )
         raise ArgumentError(msg)
 

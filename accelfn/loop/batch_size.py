@@ -173,8 +173,8 @@ def _clear_frames(error: BaseException) -> None:
 def _free(world: World) -> None:
     """Give memory back, of objects too that refer to themselves."""
     gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if world.device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def _who(tried: _Try[R]) -> str:

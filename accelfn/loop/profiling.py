@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import profiler as torch_profiler
 
+from accelfn.base import accelerator
 from accelfn.base.arguments import as_path, check_integer
 from accelfn.base.calling import called
 from accelfn.base.contexts import is_profiled
@@ -39,9 +39,12 @@ class Profiler:
         self._has_shapes = recorded["record_shapes"] or recorded["with_flops"]
         self.num_steps = 0
         self.is_written = False
-        activities = [torch_profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch_profiler.ProfilerActivity.CUDA)
+        known = torch_profiler.ProfilerActivity
+        # which has no entry for a make of device that it cannot look into
+        device: Any = getattr(known, accelerator.kind().upper(), known.CPU)
+        if device is known.CPU and accelerator.count():
+            device = known.PrivateUse1
+        activities = list(dict.fromkeys([known.CPU, device]))
         self._torch = torch_profiler.profile(
             activities=activities,
             schedule=schedule,

@@ -97,7 +97,28 @@ def materialize(
         with draws.seeded(draws.key(seed, name, "init"), torch.device("cpu")):
             module = source()
     check_module(module, source)
-    return cast("nn.Module", module).to(device)
+    return _moved(cast("nn.Module", module), device)
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return the module on a device, with each tensor there once, as it was here.
+
+    `Module.to` makes a buffer of two names two, and on devices of some makes a parameter too.
+    """
+    tables = [(m._parameters, m._buffers) for m in module.modules()]  # pyright: ignore[reportPrivateUsage]
+    before = [
+        (table, name, tensor)
+        for pair in tables
+        for table in pair
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    module.to(device)
+    first: dict[int, Any] = {}
+    for table, name, tensor in before:
+        made: Any = table[name]
+        cast("dict[str, Any]", table)[name] = first.setdefault(id(tensor), made)
+    return module
 
 
 def check_factory(source: object) -> None:

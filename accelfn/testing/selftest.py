@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from accelfn.base import accelerator
 from accelfn.checkpoint import load, save
 from accelfn.collectives import (
     all_ranks,
@@ -45,8 +46,8 @@ def main(num_ranks: int) -> None:
     """Test this machine, and print a line for each thing that works."""
     signal.alarm(_LONGEST)
     started = time.monotonic()
-    # one GPU is no place for two ranks, which its line then shows
-    device = "cpu" if torch.cuda.device_count() < num_ranks else None
+    # one device is no place for two ranks, which its line then shows
+    device = "cpu" if accelerator.count() < num_ranks else None
     with World.from_env(timeout=_TIMEOUT, device=device) as world:
         _show("world", f"{world.size} ranks on {world.device.type}", world, started)
         for name, test in _TESTS.items():

@@ -8,6 +8,8 @@ from typing import (
     TypeVar,
 )
 
+import torch
+
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.faults import Fault
 from accelfn.testing.simulation.plan import Plan, Run
@@ -27,6 +29,7 @@ def simulate(
     sums: Sums = "ranks",
     seed: int = 0,
     axes: Mapping[str, int] | None = None,
+    device: str | torch.device = "cpu",
     also: Literal["processes"] | None = None,
 ) -> Run[T]:
     """Run `fn(world)` on every rank of a simulated world, in this process.
@@ -50,11 +53,14 @@ def simulate(
             another rank on, as Gloo and NCCL do; "tree", by pairs. On 2 ranks all are one.
         seed: of the ranks' random generators; each rank draws its own.
         axes: the axes of the world, as `World.from_env` takes them: {"dp_shard": 4, "tp": 2}.
+        device: on which all ranks compute, "cpu" or any of torch.accelerator: "cuda", "xpu", ...
+            They share it, and each has random generators of its own on it.
         also: "processes" runs the same on real processes joined by Gloo, and compares the
             results bit by bit. `fn` must then be importable.
 
     Raises:
         CollectiveMismatchError: ranks met in different collectives; a table says which.
+        WorldError: the device is not there.
         DeadlockError: ranks wait for what no rank will do.
         RankCrashedError: a rank crashed, as was planned.
         Exception: what a rank raised first, with a note on how to repeat the run.
@@ -67,8 +73,8 @@ def simulate(
     That is where torch computes in one thread: ranks then share a core, and so do processes
     that they start, of which a DataLoader warns. In several threads it is twice that.
 
-    Limits: no real network, no streams of a device, no two ranks at once; no groups but those of
-    `axes`.
+    Limits: no real network, one stream of a device for all ranks, no two ranks at once; no
+    groups but those of `axes`.
     The future of a collective is done when it is asked for. A thread that a rank starts is
     none of its world. A rank that loops without a collective is stopped by an interrupt only.
 
@@ -78,7 +84,7 @@ def simulate(
         >>> simulate(2, lambda world: world.rank).results
         (0, 1)
     """
-    plan = Plan(size, fn, schedule, faults, sums, seed, axes or {})
+    plan = Plan(size, fn, schedule, faults, sums, seed, axes or {}, device)
     if also not in (None, "processes"):
         msg = f'simulate(also={also!r}): expected "processes" or None.'
         raise ArgumentError(msg)

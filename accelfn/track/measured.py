@@ -12,15 +12,15 @@ from accelfn.world import World
 
 @called
 def peak_memory_bytes(world: World) -> int:
-    """Return the most memory this rank has used: of its GPU's, or the process's own.
+    """Return the most memory this rank has used: of its device's, or the process's own.
 
-    On a GPU it is what torch has allocated at most, on the CPU the largest resident set.
+    On an accelerator it is what torch has allocated at most, on the CPU the largest resident set.
 
     Example:
         >>> peak_memory_bytes(World.single()) > 1_000_000
         True
     """
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device)
+    if world.device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(world.device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024

@@ -69,7 +69,7 @@ def join(
         )
         raise WorldError(msg)
     if backend is None:
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = _backend(device)
     try:
         store = _meet(place, max(timeout, LEAST_TO_MEET))
         store.set_timeout(timedelta(seconds=timeout))
@@ -87,6 +87,21 @@ def join(
         )
         raise WorldError(msg) from error
     return _connection(place, dist.group.WORLD, store), True
+
+
+def _backend(device: torch.device) -> str:
+    """Return what torch joins such devices by, beside what joins processors."""
+    if device.type == "cpu":
+        return "gloo"
+    known = dist.Backend.default_device_backend_map
+    if device.type not in known:
+        msg = (
+            f"torch.distributed has no backend for devices of type {device.type!r}; it has"
+            f" {', '.join(known)}. Import the package that registers one, or name it:"
+            f' World.from_env(backend="cpu:gloo,{device.type}:...").'
+        )
+        raise WorldError(msg)
+    return f"cpu:gloo,{device.type}:{known[device.type]}"
 
 
 def _connection(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 import torch
@@ -25,6 +25,7 @@ from accelfn.base.words import foreign
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
+from accelfn.world.device import chosen_device, known_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,14 +40,6 @@ _LONGEST = 10.0**9
 def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
     """Return what joins the ranks: that of another world, or a new one."""
     return group if isinstance(group, Connection) else Connection(group)
-
-
-def _known(device: Any) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        msg = f"Device {device!r} is none that torch knows: {error}"
-        raise WorldError(msg) from error
 
 
 @called
@@ -75,7 +68,7 @@ class World:
     local_size: int = 1
     node_rank: int = 0
     device: torch.device = attrs.field(
-        factory=lambda: torch.device("cpu"), converter=_known
+        factory=lambda: torch.device("cpu"), converter=known_device
     )
     checked: bool = False
     axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
@@ -124,7 +117,8 @@ class World:
         """Return the world of one process, without a process group.
 
         Args:
-            device: default the first GPU where torch sees one, else the CPU.
+            device: "cpu", or any of torch.accelerator: "cuda", "xpu", "mps", "npu", ...; default
+                its first where torch sees one, else the CPU.
 
         Raises:
             WorldError: the environment asks for more than one process, this is a simulated
@@ -145,7 +139,7 @@ class World:
             from accelfn.world.meeting import refuse_open_group  # noqa: PLC0415
 
             refuse_open_group()
-        return cls(device=_device(device, local_rank=0))
+        return cls(device=chosen_device(device, local_rank=0))
 
     @classmethod
     @called
@@ -170,8 +164,10 @@ class World:
         Args:
             timeout: seconds after which a collective that some rank does not join fails. They
                 are also what ranks have to meet at the start, which is a minute at least.
-            backend: of torch.distributed; default "gloo" on CPU, "cpu:gloo,cuda:nccl" on GPU.
-            device: default the GPU of the local rank where torch sees GPUs, else the CPU.
+            backend: of torch.distributed; default "gloo" on CPU, elsewhere the one that torch
+                has for the device, beside gloo: "cpu:gloo,cuda:nccl".
+            device: "cpu", or any of torch.accelerator: "cuda", "xpu", "mps", "npu", ...; default
+                that of the local rank where torch sees some, else the CPU.
             checked: whether ranks compare what they are about to do before each of accelfn's
                 collectives, so that a mismatch is a `CollectiveMismatchError` on all of them
                 and no hang, abort or wrong number. It costs a gather of 8 bytes a call. What
@@ -209,9 +205,9 @@ class World:
         if place is None or place.is_alone:
             refuse_open_group()
             return cls(
-                device=_device(device, local_rank=0), checked=checked, axes=sizes
+                device=chosen_device(device, local_rank=0), checked=checked, axes=sizes
             )
-        chosen = _device(device, local_rank=place.local_rank)
+        chosen = chosen_device(device, local_rank=place.local_rank)
         connection, owned = join(place, backend=backend, device=chosen, timeout=timeout)
         if sizes:
             from accelfn.world.mesh import open_groups  # noqa: PLC0415
@@ -381,28 +377,3 @@ class World:
 def _raised(error: BaseException) -> str:
     first = str(error).partition("\n")[0]
     return f"raised {type(error).__name__}{first and f': {first}'}"
-
-
-def _device(asked: str | torch.device | None, *, local_rank: int) -> torch.device:
-    """Return the device asked for, or the local rank's GPU, or the CPU."""
-    count = torch.cuda.device_count()
-    if asked is None:
-        if count == 0:
-            return torch.device("cpu")
-        asked = torch.device("cuda", local_rank)
-    chosen = _known(asked)
-    if chosen.type not in ("cpu", "cuda"):
-        msg = f"Device {asked!r} cannot be trained on here; expected cpu or cuda."
-        raise WorldError(msg)
-    if chosen.type == "cuda":
-        index = local_rank if chosen.index is None else chosen.index
-        if index >= count:
-            msg = (
-                f"Device cuda:{index} was asked for (local rank {local_rank}), but"
-                f" torch sees {count} GPUs. Start fewer ranks per machine, or pass"
-                ' device="cpu".'
-            )
-            raise WorldError(msg)
-        chosen = torch.device("cuda", index)
-        torch.cuda.set_device(chosen)
-    return chosen

@@ -135,7 +135,7 @@ MUTANTS = [
         "L55: a launch on a machine without a GPU starts nothing",
         test_launch_calls.test_a_launch_is_what_its_settings_say,
         cli._num_processes,
-        "max(1, torch.cuda.device_count()) → torch.cuda.device_count()",
+        "max(1, accelerator.count()) → accelerator.count()",
     ),
     Mutant(
         "a launch with --max-restarts does not start its ranks again",

@@ -227,7 +227,7 @@ MUTANTS = [
         "asked.index + 1 → asked.index",
         args={
             "given": {"device": "cuda:99"},
-            "said": "takes 100 GPUs, and torch sees",
+            "said": "takes 100 devices of type 'cuda', and torch sees",
         },
     ),
 ]

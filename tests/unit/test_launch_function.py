@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nbclient import NotebookClient
 
 import accelfn as af
+from accelfn.base import accelerator
 from tests.waiting import HANGS
 
 pytestmark = pytest.mark.ranks(2)
@@ -108,10 +109,11 @@ def test_a_number_of_ranks(size):
         ({"timeout": True}, "timeout=True"),
         ({"axes": {"dp_shard": 3}}, "af.launch.*3, do not multiply to"),
         ({"axes": {"dp": 2}}, "'dp' is no axis"),
-        ({"device": "foo"}, "device='foo'.*knows no such device"),
-        ({"device": 1.5}, "device=1.5.*knows no such device"),
-        ({"device": "meta"}, "device='meta'.*expected cpu or cuda"),
-        ({"device": "cuda:99"}, "takes 100 GPUs, and torch sees"),
+        ({"device": "foo"}, "device='foo'.*none that torch knows"),
+        ({"device": 1.5}, "device=1.5.*none that torch knows"),
+        ({"device": "meta"}, "device='meta'.*expected cpu or an accelerator"),
+        ({"device": "xla"}, "torch_xla.*TorchTPU"),
+        ({"device": "cuda:99"}, "takes 100 devices of type 'cuda', and torch sees"),
     ],
 )
 def test_what_no_rank_could_do(monkeypatch, given, said):
@@ -122,12 +124,15 @@ def test_what_no_rank_could_do(monkeypatch, given, said):
         af.launch(2, fn, **given)
 
 
-def test_more_ranks_than_gpus(monkeypatch):
-    """Each rank has a GPU of its own where there are GPUs, unless it is told otherwise."""
+def test_more_ranks_than_devices(monkeypatch):
+    """Each rank has a device of its own where there are some, unless it is told otherwise."""
     monkeypatch.setattr("accelfn.launching.function.run_here", None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for device in (None, "cuda"):
-        with pytest.raises(af.ArgumentError, match="takes 3 GPUs, and torch sees 2"):
+    monkeypatch.setattr(accelerator, "count", lambda: 2)
+    monkeypatch.setattr(accelerator, "kind", lambda: "xpu")
+    for device in (None, "xpu"):
+        with pytest.raises(
+            af.ArgumentError, match="takes 3 devices of .*, and torch sees 2"
+        ):
             af.launch(3, print, device=device)
 
 

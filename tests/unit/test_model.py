@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's users know
 
 import accelfn as af
+from accelfn.structure.skeleton import materialize
 from tests.states import bits
 
 torch.set_num_threads(1)
@@ -157,6 +158,24 @@ def test_tied_weight_is_one_entry():
     """A tied weight stands once in the state, under its first name."""
     state = af.TrainState.create(model=Tied, optimizer=SGD)
     assert list(state.params) == ["embed.weight", "body.weight", "body.bias"]
+
+
+def test_what_is_shared_is_shared_on_any_device():
+    """A parameter or buffer of two names is one there too, as `Module.to` does not leave it."""
+
+    class Shared(nn.Sequential):
+        def __init__(self):
+            layers = nn.Linear(3, 3), nn.Linear(3, 3)
+            super().__init__(*layers, nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+            self[1].weight = self[0].weight
+            self[3].running_mean = self[2].running_mean
+
+    meta = torch.device("meta")
+    moved = materialize(Shared(), seed=0, name="model", device=meta)
+    assert moved[1].weight is moved[0].weight
+    assert moved[3].running_mean is moved[2].running_mean
+    assert {each.device for each in moved.state_dict().values()} == {meta}
+    assert moved[1].bias is not moved[0].bias
 
 
 @pytest.mark.parametrize("make", [SGD, partial(torch.optim.AdamW, lr=0.1)])

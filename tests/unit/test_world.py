@@ -162,7 +162,9 @@ def test_create_without_a_world_does_not_hide_a_world_of_many(env):
 def test_device_that_is_not_there(env, device):
     """A GPU asked for on a machine without one is refused, never replaced by the CPU."""
     env()
-    with pytest.raises(af.WorldError, match=r"cuda:\d was asked for.*0 GPUs"):
+    with pytest.raises(
+        af.WorldError, match=r"cuda:\d was asked for.*0 devices of that type"
+    ):
         af.World.single(device=device)
     with pytest.raises(af.WorldError, match=r"cuda:\d was asked for"):
         af.World.from_env(device=device)
@@ -175,6 +177,25 @@ def test_device_of_another_kind(env, device):
     env()
     with pytest.raises(af.WorldError, match=device):
         af.World.single(device=device)
+
+
+@pytest.mark.parametrize("device", ["xla", "xla:0", torch.device("xla", 1)])
+def test_the_device_of_torch_xla(env, device):
+    """torch_xla ends before this torch begins; what is there for TPUs now is named."""
+    env()
+    for make in (af.World.single, af.World.from_env):
+        with pytest.raises(af.WorldError, match=r"torch_xla's .* 2\.9.*TorchTPU"):
+            make(device=device)
+
+
+def test_a_device_that_no_backend_joins():
+    """Ranks of a device that torch.distributed knows nothing of are refused by name."""
+    for kind, backend in (("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl")):
+        assert meeting._backend(torch.device(kind)) == backend
+    with pytest.raises(
+        af.WorldError, match=r"no backend for .* 'maia'.*backend=.*maia:"
+    ):
+        meeting._backend(torch.device("maia"))
 
 
 @pytest.mark.filterwarnings("ignore:Device capability of no_such_backend unknown")

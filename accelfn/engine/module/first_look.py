@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accelfn.base import tree
+from accelfn.base import draws, tree
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError
 
@@ -42,24 +42,23 @@ def untouched(model: nn.Module, device: torch.device) -> Generator[Any]:
     modules = [*model.modules()]
     training = [module.training for module in modules]
     tables = [(m._buffers, dict(m._buffers)) for m in modules]  # pyright: ignore[reportPrivateUsage]
-    devices = [device] if device.type == "cuda" else []
+    generators = draws.generators(device)
 
     def state() -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+        return [each.get_state() for each in generators]
 
+    before = state()
     try:
-        with (
-            torch.random.fork_rng(devices),
-            torch.no_grad(),
-        ):
+        with torch.no_grad():
             for table, buffers in tables:
                 table.update(
                     {n: b if b is None else b.clone() for n, b in buffers.items()}
                 )
             model.eval()
-            before = state()
             yield lambda: not all(map(torch.equal, before, state()))
     finally:
+        for each, kept in zip(generators, before, strict=True):
+            each.set_state(kept)
         for module, was in zip(modules, training, strict=True):
             module.training = was
         for table, buffers in tables:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from accelfn.base import tree
+from accelfn.base import accelerator, tree
 from accelfn.base.arguments import check_integer
 from accelfn.base.shards import is_shard
 from accelfn.data import Batch
@@ -264,7 +264,7 @@ def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
 def _draws_kept() -> Generator[None]:
     """Put the process's random generators back afterwards."""
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
-    devices = range(torch.cuda.device_count())
+    devices = range(accelerator.count())
     with torch.random.fork_rng(devices=devices):
         try:
             yield

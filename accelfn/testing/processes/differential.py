@@ -41,12 +41,19 @@ def check_comparable(plan: Plan) -> None:
     A schedule is not refused: results must not depend on it, so processes may have theirs.
 
     Raises:
-        ArgumentError: faults are planned, or the function cannot be sent to a process.
+        ArgumentError: faults or a device are planned, or the function cannot be sent to a
+            process.
     """
     if plan.faults:
         msg = (
             f'simulate(also="processes", faults={list(plan.faults)}): faults happen in a'
             " simulated world only. Leave out one of the two."
+        )
+        raise ArgumentError(msg)
+    if plan.device.type != "cpu":
+        msg = (
+            f'simulate(also="processes", device={str(plan.device)!r}): processes are joined'
+            " by Gloo, on the CPU. Leave out one of the two."
         )
         raise ArgumentError(msg)
     try:
@@ -99,7 +106,7 @@ def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
 
 def _run_on_rank(world: World, fn: Callable[[World], Any], seed: int) -> dict[str, Any]:
     """Run a program as a simulated rank runs it, and return its result's leaves."""
-    seed_rank(seed, world.rank)
+    seed_rank(seed, world.rank, world.device)
     return _leaves_by_path(fn(world))
 
 

@@ -24,7 +24,7 @@ from torch import overrides
 from torch.distributed import distributed_c10d
 from torch.utils import _device
 
-from accelfn.base import draws
+from accelfn.base import accelerator, draws
 from accelfn.testing.simulation import dtensors
 from accelfn.testing.simulation.registry import Registry
 
@@ -46,7 +46,7 @@ _ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
 class _Kept:
     """One rank's share of the process."""
 
-    generator: torch.Tensor
+    generators: list[torch.Tensor]
     python: Any
     bits: np.random.BitGenerator
     normal: dict[str, Any]
@@ -54,9 +54,9 @@ class _Kept:
     attributes: list[Any]
 
     @classmethod
-    def of_process(cls) -> "_Kept":
+    def of_process(cls, device: torch.device) -> "_Kept":
         return cls(
-            generator=torch.default_generator.get_state(),
+            generators=[each.get_state() for each in draws.generators(device)],
             python=random.getstate(),
             bits=mtrand.get_bit_generator(),
             normal=draws.normal_of_numpy(),
@@ -64,8 +64,9 @@ class _Kept:
             attributes=[getattr(module, name) for module, name in _ATTRIBUTES],
         )
 
-    def put_back(self) -> None:
-        torch.default_generator.set_state(self.generator)
+    def put_back(self, device: torch.device) -> None:
+        for each, state in zip(draws.generators(device), self.generators, strict=True):
+            each.set_state(state)
         random.setstate(self.python)
         mtrand.set_bit_generator(self.bits)
         draws.put_back_normal_of_numpy(self.normal)
@@ -78,50 +79,54 @@ class _Kept:
 class Ambient:
     """Each rank's share of the process, swapped in and out with its turn."""
 
-    def __init__(self, seed: int, registries: Sequence[Registry]) -> None:
-        """Take the seed of all ranks, and what torch is to know of groups in each."""
+    def __init__(
+        self, seed: int, registries: Sequence[Registry], device: torch.device
+    ) -> None:
+        """Take the seed of all ranks, what torch is to know of groups in each, their device."""
         self._seed = seed
         self._registries = registries
-        self._callers = _Kept.of_process()
+        self._device = device
+        self._callers = _Kept.of_process(device)
         self._kept: dict[int, _Kept] = {}
 
     def enter(self, rank: int) -> None:
         """Make the process this rank's."""
         kept = self._kept.get(rank)
         if kept is None:
-            self._callers.put_back()
+            self._callers.put_back(self._device)
             mtrand.set_bit_generator(np.random.MT19937(0))
-            seed_rank(self._seed, rank)
+            seed_rank(self._seed, rank, self._device)
             setattr(*_FILTERS, list(warnings.filters))
             setattr(*_GROUPS, self._registries[rank])
             setattr(*_TURN, draws.Turn())
             dtensors.tell_rank()
         else:
-            kept.put_back()
+            kept.put_back(self._device)
 
     def leave(self, rank: int) -> None:
         """Keep what this rank made of it."""
-        self._kept[rank] = _Kept.of_process()
+        self._kept[rank] = _Kept.of_process(self._device)
 
 
-def seed_rank(seed: int, rank: int) -> None:
+def seed_rank(seed: int, rank: int, device: torch.device) -> None:
     """Seed the process's generators as this rank's are at its start."""
     number = draws.key(seed, "rank", rank)
-    torch.default_generator.manual_seed(number)
+    for each in draws.generators(device):
+        each.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002 - the one that users' code draws from
 
 
 @contextmanager
-def process_kept() -> Generator[None]:
+def process_kept(device: torch.device) -> Generator[None]:
     """Put the process back as it was, whatever ranks do to it."""
-    kept = _Kept.of_process()
+    kept = _Kept.of_process(device)
     deterministic = _deterministic()
     environment = dict(os.environ)
     try:
         yield
     finally:
-        kept.put_back()
+        kept.put_back(device)
         if _deterministic() != deterministic:  # setting it imports a compiler
             torch.use_deterministic_algorithms(
                 deterministic[0], warn_only=deterministic[1]
@@ -139,31 +144,41 @@ def _deterministic() -> tuple[bool, bool]:
     )
 
 
-def callers_modes() -> Callable[[], AbstractContextManager[object]]:
-    """Return what enters, in another thread, the modes that are on in this one."""
+def callers_modes(
+    device: torch.device,
+) -> Callable[[], AbstractContextManager[object]]:
+    """Return what enters, in another thread, the modes that are on in this one.
+
+    There a device's backward pass stays in the thread, which is that of a rank: torch would
+    run it in one of the device's own, where the hooks of any rank would be the process's.
+    """
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     threads = torch.get_num_threads()
     cache = torch.is_autocast_cache_enabled()
     casts = [
         (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
+        for kind in dict.fromkeys(["cpu", accelerator.kind()])
         if torch.is_autocast_enabled(kind)
     ]
     modes = overrides._get_current_function_mode_stack()
-    device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
     def enter() -> ExitStack:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         torch.set_autocast_cache_enabled(cache)
-        torch._GLOBAL_DEVICE_CONTEXT.device_context = device
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = default
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(mode=inference))
         stack.enter_context(torch.set_grad_enabled(grad))
         for kind, dtype in casts:
             cast = torch.autocast(kind, dtype=dtype, cache_enabled=cache)
             stack.enter_context(cast)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)
+            one_thread = torch.autograd.set_multithreading_enabled(mode=False)
+            stack.enter_context(one_thread)
         stack.callback(_leave_function_modes)
         for mode in modes:
             overrides._push_mode(mode)

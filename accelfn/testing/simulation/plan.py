@@ -2,6 +2,7 @@
 """A simulated run as a value: what was asked for, and what it gave."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import (
     Any,
     Generic,
@@ -11,6 +12,7 @@ from typing import (
 )
 
 import attrs
+import torch
 
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.exchange import Entry
@@ -18,6 +20,7 @@ from accelfn.testing.simulation.faults import Fault
 from accelfn.testing.simulation.sums import Sums
 from accelfn.world import World
 from accelfn.world.axes import resolved
+from accelfn.world.device import chosen_device
 
 T = TypeVar("T")
 
@@ -64,6 +67,10 @@ class Plan:
     sums: Sums = "ranks"
     seed: int = 0
     axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
+    device: torch.device = attrs.field(
+        factory=lambda: torch.device("cpu"),
+        converter=partial(chosen_device, local_rank=0),
+    )
 
     def __attrs_post_init__(self) -> None:
         """Refuse what no world can be."""
@@ -107,6 +114,8 @@ class Plan:
             parts.append(f"sums={self.sums!r}")
         if self.axes:
             parts.append(f"axes={dict(self.axes)}")
+        if self.device.type != "cpu":
+            parts.append(f"device={str(self.device)!r}")
         if self.seed:
             parts.append(f"seed={self.seed}")
         return f"accelfn.testing.simulate({', '.join(parts)})"

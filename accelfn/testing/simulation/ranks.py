@@ -48,7 +48,7 @@ def _floor() -> Generator[None]:
 
 def simulated(plan: Plan) -> Run[Any]:
     """Run a program on simulated ranks."""
-    with _floor(), process_kept():
+    with _floor(), process_kept(plan.device):
         return _run(plan)
 
 
@@ -61,7 +61,7 @@ def _run(plan: Plan) -> Run[Any]:
     ]
     run = _Run(exchange)
     registries = [Registry.of(group) for group in groups]
-    ambient = Ambient(plan.seed, registries)
+    ambient = Ambient(plan.seed, registries, plan.device)
     exchange.turns = Turns(
         plan.size,
         plan.schedule,
@@ -69,7 +69,7 @@ def _run(plan: Plan) -> Run[Any]:
         on_leave=ambient.leave,
         on_enter=ambient.enter,
     )
-    enter_modes = callers_modes()
+    enter_modes = callers_modes(plan.device)
     results: list[Any] = [None] * plan.size
     errors: list[Ended] = []
 
@@ -114,6 +114,7 @@ def _world(rank: int, plan: Plan, room: "_Room") -> World:
         size=plan.size,
         local_rank=rank,
         local_size=plan.size,
+        device=plan.device,
         axes=plan.axes,
         group=connection,
     )
