@@ -46,6 +46,25 @@ def generators(device: torch.device) -> Sequence[torch.Generator]:
     return (made[index],)
 
 
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that torch has had of a device's memory.
+
+    Raises:
+        WorldError: it does not count them there.
+    """
+    asked: Any = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    if asked is None:
+        msg = f"Device {device}: torch.{device.type} does not say how much memory was had."
+        raise WorldError(msg)
+    return asked(device)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Let others have the memory that torch keeps of a device without a use for it."""
+    if device.type != "cpu":
+        getattr(torch.get_device_module(device), "empty_cache", int)()
+
+
 @cache
 def _pins(kind_of_device: str) -> bool:
     """Whether torch has host memory from which such a device copies by itself."""
@@ -72,5 +91,4 @@ def staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device, to which it is under way; nobody waits."""
-    ready = staged(tensor, device)
-    return ready.to(device, non_blocking=_pins(device.type))
+    return staged(tensor, device).to(device, non_blocking=_pins(device.type))

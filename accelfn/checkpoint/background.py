@@ -42,8 +42,8 @@ class Buffers:
             held = self._held.get(name)
             if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
                 held = host_memory(tensor.shape, tensor.dtype, tensor.device)
-            copies[name] = held.copy_(tensor.detach(), non_blocking=held.is_pinned())
-            if held.is_pinned():
+            copies[name] = held.copy_(tensor.detach(), non_blocking=True)
+            if not tensor.is_cpu:
                 devices.add(tensor.device)
         for device in devices:
             arrived = torch.Event(device)

@@ -18,6 +18,7 @@ from torch._utils import (
 )
 
 from accelfn.base import lists
+from accelfn.base.accelerator import sent
 from accelfn.base.arguments import Number
 from accelfn.base.calling import called
 from accelfn.collectives.agreed import agreed, alike, check_world
@@ -228,15 +229,8 @@ def sum_named(
     """
     names = sorted(numbers)  # the same order on all ranks
     world = agreed(world, kind, label, dict.fromkeys(names))
-    # float64 where the device has it; MPS, which has not, is no device of a world
-    flat = torch.stack(
-        [
-            torch.as_tensor(x, dtype=torch.float64, device=world.device)
-            .detach()
-            .reshape(())
-            for x in (*_told(names), *(x for name in names for x in numbers[name]))
-        ]
-    )
+    told = (*_told(names), *(x for name in names for x in numbers[name]))
+    flat = _in_a_row(told, _adds_on(world))
     sum_(flat, world, label=label)
     told = flat.tolist()
     if _differ(told[:6], world):
@@ -244,6 +238,34 @@ def sum_named(
     parts = iter(told[6:])
     sums = {name: [next(parts) for _ in numbers[name]] for name in names}
     return {name: sums[name] for name in numbers}
+
+
+def _adds_on(world: World) -> torch.device:
+    """Return where numbers are added in float64: on the host if this rank adds alone."""
+    has_no_float64 = world.device.type == "mps"
+    here = world.size == 1 or has_no_float64
+    return torch.device("cpu") if here else world.device
+
+
+def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
+    """Return numbers as one vector on a device, to which the host's are under way together."""
+    there = {
+        i: number
+        for i, number in enumerate(numbers)
+        if isinstance(number, torch.Tensor) and not number.is_cpu
+    }
+    here = [0.0 if i in there else _read(number) for i, number in enumerate(numbers)]
+    row = sent(torch.tensor(here, dtype=torch.float64), device)
+    if not there:
+        return row
+    parts = [*row.unbind()]
+    for i, number in there.items():
+        parts[i] = number.detach().reshape(()).to(device).double()
+    return torch.stack(parts)
+
+
+def _read(number: Number) -> float:
+    return float(number.detach() if isinstance(number, torch.Tensor) else number)
 
 
 def _told(names: Sequence[str]) -> list[int]:

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Subset
 
 from accelfn.base import tree
+from accelfn.base.accelerator import sent
 from accelfn.collectives import all_gather, first_difference, gather_text
 from accelfn.data.described import Described
 from accelfn.data.epoch import epoch_of
@@ -139,7 +140,7 @@ def _form(data: Described, looks: Looks | None) -> tuple[dict[str, str], Looks |
 def _are_told_alike(form: dict[str, str], looks: Looks | None, world: World) -> bool:
     """Compare 8 bytes that stand for what each rank sees."""
     mine = _digest(json.dumps([form, looks and looks.seen()]).encode())
-    told = torch.frombuffer(bytearray(mine), dtype=torch.int64).to(world.device)
+    told = sent(torch.frombuffer(bytearray(mine), dtype=torch.int64), world.device)
     return len({int(each) for each in all_gather(told, world, label=_LABEL)}) == 1
 
 

@@ -90,13 +90,23 @@ class Buffers:
         for each in self._found:
             self._place(each, self._scratch[each.name])
 
-    def commit(self, written: Mapping[str, torch.Tensor]) -> None:
-        """Write the values into the state's own buffers."""
+    def commit(
+        self, written: Mapping[str, torch.Tensor], skip: torch.Tensor | None = None
+    ) -> None:
+        """Write the values into the state's own buffers; where `skip` is 1, nothing."""
         for name, value in written.items():
             if self._home[name].shape != value.shape:
                 self._home[name].data = value.clone()
-        names = list(written)
-        lists.copy_([self._home[n] for n in names], [written[n] for n in names])
+        own = [self._home[name] for name in written]
+        new = [*written.values()]
+        if skip is not None:
+            pairs = zip(own, new, strict=True)
+            new = [torch.where(skip != 0, old, value) for old, value in pairs]
+        lists.copy_(own, new)
+
+    def keep_shapes(self, written: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the values fit into the state's own buffers, so that a device can decide."""
+        return all(self._home[n].shape == value.shape for n, value in written.items())
 
     def _place(self, each: _Buffer, values: torch.Tensor) -> None:
         """Let the module's buffer have these values, as its memory."""

@@ -22,6 +22,7 @@ from accelfn.data.cursor import Cursor
 from accelfn.definition.fields import check_returned
 from accelfn.engine.agreement import check_definitions, check_gradients
 from accelfn.engine.buffers import Buffers
+from accelfn.engine.elsewhere import refuse_elsewhere
 from accelfn.engine.home import Home, home_of
 from accelfn.engine.module.made import made
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
@@ -148,8 +149,10 @@ class Engine:
             tensors = tensors if live is None else {}  # they are freed
             written = self._buffers.end()
             self._live = tensors
-        except BaseException:
+        except BaseException as error:
             self._abandon(state)
+            if type(error) is RuntimeError:  # of torch, and no lack of memory
+                refuse_elsewhere(samples, self._device, error)
             raise
         if samples.known == 0:
             of_all = {n: t for n, t in written.items() if n in self._of_all_ranks}
@@ -226,22 +229,21 @@ class Engine:
         if self.live_update is not None:
             self.live_update.forget()
 
-    @property
-    def skips(self) -> bool:
-        """Whether the optimizer's kernel leaves an update out by a flag on the device."""
-        return self._optimizer.skips
+    def can_skip(self, grads: Grads) -> bool:
+        """Whether a flag on the device can leave an update out, with what it has written."""
+        return self._optimizer.skips and self._buffers.keep_shapes(grads.buffers)
 
     def update(
         self, grads: Grads, hyper: Assignments, skip: torch.Tensor | None = None
     ) -> OptState:
         """Step the optimizer on the state's tensors, in place; return its state by name.
 
-        Where `skip` is 1 on the device, the optimizer's kernel leaves all as it is.
+        Where `skip` is 1 on the device, all is left as it is.
         """
         taken = grads.taken
         divisor = None if taken.is_mean else taken.denominator
         opt_state = self._optimizer.update(hyper, divisor, skip)
-        return self._ended(grads, opt_state)
+        return self._ended(grads, opt_state, skip)
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
@@ -249,11 +251,13 @@ class Engine:
         """Return what calls `fn(model, ...)`, on a model of these in evaluation mode."""
         return self._home.lend(params, buffers)
 
-    def _ended(self, grads: Grads, opt_state: OptState) -> OptState:
+    def _ended(
+        self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
+    ) -> OptState:
         """Leave nothing of an update but the state after it."""
         self._home.clear_gradients()
         if grads.buffers:
-            self._buffers.commit(grads.buffers)
+            self._buffers.commit(grads.buffers, skip)
         self._live, self._live_buffers = None, {}
         self._bound = (self._bound[0], self._bound[1], opt_state)
         return opt_state

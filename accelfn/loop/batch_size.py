@@ -15,6 +15,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from accelfn.base import accelerator
 from accelfn.base.arguments import check_integer
 from accelfn.base.calling import called
 from accelfn.collectives import all_gather, naming
@@ -173,8 +174,7 @@ def _clear_frames(error: BaseException) -> None:
 def _free(world: World) -> None:
     """Give memory back, of objects too that refer to themselves."""
     gc.collect()
-    if world.device.type != "cpu":
-        torch.accelerator.empty_cache()
+    accelerator.give_back_memory(world.device)
 
 
 def _who(tried: _Try[R]) -> str:

@@ -4,6 +4,11 @@
 import attrs
 import torch
 
+from accelfn.base.accelerator import host_memory
+
+LOOK_EVERY = 100
+"""Updates after which a device is asked for what it counts, where nobody else asks."""
+
 
 @attrs.define(eq=False)
 class Skips:
@@ -25,7 +30,7 @@ class Skips:
         """Return a count that is on its way from now on."""
         if count.is_cpu:
             return cls(tried, count, count, None)
-        host = torch.empty_like(count, device="cpu", pin_memory=True)
+        host = host_memory(count.shape, count.dtype, count.device)
         host.copy_(count, non_blocking=True)
         arrived = torch.Event(count.device)
         arrived.record()

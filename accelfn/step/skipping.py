@@ -36,11 +36,11 @@ def _reads_at_once(device: torch.device) -> bool:
 
 
 def _left_to_device(update: Update, engine: Engine) -> bool:
-    """Whether the optimizer's kernel skips the update by itself, so that nobody waits.
+    """Whether the device skips the update by itself, so that nobody waits.
 
-    It can where the optimizer is all that an update changes.
+    It can where an update changes nothing beside the optimizer's state and buffers.
     """
-    if _reads_at_once(update.world.device) or update.grads.buffers or not engine.skips:
+    if _reads_at_once(update.world.device) or not engine.can_skip(update.grads):
         return False
     told = {o.name: facts_of(o) for o in update.state.setup.owners["after_update"]}
     noted = {name for name, facts in told.items() if "sees_skips" in facts}

@@ -4,8 +4,7 @@
 import resource
 import sys
 
-import torch
-
+from accelfn.base import accelerator
 from accelfn.base.calling import called
 from accelfn.world import World
 
@@ -16,11 +15,14 @@ def peak_memory_bytes(world: World) -> int:
 
     On an accelerator it is what torch has allocated at most, on the CPU the largest resident set.
 
+    Raises:
+        WorldError: torch does not count the memory of such a device.
+
     Example:
         >>> peak_memory_bytes(World.single()) > 1_000_000
         True
     """
     if world.device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(world.device)
+        return accelerator.peak_memory(world.device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024

@@ -17,6 +17,7 @@ from accelfn.engine.module.float8 import Chosen, check_installed, to_float8
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
 from accelfn.state.grads import Grads
+from accelfn.state.skips import LOOK_EVERY
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 
@@ -24,8 +25,6 @@ Slot: TypeAlias = dict[str, torch.Tensor]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _SMALLEST_SCALE = 2.0**-24
-_LOOK_EVERY = 100
-"""Updates after which a device is asked for its scale."""
 _SCALING = {
     "init_scale": 2.0**16,
     "growth_factor": 2.0,
@@ -114,9 +113,9 @@ class autocast:
 
     Cost:
         A copy of each weight in 16 bits during a pass; products at its speed. With fp16 one
-        pass over the gradients. On a GPU a fused optimizer skips by itself, and the host waits
-        only for the schedule, which needs to know how many updates were taken; with another
-        optimizer, batch statistics or a transform that acts after updates it waits for the flag.
+        pass over the gradients. On an accelerator a fused optimizer skips by itself, and the host
+        waits only for the schedule, which needs to know how many updates were taken; with another
+        optimizer or a transform that acts after updates it waits for the flag.
 
     Raises:
         ArgumentError: an unknown precision, or an option that it has no use for; fp8 without
@@ -238,7 +237,7 @@ class autocast:
         ):  # filled, for a copy would be waited for
             weight = torch.full((), weight, dtype=torch.float32, device=found.device)
         unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
-        if not update.num_tried % _LOOK_EVERY:
+        if not update.num_tried % LOOK_EVERY:
             self._check_scale(update, slot)
         noted = grads.with_metrics(loss_scale=slot["scale"])
         noted = noted.with_skip(found, agreed=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
+import torch
 
 from accelfn.base import lists
 from accelfn.base.arguments import integer
@@ -12,6 +13,7 @@ from accelfn.collectives import gather_text
 from accelfn.definition.transform import transform
 from accelfn.errors import NonFiniteGradsError
 from accelfn.state.grads import Grads
+from accelfn.state.skips import LOOK_EVERY
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 
@@ -36,12 +38,15 @@ class skip_nonfinite:
         rank, and leaves all else bitwise as it was; without one, it changes nothing.
 
     Cost:
-        One pass over the gradients, and the host waits for it, to learn whether to skip.
-        Where gradients are not reduced, as under `local_sgd`, also one number crosses the ranks.
+        One pass over the gradients, and the host waits for it, to learn whether to skip. On an
+        accelerator a fused optimizer skips by itself and the count stays there: nobody waits,
+        unless a transform acts after updates. Where gradients are not reduced, as under
+        `local_sgd`, also one number crosses the ranks.
 
     Raises:
         NonFiniteGradsError: one more than `max_consecutive` in a row; parameters and the
-            ranks whose loss was not finite are named, and the state is as it was.
+            ranks whose loss was not finite are named, and the state is as it was. Where the
+            count stays on an accelerator, it is looked at every 100 updates.
 
     Example:
         >>> skip_nonfinite(max_consecutive=3)
@@ -52,6 +57,7 @@ class skip_nonfinite:
         "draws_nothing": True,
         "judges_finite": True,
         "sees_skips": True,
+        "skips_on_device": True,
     }
     max_consecutive: int = attrs.field(
         default=10, validator=integer(0, "a number of updates"), kw_only=True
@@ -59,11 +65,12 @@ class skip_nonfinite:
 
     def init(self, state: TrainState) -> Slot:
         """Begin without a skip."""
-        del state
-        return {"consecutive": 0}
+        return {"consecutive": _none(state.world.device)}
 
     def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Look for what is not finite."""
+        if not update.num_tried % LOOK_EVERY:
+            self._check(int(slot["consecutive"]), grads, update)
         found = lists.non_finite(grads.tensors.values())
         return grads.with_skip(found, agreed=update.replicated), slot
 
@@ -71,25 +78,36 @@ class skip_nonfinite:
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Count updates that are skipped in a row, and give up after too many."""
+        count, flag = slot["consecutive"], update.grads.metrics["skipped"]
+        if isinstance(
+            flag, torch.Tensor
+        ):  # which nobody has read; too many stay too many
+            more = torch.where(flag != 0, count + 1, 0)
+            kept = torch.where(count > self.max_consecutive, count, more)
+            return state, {"consecutive": kept.to(count.dtype)}
         if not update.skipped:
-            return state, {"consecutive": 0} if slot["consecutive"] else slot
-        count = slot["consecutive"] + 1
-        if count > self.max_consecutive:
-            raise NonFiniteGradsError(self._told(update, count))
-        return state, {"consecutive": count}
+            return state, {"consecutive": _none(count.device)} if count else slot
+        self._check(int(count) + 1, update.grads, update)
+        return state, {"consecutive": count + 1}
 
-    def _told(self, update: Update, count: int) -> str:
-        """Return what is known; a collective, for all ranks come here."""
-        grads = update.grads
+    def _check(self, count: int, grads: Grads, update: Update) -> None:
+        """Give up, with what is known; a collective, for all ranks come here."""
+        if count <= self.max_consecutive:
+            return
         bad = [n for n, g in grads.tensors.items() if lists.non_finite([g])]
         own = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
         loss = "" if grads.taken.finite_loss else "; its loss is not finite"
         rows = gather_text(own + loss, update.world, label="skip_nonfinite")
         told = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
-        return (
+        msg = (
             f"{count} updates in a row had gradients that are infinite or not a number, the"
             f" last at update {update.state.step}, which {self!r} does not skip any more."
             " Parameters with such gradients:\n"
             f"{told}\nThe state is as it was. Look at the batch, the loss and the learning"
             " rate."
         )
+        raise NonFiniteGradsError(msg)
+
+
+def _none(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int32, device=device)

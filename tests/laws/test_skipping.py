@@ -438,24 +438,35 @@ def test_too_many_in_a_row_raise_on_every_rank(
     kind=st.sampled_from([torch.optim.AdamW, torch.optim.SGD]),
     scheduled=st.booleans(),
     clip=st.booleans(),
+    net=st.sampled_from(["plain", "norm"]),
+    who=st.sampled_from([(FP16,), (af.skip_nonfinite(),), (FP16, af.skip_nonfinite())]),
     size=st.integers(1, 2),
 )
 def test_a_device_that_skips_by_itself_does_as_the_host(
-    overflows: list[bool], kind: Any, scheduled: bool, clip: bool, size: int
+    overflows: list[bool],
+    kind: Any,
+    scheduled: bool,
+    clip: bool,
+    net: str,
+    who: tuple[Any, ...],
+    size: int,
 ) -> None:
-    """States, rates and counts are bitwise the same, and the last flag is not read before."""
+    """States, rates and counts are bitwise the same, and the last flag is not read before.
 
-    def loss_fn(net: nn.Module, batch: Any) -> torch.Tensor:
+    A state is that of the optimizer, of batch statistics, and of who counts skips in a row.
+    """
+
+    def loss_fn(module: nn.Module, batch: Any) -> torch.Tensor:
         values, bad = batch
-        loss = (net(values[0]) - values[1]).square().mean()
+        loss = (module(values[0]) - values[1]).square().mean()
         return loss * math.inf if bad else loss
 
     def run(world: af.World) -> Any:
         state = af.TrainState.create(
-            model=model("plain"),
+            model=model(net),
             optimizer=functools.partial(kind, lr=0.25, fused=True),
             schedule=af.schedules.linear(16) if scheduled else None,
-            setup=af.chain(DDP, FP16, af.clip_grad_norm(1.0) if clip else None),
+            setup=af.chain(DDP, *who, af.clip_grad_norm(1.0) if clip else None),
             world=world,
         )
         step = af.make_step(loss_fn)

@@ -108,7 +108,7 @@ MUTANTS = [
         "L18: max_consecutive counts all skips, not those in a row",
         test_skipping.test_too_many_in_a_row_raise_on_every_rank,
         skip.skip_nonfinite.after_update,
-        '{"consecutive": 0} if slot["consecutive"] else slot → slot',
+        '{"consecutive": _none(count.device)} if count else slot → slot',
     ),
     Mutant(
         "L18: a fused optimizer is not given the flag",
