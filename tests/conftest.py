@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from accelfn.base import accelerator
 from accelfn.testing.plugin import register_profiles
 
 torch.set_num_threads(1)
@@ -28,7 +29,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Skip tests marked `gpu` where torch sees none; say which tests go one by one.
+    """Skip tests of accelerators where torch sees none; say which tests go one by one.
 
     Side by side, the tests of a file stay together, and so do most that start real ranks, in
     two groups: those that wait for ranks to fail, and those in which ranks compute.
@@ -38,8 +39,10 @@ def pytest_collection_modifyitems(
     for item in items:
         if isinstance(item, pytest.Function):
             budgeted(item.function)
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+        if item.get_closest_marker("gpu") and not accelerator.count():
+            item.add_marker(pytest.mark.skip(reason="torch sees no accelerator"))
+        if item.get_closest_marker("cuda") and accelerator.kind() != "cuda":
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA"))
         if config.pluginmanager.hasplugin("xdist"):
             file = item.nodeid.partition("::")[0]
             group = file

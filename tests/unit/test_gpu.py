@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU: precisions, compiled steps, memory, and that nothing waits for the device."""
+"""On an accelerator: precisions, compiled steps, memory, and that nothing waits for the device.
+
+Tests marked `cuda` ask for what CUDA alone has; the others run on the fake accelerator in CI.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
+from accelfn.base import accelerator
+from tests.accelerator import fake
 
 pytestmark = pytest.mark.gpu
 
@@ -36,20 +41,26 @@ def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
 def batch(width: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, width, generator=generator)
-    return inputs.cuda(), torch.randint(0, 16, (64,), generator=generator).cuda()
+    targets = torch.randint(0, 16, (64,), generator=generator)
+    return inputs.to(accelerator.kind()), targets.to(accelerator.kind())
 
 
 def create(*setup: object, **options: Any) -> af.TrainState:
     return af.TrainState.create(
         **{"model": net, "optimizer": ADAMW, **options},
         setup=af.chain(*setup),
-        world=af.World.single(device="cuda"),
+        world=af.World.single(),
     )
 
 
 @contextmanager
 def nobody_waits() -> Iterator[None]:
     """Raise where the host waits for the device."""
+    if accelerator.kind() == fake.NAME:
+        with fake.waits() as found:
+            yield
+        assert found == []
+        return
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
@@ -64,7 +75,9 @@ def needs_float8() -> None:
         pytest.skip("products in float8 need compute capability 8.9")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp16", pytest.param("fp8", marks=pytest.mark.cuda)]
+)
 def test_a_precision_trains_as_float32_does(precision: str) -> None:
     """After 100 updates on one batch the loss is that of float32, to 0.05 of the first."""
     if precision == "fp8":
@@ -118,6 +131,7 @@ def test_an_overflow_is_skipped_on_the_device() -> None:
     assert all(torch.equal(before[name], each) for name, each in state.params.items())
 
 
+@pytest.mark.cuda
 def test_a_compiled_step() -> None:
     """It gives what the plain step gives, up to rounding."""
     values, found = batch(), []
@@ -130,6 +144,7 @@ def test_a_compiled_step() -> None:
         torch.testing.assert_close(param, found[1][name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.cuda
 def test_memory_is_that_of_the_loop_by_hand() -> None:
     """At the peak it takes at most a hundredth more."""
 

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device named "fake" on memory of the host, for machines that have no other.
+
+Its tensors are torch's, of the key PrivateUse1: autograd, dispatch and DistributedDataParallel
+treat them as those of any accelerator that comes as a package, and backward passes run in a
+thread of the device's own. Each operation is carried out by the CPU on the same memory. It
+refuses operands of two devices, has a random generator of its own, and notes each time that the
+host waits for it: values that are read, copies, shapes that depend on values.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from accelfn.base import accelerator
+
+NAME = "fake"
+_CPU, _EXTENSION = 1, 12
+"""Kinds of devices in DLPack, whose extension is PrivateUse1 to torch."""
+_AS_THE_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_CAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_LIBRARIES = [torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")]
+_OURS = str(Path(__file__).parents[2] / "accelfn")
+_READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
+"""Operations whose results the host must have before it goes on."""
+_LOW = ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm", "conv1d", "conv2d")
+_WIDE = ("mse_loss", "nll_loss", "binary_cross_entropy")
+"""What autocast runs in few bits, and in many, as on the CPU."""
+_waits: list[list[str]] = []
+
+
+class _Tensor(ctypes.Structure):
+    """The start of a DLManagedTensor: where its memory is, and on which device."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32),
+        ("index", ctypes.c_int32),
+    )
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype = ctypes.c_void_p
+_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def _carried(tensor: torch.Tensor, device: int) -> torch.Tensor:
+    """Return a tensor of the same memory on another device."""
+    capsule = torch._C._to_dlpack(tensor.detach())
+    head = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    head.device, head.index = device, 0
+    return torch._C._from_dlpack(capsule)
+
+
+def on_host(value: Any) -> Any:
+    """Return the device's memory as a tensor of the host; one without any can be given some."""
+    if not isinstance(value, torch.Tensor) or value.device.type != NAME:
+        return value
+    empty = value.numel() == 0
+    return torch.empty_like(value, device="cpu") if empty else _carried(value, _CPU)
+
+
+def on_device(value: Any) -> Any:
+    """Return the host's memory as a tensor of the device."""
+    is_hosts = isinstance(value, torch.Tensor) and value.is_cpu
+    return _carried(value, _EXTENSION) if is_hosts else value
+
+
+class Event:
+    """What is waited for is there: operations end before they return."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == NAME
+
+    def record(self) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded
+
+
+class Module:
+    """What stands as `torch.fake`."""
+
+    default_generators = (torch.Generator(),)
+    _initialized = True
+    device = staticmethod(nullcontext)
+    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    stream = staticmethod(torch.cpu.stream)
+    current_stream = staticmethod(torch.cpu.current_stream)
+    synchronize = staticmethod(torch.cpu.synchronize)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def init(self) -> None:
+        pass
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_name(self, _: Any = None) -> str:
+        return "a device on memory of the host"
+
+    def max_memory_allocated(self, _: Any = None) -> int:
+        return 1 << 20
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.default_generators[0].manual_seed(seed)
+
+    def get_rng_state(self, _: Any = None) -> torch.Tensor:
+        return self.default_generators[0].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, _: Any = None) -> None:
+        self.default_generators[0].set_state(state)
+
+
+def install() -> None:
+    """Let torch have the device, for as long as this process lives."""
+    _setup_privateuseone_for_python_backend(rename=NAME, backend_module=Module())
+    every, aten = _LIBRARIES
+    every.fallback(_carry_out, "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    aten.impl("_copy_from_and_resize", _copy_from, "PrivateUse1")
+    aten.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")
+    for name in (*_LOW, *_WIDE):
+        aten.impl(name, _cast(name), "AutocastPrivateUse1")
+    # torch gives Python no way to say how memory is pinned: all of the host's is here
+    accelerator._pins = lambda kind: kind == NAME
+    empty = torch.empty
+    torch.empty = lambda *size, pin_memory=False, **given: empty(*size, **given)
+    torch.Tensor.pin_memory = lambda tensor: tensor
+    torch.Tensor.is_pinned = lambda tensor: tensor.is_cpu
+    torch.Event = Event
+    # nor a way to give memory back: what FSDP has gathered stays
+    _fsdp_param.free_storage = lambda tensor: None
+
+
+def _carry_out(op: Any, *args: Any, **options: Any) -> Any:
+    """Carry out an operation on the CPU."""
+    leaves, spec = pytree.tree_flatten((args, options))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if op._schema.name.partition("::")[2] in _READS:
+        _note(str(op))
+    _refuse_two_devices(op, tensors)
+    if _is_view(op):
+        return op.redispatch(_AS_THE_CPU, *args, **options)
+    hosts = {id(leaf): on_host(leaf) for leaf in tensors}
+    plain = [_plain(hosts.get(id(leaf), leaf)) for leaf in leaves]
+    args, options = pytree.tree_unflatten(plain, spec)
+    with _own_draws(op):
+        found = _fitting(op, args)(*args, **options)
+    ours = {id(hosts[id(leaf)]): leaf for leaf in tensors}
+    for host in [host for host in hosts.values() if id(host) in ours]:
+        own = ours[id(host)]
+        if (
+            host.shape != own.shape
+        ):  # what an operation writes may be given its shape by it
+            on = on_device(host)
+            torch.ops.aten.set_.source_Tensor.redispatch(_AS_THE_CPU, own, on)
+    return pytree.tree_map(lambda each: ours.get(id(each), on_device(each)), found)
+
+
+def _fitting(op: Any, args: Any) -> Any:
+    """Return the operation, or all of its name where a number came in a tensor's place."""
+    takes = [str(each.type) for each in op._schema.arguments]
+    number = any(
+        kind == "Tensor" and isinstance(arg, (int, float, complex))
+        for kind, arg in zip(takes, args, strict=False)
+    )
+    return op.overloadpacket if number else op
+
+
+def _plain(leaf: Any) -> Any:
+    is_ours = isinstance(leaf, torch.device) and leaf.type == NAME
+    return torch.device("cpu") if is_ours else leaf
+
+
+def _is_view(op: Any) -> bool:
+    name = op._schema.name
+    if name in ("aten::set_", "aten::as_strided_"):
+        return True
+    kinds = [each.alias_info for each in op._schema.returns]
+    return any(kind is not None and not kind.is_write for kind in kinds)
+
+
+def _refuse_two_devices(op: Any, tensors: list[torch.Tensor]) -> None:
+    """Refuse operands of two devices; a number may be the host's, and so may indices."""
+    strange = {str(t.device) for t in tensors if t.ndim and t.device.type != NAME}
+    if strange and not op._schema.name.startswith(("aten::index", "aten::_index")):
+        msg = (
+            "Expected all tensors to be on the same device, but found at least two,"
+            f" {NAME}:0 and {', '.join(sorted(strange))}, in {op}"
+        )
+        raise RuntimeError(msg)
+    if strange:
+        _note(f"{op} with indices of the host")
+
+
+@contextmanager
+def _own_draws(op: Any) -> Iterator[None]:
+    """Let an operation draw from the device's generator."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        yield
+        return
+    (own,), hosts = Module.default_generators, torch.default_generator
+    before = hosts.get_state()
+    hosts.set_state(own.get_state())
+    try:
+        yield
+    finally:
+        own.set_state(hosts.get_state())
+        hosts.set_state(before)
+
+
+def _copy_from(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    non_blocking: bool = False,  # noqa: FBT002 - torch's own schema
+) -> torch.Tensor:
+    """Copy between devices, or on one."""
+    if source.device != target.device and not non_blocking:
+        _note(f"a copy from {source.device.type} to {target.device.type}")
+    on_host(target).copy_(on_host(source))
+    return target
+
+
+def _cast(name: str) -> Any:
+    """Return an operation as autocast runs it."""
+    op = getattr(torch.ops.aten, name)
+
+    def run(*args: Any, **options: Any) -> Any:
+        low = torch.get_autocast_dtype(NAME)
+        dtype = low if name in _LOW else torch.float32
+
+        def cast(leaf: Any) -> Any:
+            is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            fits = is_float and leaf.device.type == NAME
+            return leaf.to(dtype) if fits and leaf.dtype != torch.float64 else leaf
+
+        with torch._C._ExcludeDispatchKeyGuard(_CAST):
+            given, named = pytree.tree_map(cast, (args, options))
+            return op(*given, **named)
+
+    return run
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Give the places, in accelfn, at which the host waits for the device in the block."""
+    found: list[str] = []
+    _waits.append(found)
+    try:
+        yield found
+    finally:
+        _waits.remove(found)
+
+
+def _note(what: str) -> None:
+    if not _waits:
+        return
+    frame = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    name = "outside" if frame is None else Path(frame.f_code.co_filename)
+    at = name if frame is None else f"{name.relative_to(_OURS)}:{frame.f_lineno}"
+    for found in _waits:
+        found.append(f"{at}: {what}")

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States, batches, draws and checkpoints on an accelerator, and what it refuses."""
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.base import accelerator, draws
+from accelfn.testing import simulate
+from tests.accelerator import fake
+from tests.accelerator.trees import devices, different, on_cpu
+
+INPUTS = torch.linspace(-1, 1, 96).view(32, 3)
+DEVICE = torch.device(fake.NAME, 0)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    )
+
+
+def create(world: af.World | None = None, **options: Any) -> af.TrainState:
+    return af.TrainState.create(
+        model=net,
+        optimizer=partial(torch.optim.AdamW, lr=0.125),
+        data=af.Data(INPUTS, batch_size=8, shuffle=True),
+        world=world or af.World.single(),
+        **options,
+    )
+
+
+def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def train(state: af.TrainState, updates: int) -> af.TrainState:
+    step = af.make_step(mean_square)
+    for batch in af.batches(state, epochs=None):
+        if updates == 0:
+            break
+        state, _ = step(state, batch)
+        updates -= 1
+    return state
+
+
+def test_a_world_is_on_the_accelerator_that_torch_sees() -> None:
+    """By default, by its name, and by the number of the local rank; no other is there."""
+    assert (accelerator.kind(), accelerator.count()) == (fake.NAME, 1)
+    for asked in (None, fake.NAME, "fake:0", DEVICE):
+        assert af.World.single(device=asked).device == DEVICE
+    for asked in ("fake:1", "cuda", "xpu:0"):
+        with pytest.raises(af.WorldError, match="was asked for .*torch sees"):
+            af.World.single(device=asked)
+
+
+def test_a_device_without_a_generator_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no draw could be repeated, nothing would be what it was after a resume."""
+    monkeypatch.setattr(torch.fake, "default_generators", (), raising=False)
+    with pytest.raises(af.WorldError, match="could not be drawn again"):
+        af.World.single()
+
+
+def test_what_a_state_has_is_on_its_device() -> None:
+    """Parameters, buffers, the optimizer's and transforms' tensors, and batches."""
+    state = create(setup=af.chain(af.ema(0.5), af.skip_nonfinite()))
+    seen: set[str] = set()
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen.update(devices(batch))
+        return mean_square(model, batch)
+
+    step = af.make_step(loss_fn)
+    for batch in af.batches(state, epochs=1):
+        state, _ = step(state, batch)
+    there = (dict(state.params), dict(state.buffers), dict(state.slots))
+    assert devices(there) == seen == {fake.NAME}
+
+
+def test_the_gradients_of_a_pass_come_from_the_device_s_own_thread() -> None:
+    """Which is what makes this device one: on simulated ranks they come from the rank's."""
+
+    def run(world: af.World) -> int:
+        threads: list[int] = []
+        state = create(world, setup=af.chain(af.shard_data(), af.wrap_ddp()))
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            hidden = model[0](batch)
+            hidden.register_hook(lambda _: threads.append(threading.get_ident()))
+            return hidden.square().mean() + 0 * mean_square(model, batch)
+
+        step = af.make_step(loss_fn)
+        state, _ = step(state, next(iter(af.batches(state))))
+        return threads[0]
+
+    def is_its_own(world: af.World) -> bool:
+        return run(world) == threading.get_ident()
+
+    assert run(af.World.single()) != threading.get_ident()
+    assert simulate(2, is_its_own, device=fake.NAME).results == (True, True)
+
+
+def test_draws_on_the_device_come_from_keys_and_leave_its_generator() -> None:
+    """The same key draws the same there, whatever was drawn before or after."""
+    found = []
+    for _ in range(2):
+        before = torch.rand(3, device=DEVICE)
+        own = torch.fake.get_rng_state()
+        with draws.seeded(draws.key("a"), DEVICE):
+            found.append(torch.rand(3, device=DEVICE).tolist())
+        assert torch.equal(own, torch.fake.get_rng_state())
+        del before
+    with draws.seeded(draws.key("b"), DEVICE):
+        assert torch.rand(3, device=DEVICE).tolist() != found[0]
+    assert found[0] == found[1]
+
+
+def test_each_simulated_rank_has_a_generator_of_its_own_on_the_device() -> None:
+    """What it draws depends on the seed and the rank, not on whose turn it is."""
+
+    def run(world: af.World) -> list[float]:
+        drawn = []
+        for _ in range(3):
+            drawn += torch.rand(2, device=world.device).tolist()
+            af.barrier(world)
+        return drawn
+
+    own = torch.fake.get_rng_state()
+    first = simulate(2, run, device=fake.NAME)
+    again = simulate(2, run, device=fake.NAME, schedule=[1, 0, 1, 1, 0])
+    assert first.results == again.results
+    assert first[0] != first[1]
+    assert simulate(2, run, device=fake.NAME, seed=1).results != first.results
+    assert torch.equal(own, torch.fake.get_rng_state())
+    with pytest.raises(af.ArgumentError, match='also="processes", device=.*Gloo'):
+        simulate(2, run, device=fake.NAME, also="processes")
+    with pytest.raises(af.WorldError, match="xpu:0 was asked for"):
+        simulate(2, run, device="xpu")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_goes_on_on_any_device(
+    tmp_path: Path,
+    asynchronous: bool,
+) -> None:
+    """What is saved on the accelerator is loaded on the CPU and back, bitwise, and goes on."""
+    setup = af.chain(af.ema(0.5), af.skip_nonfinite())
+    state, saved = train(create(setup=setup), 3), tmp_path / "saved"
+    if asynchronous:
+        with af.CheckpointStore(tmp_path, async_=True) as store:
+            saved = store.save(state)
+            state = train(state, 2)
+    else:
+        af.save(state, saved)
+        state = train(state, 2)
+    cpu = af.World.single(device="cpu")
+    there = af.load(create(cpu, setup=setup, seed=1), saved)
+    back = af.load(create(setup=setup, seed=1), saved)
+    assert devices((dict(there.params), dict(there.slots))) == {"cpu"}
+    assert devices((dict(back.params), dict(back.slots))) == {fake.NAME}
+    assert different(on_cpu(there), on_cpu(back)) == []
+    for each in (there, back):
+        assert different(on_cpu(train(each, 2)), on_cpu(state)) == []
+
+
+def test_a_batch_on_another_device_is_named() -> None:
+    """A value that the caller did not move, in a sentence; one that the loss moves is no error."""
+    state, step = create(), af.make_step(mean_square)
+    with pytest.raises(af.BatchError, match=r"on cpu, and the state is on fake:0"):
+        step(state, INPUTS[:4])
+    moved = af.make_step(lambda model, batch: mean_square(model, batch.to(DEVICE)))
+    moved(state, INPUTS[:4])
+
+    def wrong(model: nn.Module, batch: Any) -> torch.Tensor:
+        return mean_square(model, batch).view(7)
+
+    with pytest.raises(RuntimeError, match="invalid for input") as caught:
+        af.make_step(wrong)(create(), INPUTS[:4].to(DEVICE))
+    assert not isinstance(caught.value, af.BatchError)
+
+
+def test_the_memory_that_was_had_is_asked_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A device that does not count is named."""
+    world = af.World.single()
+    assert af.track.peak_memory_bytes(world) == 1 << 20
+    accelerator.give_back_memory(world.device)
+    monkeypatch.delattr(fake.Module, "max_memory_allocated")
+    with pytest.raises(af.WorldError, match="fake does not say how much memory"):
+        af.track.peak_memory_bytes(world)
+
+
+def test_two_devices_in_one_operation_are_refused() -> None:
+    """As on any accelerator; a number may be the host's."""
+    there = torch.ones(2, device=DEVICE)
+    assert (there + torch.tensor(1.0)).tolist() == [2.0, 2.0]
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(2)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is trained on an accelerator is what the CPU trains, bitwise."""
+
+from typing import Any
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.testing import simulate
+from accelfn.testing.strategies import programs
+from accelfn.testing.strategies.programs import Program
+from tests.accelerator import fake
+from tests.accelerator.trees import devices, different, on_cpu
+
+
+def fits(program: Program) -> bool:
+    """Whether torch does it on a device that Python made.
+
+    DistributedDataParallel pins memory for its map of unused parameters, in C++; compilers
+    know no such device.
+    """
+    return not any(
+        isinstance(each, af.compile)
+        or (
+            isinstance(each, af.wrap_ddp)
+            and (each.find_unused_parameters or each.static_graph)
+        )
+        for each in program.setup
+    )
+
+
+@settings(max_examples=60)
+@given(program=programs(), size=st.integers(1, 3))
+def test_a_drawn_program_trains_what_it_trains_on_the_cpu(
+    program: Program, size: int
+) -> None:
+    """Parameters, buffers, optimizer, slots and metrics, on one rank and on several."""
+    assume(fits(program))
+
+    def run(world: af.World) -> Any:
+        state, metrics = program.train(program.state(world))
+        kinds = devices((dict(state.params), dict(state.buffers)))
+        assert kinds == {world.device.type}
+        read = [{k: float(v) for k, v in each.items()} for each in metrics]
+        return on_cpu(state), repr(read), state.step
+
+    host = simulate(size, run)
+    device = simulate(size, run, device=fake.NAME)
+    for one, two in zip(host, device, strict=True):
+        assert different(one[0], two[0]) == []
+        assert one[1:] == two[1:]
+
+
+SETUPS: dict[str, Any] = {
+    "fsdp": (af.shard_data(), af.wrap_fsdp()),
+    "local_sgd": (af.shard_data(), af.local_sgd(sync_every=2)),
+    "compress": (af.shard_data(), af.wrap_ddp(), af.compress("bf16")),
+    "in backward": (af.shard_data(), af.wrap_ddp(), af.optimizer_in_backward()),
+    "batchnorm": (af.shard_data(), af.wrap_ddp(), af.sync_batchnorm()),
+    "fp16": (af.shard_data(), af.wrap_ddp(), af.autocast("fp16", init_scale=4.0)),
+    "bf16": (af.shard_data(), af.wrap_ddp(), af.autocast("bf16")),
+}
+
+
+def test_what_ranks_share_on_an_accelerator_is_what_they_share_on_the_cpu() -> None:
+    """Split models, averages, compressed gradients, updates in the backward pass, norms."""
+    inputs = torch.linspace(-1, 1, 72).view(24, 3)
+
+    def run(world: af.World, setup: Any) -> Any:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Sequential(
+                torch.nn.Linear(3, 4),
+                torch.nn.BatchNorm1d(4)
+                if af.sync_batchnorm() in setup
+                else torch.nn.Dropout(0.5),
+                torch.nn.Linear(4, 2),
+            ),
+            optimizer=lambda params: torch.optim.AdamW(params, lr=0.125),
+            data=af.Data(inputs, batch_size=8),
+            setup=af.chain(*setup),
+            world=world,
+        )
+        step = af.make_step(lambda model, batch: model(batch).square().mean())
+        for batch in af.batches(state, epochs=2):
+            state, _ = step(state, batch)
+        state = af.finalize(state)
+        return {n: p.cpu() for n, p in af.eval_params(state).items()}
+
+    for name, setup in SETUPS.items():
+        host = simulate(2, lambda world, s=setup: run(world, s))
+        device = simulate(2, lambda world, s=setup: run(world, s), device=fake.NAME)
+        for one, two in zip(host, device, strict=True):
+            assert different(_plain(one), _plain(two)) == [], name
+
+
+def _plain(params: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {n: getattr(p, "_local_tensor", p) for n, p in params.items()}

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerators: the suite of tests on a fake one, which has a process of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from accelfn.base import accelerator
+
+
+@pytest.mark.skipif(
+    accelerator.count() > 0, reason="torch has one accelerator a process"
+)
+def test_on_a_fake_accelerator():
+    """`python -m tests.accelerator` passes: programs, waits, draws, checkpoints, precisions."""
+    command = [sys.executable, "-m", "tests.accelerator"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
