@@ -146,18 +146,24 @@ def install() -> None:
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
     aten.impl("_copy_from_and_resize", _copy_from, "PrivateUse1")
-    aten.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")
+    aten.impl("record_stream", _nothing, "PrivateUse1")
     for name in (*_LOW, *_WIDE):
         aten.impl(name, _cast(name), "AutocastPrivateUse1")
     # torch gives Python no way to say how memory is pinned: all of the host's is here
     accelerator._pins = lambda kind: kind == NAME
-    empty = torch.empty
-    torch.empty = lambda *size, pin_memory=False, **given: empty(*size, **given)
+    torch.empty = _unpinned(torch.empty)
     torch.Tensor.pin_memory = lambda tensor: tensor
     torch.Tensor.is_pinned = lambda tensor: tensor.is_cpu
     torch.Event = Event
     # nor a way to give memory back: what FSDP has gathered stays
-    _fsdp_param.free_storage = lambda tensor: None
+    _fsdp_param.free_storage = _nothing
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _unpinned(make: Any) -> Any:
+    return lambda *size, **given: make(*size, **{**given, "pin_memory": False})
 
 
 def _carry_out(op: Any, *args: Any, **options: Any) -> Any:

@@ -23,9 +23,10 @@ ASKS = {
 }
 """Rows of the catalogue that are not trained here, and why."""
 ROWS = [each.transform for each in CATALOG if each.name not in ASKS]
+FP16 = (af.autocast("fp16", init_scale=4.0),)
 SETUPS = [
     *((row,) for row in ROWS),
-    (af.autocast("fp16", init_scale=4.0),),
+    FP16,
     (af.autocast("fp16", init_scale=4.0), af.skip_nonfinite()),
     (af.autocast("bf16"), af.skip_nonfinite(), af.clip_grad_norm(1.0)),
 ]

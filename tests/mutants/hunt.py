@@ -3,6 +3,9 @@
 
 import functools
 import inspect
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +17,11 @@ import attrs
 import pytest
 
 import accelfn as af
+from accelfn.base import accelerator
 from tests.budget import budgeted
 from tests.mutants.mutant import Mutant, planted
 
+_ON_A_DEVICE = "tests.accelerator"
 FOUND = (AssertionError, af.Error, pytest.fail.Exception)
 """How a test says that it is broken; any other error is the bug's own, and kills nothing."""
 
@@ -53,6 +58,8 @@ class Outcome:
 
 def hunt(mutant: Mutant) -> Outcome:
     """Plant a bug, run its test, and take it out again."""
+    if _ON_A_DEVICE in mutant.test.__module__ and accelerator.kind() == "cpu":
+        return _hunted_there(mutant)
     found: BaseException | None = None
     budgeted(mutant.test)
     start = time.perf_counter()
@@ -66,6 +73,16 @@ def hunt(mutant: Mutant) -> Outcome:
         except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - it is judged
             found = error
     return Outcome(mutant, found, len(examples), time.perf_counter() - start)
+
+
+def _hunted_there(mutant: Mutant) -> Outcome:
+    """Hunt in another process, which has the fake accelerator."""
+    command = [sys.executable, "-m", f"{_ON_A_DEVICE}.hunt", mutant.says]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout.splitlines()[-1])
+    kind = AssertionError if told["killed"] else RuntimeError
+    by = kind(told["told"]) if told["told"] else None
+    return Outcome(mutant, by, told["examples"], told["seconds"])
 
 
 @contextmanager

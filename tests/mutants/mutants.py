@@ -2,6 +2,7 @@
 """All mutants."""
 
 from tests.mutants import (
+    of_accelerators,
     of_advice,
     of_axes,
     of_batchnorm,
@@ -107,4 +108,5 @@ MUTANTS = [
     *of_tracking.MUTANTS,
     *of_cli.MUTANTS,
     *of_testing.MUTANTS,
+    *of_accelerators.MUTANTS,
 ]

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tests.accelerator.hunt SAYS`: hunt one mutant where the fake accelerator is."""
+
+import json
+import sys
+
+from tests.accelerator import fake
+
+if __name__ == "__main__":
+    fake.install()
+
+    from tests.mutants.hunt import hunt
+    from tests.mutants.mutants import MUTANTS
+
+    (mutant,) = [each for each in MUTANTS if each.says == sys.argv[1]]
+    found = hunt(mutant)
+    told = {
+        "killed": found.killed,
+        "told": found.told,
+        "examples": found.examples,
+        "seconds": found.seconds,
+    }
+    sys.__stdout__.write(f"\n{json.dumps(told)}\n")
