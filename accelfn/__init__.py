@@ -160,6 +160,7 @@ if _TYPE_CHECKING:
     from accelfn.weights.export import export_model as export_model
     from accelfn.weights.export import full_params as full_params
     from accelfn.weights.export import save_pretrained as save_pretrained
+    from accelfn.weights.import_state import import_state as import_state
     from accelfn.weights.importing import import_model as import_model
     from accelfn.weights.torch_files import import_torch_weights as import_torch_weights
 
@@ -210,6 +211,7 @@ _LATER = {
     "accelfn.transforms.sync_batchnorm": ("sync_batchnorm",),
     "accelfn.transforms.tensor_parallel": ("tensor_parallel",),
     "accelfn.weights.export": ("export_model", "full_params", "save_pretrained"),
+    "accelfn.weights.import_state": ("import_state",),
     "accelfn.weights.importing": ("import_model",),
     "accelfn.weights.torch_files": ("import_torch_weights",),
 }

@@ -253,11 +253,18 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
     )
     export = add(
         "export",
-        "write model.safetensors to a new directory",
+        "write a model to a new directory",
         directory="DIR",
         out="OUT",
     )
     export.add_argument("--slot", help="with the parameters of a slot, such as ema")
+    export.add_argument(
+        "--format",
+        dest="kind",
+        choices=["safetensors", "dcp"],
+        default="safetensors",
+        help="model.safetensors, or torch's distributed checkpoint, with the optimizer's state",
+    )
 
 
 def _replay(words: argparse.Namespace) -> int:

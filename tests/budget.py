@@ -29,6 +29,7 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_import_state::test_what_ranks_saved_in_parts_goes_on",
         "laws.test_megatron::test_layers_of_megatron_train_what_torch_s_do",
         "laws.test_split_copies::test_a_copy_is_a_rank_alone",
         "laws.test_split_copies::test_an_average_an_update_is_one_model_of_sgd",

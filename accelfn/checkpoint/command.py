@@ -16,6 +16,7 @@ from accelfn.checkpoint.contents import Place, Tensor, facts, leaves
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.keep import name_of, steps_in
 from accelfn.checkpoint.manifest import FORMAT, NAME, Manifest, read_manifest
+from accelfn.checkpoint.to_torch import write_distributed
 from accelfn.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -215,9 +216,17 @@ def _differing(
 
 
 def export(
-    directory: str, out: str, slot: str | None = None, *, bar: Bar
+    directory: str,
+    out: str,
+    slot: str | None = None,
+    kind: str = "safetensors",
+    *,
+    bar: Bar,
 ) -> tuple[list[str], int]:
-    """Write a checkpoint's model to a new directory, as `af.export_model` does."""
+    """Write a checkpoint's model to a new directory, as `af.export_model` does.
+
+    Or, with its optimizer's state, as torch's distributed checkpoints are: `kind="dcp"`.
+    """
     folder = _folder(directory)
     manifest = read_manifest(folder)
     names = _exported(folder, manifest, slot)
@@ -230,14 +239,18 @@ def export(
     try:
         commit.begin(job)
         held = {name: tensors[tensor] for name, tensor in names.items()}
-        file = files.write(job.partial / _MODEL, held, {"format": "pt"})
+        if kind == "dcp":
+            written, size = "", write_distributed(job.partial, held, source)
+        else:
+            written = _MODEL
+            size = files.write(job.partial / _MODEL, held, {"format": "pt"}).size
         disk.flush(job.partial)
         disk.rename(job.partial, job.final)
     except OSError as error:
         disk.remove(job.partial)
         msg = f"{out} was not written: {error}."
         raise CheckpointWriteError(msg) from error
-    return [f"{Path(out) / _MODEL}: {len(names)} tensors, {_bytes(file.size)}"], 0
+    return [f"{Path(out) / written}: {len(names)} tensors, {_bytes(size)}"], 0
 
 
 def _exported(folder: Path, manifest: Manifest, slot: str | None) -> dict[str, str]:

@@ -11,8 +11,16 @@ _OURS = (
     "It is a checkpoint of accelfn; af.load(state, {path}) reads it, and of it the weights"
     ' alone af.load_part(state, {path}, "params").'
 )
+_STATE = "It has a training that another library saved; af.import_state(state, {path}) reads it."
+_ZERO = (
+    "It is a checkpoint of DeepSpeed: the zero_to_fp32.py in it writes weights that"
+    " af.import_torch_weights reads."
+)
 _IN_FOLDERS = {
     "manifest.json": _OURS,
+    ".metadata": _STATE,
+    "optimizer.bin": _STATE,
+    "zero_to_fp32.py": _ZERO,
     "model.safetensors": _SAFE,
     "model.safetensors.index.json": _SAFE,
     "pytorch_model.bin": _TORCH,

@@ -120,7 +120,7 @@ def taken(
         for name in found.dtypes:
             cast[f"{field}.{name}"] = found.dtypes[name]
             place = f"{folder}: {field}.{name}"
-            entries[name] = _converted(entries[name], current[name].dtype, place)
+            entries[name] = converted(entries[name], current[name].dtype, place)
         fields[field] = {**current, **entries}
         loaded += [f"{field}.{name}" for name in entries]
         missing += [f"{field}.{name}" for name in found.missing]
@@ -136,7 +136,7 @@ def taken(
     )
 
 
-def _converted(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
+def converted(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
     """Return a tensor as another dtype, in which every finite value is one.
 
     Raises:

@@ -24,8 +24,8 @@ from accelfn.weights.placing import Incoming, fill, placement
 from accelfn.weights.shards import weight_map
 
 M = TypeVar("M", bound=nn.Module)
-_WEIGHTS = "pytorch_model.bin"
-_INDEX = "pytorch_model.bin.index.json"
+WEIGHTS = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
 
 
 @called
@@ -63,7 +63,7 @@ def import_torch_weights(
     path = as_path("af.import_torch_weights(model, file)", file, "a file or folder")
     module = built("af.import_torch_weights", model)
     place = placement("af.import_torch_weights", module, device_map, dtype)
-    held = _state_dict(path)
+    held = state_dict_of(path)
     incoming = Incoming(str(file), held, lambda name: _dense(held[name]))
     fill(module, incoming, place, strict=strict)
     return module
@@ -74,7 +74,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _state_dict(path: Path) -> dict[str, torch.Tensor]:
+def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file, a folder or an index, by name.
 
     Raises:
@@ -103,35 +103,48 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 def _chosen(folder: Path) -> Path:
     """Return a folder's file of weights, or its index."""
-    for name in (_WEIGHTS, _INDEX):
+    for name in (WEIGHTS, INDEX):
         if (folder / name).exists():
             return folder / name
     present = sorted(path.name for path in folder.iterdir())[:10]
     msg = (
-        f"{folder} has neither {_WEIGHTS} nor {_INDEX}; it has"
+        f"{folder} has neither {WEIGHTS} nor {INDEX}; it has"
         f" {present}.{reader_of(folder)}"
     )
     raise CheckpointError(msg)
 
 
-def _of_file(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file by name."""
+def loaded(file: Path, advice: str) -> Any:
+    """Return what `torch.save` wrote, if it is tensors and plain data.
+
+    Args:
+        file: to be read.
+        advice: a sentence, for one that brings along what is not read.
+
+    Raises:
+        CheckpointError: it holds something else, or is not there.
+        CheckpointCorruptError: it is not what it should be.
+    """
     try:
         mapped = zipfile.is_zipfile(file)
-        held = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         msg = f"{file} is not there."
         raise CheckpointError(msg) from error
     except pickle.UnpicklingError as error:
         msg = (
             f"{file} holds more than tensors by name, or is no file of torch.save: it is not"
-            " read, for that would run code that it brings along. Save"
-            " model.state_dict() alone."
+            f" read, for that would run code that it brings along. {advice}"
         )
         raise CheckpointError(msg) from error
     except Exception as error:  # bytes at random end in any of them
         msg = f"{file} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
+
+
+def _of_file(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by name."""
+    held = loaded(file, "Save model.state_dict() alone.")
     if not isinstance(held, Mapping):
         msg = f"{file} holds a {type(held).__name__}; expected a state dict."
         raise CheckpointError(msg)

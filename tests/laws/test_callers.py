@@ -65,10 +65,10 @@ def saved() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def by_command(state: af.TrainState, path: Path) -> None:
+def by_command(state: af.TrainState, path: Path, *options: str) -> None:
     if not state.world.is_main:
         return
-    words = ["checkpoint", "export", f"{saved().name}/saved", str(path)]
+    words = ["checkpoint", "export", f"{saved().name}/saved", str(path), *options]
     with redirect_stderr(io.StringIO()) as told, redirect_stdout(io.StringIO()):
         code = main(words)
     if code:
@@ -82,6 +82,9 @@ WRITERS: dict[str, Callable[[af.TrainState, Path], object]] = {
     "export_model, in several files": partial(af.export_model, max_shard_size=16),
     "save_pretrained": af.save_pretrained,
     "accelfn checkpoint export": by_command,
+    "accelfn checkpoint export --format dcp": lambda state, path: by_command(
+        state, path, "--format", "dcp"
+    ),
 }
 writers = pytest.mark.parametrize("writer", WRITERS)
 

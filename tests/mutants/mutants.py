@@ -25,6 +25,7 @@ from tests.mutants import (
     of_failing,
     of_groups,
     of_helpers,
+    of_imports,
     of_in_backward,
     of_interrupted,
     of_kernels,
@@ -109,4 +110,5 @@ MUTANTS = [
     *of_cli.MUTANTS,
     *of_testing.MUTANTS,
     *of_accelerators.MUTANTS,
+    *of_imports.MUTANTS,
 ]

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import_state`: the training that another library saved, in a state."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from accelfn.base.advice import advise
+from accelfn.base.arguments import as_path
+from accelfn.base.calling import called
+from accelfn.base.shards import is_shard
+from accelfn.checkpoint import compare
+from accelfn.checkpoint.fields import fields_of, with_fields
+from accelfn.checkpoint.others import reader_of
+from accelfn.checkpoint.partial import Loaded, converted
+from accelfn.checkpoint.slices import Slice, like, slice_of
+from accelfn.checkpoint.together import together
+from accelfn.errors import ArgumentError, CheckpointError
+from accelfn.state.state import TrainState, check_state
+from accelfn.weights import accelerate, distributed
+from accelfn.weights.entries import check_kept
+from accelfn.weights.pieces import Found, Piece
+
+_FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
+"""Folders in which Accelerate has torch keep what FSDP split."""
+
+
+@called
+def import_state(
+    state: TrainState,
+    directory: str | os.PathLike[str],
+    *,
+    under: str | None = None,
+    strict: bool = True,
+) -> Loaded:
+    """Return a state with the model and optimizer that another library saved; on all ranks.
+
+    Reads torch's distributed checkpoints (`torch.distributed.checkpoint.save`, with names as
+    `get_state_dict` gives them), and the folders of Accelerate's `save_state`, of FSDP's
+    sharded ones too. Nothing that is read runs code: pickles are read as tensors, plain data
+    and torch's records of tensors, and anything else is refused.
+
+    Slots of transforms begin anew, as an average does, with what was imported. `step` is how
+    many updates the optimizer has counted, or what a distributed checkpoint has as `step`.
+    Where the samples stood is nothing that others save as accelfn does: `cursor` and `seed`
+    stay the state's.
+
+    Args:
+        state: says model, optimizer, setup and world; it is not changed.
+        directory: that holds them.
+        under: of a distributed checkpoint, the key under which the model stands, as "model";
+            default the one that is there.
+        strict: False only warns about names that are missing or unexpected.
+
+    Returns: a report, whose `state` it is: what was `loaded` and `cast`, what is `missing`,
+    and what of the directory is `unexpected`: schedulers and random generators, say.
+
+    Law: the state goes on as the training that was saved does, whatever the layout of either:
+    bitwise where one process saved and one goes on.
+
+    Cost: each rank reads what it has a part of, a tensor at a time; Accelerate's optimizer is
+    read as a whole.
+
+    Raises:
+        CheckpointError: names, shapes or the optimizer differ, and the nearest are given;
+            models stand under several keys; or nothing that is read is there.
+        CheckpointCorruptError: a file is cut off, or something else, or brings code along.
+        ArgumentError: `under` is no text.
+    """
+    call = "af.import_state(state, directory)"
+    check_state(call, state)
+    state.lease.check()
+    folder = as_path(call, directory, "a folder")
+    if under is not None and not isinstance(under, str):
+        msg = f"af.import_state(under={under!r}): expected a key, as 'model', or None."
+        raise ArgumentError(msg)
+
+    def read() -> tuple[dict[str, Any], Loaded]:
+        return _read(state, folder, _found(state, folder, under), strict=strict)
+
+    fields, report = together(state, read)
+    own = {each.name for each in state.setup}
+    slots = {name: slot for name, slot in state.slots.items() if name not in own}
+    after = with_fields(state, {**fields, "slots": slots})
+    return attrs.evolve(report, state=after.with_setup(state.setup))
+
+
+def _found(state: TrainState, folder: Path, under: str | None) -> Found:
+    """Return what a folder has.
+
+    Raises:
+        CheckpointError: nothing that is read.
+    """
+    parts = [folder, *(folder / name for name in _FSDP)]
+    split = [each for each in parts if (each / distributed.METADATA).exists()]
+    if split:
+        return _in_parts(state, folder, split, under)
+    if any((folder / name).exists() for name in accelerate.MODELS):
+        return _of_accelerate(state, folder)
+    msg = (
+        f"{folder} has neither {distributed.METADATA}, of torch's distributed"
+        f" checkpoints, nor a model as Accelerate saves it.{reader_of(folder)}"
+    )
+    raise CheckpointError(msg)
+
+
+def _in_parts(
+    state: TrainState, folder: Path, split: Iterable[Path], under: str | None
+) -> Found:
+    """Return what is in distributed checkpoints."""
+    pieces, others = dict[str, Piece](), list[str]()
+    for each in split:
+        some, rest = distributed.pieces_of(each)
+        pieces |= some
+        others += rest
+    params = _params(state)
+    names = {*params, *state.buffers}
+    return distributed.found_in(
+        folder, pieces, others, params=params, names=names, under=under
+    )
+
+
+def _of_accelerate(state: TrainState, folder: Path) -> Found:
+    """Return what is in a folder of `save_state`."""
+    weights = accelerate.weights_of(folder)
+    names = {*_params(state), *state.buffers}
+    metas = dict(state.definition.skeleton.module.named_parameters())
+    called = {id(meta): name for name, meta in metas.items()}
+    groups = [
+        [called[id(param)] for param in group["params"]]
+        for group in state.definition.optimizer.param_groups
+    ]
+    file = folder / accelerate.OPTIMIZER
+    entries = accelerate.entries_of(file, groups, [*metas]) if file.exists() else {}
+    read = {*accelerate.MODELS, accelerate.OPTIMIZER}
+    return Found(
+        weights={n: piece for n, piece in weights.items() if n in names},
+        entries=entries,
+        strange=tuple(name for name in weights if name not in names),
+        left=tuple(sorted(p.name for p in folder.iterdir() if p.name not in read)),
+    )
+
+
+def _params(state: TrainState) -> list[str]:
+    """Return the names of parameters, with those under which they are tied."""
+    return [*state.params, *state.definition.skeleton.aliases]
+
+
+def _read(
+    state: TrainState, folder: Path, found: Found, *, strict: bool
+) -> tuple[dict[str, Any], Loaded]:
+    """Return the fields of the state that there will be, and what was done."""
+    aliases = state.definition.skeleton.aliases
+    weights = {aliases.get(name, name): each for name, each in found.weights.items()}
+    kept = {aliases.get(name, name): each for name, each in found.entries.items()}
+    persistent = state.definition.skeleton.persistent
+    asked = {
+        **state.params,
+        **{n: b for n, b in state.buffers.items() if n in persistent},
+    }
+    _check_names(folder, asked, weights, found.strange, strict=strict)
+    check_kept(state, kept, folder)
+    cast: dict[str, str] = {}
+
+    def values(name: str, field: str, piece: Piece, own: torch.Tensor) -> torch.Tensor:
+        return _laid(f"{folder}: {name}", f"{field}.{name}", piece, own, cast)
+
+    current = fields_of(state.copy())
+    params, buffers = dict(current["params"]), dict(current["buffers"])
+    for field, table in (("params", params), ("buffers", buffers)):
+        for name in [name for name in table if name in weights]:
+            table[name] = values(name, field, weights[name], table[name])
+    counter = _counts_on(state)
+    opt_state = {
+        name: {
+            key: _entry(f"{folder}: {key} of {name}", key, each, params[name], counter)
+            for key, each in entry.items()
+        }
+        for name, entry in kept.items()
+        if name in params
+    }
+    fields = {**current, "params": params, "buffers": buffers}
+    if opt_state:
+        fields["opt_state"] = opt_state
+    counts = {float(each["step"]) for each in opt_state.values() if "step" in each}
+    step = int(counts.pop()) if found.step is None and len(counts) == 1 else found.step
+    if step is not None:
+        fields["step"], fields["num_skipped"] = step, 0
+    missing = [
+        *(n for n in asked if n not in weights),
+        *([] if opt_state else ["opt_state"]),
+    ]
+    report = Loaded(
+        state=state,
+        loaded=(
+            *(f"params.{n}" for n in params if n in weights),
+            *(f"buffers.{n}" for n in buffers if n in weights),
+            *(f"opt_state.{n}" for n in opt_state),
+        ),
+        missing=tuple(missing),
+        unexpected=(*found.strange, *found.left),
+        cast=cast,
+    )
+    return fields, report
+
+
+def _check_names(
+    folder: Path,
+    asked: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Piece],
+    strange: Iterable[str],
+    *,
+    strict: bool,
+) -> None:
+    """Refuse what does not fit the model, or warn about it.
+
+    Raises:
+        CheckpointError: names differ, and `strict` is true; or shapes, or kinds of numbers.
+    """
+    there = {
+        n: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for n, each in weights.items()
+    }
+    there |= {n: torch.empty(0, device="meta") for n in strange}
+    found = compare.differences(there, asked)
+    other = {n: how for n, how in found.dtypes.items() if n in found.uncastable}
+    named = attrs.evolve(found, dtypes=other)
+    if not strict:
+        named = attrs.evolve(named, missing=(), unexpected=())
+    if named:
+        raise CheckpointError(named.told(str(folder)))
+    if found.missing or found.unexpected:
+        advise(attrs.evolve(found, dtypes={}).told(str(folder)))
+
+
+def _laid(
+    where: str, name: str, piece: Piece, own: torch.Tensor, cast: dict[str, str]
+) -> torch.Tensor:
+    """Return a piece as a state has it: this rank's part, its dtype, its device."""
+    place = slice_of(own) or Slice.whole(own.shape)
+    values = piece.read(place)
+    if values.dtype != own.dtype:
+        cast[name] = f"{values.dtype} to {own.dtype}"
+        values = converted(values, own.dtype, where)
+    return like(values, own) if is_shard(own) else values.to(own.device)
+
+
+def _entry(
+    where: str, key: str, each: Any, param: torch.Tensor, counter: torch.device
+) -> Any:
+    """Return what an optimizer keeps of a parameter, as torch's optimizers load it."""
+    if not isinstance(each, Piece):
+        return each
+    if each.shape == tuple(param.shape) and key != "step":
+        return _laid(where, key, each, param, {})
+    values = each.read(Slice.whole(each.shape))
+    if key == "step":
+        return values.to(counter)
+    return values.to(param.device, param.dtype if param.is_floating_point() else None)
+
+
+def _counts_on(state: TrainState) -> torch.device:
+    """Return where the state's optimizer counts its steps."""
+    groups = state.definition.optimizer.param_groups
+    there = any(g.get("fused") or g.get("capturable") for g in groups)
+    return state.world.device if there else torch.device("cpu")

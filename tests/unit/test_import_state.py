@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import_state`: what is refused, and in which words; what is told of what it did."""
+
+import os
+import pickle
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import accelfn as af
+from accelfn.testing import simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+ADAMW = partial(torch.optim.AdamW, lr=0.1)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.norm = nn.BatchNorm1d(width)
+
+
+def trained(
+    make: Any = ADAMW, net: Any = Net
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a module and its optimizer after an update."""
+    model = net()
+    optimizer = make(model.parameters())
+    model.norm(
+        model.first(torch.ones(4, 2) * torch.arange(4.0)[:, None])
+    ).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(folder: Path, make: Any = ADAMW, **beside: Any) -> tuple[nn.Module, Path]:
+    """Write a distributed checkpoint."""
+    model, optimizer = trained(make)
+    weights, kept = get_state_dict(model, optimizer)
+    held = {"model": weights, "optim": kept, **beside}
+    dcp.save(held, checkpoint_id=folder / "dcp", no_dist=True)
+    return model, folder / "dcp"
+
+
+def create(
+    make: Any = ADAMW, net: Any = Net, world: af.World | None = None, **options: Any
+) -> af.TrainState:
+    return af.TrainState.create(model=net, optimizer=make, world=world, **options)
+
+
+def refused(folder: Path, state: af.TrainState | None = None, **options: Any) -> str:
+    with pytest.raises(af.CheckpointError) as caught:
+        af.import_state(state or create(), folder, **options)
+    return str(caught.value)
+
+
+def test_it_tells_what_it_did(tmp_path):
+    """What was loaded, what is there beside it, and in which dtype it was."""
+    model, folder = saved(tmp_path, epoch=3, scheduler={"last_epoch": 1})
+    report = af.import_state(create(net=lambda: Net().double()), folder)
+    assert set(report.loaded) > {"params.first.weight", "buffers.norm.running_mean"}
+    assert {"epoch", "scheduler.last_epoch"} < set(report.unexpected)
+    assert report.missing == ()
+    assert report.cast["params.first.weight"] == "torch.float32 to torch.float64"
+    assert torch.equal(report.state.params["first.weight"], model.first.weight.double())
+    assert "loaded" in str(report)
+    assert report.state.opt_state["first.weight"]["exp_avg"].dtype is torch.float64
+
+
+def test_slots_begin_with_what_was_imported(tmp_path):
+    """An average is that of the weights that were imported; the user's own entries stay."""
+    model, folder = saved(tmp_path)
+    state = create(setup=af.ema(0.5)).with_slot("mine", {"n": 3})
+    found = af.import_state(state, folder).state
+    assert torch.equal(found.slots["ema"]["first.weight"], model.first.weight)
+    assert found.slots["mine"] == {"n": 3}
+    assert (found.step, state.step) == (1, 0)
+    assert not torch.equal(state.params["first.weight"], model.first.weight)
+
+
+def test_a_directory_of_sharded_folders_is_accelerate_s(tmp_path):
+    """What Accelerate has FSDP save is in two folders, of a model and an optimizer."""
+    model, optimizer = trained()
+    weights, kept = get_state_dict(model, optimizer)
+    for name, held in (
+        ("pytorch_model_fsdp_0", {"model": weights}),
+        ("optimizer_0", {"optimizer": kept}),
+    ):
+        dcp.save(held, checkpoint_id=tmp_path / name, no_dist=True)
+    report = af.import_state(create(), tmp_path)
+    assert report.missing == ()
+    assert torch.equal(report.state.params["first.weight"], model.first.weight)
+    assert report.state.step == 1
+
+
+def test_weights_alone_are_said_to_be(tmp_path):
+    """Without an optimizer its state begins anew, and the report has it missing."""
+    state = create()
+    af.export_model(state, tmp_path / "out")
+    report = af.import_state(create(seed=1), tmp_path / "out")
+    assert report.missing == ("opt_state",)
+    assert report.state.opt_state == {}
+    assert torch.equal(report.state.params["first.bias"], state.params["first.bias"])
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path):
+    """Before a step would fail on what it kept, or begin it again."""
+    _, folder = saved(tmp_path)
+    for make, said in (
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.5), "keeps ['momentum_buffer']"),
+        (partial(torch.optim.AdamW, lr=0.1, amsgrad=True), "max_exp_avg_sq"),
+    ):
+        assert said in refused(folder, create(make))
+
+
+def test_names_and_shapes_that_differ_are_told(tmp_path):
+    """All of them, with the nearest; without strict, those that are missing are a warning."""
+
+    class Other(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.Linear(3, 3)
+
+    _, folder = saved(tmp_path)
+    assert "missing second.weight" in refused(folder, create(net=Other))
+    with pytest.warns(af.Warning, match=r"missing second\.weight"):
+        report = af.import_state(create(net=Other), folder, strict=False)
+    assert report.missing == ("second.weight", "second.bias")
+    wider = create(net=partial(Net, 5))
+    assert "first.weight saved as (3, 2)" in refused(folder, wider, strict=False)
+
+
+def test_one_of_several_models_must_be_named(tmp_path):
+    """Which of them is meant nobody guesses."""
+    twin, _ = trained()
+    model, folder = saved(tmp_path, twin=twin.state_dict())
+    assert "models under 'model', 'twin'" in refused(folder)
+    for key, module in (("model", model), ("twin", twin)):
+        found = af.import_state(create(), folder, under=key).state
+        assert torch.equal(found.params["first.weight"], module.first.weight)
+    assert "missing first.weight" in refused(folder, under="neither")
+    with pytest.raises(af.ArgumentError, match="under=3"):
+        af.import_state(create(), folder, under=3)
+
+
+def test_an_optimizer_by_position_needs_its_groups(tmp_path):
+    """Positions mean nothing where groups have other sizes."""
+    model, optimizer = trained()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    (tmp_path / "scheduler.bin").touch()
+    report = af.import_state(create(), tmp_path)
+    assert report.unexpected == ("scheduler.bin",)
+    assert report.state.step == 1
+
+    first, *rest = model.parameters()
+    parted = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+    torch.save(parted.state_dict(), tmp_path / "optimizer.bin")
+    assert (
+        "has groups of [1, 3] parameters, and the state's optimizer of [4]"
+        in refused(tmp_path)
+    )
+    torch.save({"state": 3}, tmp_path / "optimizer.bin")
+    assert "is not the state_dict() of an optimizer" in refused(tmp_path)
+
+
+def test_what_else_lies_there_is_named(tmp_path):
+    """Nothing that is read, a checkpoint of accelfn, or one of DeepSpeed."""
+    assert "has neither .metadata" in refused(tmp_path)
+    af.save(create(), tmp_path / "own")
+    assert "af.load(state," in refused(tmp_path / "own")
+    (tmp_path / "zero_to_fp32.py").touch()
+    assert "DeepSpeed" in refused(tmp_path)
+    _, folder = saved(tmp_path)
+    with pytest.raises(af.CheckpointError, match="af.import_state"):
+        af.load(create(), folder)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_that_is_read_runs(tmp_path):
+    """Code in the metadata, or in a file, is refused by its name."""
+    _, folder = saved(tmp_path)
+    records = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    records.planner_data = Bomb(tmp_path / "ran")
+    (folder / ".metadata").write_bytes(pickle.dumps(records))
+    assert "posix.mkdir" in refused(folder)
+    assert not (tmp_path / "ran").exists()
+    file = tmp_path / "optimizer.bin"
+    torch.save(Bomb(tmp_path / "ran"), file)
+    af.export_model(create(), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert "run code" in refused(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_files_of_other_folders_are_not_read(tmp_path):
+    """A path that leads out of the folder is none of its files."""
+    _, folder = saved(tmp_path)
+    records = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    for info in records.storage_data.values():
+        info.relative_path = f"../dcp/{info.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(records))
+    assert "no file of it" in refused(folder)
+
+
+def test_boxes_that_leave_something_open_are_refused(tmp_path):
+    """A tensor of which a part is nowhere, before anything is read."""
+    _, folder = saved(tmp_path)
+    records = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    records.state_dict_metadata["model.first.weight"].chunks[0].sizes = torch.Size(
+        [2, 2]
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(records))
+    assert "the boxes of 'model.first.weight'" in refused(folder)
+
+
+@given(data=st.data())
+def test_bytes_at_random_end_in_our_errors(tmp_path_factory, data):
+    """Whatever is in the files, it is read or refused."""
+    folder = tmp_path_factory.mktemp("broken")
+    _, folder = saved(folder)
+    file = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    raw = bytearray(file.read_bytes())
+    if data.draw(st.booleans()):
+        raw = raw[: data.draw(st.integers(0, len(raw)))]
+    else:
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(
+                st.integers(0, 255)
+            )
+    file.write_bytes(raw)
+    with suppress(af.CheckpointError):
+        af.import_state(create(), folder)
+
+
+def test_a_rank_that_cannot_read_tells_the_others(tmp_path):
+    """Of a split model all ranks import, or none does."""
+    _, folder = saved(tmp_path)
+
+    def run(world: af.World) -> str:
+        state = create(world=world, setup=af.chain(af.shard_data(), af.wrap_fsdp()))
+        own = folder if world.rank == 0 else tmp_path / "nowhere"
+        own.mkdir(exist_ok=True)
+        return refused(own, state)
+
+    first, second = simulate(2, run)
+    assert first.startswith("Rank 1 could not read its part, so no rank loads")
+    assert "nowhere has neither" in second
