@@ -14,7 +14,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 WITH_TESTS = (
     *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8,megatron]"),
-    *("sybil", "schedulefree", "lomo-optim", "pytest-xdist", "pytest-timeout"),
+    *("sybil", "schedulefree", "lomo-optim", "pytest-xdist"),
     "openmpi",  # its mpirun
     *("ipykernel", "nbclient"),  # notebooks, executed
     *("accelerate", "datasets", "transformers"),  # what others read and write
@@ -63,8 +63,9 @@ def tests(session: nox.Session) -> None:
     # what was skipped is said, with its reason, and where the time went
     said = "-rs", "--durations=30", *side_by_side
     # What hangs shows the stacks of all its threads, and ends its process, which nothing takes
-    # the place of: the others would wait for it.
-    ends = "-ofaulthandler_timeout=300", "--timeout=600", "--timeout-method=thread"
+    # the place of: the others would wait for it. No thread of Python's does so, which would
+    # wait for whatever lock the test left taken.
+    ends = "-ofaulthandler_timeout=600", "-ofaulthandler_exit_on_timeout=true"
     ends += ("--max-worker-restart=0",)
     run(session, "pytest", "--hypothesis-profile=ci", *said, *ends, *session.posargs)
 

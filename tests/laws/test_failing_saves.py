@@ -2,6 +2,7 @@
 """Whatever goes wrong in a save, all ranks are told whose fault it was, and the next is tried."""
 
 import errno
+import linecache
 import os
 import sys
 import threading
@@ -295,6 +296,20 @@ def test_runs_that_are_killed_leave_no_more_than_is_kept(
             assert all(is_of(root / f"step-{step:08d}", step) for step in saved.steps)
 
 
+def leaves_a_block(frame: FrameType, entered: set[int]) -> bool:
+    """Whether a `with` is about to call its `__exit__`, before which no signal is looked for.
+
+    A tracer that raised there would leave threading's own lock taken, and no thread of this
+    process would ever start again.
+    """
+    line = frame.f_lineno
+    if not linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("with "):
+        return False
+    leaves = line in entered
+    entered.add(line)
+    return leaves
+
+
 class InterruptedAt:
     """Raises KeyboardInterrupt at a line of a store, or of a thread's start, as Ctrl-C may."""
 
@@ -308,11 +323,16 @@ class InterruptedAt:
         handles = code.co_qualname == "Condition.__init__"
         if code.co_filename not in self.files or handles:
             return None
-        if event == "line":
-            self.count += 1
-            if self.count - 1 == self.at:
-                raise KeyboardInterrupt
-        return self.trace
+        entered = set[int]()
+
+        def lines(frame: FrameType, event: str, _: object) -> Any:
+            if event == "line" and not leaves_a_block(frame, entered):
+                self.count += 1
+                if self.count - 1 == self.at:
+                    raise KeyboardInterrupt
+            return lines
+
+        return lines
 
     def __enter__(self) -> Self:
         self.before = sys.gettrace()
