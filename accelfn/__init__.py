@@ -142,6 +142,7 @@ if _TYPE_CHECKING:
     from accelfn.transforms.compress import compress as compress
     from accelfn.transforms.context_parallel import context_parallel as context_parallel
     from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
+    from accelfn.transforms.deepspeed import wrap_deepspeed as wrap_deepspeed
     from accelfn.transforms.ema import ema as ema
     from accelfn.transforms.fsdp import wrap_fsdp as wrap_fsdp
     from accelfn.transforms.identity import identity as identity
@@ -197,6 +198,7 @@ _LATER = {
     "accelfn.transforms.compile": ("compile",),
     "accelfn.transforms.compress": ("compress",),
     "accelfn.transforms.ddp": ("wrap_ddp",),
+    "accelfn.transforms.deepspeed": ("wrap_deepspeed",),
     "accelfn.transforms.context_parallel": ("context_parallel",),
     "accelfn.transforms.fsdp": ("wrap_fsdp",),
     "accelfn.transforms.ema": ("ema",),

@@ -28,6 +28,7 @@ FACTS: Mapping[str, str] = {
     " `gives_up` of `replicas_agree`, and from `reduce = None`",
     "buckets": "gradients cross the ranks in DistributedDataParallel's buckets",
     "by_rank": "names of entries of its slot that differ by rank",
+    "clips": "the bound of the gradients' global 2-norm, for an engine that holds gradients itself",
     "compiles": "the loss is compiled",
     "compression": "a function of a state that returns how buckets cross the ranks",
     "draws_nothing": "its methods draw no random numbers, so none are made ready",

@@ -117,7 +117,14 @@ class Layout:
         for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
             part = part.narrow(dim, min(begin - there[dim], part.shape[dim]), length)
         made = shards.padded(part.to(self.device), self.room(name, tensor.shape))
-        return DTensor(made, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+        return self.held(name, made, tensor)
+
+    def held(
+        self, name: str, part: torch.Tensor, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return this rank's part of a tensor as a state has it."""
+        spec = self.spec(name, like)
+        return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
     def _place(self, spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shape of this rank's part, and where it begins."""

@@ -19,6 +19,7 @@ from accelfn.base import draws, lists, tree
 from accelfn.base.shards import is_shard
 from accelfn.collectives import check_replicas
 from accelfn.data.cursor import Cursor
+from accelfn.definition.definition import Definition
 from accelfn.definition.fields import check_returned
 from accelfn.engine.agreement import check_definitions, check_gradients
 from accelfn.engine.buffers import Buffers
@@ -28,15 +29,16 @@ from accelfn.engine.module.made import made
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
+from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
 from accelfn.engine.untaken import refuse_taken, refuse_unused
 from accelfn.errors import GradsError, LossError
 from accelfn.schedules.advice import advise_of_rates
 from accelfn.state.grads import Grads, Taken, never_zero
-from accelfn.state.metrics import Metrics
+from accelfn.state.metrics import Metrics, Number
 from accelfn.state.state import OptState, TrainState
-from accelfn.structure.prototype import Assignments
+from accelfn.structure.prototype import Assignments, rebuilt
 
 if TYPE_CHECKING:
     from accelfn.engine.compression import Compression
@@ -54,9 +56,16 @@ class Engine:
         home: Home,
         innermost: Innermost,
         compression: "Compression | None" = None,
+        optimizer: TakesUpdates | None = None,
     ) -> None:
-        """Build an optimizer, and what runs losses, around a home of the state's tensors."""
+        """Build an optimizer, and what runs losses, around a home of the state's tensors.
+
+        What takes the updates is the state's optimizer over them, or what is given.
+        """
         self._home, self._compression = home, compression
+        self._holder = home.holder
+        # of a state after an update, where they are not those of the state before it
+        self.params: Mapping[str, torch.Tensor] | None = None
         definition = state.definition
         self._device = definition.world.device
         self._num_losses = definition.copy.size
@@ -64,16 +73,12 @@ class Engine:
         self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
         self._key_of: tuple[int | None, int] = (None, 0)
-        metas = dict(definition.skeleton.module.named_parameters())
-        self._optimizer = LiveOptimizer(
-            definition.optimizer,
-            {metas[name]: param for name, param in home.params.items()},
-            {param: name for name, param in home.params.items()},
-            home.shows,
-        )
         live = None
-        if "steps_in_backward" in definition.setup.facts:
-            live = LiveUpdate(self._optimizer, home.trained)
+        if optimizer is None:
+            optimizer = _over_params(definition, home)
+            if "steps_in_backward" in definition.setup.facts:
+                live = LiveUpdate(optimizer, home.trained)
+        self._optimizer = optimizer
         self.live_update = live
         module = made(home.module, state)
         self._buffers = Buffers(module)
@@ -91,7 +96,7 @@ class Engine:
         self._of_all_ranks = buffers_of_all_ranks(module)
         self._shares = shares_of(module)
         # gradients that lie in the home now, not yet applied
-        self._live: dict[str, torch.Tensor] | None = None
+        self._live: Mapping[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
         self._has_compared = self._layer_ranks.size == 1
 
@@ -146,7 +151,10 @@ class Engine:
             live = self.live_update
             stepped = {} if live is None else live.done()
             tensors = self._found(stepped, reduced=averaged is not None)
-            tensors = tensors if live is None else {}  # they are freed
+            if live is not None:  # they are freed
+                tensors = {}
+            elif self._holder is not None:
+                tensors = self._holder.hidden()
             written = self._buffers.end()
             self._live = tensors
         except BaseException as error:
@@ -171,6 +179,7 @@ class Engine:
             update=tried,
             trained=state.definition.skeleton.trainable,
             finite_loss=read.is_finite and (before is None or before.finite_loss),
+            is_held=self._holder is not None,
             slots={} if compression is None else compression.end(),
         )
         grads = Grads(
@@ -222,7 +231,8 @@ class Engine:
     def finish(self, grads: Grads) -> OptState:
         """End the update that a backward pass took; return the optimizer's state by name."""
         self.forget_plan()
-        return self._ended(grads, self._optimizer.end())
+        assert self.live_update is not None  # noqa: S101 - which was planned
+        return self._ended(grads, self.live_update.end())
 
     def forget_plan(self) -> None:
         """Let the next backward pass take no update."""
@@ -235,15 +245,22 @@ class Engine:
 
     def update(
         self, grads: Grads, hyper: Assignments, skip: torch.Tensor | None = None
-    ) -> OptState:
+    ) -> OptState | None:
         """Step the optimizer on the state's tensors, in place; return its state by name.
 
-        Where `skip` is 1 on the device, all is left as it is.
+        Where `skip` is 1 on the device, all is left as it is; so it is where None is returned,
+        for the optimizer has left out an update that it found not finite.
         """
         taken = grads.taken
         divisor = None if taken.is_mean else taken.denominator
         opt_state = self._optimizer.update(hyper, divisor, skip)
+        if opt_state is None:
+            return None
         return self._ended(grads, opt_state, skip)
+
+    def reports(self) -> Mapping[str, Number]:
+        """Return what is told of the last update by who holds its gradients."""
+        return {} if self._holder is None else self._holder.reports()
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
@@ -259,7 +276,10 @@ class Engine:
         if grads.buffers:
             self._buffers.commit(grads.buffers, skip)
         self._live, self._live_buffers = None, {}
-        self._bound = (self._bound[0], self._bound[1], opt_state)
+        params = self._bound[0]
+        if self._holder is not None:
+            params = self.params = self._holder.bound
+        self._bound = (params, self._bound[1], opt_state)
         return opt_state
 
     def discard(self) -> None:
@@ -343,10 +363,10 @@ class Engine:
             lists.mul_(into.tensors.values(), into.taken.divisor)
 
     def _move_out(self) -> None:
-        """Let gradients that nobody applied be their holder's own."""
+        """Let gradients that nobody applied be their holder's own, if they can be seen."""
         if self._live is None:
             return
-        for name, grad in self._live.items():
+        for name, grad in self._live.items() if isinstance(self._live, dict) else ():
             if grad._base is not None:  # in a DDP bucket, which the next pass writes
                 self._live[name] = grad.clone()
         for name, buffer in self._live_buffers.items():
@@ -362,6 +382,14 @@ class Engine:
         self.forget_plan()
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.engine = None
+
+
+def _over_params(definition: Definition, home: Home) -> LiveOptimizer:
+    """Return a state's optimizer over the parameters of a home."""
+    metas = definition.skeleton.module.named_parameters()
+    memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
+    names = {param: name for name, param in home.params.items()}
+    return LiveOptimizer(rebuilt(definition.optimizer, memo), names, home.shows)
 
 
 def local_engine(state: TrainState) -> Engine:

@@ -15,6 +15,7 @@ from accelfn.base.shards import is_shard, local
 from accelfn.definition.definition import Definition
 from accelfn.engine.optimizer.live_optimizer import Shows
 from accelfn.state.grads import Grads
+from accelfn.state.metrics import Number
 from accelfn.state.state import TrainState
 
 
@@ -39,6 +40,11 @@ class Home(Protocol):
     @property
     def shows(self) -> Shows | None:
         """What knows a state's values of the optimizer's; None where they are the same."""
+        ...
+
+    @property
+    def holder(self) -> "Holder | None":
+        """Who holds gradients so that nobody sees them; None where a home shows them."""
         ...
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -72,10 +78,28 @@ class Home(Protocol):
         ...
 
 
+class Holder(Protocol):
+    """Holds gradients from the backward pass to the update."""
+
+    @property
+    def bound(self) -> Mapping[str, torch.Tensor]:
+        """The parameters of the state after an update."""
+        ...
+
+    def hidden(self) -> Mapping[str, torch.Tensor]:
+        """Return what stands for the gradients that it holds now."""
+        ...
+
+    def reports(self) -> Mapping[str, Number]:
+        """Return what is told of the last update."""
+        ...
+
+
 class ReplicaHome:
     """Each rank computes with all of every parameter: a module, alone or in a replica."""
 
     shows: Shows | None = None
+    holder: Holder | None = None
 
     def __init__(self, state: TrainState) -> None:
         """Build a module around the state's tensors."""

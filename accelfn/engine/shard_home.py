@@ -126,6 +126,8 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 class ShardHome:
     """Each rank has a part of every parameter, and gathers a unit of them to compute with."""
 
+    holder = None
+
     def __init__(
         self,
         definition: Definition,
@@ -184,10 +186,7 @@ class ShardHome:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> "Lent":
         """Return a module of other values, split alike, that runs functions of the model."""
-        home = ShardHome(self._definition, self._splitter, params, buffers)
-        lent = Lent(home.module.eval())
-        home.split(lent)
-        return lent
+        return lent_in_parts(self._definition, self._splitter, params, buffers)
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
         """Point torch's parts, and the optimizer's, at the state's memory."""
@@ -300,6 +299,19 @@ class ShardHome:
             if hasattr(split, "_unsharded_param"):
                 split._unsharded_param.grad = None
             split.unsharded_accumulated_grad = None
+
+
+def lent_in_parts(
+    definition: Definition,
+    splitter: Splitter,
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> Lent:
+    """Return a module of which each rank has parts, in evaluation mode, that runs functions."""
+    home = ShardHome(definition, splitter, params, buffers)
+    lent = Lent(home.module.eval())
+    home.split(lent)
+    return lent
 
 
 def _held(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from accelfn.definition.transform import chain
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.errors import ArgumentError, ModelError
 from accelfn.state.state import TrainState
-from accelfn.structure.prototype import NamedParameters, prototype_of
+from accelfn.structure.prototype import NamedParameters, prototype_of, rebuilt
 from accelfn.structure.skeleton import ModelSource, Skeleton, skeleton_of
 from accelfn.world import World
 from accelfn.world.axes import extents, folded
@@ -301,11 +301,9 @@ def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
     prototype, _ = prototype_of(optimizer, module, skeleton)
     params = dict(module.named_parameters())
     metas = dict(skeleton.module.named_parameters())
-    live = LiveOptimizer(
-        prototype,
-        {metas[name]: param for name, param in params.items()},
-        {param: name for name, param in params.items()},
-    )
+    memo: dict[int, Any] = {id(metas[name]): param for name, param in params.items()}
+    names = {param: name for name, param in params.items()}
+    live = LiveOptimizer(rebuilt(prototype, memo), names)
     live.load({})
     for name in skeleton.trainable:
         params[name].grad = torch.empty_like(params[name])

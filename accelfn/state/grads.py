@@ -75,6 +75,7 @@ class Taken:
         trained: names of the parameters that were trained when they were taken; None is
             not looked at.
         finite_loss: False if a loss of this rank was seen to be infinite or not a number.
+        is_held: whether an engine holds the gradients, which nobody sees.
         slots: of transforms that had a say in how they crossed the ranks, by name.
         lease: ended when they are given to `apply_grads` or to `into=`.
     """
@@ -90,6 +91,7 @@ class Taken:
     skip: Skip | None = None
     trained: tuple[str, ...] | None = None
     finite_loss: bool = True
+    is_held: bool = False
     slots: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
     lease: Lease = attrs.field(factory=Lease, repr=False)
 

@@ -23,11 +23,15 @@ _FIELDS = tuple((each.name, each.alias) for each in attrs.fields(TrainState))
 
 
 def successor(
-    update: Update, state: TrainState, opt_state: OptState, flag: torch.Tensor | None
+    update: Update,
+    state: TrainState,
+    opt_state: OptState,
+    flag: torch.Tensor | None,
+    params: Any = None,
 ) -> TrainState:
     """Return the state after an update that the optimizer has taken, unless a flag says no.
 
-    It has the tensors of the state before it, and a lease of its own.
+    It has the tensors of the state before it, or the given parameters, and a lease of its own.
     """
     cursor, num_skipped = update.grads.taken.cursor, state._num_skipped  # pyright: ignore[reportPrivateUsage]
     step = state._step  # pyright: ignore[reportPrivateUsage]
@@ -38,7 +42,7 @@ def successor(
     after = object.__new__(TrainState)
     _fill(
         after,
-        params=state._params,  # pyright: ignore[reportPrivateUsage]
+        params=state._params if params is None else params,  # pyright: ignore[reportPrivateUsage]
         buffers=state._buffers,  # pyright: ignore[reportPrivateUsage]
         opt_state=opt_state,
         step=step,

@@ -8,6 +8,7 @@ as it was; from then on its lease is ended, unless it is known that nothing was 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from accelfn.base.contexts import span
@@ -28,6 +29,10 @@ from accelfn.world import World
 _INTERRUPTED = (
     "Update {update} was interrupted before it was whole, so the tensors of this state may"
     " be partly updated. Load a checkpoint, or go on from a copy."
+)
+_UNFINISHED = (
+    "DeepSpeed holds these gradients on each rank. Let the last micro-batch of an update reduce"
+    " them: value_and_grad(state, batch, into=grads), with sync=True."
 )
 _DONATED = (
     "This state was given to the step of update {update}, which updated its tensors in place."
@@ -61,7 +66,12 @@ def take(
                 opt_state = _stepped(state, ready, planned, flag, engine)
                 if ready is not update.grads:
                     update = update.with_grads(ready)
-                after = _after(state, update, opt_state, flag)
+                if ready.taken.is_held:
+                    update = _told(update, engine, is_taken=opt_state is not None)
+                if opt_state is None:
+                    after = _left_out(state, update, engine)
+                else:
+                    after = _after(state, update, opt_state, flag, engine.params)
         finally:
             given.give_away()
         return after, update.grads.metrics
@@ -112,7 +122,8 @@ def reduced(update: Update) -> Update:
         return update
     owners = definition.setup.owners["reduce"]
     if not owners:
-        raise GradsError(_unreduced(definition.copy))
+        unfinished = grads.taken.is_held
+        raise GradsError(_UNFINISHED if unfinished else _unreduced(definition.copy))
     owner = owners[0]
     if owner.reduce is None:
         return update
@@ -124,8 +135,8 @@ def reduced(update: Update) -> Update:
 
 def transformed(update: Update) -> Update:
     """Let the `grads` of transforms see, and change, the gradients of the mean."""
-    if not update.state.definition.setup.owners["grads"]:
-        return update  # the optimizer's kernel may divide them
+    if not update.state.definition.setup.owners["grads"] or update.grads.taken.is_held:
+        return update  # the optimizer divides them, and may do all that is asked for
     update = update.with_grads(update.grads.divided())
     grads, update = through("grads", update.grads, update, Grads)
     return update.with_grads(grads)
@@ -161,7 +172,7 @@ def _stepped(
     planned: Assignments,
     flag: torch.Tensor | None,
     engine: Engine,
-) -> OptState:
+) -> OptState | None:
     """Step the optimizer; from here on the state is given away."""
     begin_donation(state, ready.taken.update)
     try:
@@ -172,13 +183,24 @@ def _stepped(
 
 
 def _after(
-    state: TrainState, update: Update, opt_state: OptState, flag: torch.Tensor | None
+    state: TrainState,
+    update: Update,
+    opt_state: OptState,
+    flag: torch.Tensor | None,
+    params: Any = None,
 ) -> TrainState:
     """Return the state after an update that the optimizer has taken."""
-    after = successor(update, state, opt_state, flag)
+    after = successor(update, state, opt_state, flag, params)
     if state.definition.setup.owners["after_update"]:
         after = through_state("after_update", after, update)
     return ended(state, after, update.grads.taken.update)
+
+
+def _told(update: Update, engine: Engine, *, is_taken: bool) -> Update:
+    """Return an update of gradients that nobody sees, with what its engine tells of it."""
+    metrics = {**engine.reports(), "skipped": float(not is_taken)}
+    update = update.with_grads(update.grads.with_metrics(**metrics))
+    return attrs.evolve(update, skipped=not is_taken)
 
 
 def _undo(state: TrainState, engine: Engine) -> None:

@@ -34,6 +34,12 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     ranks = state.definition.world.loss
     if ranks.size == 1:
         return grads
+    if grads.taken.is_held:
+        msg = (
+            "sync_grads: DeepSpeed holds these gradients. Let the last micro-batch reduce them:"
+            " value_and_grad(state, batch, into=grads), with sync=True."
+        )
+        raise GradsError(msg)
     if grads.reduced:
         msg = "sync_grads: these gradients are reduced over the ranks already."
         raise GradsError(msg)

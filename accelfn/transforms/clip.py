@@ -65,10 +65,15 @@ class clip_grad_norm:
         af.clip_grad_norm(1.0)
     """
 
-    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     max_norm: float = attrs.field(validator=_is_positive)
     norm_type: float = attrs.field(default=2.0, validator=_is_positive, kw_only=True)
     per_group: bool = attrs.field(default=False, validator=truth(), kw_only=True)
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """What an engine that holds gradients itself can clip them by."""
+        is_plain = self.norm_type == 2 and not self.per_group
+        return {"draws_nothing": True, "clips": self.max_norm if is_plain else None}
 
     @property
     def without(self) -> tuple[str, ...]:

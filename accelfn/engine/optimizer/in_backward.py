@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
+from accelfn.engine.optimizer.live_optimizer import LiveOptimizer, State
 from accelfn.state.grads import divide_
 from accelfn.state.metrics import Number
 from accelfn.structure.prototype import Assignments
@@ -84,6 +84,10 @@ class LiveUpdate:
         self._optimizer.step_alone(param, divisor)
         param.grad = None
         self._done.append(self._names[id(param)])
+
+    def end(self) -> State:
+        """End an update; return the optimizer's state by name."""
+        return self._optimizer.end()
 
     def done(self) -> dict[str, torch.Tensor]:
         """Return the parameters that were stepped, by name."""

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
-from torch import nn
 from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -25,7 +24,6 @@ from accelfn.structure.prototype import (
     Assignments,
     group_key,
     named_state,
-    rebuilt,
 )
 
 State: TypeAlias = dict[str, dict[str, Any]]
@@ -54,17 +52,15 @@ class LiveOptimizer:
 
     def __init__(
         self,
-        prototype: Optimizer,
-        params: Mapping[nn.Parameter, nn.Parameter],
-        names: Mapping[nn.Parameter, str],
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
         shows: "Shows | None" = None,
     ) -> None:
-        """Copy the prototype, with each parameter replaced as `params` says.
+        """Take an optimizer over live parameters, which is nobody else's, and their names.
 
         Where parameters are parts of those of a state, `shows` knows its values of parts.
         """
-        self._shows = shows
-        self._torch = rebuilt(prototype, {id(old): new for old, new in params.items()})
+        self._shows, self._torch = shows, optimizer
         self._step = bare_step(self._torch)
         self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names

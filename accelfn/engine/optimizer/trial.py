@@ -2,6 +2,7 @@
 """An optimizer is tried on small parameters: on what does an update of one depend?"""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
+from accelfn.structure.prototype import rebuilt
 
 _MOST = 4
 """Rows, and columns, of a small parameter."""
@@ -92,11 +94,9 @@ def tried(
         return whole[(slice(None),) * dim + (within,)] if meta.ndim > dim else whole
 
     params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
-    live = LiveOptimizer(
-        state.definition.optimizer,
-        {metas[name]: param for name, param in params.items()},
-        {param: name for name, param in params.items()},
-    )
+    memo: dict[int, Any] = {id(metas[name]): param for name, param in params.items()}
+    names = {param: name for name, param in params.items()}
+    live = LiveOptimizer(rebuilt(state.definition.optimizer, memo), names)
     trained = {name: params[name] for name in state.definition.skeleton.trainable}
     hyper = {
         (i, "train_mode"): True

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state's values in ZeRO's order: flat tensors, of which each rank has a part.
+
+ZeRO keeps of each parameter group, or of a part of one, a flat tensor with this rank's elements
+of its parameters, and the optimizer steps that. A state's values are those elements by name and
+by rows, as every other transform, checkpoint and layout has them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from accelfn.base import shards
+from accelfn.definition.layout import Layout
+from accelfn.engine.zero.places import Run, Runs, evenly, moved
+from accelfn.errors import OptimizerError
+from accelfn.state.state import OptState
+from accelfn.world import World
+
+_FLAT = "<flat {}>"
+_TO_ROWS, _TO_FLATS = "ZeRO: read a state", "ZeRO: take over a state"
+
+
+@attrs.frozen
+class Place:
+    """Where a parameter's elements lie in ZeRO.
+
+    Attributes:
+        flat: in which flat tensor.
+        offset: where this rank's elements begin in it.
+        runs: which elements each rank has.
+    """
+
+    flat: int
+    offset: int
+    runs: Sequence[Run]
+
+
+@attrs.frozen(eq=False)
+class Flats:
+    """Where all trained parameters lie, and how their values come from there and get there.
+
+    Attributes:
+        places: by name.
+        sizes: how many elements this rank has of each flat tensor, padding included.
+        layout: how the state's values lie.
+        world: the ranks.
+    """
+
+    places: Mapping[str, Place]
+    sizes: Sequence[int]
+    layout: Layout
+    world: World
+    rows: Runs = attrs.field(init=False)
+
+    @rows.default  # pyright: ignore[reportAttributeAccessIssue, reportUntypedFunctionDecorator]
+    def _rows(self) -> Runs:
+        return {name: self._rows_of(name) for name in self.places}
+
+    def _rows_of(self, name: str) -> list[Run]:
+        """Return which elements each rank has in a state: its rows, or all of what has none."""
+        shape, ranks = self.layout.shapes[name], self.world.size
+        if name not in self.layout.cuts:
+            return [(0, shape.numel())] * ranks
+        rows = -(-shape[0] // ranks)
+        return evenly(shape.numel(), rows * (shape.numel() // shape[0]), ranks)
+
+    @property
+    def cuts(self) -> Runs:
+        """Which elements of each parameter each rank has in ZeRO."""
+        return {name: place.runs for name, place in self.places.items()}
+
+    def names_of(self, flat: int) -> list[str]:
+        """Return which parameters lie in a flat tensor."""
+        return [name for name, place in self.places.items() if place.flat == flat]
+
+    def pieces(self, flat: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return this rank's elements of each parameter, in the flat tensor's memory."""
+        found: dict[str, torch.Tensor] = {}
+        for name in self.names_of(flat):
+            place = self.places[name]
+            begin, end = place.runs[self.world.rank]
+            found[name] = tensor.detach()[place.offset : place.offset + end - begin]
+        return found
+
+    def read(self, flats: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what lies in flat tensors as values of a state; a collective."""
+        pieces: dict[str, torch.Tensor] = {}
+        for flat, tensor in flats.items():
+            pieces |= self.pieces(flat, tensor)
+        rows = moved(pieces, self.cuts, self.rows, self.world, label=_TO_ROWS)
+        return {name: self._value(name, piece) for name, piece in rows.items()}
+
+    def _value(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        shape = self.layout.shapes[name]
+        if name not in self.layout.cuts:
+            return piece.view(shape)
+        part = piece.view(-1, *shape[1:])
+        like = torch.empty(shape, dtype=piece.dtype, device="meta")
+        made = shards.padded(part, self.layout.room(name, shape))
+        return self.layout.held(name, made, like)
+
+    def gathered(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return flat tensors of values of a state, which all of a flat have; a collective."""
+        pieces = {name: shards.local(v).detach().reshape(-1) for name, v in values.items()}
+        parts = moved(pieces, self.rows, self.cuts, self.world, label=_TO_FLATS)
+        flats: dict[int, torch.Tensor] = {}
+        for name, part in parts.items():
+            place = self.places[name]
+            if place.flat not in flats:
+                flats[place.flat] = part.new_zeros(self.sizes[place.flat])
+            flats[place.flat][place.offset : place.offset + part.numel()] = part
+        return flats
+
+
+class FlatParams(Mapping[str, torch.Tensor]):
+    """A state's parameters while they lie in flat tensors; they are brought into rows when read.
+
+    Attributes:
+        flats: the tensors, which a step changes in place.
+        kept: parameters that are not trained, as the state has them.
+    """
+
+    def __init__(
+        self,
+        order: Iterable[str],
+        where: Flats,
+        flats: Mapping[int, torch.Tensor],
+        kept: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Take the names in the model's order, and where the elements are."""
+        self._order, self.where = tuple(order), where
+        self.flats, self.kept = flats, kept
+        self._rows: dict[str, torch.Tensor] | None = None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a value; the first to be read brings all into rows, a collective."""
+        if name in self.kept:
+            return self.kept[name]
+        if self._rows is None:
+            with torch.no_grad():
+                self._rows = self.where.read(self.flats)
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._order)
+
+    def changed(self) -> None:
+        """Note that a step has changed the flat tensors."""
+        self._rows = None
+
+
+class FlatOptState(Mapping[str, dict[str, Any]]):
+    """A state's optimizer state while it lies in flat tensors; see `FlatParams`.
+
+    Attributes:
+        held: what the optimizer has, by flat tensor, and by group.
+    """
+
+    def __init__(self, where: Flats, held: OptState) -> None:
+        """Take what the optimizer has."""
+        self.where, self.held = where, held
+        self._rows: OptState | None = None
+        self._names = [
+            name for i in range(len(where.sizes)) if flat_key(i) in held for name in where.names_of(i)
+        ]
+        flats = {flat_key(i) for i in range(len(where.sizes))}
+        self._others = {key: entry for key, entry in held.items() if key not in flats}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """Return an entry; the first to be read brings all into rows, a collective."""
+        if name in self._others:
+            return self._others[name]
+        if self._rows is None:
+            with torch.no_grad():
+                self._rows = self._read()
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter((*self._names, *self._others))
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._names) + len(self._others)
+
+    def changed(self) -> None:
+        """Note that a step has changed the flat tensors."""
+        self._rows = None
+
+    def _read(self) -> OptState:
+        where, found = self.where, {name: dict[str, Any]() for name in self._names}
+        by_key: dict[str, dict[int, torch.Tensor]] = {}
+        for i, size in enumerate(where.sizes):
+            for key, value in self.held.get(flat_key(i), {}).items():
+                if is_flat(value, size):
+                    by_key.setdefault(key, {})[i] = value
+                    continue
+                for name in where.names_of(i):  # a count, of which each has its own
+                    own = isinstance(value, torch.Tensor)
+                    found[name][key] = value.clone() if own else value
+        for key in sorted(by_key):
+            for name, value in where.read(by_key[key]).items():
+                found[name][key] = value
+        return found
+
+
+def flat_key(index: int) -> str:
+    """Return where what an optimizer has of a flat tensor stands."""
+    return _FLAT.format(index)
+
+
+def is_flat(value: Any, size: int) -> bool:
+    """Whether an entry of an optimizer has an element for each of a flat tensor."""
+    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() == size
+
+
+def flattened(where: Flats, opt_state: Mapping[str, Mapping[str, Any]]) -> OptState:
+    """Return an optimizer's state by flat tensor, of one by name; a collective.
+
+    Raises:
+        OptimizerError: parameters of one flat tensor have kept other counts, or some have kept
+            nothing.
+    """
+    held: OptState = {k: dict(e) for k, e in opt_state.items() if k not in where.places}
+    by_key: dict[str, dict[str, torch.Tensor]] = {}
+    for i in range(len(where.sizes)):
+        names = where.names_of(i)
+        entries = {name: opt_state[name] for name in names if name in opt_state}
+        if not entries:
+            continue
+        _check_alike(names, entries, where)
+        held[flat_key(i)] = {}
+        for key, value in next(iter(entries.values())).items():
+            if _has_shape(key, value, names[0], where):
+                by_key.setdefault(key, {}).update({n: e[key] for n, e in entries.items()})
+            else:
+                own = isinstance(value, torch.Tensor)
+                held[flat_key(i)][key] = value.clone() if own else value
+    for key in sorted(by_key):
+        for i, flat in where.gathered(by_key[key]).items():
+            held[flat_key(i)][key] = flat
+    return held
+
+
+def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
+    """Whether an entry has an element for each of its parameter, which may be a lone number."""
+    shape = where.layout.shapes[name]
+    return key != "step" and isinstance(value, torch.Tensor) and value.shape == shape
+
+
+def _check_alike(
+    names: Sequence[str], entries: Mapping[str, Mapping[str, Any]], where: Flats
+) -> None:
+    lacking = [name for name in names if name not in entries]
+    (first, one), *rest = entries.items()
+    differ = [
+        name
+        for name, each in rest
+        if each.keys() != one.keys()
+        or any(
+            not _has_shape(key, one[key], first, where)
+            and bool(one[key] != each[key])
+            for key in one
+        )
+    ]
+    if lacking or differ:
+        other = (lacking or differ)[0]
+        what = "has no state yet" if lacking else "has counted other updates"
+        msg = (
+            f"DeepSpeed keeps one state for all parameters of a group, and of {other!r} the"
+            f" optimizer {what} than of {first!r}. Put them in parameter groups of their own,"
+            " or go on under af.wrap_fsdp()."
+        )
+        raise OptimizerError(msg)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package DeepSpeed: imported when it is asked for, and kept to the world's own group."""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelfn.errors import ArgumentError
+from accelfn.world import World
+
+_MISSING = (
+    "{shown}: DeepSpeed is not installed. Install it beside torch: pip install setuptools wheel"
+    " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
+)
+
+
+def check_installed(shown: str) -> None:
+    """Raise unless DeepSpeed is there.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ArgumentError(_MISSING.format(shown=shown))
+
+
+@contextmanager
+def joined(ranks: World) -> Iterator[Any]:
+    """Lend DeepSpeed, which talks through the world's group, and tells warnings alone."""
+    deepspeed: Any = importlib.import_module("deepspeed")
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    if groups._WORLD_GROUP is None:  # noqa: SLF001 - it would make another, of another timeout
+        groups._WORLD_GROUP = ranks.group  # noqa: SLF001
+    logger: logging.Logger = deepspeed.utils.logger
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with _left_out():
+            yield deepspeed
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _left_out() -> Iterator[None]:
+    """Leave out what DeepSpeed does at its start and need not.
+
+    It would compile C++ for the memory that a host's ranks share, and whoever is killed in that
+    leaves a lock for which all later ones wait. And it would send rank 0's parameters around,
+    which have no values yet, and of which it cannot send a lone number.
+    """
+    # the package has a name like the submodule's, which is torch's
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    parts: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    left: list[tuple[Any, str, Any]] = [
+        (backend, "build_shm_op", _nothing),
+        (engine, "_broadcast_model", _nothing),
+        (parts.Init, "_zero_init_param", _part),
+    ]
+    before = [getattr(owner, name) for owner, name, _ in left]
+    for owner, name, made in left:
+        setattr(owner, name, made)
+    try:
+        yield
+    finally:
+        for (owner, name, _), made in zip(left, before, strict=True):
+            setattr(owner, name, made)
+
+
+def _part(init: Any, param: Any) -> None:
+    init._convert_to_deepspeed_param(param)  # noqa: SLF001
+    param.partition()
+
+
+def parted() -> None:
+    """Let DeepSpeed forget the world's group, which is about to be closed."""
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    comm.cdb = None
+    groups._release_process_group_references()  # noqa: SLF001 - as DeepSpeed's own end does
+
+
+def _nothing(*_: object, **__: object) -> None: ...

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the loss inside DeepSpeed's engine; the last micro-batch reduces, or each does."""
+
+import torch
+from torch import nn
+
+from accelfn.collectives import all_reduce_, broadcast_, naming
+from accelfn.engine.fsdp import RootModule
+from accelfn.engine.read_loss import ReadLoss, Samples
+from accelfn.engine.runner import LossFunction, like
+from accelfn.engine.zero.home import ZeroHome
+from accelfn.engine.zero.package import parted
+from accelfn.errors import WorldError
+from accelfn.state.metrics import Number
+from accelfn.world import World
+
+
+class ZeroRunner:
+    """Runs the loss inside DeepSpeed's engine."""
+
+    reduces = True
+    expects_unused = False
+    lone_module = None
+
+    def __init__(
+        self, module: nn.Module, home: ZeroHome, ranks: World, *, in_parts: bool
+    ) -> None:
+        """Let DeepSpeed take over the module, which transforms may have changed."""
+        self._ranks, self._home, self._in_parts = ranks, home, in_parts
+        self._root = RootModule(module)
+        with naming("build DeepSpeed's engine", ranks):
+            self._zero = home.wrap(self._root)
+        self._forward = naming("DeepSpeed forward", ranks)
+        self._backward = naming("DeepSpeed backward", ranks)
+        self._sync, self._is_over = True, False
+        ranks.connection.hold(self.let_go)
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss.
+
+        The first micro-batch of an update begins with rank 0's buffers, as DDP's does.
+        """
+        if self._is_over:
+            msg = "The world is closed: a step needs its ranks. Step inside its `with` block."
+            raise WorldError(msg)
+        if samples.begins:
+            self._share_buffers()
+            self._home.note_none()
+        self._sync = sync
+        reduces = sync or self._in_parts
+        with self._forward:
+            self._scalar = self._zero.forward(
+                loss_fn, samples, reduces=reduces, ends=sync
+            )
+        read = self._root.reads.pop()
+        self._root.reads.clear()  # what a forward that raised had left
+        return read
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
+        scalar = self._scalar
+        del self._scalar
+        loss = scalar if scale is None else scalar * like(scalar, scale)
+        with self._backward:
+            self._zero.backward(loss, ends=self._sync)
+        if not self._sync:
+            return None
+        total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device) + weight
+        all_reduce_([total], self._ranks, label="weight of the loss")
+        return total[0] / self._ranks.size
+
+    def let_go(self) -> None:
+        """Let DeepSpeed forget the process group."""
+        self._is_over = True
+        parted()
+
+    def _share_buffers(self) -> None:
+        buffers = list(self._home.module.buffers())
+        if buffers:
+            broadcast_(buffers, self._ranks, label="buffers of rank 0")

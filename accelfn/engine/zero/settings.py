@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's settings: which a user may give, and which of them accelfn says already."""
+
+import difflib
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+from accelfn.errors import ArgumentError
+
+_OURS: Mapping[str, str] = {
+    "activation_checkpointing": "af.checkpoint_activations() recomputes activations",
+    "amp": 'af.autocast("bf16") says in which precision a loss is computed',
+    "autotuning": "af.find_batch_size tries batch sizes",
+    "bf16": 'af.autocast("bf16") computes in it, and weights stay in float32',
+    "checkpoint": "af.save and af.CheckpointStore save states",
+    "csv_monitor": "af.CSVTracker tracks metrics",
+    "data_types": "gradients are accumulated as they are",
+    "dataloader_drop_last": "af.Data says how an epoch ends",
+    "fp16": 'take af.autocast("bf16"), or af.wrap_fsdp() beside af.autocast("fp16")',
+    "gradient_accumulation_steps": "af.accumulate(...) says how many micro-batches there are",
+    "gradient_clipping": "af.clip_grad_norm(max_norm) says the bound",
+    "optimizer": "TrainState.create(optimizer=...) makes it",
+    "scheduler": "TrainState.create(schedule=...) says the rates",
+    "seed": "TrainState.create(seed=...) says it",
+    "tensorboard": "af.TensorBoardTracker tracks metrics",
+    "torch_autocast": 'af.autocast("bf16") says in which precision a loss is computed',
+    "train_batch_size": "af.Data(batch_size=...) counts the samples of an update",
+    "train_micro_batch_size_per_gpu": "af.accumulate(micro_batch_size=...) says it",
+    "wandb": "af.WandbTracker tracks metrics",
+}
+"""What accelfn says, and by what."""
+
+_THEIRS = (
+    "comms_logger",
+    "communication_data_type",
+    "gradient_predivide_factor",
+    "memory_breakdown",
+    "prescale_gradients",
+    "wall_clock_breakdown",
+    "zero_optimization",
+)
+"""What DeepSpeed alone says."""
+
+_OF_ZERO = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "ignore_unused_parameters",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+)
+"""How ZeRO cuts, keeps and sends what it has, none of which changes a number by more than rounding."""
+
+
+def check_settings(shown: str, config: Mapping[str, Any]) -> None:
+    """Raise unless DeepSpeed's settings are ones that a user may give.
+
+    Raises:
+        ArgumentError: one is accelfn's, or unknown, or of what does not go on here.
+    """
+    for key in config:
+        if key in _OURS:
+            msg = f"{shown}: config[{key!r}] is said elsewhere: {_OURS[key]}. Leave it out."
+            raise ArgumentError(msg)
+        _check_known(shown, "config", key, _THEIRS)
+    zero = config.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        msg = f'{shown}: config["zero_optimization"] is {zero!r}; expected a dict.'
+        raise ArgumentError(msg)
+    for key in cast("Mapping[str, Any]", zero):
+        if key == "stage":
+            msg = f'{shown}: config["zero_optimization"]["stage"] is stage=. Leave it out.'
+            raise ArgumentError(msg)
+        _check_known(shown, 'config["zero_optimization"]', key, _OF_ZERO)
+
+
+def settings_of(
+    config: Mapping[str, Any], *, stage: int, max_norm: float | None
+) -> dict[str, Any]:
+    """Return all that DeepSpeed is told."""
+    clipped = {} if max_norm is None else {"gradient_clipping": max_norm}
+    return {
+        **config,
+        **clipped,
+        "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "train_micro_batch_size_per_gpu": 1,  # which DeepSpeed wants to be told
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": sys.maxsize,
+    }
+
+
+def _check_known(shown: str, where: str, key: Any, known: tuple[str, ...]) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        msg = (
+            f"{shown}: {where}[{key!r}] is none of the settings that can be given"
+            f" ({', '.join(known)}).{hint}"
+        )
+        raise ArgumentError(msg)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Zero`: DeepSpeed's engine of a stage, as flat tensors that are stepped.
+
+Stages 1 and 2 have a whole model on each rank, in one flat tensor a parameter group, and of
+that a float32 part that the optimizer steps. Stage 3 has parts of each parameter alone, one
+after the other in the flat tensor that is stepped, and gathers a module's when it runs. In all
+of them what a state has is the part that is stepped: it is exchanged by pointers, and what the
+model computes with is made of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accelfn.definition.layout import Layout
+from accelfn.engine.zero.flats import Flats, Place
+from accelfn.engine.zero.package import joined
+from accelfn.engine.zero.places import cut_of, evenly
+from accelfn.world import World
+
+# DeepSpeed has no types, and no public names for what it keeps
+# pyright: reportPrivateUsage=false
+
+
+class Zero:
+    """DeepSpeed's engine around a module whose forward is the loss."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        optimizer: Optimizer,
+        config: Mapping[str, Any],
+        ranks: World,
+    ) -> None:
+        """Let DeepSpeed take over the module's parameters; their values are none yet."""
+        self.stage: int = config["zero_optimization"]["stage"]
+        with joined(ranks) as deepspeed:
+            self._engine, *_ = deepspeed.initialize(
+                model=root, optimizer=optimizer, config=dict(config)
+            )
+        self._optimizer: Any = self._engine.optimizer
+        self._ranks = ranks
+        self._coalesces = False
+        if self.stage == 3:  # the flat tensors are views of it
+            self._optimizer.lp_param_buffer = None
+
+    @property
+    def base(self) -> Optimizer:
+        """The optimizer that steps the flat tensors."""
+        return self._optimizer.optimizer
+
+    @property
+    def flats(self) -> Sequence[torch.Tensor]:
+        """The tensors that are stepped, on this rank."""
+        zero = self._optimizer
+        if self.stage == 3:
+            return zero.fp32_partitioned_groups_flat
+        return zero.single_partition_of_fp32_groups
+
+    @property
+    def norm(self) -> Any:
+        """The norm of the gradients of the last update."""
+        return self._optimizer._global_grad_norm
+
+    def where(self, names: Mapping[int, str], layout: Layout) -> Flats:
+        """Return where the parameters lie, whose names are given by their ids."""
+        find = self._places_of_parts if self.stage == 3 else self._places_of_groups
+        sizes = [flat.numel() for flat in self.flats]
+        return Flats(find(names), sizes, layout, self._ranks)
+
+    def _places_of_groups(self, names: Mapping[int, str]) -> dict[str, Place]:
+        """Return the cuts of whole groups, each of which goes on over all ranks."""
+        zero, rank, ranks = self._optimizer, self._ranks.rank, self._ranks.size
+        places: dict[str, Place] = {}
+        for i, params in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[i])
+            for param, start in zip(params, zero.round_robin_bit16_offsets[i], strict=True):
+                within = start, start + param.numel()
+                runs = [cut_of((r * size, (r + 1) * size), within) for r in range(ranks)]
+                offset = runs[rank][0] - rank * size
+                own = [(begin - start, end - start) for begin, end in runs]
+                places[names[id(param)]] = Place(i, min(offset, size), own)
+        return places
+
+    def _places_of_parts(self, names: Mapping[int, str]) -> dict[str, Place]:
+        """Return the cuts of parameters, each in as many equal parts as there are ranks."""
+        places: dict[str, Place] = {}
+        for i, params in enumerate(self._optimizer.fp16_groups):
+            offset = 0
+            for param in params:
+                part = param.partition_numel()
+                runs = evenly(param.ds_numel, part, self._ranks.size)
+                places[names[id(param)]] = Place(i, offset, runs)
+                offset += part
+        return places
+
+    def point_at(self, flats: Mapping[int, torch.Tensor]) -> None:
+        """Step these tensors from now on, and compute with what they hold; a collective."""
+        zero = self._optimizer
+        with torch.no_grad():
+            if self.stage != 3:
+                for i, flat in enumerate(self.flats):
+                    flat.data = flats[i]
+                zero.update_lp_params()
+                return
+            zero._partition_all_parameters()
+            for i, flat in enumerate(self.flats):
+                flat.data = flats[i]
+                zero._reassign_or_swap_out_partitioned_parameters(i)
+            if zero.persistent_parameters:
+                first, *_ = zero.persistent_parameters
+                first.all_gather(zero.persistent_parameters)
+
+    def keep(self, param: nn.Parameter, part: torch.Tensor) -> None:
+        """Give a parameter that is not trained what this rank holds of it."""
+        if self.stage == 3:
+            held: Any = param
+            held.ds_tensor.data[: part.numel()].copy_(part)
+        else:
+            param.data.copy_(part.view(param.shape))
+
+    def runs_of(self, param: nn.Parameter) -> list[tuple[int, int]]:
+        """Return which elements each rank holds of a parameter that is not trained."""
+        held: Any = param
+        if self.stage == 3:
+            return evenly(held.ds_numel, held.partition_numel(), self._ranks.size)
+        return [(0, param.numel())] * self._ranks.size
+
+    def forward(self, *inputs: Any, reduces: bool, ends: bool) -> torch.Tensor:
+        """Return the loss.
+
+        Args:
+            inputs: of the module.
+            reduces: whether the gradients cross the ranks in this pass.
+            ends: whether it is the last one of an update.
+        """
+        if not reduces:
+            self._coalesce(on=True)
+        if not self._coalesces:
+            self._engine.set_gradient_accumulation_boundary(ends)
+        return self._engine(*inputs)
+
+    def backward(self, loss: torch.Tensor, *, ends: bool) -> None:
+        """Add the gradients of a loss; in the last pass they are those of all ranks."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+        if ends and self._coalesces:
+            self._coalesce(on=False)
+            self._engine.set_gradient_accumulation_boundary(True)  # noqa: FBT003
+            if self.stage == 3:
+                self._engine._flush_coalesced_reduction_zero3(self._optimizer)
+            else:
+                self._engine._flush_coalesced_reduction_zero12(self._optimizer)
+
+    def _coalesce(self, *, on: bool) -> None:
+        """Leave gradients on their rank, or no more.
+
+        As DeepSpeed's context `coalesce_grad_reduction` does, which would reduce them, too,
+        when it is dropped with them.
+        """
+        self._coalesces = on
+        self._engine.inside_no_sync_ctxt = on
+        self._optimizer._coalesce_grad_reduction = on
+
+    def step(self, divisor: float) -> bool:
+        """Step, with gradients divided by a number; return whether they were finite.
+
+        DeepSpeed takes the number for a scale of the loss, by which it divides before it looks
+        at the norm and clips.
+        """
+        scaler, zero = self._optimizer.loss_scaler, self._optimizer
+        before, scaler.cur_scale = scaler.cur_scale, divisor
+        try:
+            self._engine.step()
+        finally:
+            scaler.cur_scale = before
+        return not zero.overflow
+
+    def drop_gradients(self) -> None:
+        """Leave nothing of backward passes that no update will take."""
+        zero = self._optimizer
+        self._coalesce(on=False)
+        zero.zero_grad(set_to_none=True)
+        for found in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
+            for key in list(found):
+                found[key] = None
+        zero._epilogue_ran_this_backward = False
+        zero.micro_step_id = 0 if self.stage == 3 else -1
+
+
+def noting(params: Mapping[str, nn.Parameter], seen: set[str]) -> None:
+    """Have the names of parameters noted to which a backward pass comes."""
+
+    def hook_of(name: str) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            seen.add(name)
+
+        return note
+
+    for name, param in params.items():
+        param.register_post_accumulate_grad_hook(hook_of(name))
