@@ -285,8 +285,10 @@ class TrainState:
         """
         self.lease.check()
         with own_modes(self.world.device):
+            # dicts: an engine may keep the values of a state in another order
+            params, opt_state = dict(self._params), dict(self._opt_state)
             params, buffers, opt_state, slots = tree.clone(
-                (self._params, self._buffers, self._opt_state, self._slots)
+                (params, self._buffers, opt_state, self._slots)
             )
             return attrs.evolve(
                 self,
@@ -443,7 +445,9 @@ class TrainState:
             n: p if is_shard(p) else p.to(device) for n, p in self._params.items()
         }
         buffers = {name: each.to(device) for name, each in self._buffers.items()}
-        return attrs.evolve(self, params=params, buffers=buffers)
+        # dicts: an engine may have kept values in another order, which others do not know
+        opt_state = dict(self._opt_state)
+        return attrs.evolve(self, params=params, buffers=buffers, opt_state=opt_state)
 
     @called
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:

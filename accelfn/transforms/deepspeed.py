@@ -30,6 +30,9 @@ from accelfn.structure.partition import Partitioned
 from accelfn.world import World
 
 
+_NOTHING: Mapping[str, Any] = {}
+
+
 def _is_stage(_owner: object, _field: object, value: object) -> None:
     if isinstance(value, bool) or value not in (1, 2, 3):
         msg = (
@@ -138,7 +141,7 @@ class wrap_deepspeed:
     }
     stage: Literal[1, 2, 3] = attrs.field(validator=_is_stage)
     config: Mapping[str, Any] = attrs.field(
-        factory=dict[str, Any], validator=_is_config, converter=copy.deepcopy, hash=False
+        default=_NOTHING, validator=_is_config, converter=copy.deepcopy, hash=False
     )
     accumulate: Literal["whole", "sharded"] = attrs.field(
         default="whole", validator=_is_way

@@ -127,16 +127,21 @@ def check_apart(of: Training, axes: dict[str, int], acts: Acts) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def fn(world: af.World) -> None:
-            state = of.fresh(world)
-            batches = iter(af.batches(state))
-            history = History(of, world, folder, [next(batches) for _ in acts])
-            kin = [Kin(state), Kin(of.fresh(world))]
-            for act, i in acts:
-                history.do(act, kin, i % len(kin))
-            for each in kin:
-                alone, found = history.alone(each.updates), tensors(each.state)
-                assert alone.keys() == found.keys()
-                for name, value in alone.items():
-                    assert torch.equal(value, found[name]), name
+            check_apart_on(world, of, acts, folder)
 
         simulate(prod(axes.values()), fn, axes=axes)
+
+
+def check_apart_on(world: af.World, of: Training, acts: Acts, folder: str) -> None:
+    """Check it on one rank; all have the folder."""
+    state = of.fresh(world)
+    batches = iter(af.batches(state))
+    history = History(of, world, folder, [next(batches) for _ in acts])
+    kin = [Kin(state), Kin(of.fresh(world))]
+    for act, i in acts:
+        history.do(act, kin, i % len(kin))
+    for each in kin:
+        alone, found = history.alone(each.updates), tensors(each.state)
+        assert alone.keys() == found.keys()
+        for name, value in alone.items():
+            assert torch.equal(value, found[name]), name

@@ -297,7 +297,7 @@ class LiveOptimizer:
         for i, group in enumerate(self._torch.param_groups):
             expected = self._expected[i]
             for key, value in group.items():
-                if expected.get(key, self) is not value:
+                if expected.get(key, self) is not value and key not in STRUCTURE:
                     self._changed[i][key] = expected[key] = value
                     found = True
         return found

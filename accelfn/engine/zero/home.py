@@ -149,7 +149,7 @@ class ZeroHome:
 
     def reports(self) -> dict[str, float]:
         """Return the norm of the gradients, where they are clipped."""
-        clips = "gradient_clipping" in self._config
+        clips = self._config["gradient_clipping"] > 0
         return {"grad_norm": float(self.zero.norm)} if clips else {}
 
     def hidden(self) -> HeldGradients:

@@ -29,14 +29,14 @@ def check_installed(shown: str) -> None:
 
 @contextmanager
 def joined(ranks: World) -> Iterator[Any]:
-    """Lend DeepSpeed, which talks through the world's group, and tells warnings alone."""
+    """Lend DeepSpeed, which talks through the world's group, and tells errors alone."""
     deepspeed: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:  # noqa: SLF001 - it would make another, of another timeout
         groups._WORLD_GROUP = ranks.group  # noqa: SLF001
     logger: logging.Logger = deepspeed.utils.logger
     level = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)  # it warns of what was tried here, as of any optimizer
     try:
         with _left_out():
             yield deepspeed

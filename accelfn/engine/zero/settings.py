@@ -91,10 +91,9 @@ def settings_of(
     config: Mapping[str, Any], *, stage: int, max_norm: float | None
 ) -> dict[str, Any]:
     """Return all that DeepSpeed is told."""
-    clipped = {} if max_norm is None else {"gradient_clipping": max_norm}
     return {
         **config,
-        **clipped,
+        "gradient_clipping": 0.0 if max_norm is None else max_norm,  # where not told, 1
         "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

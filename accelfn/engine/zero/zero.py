@@ -182,7 +182,10 @@ class Zero:
         """Leave nothing of backward passes that no update will take."""
         zero = self._optimizer
         self._coalesce(on=False)
-        zero.zero_grad(set_to_none=True)
+        for param in self._engine.module.parameters():
+            param.grad = None
+            if hasattr(param, "grad_accum"):  # stages 1 and 2, of which parts may be in 32 bits
+                param.grad_accum = None
         for found in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
             for key in list(found):
                 found[key] = None

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks run under DeepSpeed: drawn trainings, several of them on the same processes."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+import accelfn as af
+from tests.laws.histories import Acts, Training, check_apart_on
+from tests.laws.split_models import LOSSES, Run
+from tests.laws.test_shard_histories import broken_backward, broken_forward
+from tests.strategies import differences, tensors
+
+UPDATES = 3
+
+
+@attrs.frozen
+class Trained:
+    """A training in a layout.
+
+    Attributes:
+        run: of what.
+        engine: which transform lays it out.
+    """
+
+    run: Run
+    engine: object
+
+    def state(self, world: af.World) -> af.TrainState:
+        """Return the state before the first update."""
+        return self.run.state(world, self.engine)
+
+
+def numbers(world: af.World, trainings: Sequence[Trained]) -> list[list[Any]]:
+    """Return of each training its tensors and metrics after each update."""
+    torch.set_num_threads(1)
+    found: list[list[Any]] = []
+    for each in trainings:
+        state, seen = each.state(world), list[Any]()
+        step = af.make_step(LOSSES[each.run.loss])
+        for batch in each.run.batches(state, UPDATES):
+            state, metrics = step(state, batch)
+            seen += [tensors(state), af.mean(metrics, world)]
+        held_out = af.evaluate(state, each.run.data(), LOSSES[each.run.loss])
+        found.append([*seen, held_out])
+        af.release(state)
+    return found
+
+
+def histories(
+    world: af.World, drawn: Sequence[tuple[Trained, Acts]], folder: str
+) -> None:
+    """Check that states do not meet, whatever is done to them."""
+    torch.set_num_threads(1)
+    for i, (each, acts) in enumerate(drawn):
+        of = Training(
+            fresh=each.state,
+            data=each.run.data,
+            loss=LOSSES[each.run.loss],
+            raising={"raise": broken_forward, "raise in backward": broken_backward},
+        )
+        check_apart_on(world, of, acts, str(Path(folder, str(i))))
+
+
+def stepped(each: Trained, state: af.TrainState, updates: int) -> af.TrainState:
+    """Return a state after more updates."""
+    step = af.make_step(LOSSES[each.run.loss])
+    for batch in each.run.batches(state, updates):
+        state, _ = step(state, batch)
+    return state
+
+
+def layouts(
+    world: af.World, pairs: Sequence[tuple[Trained, object]], folder: str
+) -> list[dict[str, torch.Tensor]]:
+    """Check that another layout has the same bits, by way of a folder and at once; return them.
+
+    Each goes on from there to the same numbers.
+    """
+    torch.set_num_threads(1)
+    found: list[dict[str, torch.Tensor]] = []
+    for i, (each, engine) in enumerate(pairs):
+        place, other = Path(folder, str(i)), Trained(each.run, engine)
+        state = stepped(each, each.state(world), 2)
+        af.save(state, place / "saved")
+        af.export_model(state, place / "one", at="train")
+        saved = tensors(state)
+        back = stepped(other, state.copy().with_setup(other.state(world).setup), 1)
+        back = stepped(each, back.with_setup(state.setup), 1)
+        moved = state.with_setup(other.state(world).setup)
+        loaded = af.load(other.state(world), place / "saved")
+        af.export_model(loaded, place / "other", at="train")
+        for after in (moved, loaded):
+            assert differences(_common(saved), _common(tensors(after))) == [], each
+        exports = [place / name / "model.safetensors" for name in ("one", "other")]
+        assert exports[0].read_bytes() == exports[1].read_bytes()
+        loaded = stepped(other, loaded, 1)
+        ours, theirs = tensors(stepped(each, state, 1)), tensors(loaded)
+        differ = differences(_common(ours), _common(theirs), within=1e-6)
+        assert differ == [], (each, engine, [(n, ours[n], theirs[n]) for n in differ[:3]])
+        ours = tensors(stepped(each, loaded.with_setup(state.setup), 1))
+        differ = differences(_common(ours), _common(tensors(back)), within=1e-6)
+        assert differ == [], (each, engine, differ)
+        found.append(saved)
+    return found
+
+
+def _common(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what does not depend on what a rank has seen."""
+    return {name: each for name, each in found.items() if name != "buffers.seen"}
+
+
+def bent_loss(net: Any, batch: Any, bad: bool) -> torch.Tensor:  # noqa: FBT001
+    """Return a loss that is finite, and has gradients that are not where it is said."""
+    loss = LOSSES["mean"](net, batch)
+    return loss + (net.scale * 0).sqrt() if bad else loss
+
+
+def skips(world: af.World, trainings: Sequence[Trained]) -> list[Any]:
+    """Return tensors and metrics where one rank's gradients are not finite at one update."""
+    torch.set_num_threads(1)
+    found: list[Any] = []
+    for each in trainings:
+        state, step = each.state(world), af.make_step(bent_loss)
+        for i, batch in enumerate(each.run.batches(state, UPDATES)):
+            before = tensors(state)
+            bad = i == 1
+            state, metrics = step(state, batch, bad and world.rank == world.size - 1)
+            after = tensors(state)
+            assert float(metrics["skipped"]) == bad
+            if bad:
+                seen = {"cursor.samples", "cursor.epoch"}
+                counts = {name for name in before if name.startswith("slots.skip")}
+                differ = {*differences(before, after)} - seen - counts
+                assert not differ, (each, differ)
+        assert (state.step, state.num_skipped) == (UPDATES - 1, 1)
+        found.append(tensors(state))
+    return found
+
+
+def lost(world: af.World, each: Trained, place: str) -> None:
+    """Train until the last rank is gone; the others write down what they are told."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any) -> Any:
+        if world.rank == world.size - 1 and state.step == 1:
+            os._exit(3)
+        return LOSSES["mean"](net, batch)
+
+    state, step = each.state(world), af.make_step(loss)
+    try:
+        for batch in each.run.batches(state, UPDATES):
+            state, _ = step(state, batch)
+    except af.errors.PeerFailedError as error:
+        Path(place, str(world.rank)).write_text(str(error), encoding="utf-8")
+        raise

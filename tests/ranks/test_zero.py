@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's ZeRO, on real processes: the numbers of one rank, and states that do not meet."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import accelfn as af
+from tests.laws.histories import Acts, acts
+from tests.laws.split_models import LOSSES, Block, Run, runs
+from tests.processes import RankError, run_ranks
+from tests.ranks.programs_of_zero import (
+    Trained,
+    histories,
+    layouts,
+    lost,
+    numbers,
+    skips,
+)
+from tests.strategies import differences, tensors
+
+pytestmark = [
+    pytest.mark.ranks(2),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+    ),
+]
+
+BEHIND = (af.clip_grad_norm(0.3), af.ema(0.5), af.checkpoint_activations(Block))
+zeros = st.builds(
+    af.wrap_deepspeed,
+    st.sampled_from([1, 2, 3]),
+    accumulate=st.sampled_from(["whole", "sharded"]),
+    config=st.sampled_from(
+        [
+            {},
+            {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+            {"zero_optimization": {"sub_group_size": 30, "reduce_bucket_size": 20}},
+        ]
+    ),
+)
+trainings = st.builds(
+    Trained,
+    runs(dtype=torch.float32).flatmap(
+        lambda run: st.builds(
+            lambda optimizer, behind: Run(
+                run.n, run.batch_size, run.loss, optimizer, run.in_list, run.micro,
+                tuple(behind), torch.float32, run.seed,
+            ),
+            st.sampled_from(["adamw", "momentum", "sgd"]),
+            st.lists(st.sampled_from(BEHIND), unique_by=lambda each: each.name),
+        )
+    ),
+    zeros,
+)
+
+
+def plain(found: Any) -> Any:
+    """Return what is compared with one rank, without what only DeepSpeed tells."""
+    return {
+        name: torch.as_tensor(value, dtype=torch.float64)
+        for name, value in dict(found).items()
+        if name not in ("skipped", "buffers.seen")
+    }
+
+
+# ranks are started anew for each example: to look for a smaller one takes minutes
+few = settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+engines = zeros | st.sampled_from([af.wrap_fsdp(), af.wrap_ddp()])
+
+
+@few
+@given(several=st.lists(trainings, min_size=8, max_size=8), size=st.sampled_from([2, 3]))
+def test_it_trains_as_one_rank(several: list[Trained], size: int) -> None:
+    """Parameters, optimizer state, averages, metrics and evaluations, to 1e-6."""
+    alone = numbers(af.World.single(device="cpu"), several)
+    for found in run_ranks(size, numbers, several):
+        for each, one, other in zip(several, alone, found, strict=True):
+            for ours, theirs in zip(map(plain, one), map(plain, other), strict=True):
+                assert differences(ours, theirs, within=1e-6) == [], each
+
+
+@few
+@given(several=st.lists(st.tuples(trainings, acts), min_size=5, max_size=5))
+def test_states_do_not_meet(several: list[tuple[Trained, Acts]]) -> None:
+    """Each has, bitwise, what one alone has that was stepped on the same batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, histories, several, folder)
+
+
+@few
+@given(pairs=st.lists(st.tuples(trainings, engines), min_size=5, max_size=5))
+def test_what_lies_in_one_layout_lies_in_another(
+    pairs: list[tuple[Trained, object]],
+) -> None:
+    """Saved and loaded, or by with_setup: bitwise, on ranks and in one process; so are exports."""
+    with tempfile.TemporaryDirectory() as folder:
+        for found in run_ranks(2, layouts, pairs, folder):
+            for i, ((each, _), saved) in enumerate(zip(pairs, found, strict=True)):
+                alone = each.run.state(af.World.single(device="cpu"))
+                loaded = tensors(af.load(alone, Path(folder, str(i), "saved")))
+                del saved["buffers.seen"], loaded["buffers.seen"]
+                assert differences(saved, loaded) == []
+
+
+@few
+@given(
+    several=st.lists(trainings, min_size=4, max_size=4), size=st.sampled_from([2, 3])
+)
+def test_an_update_that_is_not_finite_is_left_out_by_all(
+    several: list[Trained], size: int
+) -> None:
+    """It is counted, and what follows is what skip_nonfinite gives under wrap_fsdp."""
+    several = [attrs.evolve(e, run=attrs.evolve(e.run, loss="mean", n=8, batch_size=6)) for e in several]
+    split = [attrs.evolve(e, engine=SKIPPING) for e in several]
+    ours, theirs = (run_ranks(size, skips, each) for each in (several, split))
+    for one, other in zip(ours[0], theirs[0], strict=True):
+        alike = {n: v for n, v in other.items() if not n.startswith("slots.skip")}
+        assert differences(plain(alike), plain(one), within=1e-6) == []
+
+
+SKIPPING = af.chain(af.wrap_fsdp(), af.skip_nonfinite())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_is_gone_is_named(stage: int, tmp_path: Path) -> None:
+    """By all others, at once."""
+    run = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
+    with pytest.raises(RankError):
+        run_ranks(3, lost, Trained(run, af.wrap_deepspeed(stage)), str(tmp_path))
+    told = [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in (0, 1)]
+    assert all("rank 2" in each for each in told)
