@@ -132,6 +132,27 @@ def _train(rank: int, kind: str, folder: Path) -> None:
         torch.save({"there": there, "after": after}, folder.with_suffix(".pt"))
 
 
+def _accelerated(rank: int, folder: Path) -> None:
+    """Train by Accelerate, and have it save."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = seeded(0)
+    optimizer = optimizer_of("adamw-2")(model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    engine, optimizer, _ = accelerator.prepare(model, optimizer, scheduler)
+    for batch in X[:SAVED]:
+        accelerator.backward(loss_of(engine, batch[2 * rank : 2 * rank + 2]))
+        optimizer.step()
+    accelerator.save_state(folder)
+
+
 def _held(model: nn.Module, kind: str) -> dict[str, Any]:
     """Return all that an engine has, whole, by the functions that DeepSpeed has for it."""
     from deepspeed import zero
@@ -172,6 +193,7 @@ def _rank(rank: int, folder: Path) -> None:
     for kind in KINDS:
         (folder / kind).mkdir(exist_ok=True)
         _train(rank, kind, folder / kind)
+    _accelerated(rank, folder / "accelerate")
     dist.destroy_process_group()
 
 

@@ -46,6 +46,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed")
     command = [sys.executable, "-m", "tests.ranks.programs_of_deepspeed", str(folder)]
     told = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": "2",
         "OMP_NUM_THREADS": "1",
@@ -125,3 +126,15 @@ def test_what_deepspeed_saved_goes_on(saves: Path, kind: str, layout: str) -> No
             assert torch.allclose(each, hand[name], rtol=0, atol=1e-6), name
             engine = held["after"]["params"][name]
             assert torch.allclose(each, engine, rtol=0, atol=1e-6), name
+
+
+def test_what_accelerate_saved_with_deepspeed_is_the_same(saves: Path) -> None:
+    """A folder of `save_state`, whose weights are those of DeepSpeed's own loop, bitwise."""
+    world = af.World.single(device="cpu")
+    report = af.import_state(create(world, "adamw-2"), saves / "accelerate")
+    held = torch.load(saves / "adamw-2.pt")["there"]["params"]
+    assert report.state.step == SAVED
+    assert {"scheduler.bin", "random_states_0.pkl"} <= set(report.unexpected)
+    assert report.missing == ()
+    for name, each in report.state.params.items():
+        assert torch.equal(each, held[name]), name
