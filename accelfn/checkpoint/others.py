@@ -13,8 +13,8 @@ _OURS = (
 )
 _STATE = "It has a training that another library saved; af.import_state(state, {path}) reads it."
 _ZERO = (
-    "It is a checkpoint of DeepSpeed: the zero_to_fp32.py in it writes weights that"
-    " af.import_torch_weights reads."
+    "It is a checkpoint of DeepSpeed; af.import_state(state, {path}) reads what ZeRO saves of"
+    " plain models, with the folder of a tag in it."
 )
 _IN_FOLDERS = {
     "manifest.json": _OURS,

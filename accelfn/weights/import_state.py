@@ -21,7 +21,7 @@ from accelfn.checkpoint.slices import Slice, like, slice_of
 from accelfn.checkpoint.together import together
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state.state import TrainState, check_state
-from accelfn.weights import accelerate, distributed
+from accelfn.weights import accelerate, deepspeed, distributed
 from accelfn.weights.entries import check_kept
 from accelfn.weights.pieces import Found, Piece
 
@@ -40,18 +40,21 @@ def import_state(
     """Return a state with the model and optimizer that another library saved; on all ranks.
 
     Reads torch's distributed checkpoints (`torch.distributed.checkpoint.save`, with names as
-    `get_state_dict` gives them), and the folders of Accelerate's `save_state`, of FSDP's
-    sharded ones too. Nothing that is read runs code: pickles are read as tensors, plain data
-    and torch's records of tensors, and anything else is refused.
+    `get_state_dict` gives them); what DeepSpeed's `save_checkpoint` writes at ZeRO's stages 1,
+    2 and 3, whose weights are the fp32 ones, without DeepSpeed; and the folders of Accelerate's
+    `save_state`, of FSDP's sharded ones and of DeepSpeed too. Nothing that is read runs code:
+    pickles are read as tensors, plain data and torch's records of tensors, and anything else
+    is refused.
 
     Slots of transforms begin anew, as an average does, with what was imported. `step` is how
-    many updates the optimizer has counted, or what a distributed checkpoint has as `step`.
+    many updates the optimizer has counted, or what a distributed checkpoint has as `step`, or
+    how many updates DeepSpeed took where its optimizer does not count.
     Where the samples stood is nothing that others save as accelfn does: `cursor` and `seed`
     stay the state's.
 
     Args:
         state: says model, optimizer, setup and world; it is not changed.
-        directory: that holds them.
+        directory: that holds them; of DeepSpeed the one with `latest`, or a tag's in it.
         under: of a distributed checkpoint, the key under which the model stands, as "model";
             default the one that is there.
         strict: False only warns about names that are missing or unexpected.
@@ -63,12 +66,12 @@ def import_state(
     bitwise where one process saved and one goes on.
 
     Cost: each rank reads what it has a part of, a tensor at a time; Accelerate's optimizer is
-    read as a whole.
+    read as a whole. DeepSpeed's files, of all ranks, are mapped.
 
     Raises:
         CheckpointError: names, shapes or the optimizer differ, and the nearest are given;
             models stand under several keys; or nothing that is read is there.
-        CheckpointCorruptError: a file is cut off, or something else, or brings code along.
+        CheckpointCorruptError: a file is missing, cut off, or another save's.
         ArgumentError: `under` is no text.
     """
     call = "af.import_state(state, directory)"
@@ -99,11 +102,16 @@ def _found(state: TrainState, folder: Path, under: str | None) -> Found:
     split = [each for each in parts if (each / distributed.METADATA).exists()]
     if split:
         return _in_parts(state, folder, split, under)
+    tag = deepspeed.parts_at(folder)
+    if tag is not None:
+        params = _params(state)
+        names = {*params, *state.buffers}
+        return deepspeed.found_in(folder, tag, params=params, names=names)
     if any((folder / name).exists() for name in accelerate.MODELS):
         return _of_accelerate(state, folder)
     msg = (
-        f"{folder} has neither {distributed.METADATA}, of torch's distributed"
-        f" checkpoints, nor a model as Accelerate saves it.{reader_of(folder)}"
+        f"{folder} has neither {distributed.METADATA}, of torch's distributed checkpoints, nor"
+        f" parts of DeepSpeed's, nor a model as Accelerate saves it.{reader_of(folder)}"
     )
     raise CheckpointError(msg)
 

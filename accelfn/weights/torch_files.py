@@ -7,8 +7,9 @@ calls nothing else.
 
 import os
 import pickle
+import threading
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,8 @@ from accelfn.weights.shards import weight_map
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
+_ONE = threading.Lock()
+"""Whoever holds it reads: torch keeps what may stand for a class once a process."""
 
 
 @called
@@ -114,32 +117,53 @@ def _chosen(folder: Path) -> Path:
     raise CheckpointError(msg)
 
 
-def loaded(file: Path, advice: str) -> Any:
+class _Shut:
+    """Stands for an object whose class is not there: it takes what a file says of it."""
+
+    def __init__(self, *said: object) -> None:
+        """Take what the object's class would be called with, and leave it."""
+
+
+def loaded(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
     """Return what `torch.save` wrote, if it is tensors and plain data.
 
     Args:
         file: to be read.
         advice: a sentence, for one that brings along what is not read.
+        shut: names of classes, of whose objects the file may speak; they are neither imported
+            nor called, and something that does nothing stands for each object.
 
     Raises:
         CheckpointError: it holds something else, or is not there.
         CheckpointCorruptError: it is not what it should be.
     """
+    stands = torch.serialization.safe_globals([(_Shut, name) for name in shut])
     try:
         mapped = zipfile.is_zipfile(file)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        with _ONE, stands:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         msg = f"{file} is not there."
         raise CheckpointError(msg) from error
     except pickle.UnpicklingError as error:
+        brought = ", ".join(_brought(file) - {*shut})
         msg = (
             f"{file} holds more than tensors by name, or is no file of torch.save: it is not"
-            f" read, for that would run code that it brings along. {advice}"
+            f" read, for that would run code that it brings along{brought and f': {brought}'}."
+            f" {advice}"
         )
         raise CheckpointError(msg) from error
     except Exception as error:  # bytes at random end in any of them
         msg = f"{file} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
+
+
+def _brought(file: Path) -> set[str]:
+    """Return the names of what a file has that torch would not make, as far as it is read."""
+    try:
+        return {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
+    except Exception:  # noqa: BLE001 - it has been refused already
+        return set()
 
 
 def _of_file(file: Path) -> dict[str, torch.Tensor]:

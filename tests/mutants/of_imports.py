@@ -2,9 +2,12 @@
 """Bugs in reading what other libraries saved, and in writing what they read."""
 
 from accelfn.checkpoint import to_torch
-from accelfn.weights import accelerate, distributed, entries, import_state
+from accelfn.weights import accelerate, deepspeed, distributed, entries, import_state
+from accelfn.weights.pieces import Piece
+from tests.laws import test_import_deepspeed as zero
 from tests.laws import test_import_state as laws
 from tests.mutants.mutant import Mutant
+from tests.unit import test_import_deepspeed as zero_unit
 from tests.unit import test_import_state as unit
 
 MUTANTS = [
@@ -92,5 +95,98 @@ MUTANTS = [
         unit.test_an_optimizer_of_another_kind_is_refused,
         entries.check_kept,
         "own is not None and own != entry.keys() → False",
+    ),
+    Mutant(
+        "L42: what ZeRO has put between parameters is taken for the next of them",
+        zero.test_what_zero_saved_is_all_there,
+        deepspeed._cut_across,
+        "(paddings[index] if paddings else 0) → 0",
+    ),
+    Mutant(
+        "L42: of what ZeRO's ranks have one behind the other each begins with its first",
+        zero.test_what_zero_saved_is_all_there,
+        deepspeed._cut_across,
+        "(rank, first - begin, last - first) → (rank, 0, last - first)",
+    ),
+    Mutant(
+        "L42: parts that ranks have of each parameter lie at their beginning",
+        zero.test_what_zero_saved_is_all_there,
+        deepspeed._cut_each,
+        "(rank, at, length) → (rank, 0, length)",
+    ),
+    Mutant(
+        "L42: a model trained by ZeRO goes on with its weights of 16 bits",
+        zero.test_what_zero_saved_is_all_there,
+        deepspeed.found_in,
+        "weights |= masters → weights = {**masters, **weights}",
+    ),
+    Mutant(
+        "L42: updates that DeepSpeed skipped count as taken",
+        zero.test_what_zero_saved_is_all_there,
+        deepspeed.found_in,
+        'int(model["global_steps"]) - int(model["skipped_steps"])'
+        ' → int(model["global_steps"])',
+    ),
+    Mutant(
+        "L42: frozen parameters of ZeRO's stage 3 are those of the first rank",
+        zero.test_what_zero_saved_is_all_there,
+        deepspeed._model,
+        "in (model, *others) → in (model, *[model for _ in others])",
+    ),
+    Mutant(
+        "L45: a rank's part of what lies in runs begins where the runs do",
+        zero.test_what_zero_saved_is_all_there,
+        Piece.of_runs.__func__,
+        "run[max(begin - at, 0) : end - at] → run[: end - at]",
+    ),
+    Mutant(
+        "L42: weights of ZeRO remember that they are views of what was trained",
+        zero.test_what_zero_saved_is_all_there,
+        Piece.of_runs.__func__,
+        "run.detach() for run in runs → run for run in runs",
+    ),
+    Mutant(
+        "a folder of ZeRO is read without one of its ranks' files",
+        zero_unit.test_a_rank_s_file_that_is_missing_is_named,
+        deepspeed._parts,
+        "if missing: → if False:",
+        args={"stage": 1},
+    ),
+    Mutant(
+        "parts of two saves of ZeRO are put together",
+        zero_unit.test_parts_of_two_saves_are_told,
+        deepspeed._parts,
+        "part.counts != {len(parts)} → False",
+        args={"stage": 1},
+    ),
+    Mutant(
+        "a group of ZeRO may have more elements than its parameters take",
+        zero_unit.test_sizes_that_do_not_fit_are_told,
+        deepspeed._put_together,
+        "if not fits: → if False:",
+        args={"stage": 3},
+    ),
+    Mutant(
+        "of a model that DeepSpeed split over ranks the first part is read",
+        zero_unit.test_what_is_cut_by_more_is_refused,
+        deepspeed._check_kind,
+        "elif several: → elif False:",
+        args={
+            "name": "mp_rank_01_model_states.pt",
+            "said": "split over ranks, as mp_rank_01 says",
+        },
+    ),
+    Mutant(
+        "of a folder of DeepSpeed's the first save is read, and not the newest",
+        zero_unit.test_the_folder_or_a_tag_s_in_it,
+        deepspeed.parts_at,
+        "return folder / said → return folder / tags[-1]",
+        args={"stage": 1},
+    ),
+    Mutant(
+        "fused optimizers of DeepSpeed count from 0",
+        zero_unit.test_a_step_that_a_group_counts,
+        deepspeed._entries_of_groups,
+        '{"step": group["step"]} if "step" in group else {} → {}',
     ),
 ]

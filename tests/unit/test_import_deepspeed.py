@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`import_state` of DeepSpeed's folders: what is refused, and in which words; where they lie."""
+
+import os
+import sys
+import types
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from tests.zero_folders import Training, write_zero
+
+ADAMW = partial(torch.optim.AdamW, lr=0.1)
+stages = pytest.mark.parametrize("stage", [1, 3])
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+WEIGHTS = {
+    "first.weight": torch.arange(6.0).view(3, 2),
+    "first.bias": torch.arange(3.0) + 10,
+}
+TRAINING = Training(
+    groups=[WEIGHTS],
+    kept={
+        "exp_avg": {n: t + 100 for n, t in WEIGHTS.items()},
+        "exp_avg_sq": {n: t + 200 for n, t in WEIGHTS.items()},
+    },
+    buffers={"seen": torch.tensor(4.0)},
+)
+
+
+def create(make: Any = ADAMW, net: Any = Net) -> af.TrainState:
+    return af.TrainState.create(model=net, optimizer=make)
+
+
+def saved(folder: Path, stage: int = 2, ranks: int = 2, **options: Any) -> Path:
+    return write_zero(folder / "zero", TRAINING, stage=stage, ranks=ranks, **options)
+
+
+def refused(folder: Path, state: af.TrainState | None = None, **options: Any) -> str:
+    with pytest.raises(af.CheckpointError) as caught:
+        af.import_state(state or create(), folder, **options)
+    return str(caught.value)
+
+
+@stages
+def test_the_folder_or_a_tag_s_in_it(tmp_path, stage):
+    """The newest is read, or the one that is named; what else lies there is told."""
+    tag = saved(tmp_path, stage)
+    other = attrs.evolve(TRAINING, buffers={"seen": torch.tensor(9.0)})
+    write_zero(tmp_path / "more", other, stage=stage, ranks=1, tag="older")
+    (tmp_path / "more" / "older").rename(tag.parent / "older")
+    (tag.parent / "scheduler.bin").touch()
+    report = af.import_state(create(), tag.parent)
+    assert set(report.unexpected) == {"older", "scheduler.bin"}
+    assert float(report.state.buffers["seen"]) == 4.0
+    assert report.state.step == 2
+    for folder, seen in ((tag, 4.0), (tag.parent / "older", 9.0)):
+        report = af.import_state(create(), folder)
+        assert (report.missing, report.unexpected) == ((), ())
+        assert float(report.state.buffers["seen"]) == seen
+
+
+def test_a_folder_of_accelerate_s_save_state(tmp_path):
+    """Of a training with DeepSpeed it has a tag's folder, by its own name, and more."""
+    tag = saved(tmp_path, tag="pytorch_model", lr_scheduler={"last_epoch": 1})
+    (tag.parent / "random_states_0.pkl").touch()
+    report = af.import_state(create(), tag.parent)
+    assert report.unexpected == ("lr_scheduler", "random_states_0.pkl")
+    assert torch.equal(report.state.params["first.bias"], WEIGHTS["first.bias"])
+
+
+def test_where_no_optimizer_counts_the_engine_does(tmp_path):
+    """Updates that a loss scale left out are none."""
+    kept = {"momentum_buffer": WEIGHTS}
+    training = attrs.evolve(TRAINING, kept=kept, counts=False, steps=5)
+    write_zero(tmp_path / "zero", training, stage=2, ranks=2)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    assert af.import_state(create(make), tmp_path / "zero").state.step == 5
+
+
+def test_a_step_that_a_group_counts(tmp_path):
+    """DeepSpeed's fused Adam counts in its groups, and whole numbers elsewhere."""
+    tag = saved(tmp_path, ranks=1)
+    file = tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    held = torch.load(file)
+    inner = held["optimizer_state_dict"]["base_optimizer_state"]
+    del inner["state"][0]["step"]
+    inner["param_groups"][0]["step"] = 6
+    torch.save(held, file)
+    state = af.import_state(create(), tag).state
+    assert state.step == 6
+    assert state.opt_state["first.bias"]["step"].dtype is torch.float32
+
+
+@stages
+def test_a_rank_s_file_that_is_missing_is_named(tmp_path, stage):
+    """Before anything is read of the others."""
+    tag = saved(tmp_path, stage, ranks=3)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (tag / name).unlink()
+    said = refused(tag.parent)
+    assert f"those of ranks [0, 2] are there: {name} is missing" in said
+    assert "Copy the folder as a whole" in said
+
+
+def test_the_model_s_file_is_missed(tmp_path):
+    """At stage 3 each rank's, for frozen parameters are cut, too."""
+    tag = saved(tmp_path)
+    (tag / "mp_rank_00_model_states.pt").unlink()
+    assert "has no mp_rank_00_model_states.pt" in refused(tag)
+    tag = saved(tmp_path / "other", 3)
+    (tag / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    assert "has no zero_pp_rank_1_mp_rank_00_model_states.pt" in refused(tag)
+
+
+@stages
+def test_parts_of_two_saves_are_told(tmp_path, stage):
+    """A rank's file of a save by other ranks, left behind or exchanged."""
+    tag = saved(tmp_path, stage, ranks=3)
+    less = saved(tmp_path / "other", stage, ranks=2)
+    for file in less.iterdir():
+        file.replace(tag / file.name)
+    assert "is one of 2 parts" in refused(tag)
+    assert "another number of ranks" in refused(tag)
+
+
+@stages
+def test_sizes_that_do_not_fit_are_told(tmp_path, stage):
+    """Of the model's file and the optimizer's one is another's."""
+    tag = saved(tmp_path, stage)
+    wider = {n: torch.zeros(9, *t.shape[1:]) for n, t in WEIGHTS.items()}
+    other = attrs.evolve(TRAINING, groups=[wider], kept={})
+    there = write_zero(tmp_path / "other", other, stage=stage, ranks=2)
+    for file in there.glob("*optim_states.pt"):
+        file.replace(tag / file.name)
+    assert "they are of different saves" in refused(tag)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mp_rank_01_model_states.pt", "split over ranks, as mp_rank_01 says"),
+        ("layer_00-model_00-model_states.pt", "by a pipeline"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "a mixture of experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "a mixture of experts"),
+        ("offloaded_tensors", "on NVMe"),
+    ],
+)
+def test_what_is_cut_by_more_is_refused(tmp_path, name, said):
+    """Split models, pipelines, experts, and optimizers in other files, by a sentence each."""
+    tag = saved(tmp_path)
+    (tag / name).touch()
+    assert said in refused(tag.parent)
+    assert "at its stages 1, 2 and 3" in refused(tag)
+
+
+def test_universal_folders_and_stage_0_are_refused(tmp_path):
+    """Neither has parts of an optimizer."""
+    tag = saved(tmp_path)
+    for file in tag.glob("*optim_states.pt"):
+        file.unlink()
+    assert "it was saved at stage 0, or is cut off" in refused(tag)
+    (tag / "zero").mkdir()
+    assert "is a universal checkpoint" in refused(tag)
+
+
+def test_which_folder_is_meant_is_said(tmp_path):
+    """`latest` that names nothing, or no `latest` at all."""
+    tag = saved(tmp_path)
+    latest = tag.parent / "latest"
+    latest.write_text("../zero/global_step2")
+    assert "such folders of DeepSpeed there are ['global_step2']" in refused(tag.parent)
+    latest.unlink()
+    assert f"af.import_state(state, {str(tag)!r})" in refused(tag.parent)
+    with pytest.raises(af.CheckpointError, match="af.import_state"):
+        af.load(create(), tag.parent)
+
+
+@stages
+def test_names_and_shapes_that_differ_are_told(tmp_path, stage):
+    """With the nearest; names that are missing are a warning without strict."""
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.firsts = nn.Linear(2, 3)
+
+    tag = saved(tmp_path, stage)
+    said = refused(tag, create(net=Other))
+    assert "missing firsts.bias (near first.bias)" in said
+    assert "unexpected seen" in said
+    with pytest.warns(af.Warning, match=r"missing firsts\.bias"):
+        report = af.import_state(create(net=Other), tag, strict=False)
+    assert "opt_state" in report.missing
+    wider = create(net=partial(Net, 5))
+    assert "first.weight saved as (3, 2)" in refused(tag, wider, strict=False)
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path):
+    """Before a step would fail on what it kept."""
+    tag = saved(tmp_path)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    assert "keeps ['momentum_buffer']" in refused(tag, create(make))
+
+
+def test_what_an_optimizer_keeps_of_other_sizes_is_refused(tmp_path):
+    """A tensor that is neither as long as the weights nor a number."""
+    tag = saved(tmp_path)
+    file = tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    held = torch.load(file)
+    inner = held["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    inner["exp_avg"] = torch.zeros(1)
+    torch.save(held, file)
+    said = refused(tag)
+    assert "of 'exp_avg' ranks have [(6,), (1,)], and of the weights [6, 3]" in said
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("file", ["optim", "model"])
+def test_what_a_file_brings_along_is_named(tmp_path, file):
+    """And not run, whichever file has it; the advice is of DeepSpeed."""
+    tag = saved(tmp_path)
+    (path,) = list(tag.glob(f"*{file}_states.pt"))[:1]
+    held = torch.load(path)
+    torch.save({**held, "mine": Bomb(tmp_path / "ran")}, path)
+    said = refused(tag)
+    assert "posix.mkdir" in said
+    assert "client_state" in said
+    assert not (tmp_path / "ran").exists()
+
+
+def test_objects_of_deepspeed_stay_shut(tmp_path, monkeypatch):
+    """Their classes are not asked for: what a file says of them is left."""
+    ran: list[str] = []
+    names = {
+        "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment": "fragment_address",
+    }
+    objects = []
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    for module, name in names.items():
+        kind = type(name, (), {"__module__": module})
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+        setattr(sys.modules[module], name, kind)
+        kind.__setstate__ = lambda own, state: ran.append(str((own, state)))
+        objects.append(kind())
+        objects[-1].scale = 3
+    tag = saved(tmp_path)
+    file = tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    held = torch.load(file)
+    held["optimizer_state_dict"]["loss_scaler"] = objects
+    held["optimizer_state_dict"]["dynamic_loss_scale"] = True
+    torch.save(held, file)
+    report = af.import_state(create(), tag)
+    assert ran == []
+    assert report.unexpected == ("loss_scaler",)
+    known = torch.serialization.get_safe_globals()  # others' stay, and ours are gone
+    assert [each for each in known if isinstance(each, tuple)] == []
+
+
+@given(data=st.data())
+def test_bytes_at_random_end_in_our_errors(tmp_path_factory, data):
+    """Whatever is in the files, it is read or refused."""
+    stage = data.draw(st.sampled_from([2, 3]))
+    tag = saved(tmp_path_factory.mktemp("broken"), stage)
+    file = data.draw(st.sampled_from(sorted(tag.iterdir())))
+    raw = bytearray(file.read_bytes())
+    place = st.integers(0, 100_000).map(lambda number: number % len(raw))
+    if data.draw(st.booleans()):
+        raw = raw[: data.draw(place)]
+    else:
+        for _ in range(data.draw(st.integers(1, 4))):
+            raw[data.draw(place)] = data.draw(st.integers(0, 255))
+    file.write_bytes(raw)
+    with suppress(af.CheckpointError):
+        af.import_state(create(), tag)
