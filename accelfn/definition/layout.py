@@ -119,9 +119,7 @@ class Layout:
         made = shards.padded(part.to(self.device), self.room(name, tensor.shape))
         return self.held(name, made, tensor)
 
-    def held(
-        self, name: str, part: torch.Tensor, like: torch.Tensor
-    ) -> torch.Tensor:
+    def held(self, name: str, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor as a state has it."""
         spec = self.spec(name, like)
         return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]

@@ -366,9 +366,10 @@ class Engine:
         """Let gradients that nobody applied be their holder's own, if they can be seen."""
         if self._live is None:
             return
-        for name, grad in self._live.items() if isinstance(self._live, dict) else ():
+        live = self._live if isinstance(self._live, dict) else {}
+        for name, grad in live.items():
             if grad._base is not None:  # in a DDP bucket, which the next pass writes
-                self._live[name] = grad.clone()
+                live[name] = grad.clone()
         for name, buffer in self._live_buffers.items():
             self._live_buffers[name] = buffer.clone()
         self._live, self._live_buffers = None, {}

@@ -29,7 +29,6 @@ from accelfn.state.state import TrainState
 from accelfn.structure.partition import Partitioned
 from accelfn.world import World
 
-
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -54,7 +53,9 @@ def _is_config(_owner: object, _field: object, value: object) -> None:
 
 def _is_way(_owner: object, field: Any, value: object) -> None:
     if value not in ("whole", "sharded"):
-        msg = f'af.wrap_deepspeed({field.name}={value!r}): expected "whole" or "sharded".'
+        msg = (
+            f'af.wrap_deepspeed({field.name}={value!r}): expected "whole" or "sharded".'
+        )
         raise ArgumentError(msg)
 
 

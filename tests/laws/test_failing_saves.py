@@ -303,7 +303,11 @@ def leaves_a_block(frame: FrameType, entered: set[int]) -> bool:
     process would ever start again.
     """
     line = frame.f_lineno
-    if not linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("with "):
+    if (
+        not linecache.getline(frame.f_code.co_filename, line)
+        .lstrip()
+        .startswith("with ")
+    ):
         return False
     leaves = line in entered
     entered.add(line)

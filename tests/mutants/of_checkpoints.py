@@ -65,13 +65,13 @@ disk.remove(save.partial)
     Mutant(
         "a checkpoint with an infinite entry cannot be loaded with cast=True",
         test_checkpoint_partial.test_what_is_not_finite_is_cast,
-        partial._converted,
+        partial.converted,
         "(before & ~after).any() → (~after).any()",
     ),
     Mutant(
         "a weight of 1e10 that is loaded into float16 becomes infinite in silence",
         test_checkpoint_partial.test_what_is_not_finite_is_cast,
-        partial._converted,
+        partial.converted,
         "(before & ~after).any() → (before & ~after).all()",
     ),
     Mutant(

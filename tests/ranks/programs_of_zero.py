@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks run under DeepSpeed: drawn trainings, several of them on the same processes."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,11 @@ def layouts(
         loaded = stepped(other, loaded, 1)
         ours, theirs = tensors(stepped(each, state, 1)), tensors(loaded)
         differ = differences(_common(ours), _common(theirs), within=1e-6)
-        assert differ == [], (each, engine, [(n, ours[n], theirs[n]) for n in differ[:3]])
+        assert differ == [], (
+            each,
+            engine,
+            [(n, ours[n], theirs[n]) for n in differ[:3]],
+        )
         ours = tensors(stepped(each, loaded.with_setup(state.setup), 1))
         differ = differences(_common(ours), _common(tensors(back)), within=1e-6)
         assert differ == [], (each, engine, differ)
@@ -114,7 +117,7 @@ def _common(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: each for name, each in found.items() if name != "buffers.seen"}
 
 
-def bent_loss(net: Any, batch: Any, bad: bool) -> torch.Tensor:  # noqa: FBT001
+def bent_loss(net: Any, batch: Any, bad: bool) -> torch.Tensor:
     """Return a loss that is finite, and has gradients that are not where it is said."""
     loss = LOSSES["mean"](net, batch)
     return loss + (net.scale * 0).sqrt() if bad else loss
@@ -140,21 +143,3 @@ def skips(world: af.World, trainings: Sequence[Trained]) -> list[Any]:
         assert (state.step, state.num_skipped) == (UPDATES - 1, 1)
         found.append(tensors(state))
     return found
-
-
-def lost(world: af.World, each: Trained, place: str) -> None:
-    """Train until the last rank is gone; the others write down what they are told."""
-    torch.set_num_threads(1)
-
-    def loss(net: Any, batch: Any) -> Any:
-        if world.rank == world.size - 1 and state.step == 1:
-            os._exit(3)
-        return LOSSES["mean"](net, batch)
-
-    state, step = each.state(world), af.make_step(loss)
-    try:
-        for batch in each.run.batches(state, UPDATES):
-            state, _ = step(state, batch)
-    except af.errors.PeerFailedError as error:
-        Path(place, str(world.rank)).write_text(str(error), encoding="utf-8")
-        raise

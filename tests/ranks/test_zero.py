@@ -2,6 +2,7 @@
 """DeepSpeed's ZeRO, on real processes: the numbers of one rank, and states that do not meet."""
 
 import importlib.util
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,23 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from tests.laws.histories import Acts, acts
-from tests.laws.split_models import LOSSES, Block, Run, runs
-from tests.processes import RankError, run_ranks
+from tests.laws.split_models import Block, Run, runs
+from tests.processes import run_ranks
 from tests.ranks.programs_of_zero import (
     Trained,
     histories,
     layouts,
-    lost,
     numbers,
     skips,
 )
+from tests.ranks.test_failures import launch
 from tests.strategies import differences, tensors
 
 pytestmark = [
     pytest.mark.ranks(2),
     pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is not installed",
     ),
 ]
 
@@ -51,8 +53,15 @@ trainings = st.builds(
     runs(dtype=torch.float32).flatmap(
         lambda run: st.builds(
             lambda optimizer, behind: Run(
-                run.n, run.batch_size, run.loss, optimizer, run.in_list, run.micro,
-                tuple(behind), torch.float32, run.seed,
+                run.n,
+                run.batch_size,
+                run.loss,
+                optimizer,
+                run.in_list,
+                run.micro,
+                tuple(behind),
+                torch.float32,
+                run.seed,
             ),
             st.sampled_from(["adamw", "momentum", "sgd"]),
             st.lists(st.sampled_from(BEHIND), unique_by=lambda each: each.name),
@@ -77,7 +86,9 @@ engines = zeros | st.sampled_from([af.wrap_fsdp(), af.wrap_ddp()])
 
 
 @few
-@given(several=st.lists(trainings, min_size=8, max_size=8), size=st.sampled_from([2, 3]))
+@given(
+    several=st.lists(trainings, min_size=8, max_size=8), size=st.sampled_from([2, 3])
+)
 def test_it_trains_as_one_rank(several: list[Trained], size: int) -> None:
     """Parameters, optimizer state, averages, metrics and evaluations, to 1e-6."""
     alone = numbers(af.World.single(device="cpu"), several)
@@ -118,7 +129,10 @@ def test_an_update_that_is_not_finite_is_left_out_by_all(
     several: list[Trained], size: int
 ) -> None:
     """It is counted, and what follows is what skip_nonfinite gives under wrap_fsdp."""
-    several = [attrs.evolve(e, run=attrs.evolve(e.run, loss="mean", n=8, batch_size=6)) for e in several]
+    several = [
+        attrs.evolve(e, run=attrs.evolve(e.run, loss="mean", n=8, batch_size=6))
+        for e in several
+    ]
     split = [attrs.evolve(e, engine=SKIPPING) for e in several]
     ours, theirs = (run_ranks(size, skips, each) for each in (several, split))
     for one, other in zip(ours[0], theirs[0], strict=True):
@@ -130,10 +144,9 @@ SKIPPING = af.chain(af.wrap_fsdp(), af.skip_nonfinite())
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_is_gone_is_named(stage: int, tmp_path: Path) -> None:
-    """By all others, at once."""
-    run = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
-    with pytest.raises(RankError):
-        run_ranks(3, lost, Trained(run, af.wrap_deepspeed(stage)), str(tmp_path))
-    told = [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in (0, 1)]
-    assert all("rank 2" in each for each in told)
+def test_a_rank_that_is_gone_is_named(stage: int) -> None:
+    """The launcher ends the run at once, and says which rank it was."""
+    code, said = launch("accelfn launch", "kill", "1", "60", str(stage))
+    assert code == 137
+    assert "rank 1 failed first" in said
+    assert re.search("rank 0 (followed: PeerFailed|was ended by SIGTERM)", said)

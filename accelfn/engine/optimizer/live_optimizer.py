@@ -53,7 +53,7 @@ class LiveOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
+        names: Mapping[Any, str],
         shows: "Shows | None" = None,
     ) -> None:
         """Take an optimizer over live parameters, which is nobody else's, and their names.

@@ -104,7 +104,9 @@ class Flats:
 
     def gathered(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return flat tensors of values of a state, which all of a flat have; a collective."""
-        pieces = {name: shards.local(v).detach().reshape(-1) for name, v in values.items()}
+        pieces = {
+            name: shards.local(v).detach().reshape(-1) for name, v in values.items()
+        }
         parts = moved(pieces, self.rows, self.cuts, self.world, label=_TO_FLATS)
         flats: dict[int, torch.Tensor] = {}
         for name, part in parts.items():
@@ -169,7 +171,10 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         self.where, self.held = where, held
         self._rows: OptState | None = None
         self._names = [
-            name for i in range(len(where.sizes)) if flat_key(i) in held for name in where.names_of(i)
+            name
+            for i in range(len(where.sizes))
+            if flat_key(i) in held
+            for name in where.names_of(i)
         ]
         flats = {flat_key(i) for i in range(len(where.sizes))}
         self._others = {key: entry for key, entry in held.items() if key not in flats}
@@ -240,7 +245,9 @@ def flattened(where: Flats, opt_state: Mapping[str, Mapping[str, Any]]) -> OptSt
         held[flat_key(i)] = {}
         for key, value in next(iter(entries.values())).items():
             if _has_shape(key, value, names[0], where):
-                by_key.setdefault(key, {}).update({n: e[key] for n, e in entries.items()})
+                by_key.setdefault(key, {}).update(
+                    {n: e[key] for n, e in entries.items()}
+                )
             else:
                 own = isinstance(value, torch.Tensor)
                 held[flat_key(i)][key] = value.clone() if own else value
@@ -266,8 +273,7 @@ def _check_alike(
         for name, each in rest
         if each.keys() != one.keys()
         or any(
-            not _has_shape(key, one[key], first, where)
-            and bool(one[key] != each[key])
+            not _has_shape(key, one[key], first, where) and bool(one[key] != each[key])
             for key in one
         )
     ]

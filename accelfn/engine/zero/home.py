@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from accelfn.base import shards
-from accelfn.definition.definition import Definition
 from accelfn.engine.home import built
 from accelfn.engine.shard_home import Splitter, lent_in_parts
 from accelfn.engine.zero.flats import FlatOptState, FlatParams, flat_key, flattened
@@ -204,7 +203,8 @@ class ZeroHome:
         """Return what DeepSpeed's optimizer has of a state's values."""
         where = self.where
         if isinstance(opt_state, FlatOptState) and (
-            (opt_state.where.places, opt_state.where.sizes) == (where.places, where.sizes)
+            (opt_state.where.places, opt_state.where.sizes)
+            == (where.places, where.sizes)
         ):
             return opt_state.held
         return flattened(where, opt_state)

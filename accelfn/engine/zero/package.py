@@ -4,7 +4,7 @@
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,15 +28,17 @@ def check_installed(shown: str) -> None:
 
 
 @contextmanager
-def joined(ranks: World) -> Iterator[Any]:
+def joined(ranks: World) -> Generator[Any, None, None]:
     """Lend DeepSpeed, which talks through the world's group, and tells errors alone."""
     deepspeed: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is None:  # noqa: SLF001 - it would make another, of another timeout
-        groups._WORLD_GROUP = ranks.group  # noqa: SLF001
+    if groups._WORLD_GROUP is None:
+        groups._WORLD_GROUP = ranks.group
     logger: logging.Logger = deepspeed.utils.logger
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of what was tried here, as of any optimizer
+    logger.setLevel(
+        logging.ERROR
+    )  # it warns of what was tried here, as of any optimizer
     try:
         with _left_out():
             yield deepspeed
@@ -45,7 +47,7 @@ def joined(ranks: World) -> Iterator[Any]:
 
 
 @contextmanager
-def _left_out() -> Iterator[None]:
+def _left_out() -> Generator[None, None, None]:
     """Leave out what DeepSpeed does at its start and need not.
 
     It would compile C++ for the memory that a host's ranks share, and whoever is killed in that
@@ -72,7 +74,7 @@ def _left_out() -> Iterator[None]:
 
 
 def _part(init: Any, param: Any) -> None:
-    init._convert_to_deepspeed_param(param)  # noqa: SLF001
+    init._convert_to_deepspeed_param(param)
     param.partition()
 
 
@@ -81,7 +83,7 @@ def parted() -> None:
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     comm.cdb = None
-    groups._release_process_group_references()  # noqa: SLF001 - as DeepSpeed's own end does
+    groups._release_process_group_references()
 
 
 def _nothing(*_: object, **__: object) -> None: ...

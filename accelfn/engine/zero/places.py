@@ -54,7 +54,10 @@ def moved(
     found: dict[str, torch.Tensor] = {}
     for names in _by_calls(pieces, have):
         sent = [
-            {name: _overlap(pieces[name], have[name], world.rank, want[name][to]) for name in names}
+            {
+                name: _overlap(pieces[name], have[name], world.rank, want[name][to])
+                for name in names
+            }
             for to in range(world.size)
         ]
         got = all_to_all(sent, world, label=label)
@@ -64,14 +67,18 @@ def moved(
     return found
 
 
-def _overlap(piece: torch.Tensor, runs: Sequence[Run], rank: int, want: Run) -> torch.Tensor:
+def _overlap(
+    piece: torch.Tensor, runs: Sequence[Run], rank: int, want: Run
+) -> torch.Tensor:
     """Return what this rank gives of its piece to who wants a run."""
     begin, end = runs[rank]
     for earlier in runs[:rank]:  # who has it too, and sends it
         if earlier[0] < earlier[1] and begin < end:
             begin = max(begin, min(end, earlier[1]))
     low, high = cut_of(want, (begin, end))
-    return piece[low - runs[rank][0] : high - runs[rank][0]] if low < high else piece[:0]
+    return (
+        piece[low - runs[rank][0] : high - runs[rank][0]] if low < high else piece[:0]
+    )
 
 
 def _by_calls(pieces: Mapping[str, torch.Tensor], have: Runs) -> Iterator[list[str]]:

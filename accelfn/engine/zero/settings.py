@@ -62,7 +62,7 @@ _OF_ZERO = (
     "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 )
-"""How ZeRO cuts, keeps and sends what it has, none of which changes a number by more than rounding."""
+"""How ZeRO cuts, keeps and sends what it has; numbers change by no more than rounding."""
 
 
 def check_settings(shown: str, config: Mapping[str, Any]) -> None:

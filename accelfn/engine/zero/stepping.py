@@ -25,9 +25,11 @@ class ZeroOptimizer:
 
     def load(self, state: State) -> None:
         """Take over a state's entries."""
-        self._live = LiveOptimizer(
-            self._home.zero.base, self._home.flats_by_name(), self._home
-        ) if self._live is None else self._live
+        self._live = (
+            LiveOptimizer(self._home.zero.base, self._home.flats_by_name(), self._home)
+            if self._live is None
+            else self._live
+        )
         self._live.load(state)
         self._shown = state
 

@@ -77,9 +77,13 @@ class Zero:
         places: dict[str, Place] = {}
         for i, params in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[i])
-            for param, start in zip(params, zero.round_robin_bit16_offsets[i], strict=True):
+            for param, start in zip(
+                params, zero.round_robin_bit16_offsets[i], strict=True
+            ):
                 within = start, start + param.numel()
-                runs = [cut_of((r * size, (r + 1) * size), within) for r in range(ranks)]
+                runs = [
+                    cut_of((r * size, (r + 1) * size), within) for r in range(ranks)
+                ]
                 offset = runs[rank][0] - rank * size
                 own = [(begin - start, end - start) for begin, end in runs]
                 places[names[id(param)]] = Place(i, min(offset, size), own)
@@ -148,7 +152,7 @@ class Zero:
         self._engine.backward(loss, scale_wrt_gas=False)
         if ends and self._coalesces:
             self._coalesce(on=False)
-            self._engine.set_gradient_accumulation_boundary(True)  # noqa: FBT003
+            self._engine.set_gradient_accumulation_boundary(True)
             if self.stage == 3:
                 self._engine._flush_coalesced_reduction_zero3(self._optimizer)
             else:
@@ -184,7 +188,9 @@ class Zero:
         self._coalesce(on=False)
         for param in self._engine.module.parameters():
             param.grad = None
-            if hasattr(param, "grad_accum"):  # stages 1 and 2, of which parts may be in 32 bits
+            if hasattr(
+                param, "grad_accum"
+            ):  # stages 1 and 2, of which parts may be in 32 bits
                 param.grad_accum = None
         for found in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
             for key in list(found):

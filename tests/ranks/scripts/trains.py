@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a little on every rank: `trains.py [how rank timeout]` has a rank fail on the way."""
+"""Trains a little on every rank: `trains.py [how rank timeout stage]` has a rank fail on the way.
+
+With a stage of ZeRO it is DeepSpeed that splits the model.
+"""
 
 import os
 import signal
@@ -12,7 +15,8 @@ import torch
 import accelfn as af
 
 torch.set_num_threads(1)
-how, culprit, timeout = [*sys.argv[1:], *("", "1", "60")[len(sys.argv) - 1 :]]
+told = [*sys.argv[1:], *("", "1", "60", "0")[len(sys.argv) - 1 :]]
+how, culprit, timeout, stage = told
 
 
 def loss_fn(model: torch.nn.Module, batch: tuple[torch.Tensor]) -> torch.Tensor:
@@ -49,7 +53,10 @@ def created(world: af.World) -> af.TrainState:
         model=lambda: torch.nn.Linear(4, 1),
         optimizer=partial(torch.optim.AdamW, lr=0.1),
         data=af.Data((torch.ones(64, 4),), batch_size=8),
-        setup=af.chain(af.shard_data(), af.wrap_ddp()),
+        setup=af.chain(
+            af.shard_data(),
+            af.wrap_deepspeed(int(stage)) if stage != "0" else af.wrap_ddp(),
+        ),
         world=world,
     )
 
