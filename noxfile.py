@@ -20,6 +20,10 @@ WITH_TESTS = (
     *("accelerate", "datasets", "transformers"),  # what others read and write
 )
 
+# DeepSpeed is built where torch is there already, and none of its kernels, which are compiled
+BUILDS_DEEPSPEED = "setuptools", "wheel", "ninja", "py-cpuinfo"
+NO_KERNELS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+
 SAMPLED = (  # of these CI runs a part
     "tests/kit/test_check_transform.py",
     "tests/simulation/test_ddp.py",
@@ -31,6 +35,13 @@ SAMPLED = (  # of these CI runs a part
 def install(session: nox.Session, *requirements: str) -> None:
     """Install the versions that accelfn is tested with, and no others."""
     session.install("-c", "constraints.txt", *requirements)
+
+
+def install_all(session: nox.Session) -> None:
+    """Install all that tests look at: what others read and write, and engines of others."""
+    install(session, *WITH_TESTS, *BUILDS_DEEPSPEED)
+    isolated = "--no-build-isolation"
+    session.install("-c", "constraints.txt", isolated, "deepspeed", env=NO_KERNELS)
 
 
 def run(session: nox.Session, *command: str) -> None:
@@ -58,7 +69,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests: units, laws, ranks, docs and examples, files side by side."""
-    install(session, *WITH_TESTS)
+    install_all(session)
     side_by_side = "-n", "auto", "--dist", "loadgroup"
     # what was skipped is said, with its reason, and where the time went
     said = "-rs", "--durations=30", *side_by_side
@@ -73,7 +84,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def laws(session: nox.Session) -> None:
     """Search long for an example that breaks a law."""
-    install(session, *WITH_TESTS)
+    install_all(session)
     profile = "--hypothesis-profile=deep"
     run(session, "pytest", "tests/laws", *SAMPLED, profile, *session.posargs)
 
@@ -81,7 +92,7 @@ def laws(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Plant bugs, see that a test finds each, and write docs/mutants.md."""
-    install(session, *WITH_TESTS)
+    install_all(session)
     run(session, "python", "-m", "tests.mutants")
 
 
@@ -96,14 +107,14 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """Run every example and see that it learns."""
-    install(session, *WITH_TESTS)
+    install_all(session)
     run(session, "pytest", "tests/test_examples.py", *session.posargs)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run every code block of the documentation and follow its links."""
-    install(session, *WITH_TESTS)
+    install_all(session)
     run(session, "pytest", "tests/test_docs.py", *session.posargs)
 
 

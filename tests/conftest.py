@@ -13,6 +13,8 @@ from accelfn.base import accelerator
 from accelfn.testing.plugin import register_profiles
 
 torch.set_num_threads(1)
+# DeepSpeed, which Transformers imports where it is there, warns of what it finds by itself
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # a shell has what it starts in the background ignore Ctrl-C, which tests wait for
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -21,6 +21,7 @@ SHOWN: tuple[Any, ...] = (
     af.wrap_ddp(static_graph=True),
     af.wrap_fsdp(),
     af.wrap_fsdp(find_unused_parameters=True),
+    af.wrap_deepspeed(2),
     af.context_parallel(),
     af.tensor_parallel({"up": "column", "down": "row"}),
     af.accumulate(num_micro_batches=2),

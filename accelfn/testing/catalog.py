@@ -196,13 +196,14 @@ CATALOG: tuple[Row, ...] = (
 APART: frozenset[type] = frozenset(
     {
         *(af.compile, af.compress, af.optimizer_in_backward, af.schedule_free),
-        *(af.wrap_fsdp, af.tensor_parallel),
+        *(af.wrap_fsdp, af.wrap_deepspeed, af.tensor_parallel),
     }
 )
 """Transforms with which no chain is drawn.
 
 `compile` takes seconds, `schedule_free` goes with one kind of optimizer alone, `compress` with
-`wrap_ddp`, and `optimizer_in_backward` beside few others; under `wrap_fsdp` and
+`wrap_ddp`, `optimizer_in_backward` beside few others, and `wrap_deepspeed` runs on real
+processes; under `wrap_fsdp` and
 `tensor_parallel` a state's values are parts, which programs that compare whole ones would have
 to gather.
 """

@@ -218,7 +218,8 @@ class wrap_deepspeed:
                 f" {others}. Take af.wrap_fsdp() there."
             )
             raise WorldError(msg)
-        if world.size > 1 and world.group is not dist.group.WORLD:
+        whole = world.whole
+        if whole.size > 1 and whole.group is not dist.group.WORLD:
             msg = (
                 f"{self!r}: DeepSpeed talks through the process's own group, and this world is"
                 " not all of it. Take the world of World.from_env()."
@@ -263,7 +264,7 @@ class wrap_deepspeed:
         optimizer, skeleton = state.definition.optimizer, state.definition.skeleton
         if isinstance(optimizer, (Partitioned, torch.optim.Adagrad)):
             msg = (
-                f"{self!r}: DeepSpeed makes another of a {type(optimizer).__name__}. Take one"
+                f"{self!r}: DeepSpeed makes another of {type(optimizer).__name__}. Take one"
                 " optimizer, such as AdamW, or af.wrap_fsdp()."
             )
             raise OptimizerError(msg)

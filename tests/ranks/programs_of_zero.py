@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks run under DeepSpeed: drawn trainings, several of them on the same processes."""
 
+import functools
+import importlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
+import pytest
 import torch
 
 import accelfn as af
@@ -143,3 +148,69 @@ def skips(world: af.World, trainings: Sequence[Trained]) -> list[Any]:
         assert (state.step, state.num_skipped) == (UPDATES - 1, 1)
         found.append(tensors(state))
     return found
+
+
+def calls(world: af.World, each: Trained) -> list[int]:
+    """Return how often an update sums gradients, for one micro-batch and for three."""
+    torch.set_num_threads(1)
+    comm: Any = importlib.import_module("deepspeed.comm")
+    found: list[int] = []
+    for micro in (1, 3):
+        of = attrs.evolve(each, run=attrs.evolve(each.run, micro=micro))
+        state, count = stepped(of, of.state(world), 1), [0]
+
+        def counting(fn: Any, count: list[int] = count) -> Any:
+            @functools.wraps(fn)
+            def call(*args: Any, **kw: Any) -> Any:
+                count[0] += 1
+                return fn(*args, **kw)
+
+            return call
+
+        with ExitStack() as stack:
+            for name in ("all_reduce", "reduce", "reduce_scatter_fn"):
+                patched = mock.patch.object(comm, name, counting(getattr(comm, name)))
+                stack.enter_context(patched)
+            stepped(of, state, 1)
+        found += count
+    return found
+
+
+def mistakes(world: af.World, each: Trained) -> None:
+    """Check that what gradients that DeepSpeed holds are not good for is said."""
+    torch.set_num_threads(1)
+    error = af.errors.GradsError
+    state, loss = each.state(world), LOSSES[each.run.loss]
+    (batch, *_) = each.run.batches(state, 1)
+    take = af.value_and_grad(loss)
+    _, first = take(state, batch)
+    for look in (
+        lambda: first.tensors["scale"],
+        lambda: dict(first.tensors),
+        lambda: list(first.tensors.values()),
+        lambda: first.map(torch.clone),
+    ):
+        with pytest.raises(error, match="DeepSpeed holds these gradients"):
+            look()
+    assert repr(first).startswith("<Grads of 0 parameters")
+    take(state, batch)
+    with pytest.raises(error, match="others were taken since"):
+        af.apply_grads(state, first)
+    _, part = take(state, batch, sync=False)
+    with pytest.raises(error, match="sync=True"):
+        af.apply_grads(state, part)
+    _, part = take(state, batch, sync=False)
+    with pytest.raises(error, match="sync=True"):
+        af.sync_grads(state, part)
+    _, whole = take(state, batch)
+    with pytest.raises(error, match="others were taken since"):
+        af.apply_grads(state, whole.with_tensors({"scale": torch.ones(())}))
+    _, whole = take(state, batch)
+    alone = tensors(af.apply_grads(state, whole))
+    assert differences(alone, tensors(stepped(each, each.state(world), 1))) == []
+    with pytest.raises(af.errors.UnusedParametersError, match="took no part"):
+        af.value_and_grad(_first)(each.state(world), batch)
+
+
+def _first(net: Any, batch: Any) -> torch.Tensor:
+    return net.first(batch[0]).square().mean()

@@ -19,8 +19,10 @@ from tests.laws.split_models import Block, Run, runs
 from tests.processes import run_ranks
 from tests.ranks.programs_of_zero import (
     Trained,
+    calls,
     histories,
     layouts,
+    mistakes,
     numbers,
     skips,
 )
@@ -45,6 +47,8 @@ zeros = st.builds(
             {},
             {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
             {"zero_optimization": {"sub_group_size": 30, "reduce_bucket_size": 20}},
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            {"zero_optimization": {"round_robin_gradients": True}},
         ]
     ),
 )
@@ -71,13 +75,27 @@ trainings = st.builds(
 )
 
 
-def plain(found: Any) -> Any:
+def plain(found: Any) -> dict[str, torch.Tensor]:
     """Return what is compared with one rank, without what only DeepSpeed tells."""
     return {
         name: torch.as_tensor(value, dtype=torch.float64)
         for name, value in dict(found).items()
         if name not in ("skipped", "buffers.seen")
     }
+
+
+def differing(one: Any, other: Any) -> list[str]:
+    """Return where two differ by more than 1e-6 of the largest number there, or of 1."""
+    one, other = plain(one), plain(other)
+    largest = {
+        name: max(1.0, float(each.abs().amax()) if each.numel() else 0.0)
+        for name, each in one.items()
+    }
+    ours, theirs = (
+        {name: each / largest.get(name, 1.0) for name, each in found.items()}
+        for found in (one, other)
+    )
+    return differences(ours, theirs, within=1e-6)
 
 
 # ranks are started anew for each example: to look for a smaller one takes minutes
@@ -94,8 +112,8 @@ def test_it_trains_as_one_rank(several: list[Trained], size: int) -> None:
     alone = numbers(af.World.single(device="cpu"), several)
     for found in run_ranks(size, numbers, several):
         for each, one, other in zip(several, alone, found, strict=True):
-            for ours, theirs in zip(map(plain, one), map(plain, other), strict=True):
-                assert differences(ours, theirs, within=1e-6) == [], each
+            for ours, theirs in zip(one, other, strict=True):
+                assert differing(ours, theirs) == [], each
 
 
 @few
@@ -137,10 +155,30 @@ def test_an_update_that_is_not_finite_is_left_out_by_all(
     ours, theirs = (run_ranks(size, skips, each) for each in (several, split))
     for one, other in zip(ours[0], theirs[0], strict=True):
         alike = {n: v for n, v in other.items() if not n.startswith("slots.skip")}
-        assert differences(plain(alike), plain(one), within=1e-6) == []
+        assert differing(alike, one) == []
 
 
 SKIPPING = af.chain(af.wrap_fsdp(), af.skip_nonfinite())
+
+
+RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage: int) -> None:
+    """Nor are they mistaken for others, and every parameter takes part."""
+    run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_is_one_reduction(stage: int) -> None:
+    """Of several micro-batches too, unless parts are asked for."""
+    one, three = run_ranks(2, calls, Trained(RUN, af.wrap_deepspeed(stage)))[0]
+    assert one == three
+    if stage > 1:
+        parts = af.wrap_deepspeed(stage, accumulate="sharded")
+        one, three = run_ranks(2, calls, Trained(RUN, parts))[0]
+        assert one < three
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -45,14 +45,16 @@ class Flats:
     Attributes:
         places: by name.
         sizes: how many elements this rank has of each flat tensor, padding included.
+        device: where flat tensors are.
         layout: how the state's values lie.
-        world: the ranks.
+        ranks: the ranks.
     """
 
     places: Mapping[str, Place]
     sizes: Sequence[int]
+    device: torch.device
     layout: Layout
-    world: World
+    ranks: World
     rows: Runs = attrs.field(init=False)
 
     @rows.default  # pyright: ignore[reportAttributeAccessIssue, reportUntypedFunctionDecorator]
@@ -61,7 +63,7 @@ class Flats:
 
     def _rows_of(self, name: str) -> list[Run]:
         """Return which elements each rank has in a state: its rows, or all of what has none."""
-        shape, ranks = self.layout.shapes[name], self.world.size
+        shape, ranks = self.layout.shapes[name], self.ranks.size
         if name not in self.layout.cuts:
             return [(0, shape.numel())] * ranks
         rows = -(-shape[0] // ranks)
@@ -81,7 +83,7 @@ class Flats:
         found: dict[str, torch.Tensor] = {}
         for name in self.names_of(flat):
             place = self.places[name]
-            begin, end = place.runs[self.world.rank]
+            begin, end = place.runs[self.ranks.rank]
             found[name] = tensor.detach()[place.offset : place.offset + end - begin]
         return found
 
@@ -90,7 +92,9 @@ class Flats:
         pieces: dict[str, torch.Tensor] = {}
         for flat, tensor in flats.items():
             pieces |= self.pieces(flat, tensor)
-        rows = moved(pieces, self.cuts, self.rows, self.world, label=_TO_ROWS)
+        device = self.layout.device  # where the optimizer's part may not be
+        pieces = {name: piece.to(device) for name, piece in pieces.items()}
+        rows = moved(pieces, self.cuts, self.rows, self.ranks, label=_TO_ROWS)
         return {name: self._value(name, piece) for name, piece in rows.items()}
 
     def _value(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -107,12 +111,13 @@ class Flats:
         pieces = {
             name: shards.local(v).detach().reshape(-1) for name, v in values.items()
         }
-        parts = moved(pieces, self.rows, self.cuts, self.world, label=_TO_FLATS)
+        parts = moved(pieces, self.rows, self.cuts, self.ranks, label=_TO_FLATS)
         flats: dict[int, torch.Tensor] = {}
         for name, part in parts.items():
             place = self.places[name]
             if place.flat not in flats:
-                flats[place.flat] = part.new_zeros(self.sizes[place.flat])
+                size, device = self.sizes[place.flat], self.device
+                flats[place.flat] = part.new_zeros(size, device=device)
             flats[place.flat][place.offset : place.offset + part.numel()] = part
         return flats
 

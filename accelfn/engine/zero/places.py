@@ -38,7 +38,7 @@ def moved(
     pieces: Mapping[str, torch.Tensor],
     have: Runs,
     want: Runs,
-    world: World,
+    among: World,
     *,
     label: str,
 ) -> dict[str, torch.Tensor]:
@@ -48,19 +48,19 @@ def moved(
         pieces: by name, flat, what this rank has; of one dtype on all ranks.
         have: which elements those are, on each rank. Of what several have, the first sends.
         want: which each rank is to have.
-        world: of these ranks; a collective.
+        among: these ranks; a collective.
         label: what they are doing.
     """
     found: dict[str, torch.Tensor] = {}
     for names in _by_calls(pieces, have):
         sent = [
             {
-                name: _overlap(pieces[name], have[name], world.rank, want[name][to])
+                name: _overlap(pieces[name], have[name], among.rank, want[name][to])
                 for name in names
             }
-            for to in range(world.size)
+            for to in range(among.size)
         ]
-        got = all_to_all(sent, world, label=label)
+        got = all_to_all(sent, among, label=label)
         for name in names:
             parts = [each[name] for each in got if each[name].numel()]
             found[name] = torch.cat(parts) if parts else got[0][name]

@@ -47,6 +47,7 @@ _OF_ZERO = (
     "allgather_partitions",
     "contiguous_gradients",
     "ignore_unused_parameters",
+    "offload_optimizer",
     "overlap_comm",
     "reduce_bucket_size",
     "reduce_scatter",
@@ -85,6 +86,15 @@ def check_settings(shown: str, config: Mapping[str, Any]) -> None:
             msg = f'{shown}: config["zero_optimization"]["stage"] is stage=. Leave it out.'
             raise ArgumentError(msg)
         _check_known(shown, 'config["zero_optimization"]', key, _OF_ZERO)
+    offload: Any = zero.get("offload_optimizer", {"device": "cpu"})
+    if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
+        msg = (
+            f"{shown}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, for what"
+            " lies on a disk alone is in no state."
+        )
+        raise ArgumentError(msg)
+    for key in cast("Mapping[str, Any]", offload):
+        _check_known(shown, "offload_optimizer", key, ("device", "pin_memory"))
 
 
 def settings_of(

@@ -68,8 +68,8 @@ class Zero:
     def where(self, names: Mapping[int, str], layout: Layout) -> Flats:
         """Return where the parameters lie, whose names are given by their ids."""
         find = self._places_of_parts if self.stage == 3 else self._places_of_groups
-        sizes = [flat.numel() for flat in self.flats]
-        return Flats(find(names), sizes, layout, self._ranks)
+        sizes, device = [flat.numel() for flat in self.flats], self.flats[0].device
+        return Flats(find(names), sizes, device, layout, self._ranks)
 
     def _places_of_groups(self, names: Mapping[int, str]) -> dict[str, Place]:
         """Return the cuts of whole groups, each of which goes on over all ranks."""

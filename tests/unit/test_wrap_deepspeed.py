@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `wrap_deepspeed` refuses, when it is made, composed or applied."""
+
+import importlib.util
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+adamw = partial(torch.optim.AdamW, lr=0.1)
+
+
+def begun(*setup: Any, model: Any = None, optimizer: Any = adamw) -> af.TrainState:
+    return af.TrainState.create(
+        model=model or (lambda: nn.Linear(4, 4)),
+        optimizer=optimizer,
+        setup=af.chain(af.wrap_deepspeed(2), *setup),
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 4, True, "2", None])
+def test_a_stage_is_1_2_or_3(stage: Any) -> None:
+    with pytest.raises(af.errors.ArgumentError, match="expected 1, which splits"):
+        af.wrap_deepspeed(stage)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ("ds.json", "expected a dict"),
+        ({"train_batch_size": 8}, r"af\.Data\(batch_size="),
+        ({"train_micro_batch_size_per_gpu": 8}, r"af\.accumulate\(micro_batch_size="),
+        ({"gradient_accumulation_steps": 8}, r"af\.accumulate\("),
+        ({"gradient_clipping": 1.0}, r"af\.clip_grad_norm\("),
+        ({"optimizer": {}}, r"TrainState\.create\(optimizer="),
+        ({"scheduler": {}}, r"TrainState\.create\(schedule="),
+        ({"fp16": {"enabled": True}}, r"af\.wrap_fsdp\(\) beside"),
+        ({"bf16": {"enabled": True}}, r'af\.autocast\("bf16"\)'),
+        ({"checkpoint": {}}, r"af\.CheckpointStore"),
+        ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
+        ({"curriculum_learning": {}}, "none of the settings"),
+        ({"zero_optimization": 2}, "expected a dict"),
+        ({"zero_optimization": {"stage": 2}}, "is stage="),
+        ({"zero_optimization": {"overlap_com": True}}, "Did you mean 'overlap_comm'"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "none of the"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "none of the"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "disk"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "'device': 'cpu'"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1}}},
+            r"offload_optimizer\['ratio'\]",
+        ),
+    ],
+)
+def test_a_setting_is_one_that_deepspeed_alone_says(config: Any, match: str) -> None:
+    """Another is refused with where it is said, or the nearest."""
+    with pytest.raises(af.errors.ArgumentError, match=match):
+        af.wrap_deepspeed(2, config=config)
+
+
+def test_micro_batches_are_added_up_in_one_of_two_ways() -> None:
+    with pytest.raises(af.errors.ArgumentError, match='"whole" or "sharded"'):
+        af.wrap_deepspeed(2, accumulate="parts")
+
+
+def test_settings_that_are_changed_later_change_nothing() -> None:
+    """A setup is a value."""
+    config = {"zero_optimization": {"overlap_comm": False}}
+    wrap = af.wrap_deepspeed(1, config=config)
+    config["zero_optimization"]["overlap_comm"] = True
+    assert wrap.config == {"zero_optimization": {"overlap_comm": False}}
+    assert hash(wrap) == hash(af.wrap_deepspeed(1))
+
+
+def test_a_package_that_is_not_there_is_told_with_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(af.errors.ArgumentError, match="no-build-isolation deepspeed"):
+        af.wrap_deepspeed(1)
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (af.wrap_ddp(), "two engines"),
+        (af.wrap_fsdp(), "two engines"),
+        (af.local_sgd(sync_every=2), "stay on their rank"),
+        (af.compress("fp16"), "compresses those that"),
+        (af.compile(), "one piece"),
+        (af.optimizer_in_backward(), "steps each as soon as"),
+        (af.autocast("fp16"), "float32 weights"),
+        (af.autocast("fp8"), "8 bits"),
+        (af.tensor_parallel({"0": "column"}), r"af\.wrap_fsdp\(\) beside it"),
+        (af.context_parallel(), r"af\.wrap_fsdp\(\) beside it"),
+    ],
+)
+def test_what_it_cannot_stand_beside_is_refused(other: Any, match: str) -> None:
+    """When composed, in either order."""
+    for both in ((af.wrap_deepspeed(2), other), (other, af.wrap_deepspeed(2))):
+        with pytest.raises(af.errors.CompositionError, match=match):
+            af.chain(*both)
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (af.clip_grad_value(0.1), "looks at them"),
+        (af.skip_nonfinite(), "left out without"),
+        (af.clip_grad_norm(1.0, norm_type=1.0), "global 2-norm alone"),
+        (af.clip_grad_norm(1.0, per_group=True), "global 2-norm alone"),
+    ],
+)
+def test_what_looks_at_gradients_is_refused(other: Any, match: str) -> None:
+    """When the state is made: DeepSpeed holds them."""
+    with pytest.raises(af.errors.CompositionError, match=match):
+        begun(other)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (lambda: nn.Linear(4, 4).double(), "float32; weight, bias are torch.float64"),
+        (lambda: nn.Linear(4, 4).bfloat16(), "are torch.bfloat16"),
+        (lambda: nn.ParameterList([torch.ones(2), torch.ones(0)]), "no elements"),
+    ],
+)
+def test_parameters_are_those_of_float32(model: Any, match: str) -> None:
+    with pytest.raises(af.errors.ModelError, match=match):
+        begun(model=model)
+
+
+def two(kind: Any, named: Any) -> Any:
+    (_, weight), (_, bias) = named
+    return kind([{"params": [weight]}, {"params": [bias]}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "match"),
+    [
+        (partial(torch.optim.Adagrad, lr=0.1), "another of Adagrad"),
+        (partial(torch.optim.Adafactor, lr=0.1), "more than its own gradient"),
+    ],
+)
+def test_optimizers_go_element_by_element(optimizer: Any, match: str) -> None:
+    with pytest.raises(af.errors.OptimizerError, match=match):
+        begun(optimizer=optimizer)
+
+
+def test_a_group_that_trains_nothing_is_refused() -> None:
+    """DeepSpeed has no flat tensor of it."""
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(4, 4), optimizer=partial(two, torch.optim.SGD)
+    )
+    state = state.with_trainable(lambda name, _: name == "weight")
+    with pytest.raises(af.errors.OptimizerError, match="group 1 trains nothing"):
+        af.wrap_deepspeed(1)(state)
+
+
+def test_simulated_ranks_are_refused() -> None:
+    """DeepSpeed talks through the one group of a process."""
+
+    def fn(world: af.World) -> None:
+        with pytest.raises(af.errors.WorldError, match="run on processes"):
+            af.TrainState.create(
+                model=lambda: nn.Linear(4, 4),
+                optimizer=adamw,
+                setup=af.wrap_deepspeed(3),
+                world=world,
+            )
+
+    simulate(2, fn)
+
+
+def test_it_changes_nothing_in_a_world_of_one() -> None:
+    """There is nothing to split over."""
+    x = torch.ones(3, 4)
+    found = []
+    for setup in (af.wrap_deepspeed(3), af.identity()):
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(4, 4), optimizer=adamw, setup=setup
+        )
+        step = af.make_step(lambda net, x: net(x).square().mean())
+        state, _ = step(state, x)
+        found.append(state.params["weight"])
+    assert torch.equal(*found)
