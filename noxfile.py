@@ -40,6 +40,11 @@ def install(session: nox.Session, *requirements: str) -> None:
 def install_all(session: nox.Session) -> None:
     """Install all that tests look at: what others read and write, and engines of others."""
     install(session, *WITH_TESTS, *BUILDS_DEEPSPEED)
+    install_deepspeed(session)
+
+
+def install_deepspeed(session: nox.Session) -> None:
+    """Install DeepSpeed beside torch, for its build asks for it."""
     isolated = "--no-build-isolation"
     session.install("-c", "constraints.txt", isolated, "deepspeed", env=NO_KERNELS)
 
@@ -121,5 +126,6 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure a step against other loops, and write docs/benchmarks.md."""
-    install(session, "-e", ".[bench]")
+    install(session, "-e", ".[bench]", *BUILDS_DEEPSPEED)
+    install_deepspeed(session)
     run(session, "python", "tests/bench/run.py", *session.posargs)

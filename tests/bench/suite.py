@@ -249,6 +249,35 @@ SUITE = (
         unit="MiB",
     ),
     Benchmark(
+        name="zero",
+        module="zero",
+        title="A step under DeepSpeed's ZeRO on two processes",
+        how=(
+            "The transformer layers of the benchmark before last, AdamW, two processes joined by "
+            "Gloo, 8 rows a rank. By hand, DeepSpeed's engine is called as its tutorial has it, "
+            "without clipping; each ratio is to that of the same stage. Time is the processor's, "
+            "of rank 0. One block is 10 steps."
+        ),
+        targets=tuple((f"stage {stage}, accelfn", 1.05) for stage in (1, 2, 3)),
+        rounds=30,
+        quick_rounds=6,
+        nproc=2,
+    ),
+    Benchmark(
+        name="zero_memory",
+        module="zero_memory",
+        title="Memory at the peak under DeepSpeed's ZeRO on two processes",
+        how=(
+            "Three updates of a model of 42 million parameters, batch 32, AdamW, two processes "
+            "joined by Gloo. Each ratio is to DeepSpeed by hand at the same stage. MiB that rank "
+            "0 had at most, beyond what it had before the model was made."
+        ),
+        targets=tuple((f"stage {stage}, accelfn", 1.05) for stage in (1, 2, 3)),
+        rounds=4,
+        quick_rounds=2,
+        unit="MiB",
+    ),
+    Benchmark(
         name="local_sgd",
         module="local_sgd",
         title="Local SGD against DistributedDataParallel on two processes",

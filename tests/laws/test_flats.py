@@ -159,7 +159,7 @@ def test_what_an_optimizer_has_goes_there_and_back(case: Case, begun: bool) -> N
         }
         given["<group 0>"] = {"k": 2}
         held = flattened(where, given)
-        assert held["<group 0>"] == {"k": 2}
+        assert held.get("<group 0>") == {"k": 2}
         for i in range(len(case.shapes) if begun else 0):
             for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
                 want = case.flat(i, world.rank, moment)

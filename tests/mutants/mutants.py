@@ -55,6 +55,7 @@ from tests.mutants import (
     of_testing,
     of_tracking,
     of_worlds,
+    of_zero,
 )
 
 MUTANTS = [
@@ -111,4 +112,5 @@ MUTANTS = [
     *of_testing.MUTANTS,
     *of_accelerators.MUTANTS,
     *of_imports.MUTANTS,
+    *of_zero.MUTANTS,
 ]

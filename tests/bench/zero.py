@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of DeepSpeed's ZeRO on two processes, by hand and by accelfn."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import deepspeed.comm.torch
+import torch.distributed as dist
+from figures import Figure
+from fsdp import Decoder, adamw
+from models import Source, in_turn, loss_fn
+from rounds import Loop, compared, timed
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import accelfn as af
+
+STAGES = 1, 2, 3
+
+
+def by_hand(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
+    """Train as DeepSpeed's tutorial does, without clipping."""
+    # it would compile C++; the package's own name for the submodule is torch's
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    deepspeed.utils.logger.setLevel("ERROR")
+    model = make()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": sys.maxsize,
+    }
+    optimizer = adamw(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def loop(steps: int) -> None:
+        for inputs, targets in batches(steps):
+            loss = cross_entropy(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+
+    return loop
+
+
+def by_accelfn(
+    stage: int, make: Callable[[], nn.Module], batches: Source, world: af.World
+) -> Loop:
+    """Train a state."""
+    state = af.TrainState.create(
+        model=make, optimizer=adamw, setup=af.wrap_deepspeed(stage), world=world
+    )
+    step = af.make_step(loss_fn)
+
+    def loop(steps: int) -> None:
+        nonlocal state
+        for batch in batches(steps):
+            state, _ = step(state, batch)
+
+    return loop
+
+
+def measure(rounds: int) -> list[Figure]:
+    """Return what a step costs at each stage; ranks run the same blocks in the same order."""
+    with af.World.from_env() as world:
+        batches, found = in_turn(count=8, seed=world.rank), list[Figure]()
+        for stage in STAGES:
+            loops = {
+                f"stage {stage}, by hand": by_hand(stage, Decoder, batches),
+                f"stage {stage}, accelfn": by_accelfn(stage, Decoder, batches, world),
+            }
+            clock = time.process_time
+            taken = timed(
+                loops, rounds=rounds, steps=10, fence=dist.barrier, clock=clock
+            )
+            found += compared(taken)
+        return found

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each of two processes takes under DeepSpeed's ZeRO, at its peak.
+
+Each loop is in processes of its own, which know their peak; what they had before the model was
+made is taken off:
+`accelfn launch --nproc 2 zero_memory.py NAME STAGE`.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from figures import Figure
+from fsdp_memory import LAUNCH, STEPS, WIDTH, Layers, peak
+from models import in_turn
+from rounds import Loop, compared
+from zero import STAGES, by_accelfn, by_hand
+
+import accelfn as af
+
+batches = in_turn(width=WIDTH)
+LOOPS: dict[str, Callable[[int, af.World], Loop]] = {
+    "by hand": lambda stage, _: by_hand(stage, Layers, batches),
+    "accelfn": lambda stage, world: by_accelfn(stage, Layers, batches, world),
+}
+
+
+def measure(rounds: int) -> list[Figure]:
+    """Return each one's peak, in MiB."""
+    return [figure for stage in STAGES for figure in _of(stage, rounds)]
+
+
+def _of(stage: int, rounds: int) -> list[Figure]:
+    taken: dict[str, list[float]] = {f"stage {stage}, {name}": [] for name in LOOPS}
+    for _ in range(rounds):
+        for name in LOOPS:
+            done = subprocess.run(
+                [sys.executable, *LAUNCH, Path(__file__), name, str(stage)],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            taken[f"stage {stage}, {name}"].append(float(done.stdout.split()[-1]))
+    return compared(taken)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with af.World.from_env() as world:
+        before = peak()
+        LOOPS[sys.argv[1]](int(sys.argv[2]), world)(STEPS)
+        if world.is_main:
+            print(peak() - before)
