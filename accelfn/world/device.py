@@ -23,7 +23,10 @@ def known_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        msg = f"Device {device!r} is none that torch knows: {error}"
+        msg = (
+            f"Device {device!r} is none that torch knows: {error}. One of another make is known"
+            " once its package is installed, as torch-npu for 'npu'."
+        )
         raise WorldError(msg) from error
 
 

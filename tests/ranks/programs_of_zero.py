@@ -208,6 +208,13 @@ def mistakes(world: af.World, each: Trained) -> None:
     _, whole = take(state, batch)
     alone = tensors(af.apply_grads(state, whole))
     assert differences(alone, tensors(stepped(each, each.state(world), 1))) == []
+    state = stepped(each, each.state(world), 1)
+    state.params["last.weight"].mul_(2)
+    with pytest.raises(af.errors.StateError, match=r"last\.weight were written"):
+        stepped(each, state, 1)
+    doubled = {**state.params, "last.weight": state.params["last.weight"] * 1}
+    after = tensors(stepped(each, state.with_params(doubled), 1))
+    assert not torch.equal(after["params.last.weight"], alone["params.last.weight"])
     with pytest.raises(af.errors.UnusedParametersError, match="took no part"):
         af.value_and_grad(_first)(each.state(world), batch)
 

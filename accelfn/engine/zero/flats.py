@@ -15,7 +15,7 @@ import torch
 from accelfn.base import shards
 from accelfn.definition.layout import Layout
 from accelfn.engine.zero.places import Run, Runs, evenly, moved
-from accelfn.errors import OptimizerError
+from accelfn.errors import OptimizerError, StateError
 from accelfn.state.state import OptState
 from accelfn.world import World
 
@@ -141,6 +141,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         self._order, self.where = tuple(order), where
         self.flats, self.kept = flats, kept
         self._rows: dict[str, torch.Tensor] | None = None
+        self._versions: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a value; the first to be read brings all into rows, a collective."""
@@ -149,6 +150,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         if self._rows is None:
             with torch.no_grad():
                 self._rows = self.where.read(self.flats)
+            self._versions = _versions(self._rows)
         return self._rows[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -162,6 +164,29 @@ class FlatParams(Mapping[str, torch.Tensor]):
     def changed(self) -> None:
         """Note that a step has changed the flat tensors."""
         self._rows = None
+
+    def check_read(self) -> None:
+        """Raise where what was read has been written to, which the flat tensors do not know.
+
+        Raises:
+            StateError: it has.
+        """
+        now = {} if self._rows is None else _versions(self._rows)
+        written = [
+            name for name, version in now.items() if self._versions[name] != version
+        ]
+        if written:
+            msg = (
+                f"The values of {', '.join(written[:5])} were written to in place. Under"
+                " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would go on"
+                " without. Write state = state.with_params({**state.params, name: value})."
+            )
+            raise StateError(msg)
+
+
+def _versions(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return how often each value was written to; a DTensor's own operators count on it."""
+    return {n: v._version + shards.local(v)._version for n, v in values.items()}
 
 
 class FlatOptState(Mapping[str, dict[str, Any]]):

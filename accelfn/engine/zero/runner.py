@@ -46,6 +46,7 @@ class ZeroRunner:
             msg = "The world is closed: a step needs its ranks. Step inside its `with` block."
             raise WorldError(msg)
         if samples.begins:
+            self._home.bound.check_read()
             self._share_buffers()
             self._home.note_none()
         self._sync = sync
