@@ -487,7 +487,9 @@ class TrainState:
 
     def __repr__(self) -> str:
         """Show what can be said in a line, donated or not."""
-        count = sum(param.numel() for param in self._params.values())
+        # of their definition, for an engine may have to bring values together first
+        metas = self.definition.skeleton.module.parameters()
+        count = sum(meta.numel() for meta in metas)
         donated = " donated" if self.lease.is_over else ""
         return (
             f"<TrainState {self.name!r}{donated}: step {self.step}, epoch"

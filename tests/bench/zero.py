@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of DeepSpeed's ZeRO on two processes, by hand and by accelfn."""
+"""A step of DeepSpeed's ZeRO on two processes, by hand, by Accelerate and by accelfn."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from typing import Any
 import deepspeed
 import deepspeed.comm.torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin
 from figures import Figure
 from fsdp import Decoder, adamw
 from models import Source, in_turn, loss_fn
@@ -21,13 +25,12 @@ import accelfn as af
 STAGES = 1, 2, 3
 
 
-def by_hand(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
-    """Train as DeepSpeed's tutorial does, without clipping."""
+def settings(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's settings, without clipping."""
     # it would compile C++; the package's own name for the submodule is torch's
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.utils.logger.setLevel("ERROR")
-    model = make()
-    config: dict[str, Any] = {
+    return {
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -35,6 +38,11 @@ def by_hand(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
         "gradient_clipping": 0.0,
         "steps_per_print": sys.maxsize,
     }
+
+
+def by_hand(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
+    """Train as DeepSpeed's tutorial does."""
+    model, config = make(), settings(stage)
     optimizer = adamw(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
@@ -43,6 +51,24 @@ def by_hand(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
             loss = cross_entropy(engine(inputs), targets)
             engine.backward(loss)
             engine.step()
+
+    return loop
+
+
+def by_accelerate(stage: int, make: Callable[[], nn.Module], batches: Source) -> Loop:
+    """Train as Accelerate's tutorial of DeepSpeed does."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    plugin = DeepSpeedPlugin(hf_ds_config=settings(stage))
+    accelerator, model = Accelerator(deepspeed_plugin=plugin), make()
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+
+    def loop(steps: int) -> None:
+        for inputs, targets in batches(steps):
+            loss = cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
 
     return loop
 
@@ -71,6 +97,7 @@ def measure(rounds: int) -> list[Figure]:
         for stage in STAGES:
             loops = {
                 f"stage {stage}, by hand": by_hand(stage, Decoder, batches),
+                f"stage {stage}, Accelerate": by_accelerate(stage, Decoder, batches),
                 f"stage {stage}, accelfn": by_accelfn(stage, Decoder, batches, world),
             }
             clock = time.process_time

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import accelfn as af
+from accelfn.engine.zero.flats import Flats
 from tests.laws.histories import Acts, Training, check_apart_on
 from tests.laws.split_models import LOSSES, Run
 from tests.laws.test_shard_histories import broken_backward, broken_forward
@@ -173,6 +174,29 @@ def calls(world: af.World, each: Trained) -> list[int]:
                 stack.enter_context(patched)
             stepped(of, state, 1)
         found += count
+    return found
+
+
+def readings(world: af.World, each: Trained) -> list[int]:
+    """Return how often what lies in flat tensors is brought into rows."""
+    torch.set_num_threads(1)
+    read, found = Flats.read, [0]
+
+    def counted(self: Flats, flats: Any) -> Any:
+        found[-1] += 1
+        return read(self, flats)
+
+    with mock.patch.object(Flats, "read", counted):
+        state, step = each.state(world), af.make_step(LOSSES[each.run.loss])
+        for batch in each.run.batches(state, UPDATES):
+            state, _ = step(state, batch)
+            assert "scale" in state.params
+            assert "scale" in state.opt_state
+            assert {*state.params} == {*state.opt_state} | {"first.bias"}
+            repr(state)
+        found.append(0)
+        for _ in range(2):
+            _ = state.params["scale"], state.params["bias"], state.opt_state["bias"]
     return found
 
 

@@ -24,6 +24,7 @@ from tests.ranks.programs_of_zero import (
     layouts,
     mistakes,
     numbers,
+    readings,
     skips,
 )
 from tests.ranks.test_failures import launch
@@ -168,6 +169,13 @@ RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
 def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage: int) -> None:
     """Nor are they mistaken for others, and every parameter takes part."""
     run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_is_brought_into_rows_but_what_is_read(stage: int) -> None:
+    """A steady step reads nothing; two fields that are read are read once each."""
+    steady, once = run_ranks(2, readings, Trained(RUN, af.wrap_deepspeed(stage)))[0]
+    assert (steady, once) == (0, 3)  # parameters, and two moments of each
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

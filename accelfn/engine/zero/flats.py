@@ -153,6 +153,10 @@ class FlatParams(Mapping[str, torch.Tensor]):
             self._versions = _versions(self._rows)
         return self._rows[name]
 
+    def __contains__(self, name: object) -> bool:
+        """Whether it is a parameter's name; nothing is read."""
+        return name in self._order
+
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
         return iter(self._order)
@@ -217,6 +221,10 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
             with torch.no_grad():
                 self._rows = self._read()
         return self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is an entry of that name; nothing is read."""
+        return name in self._names or name in self._others
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
