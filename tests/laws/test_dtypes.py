@@ -65,6 +65,7 @@ ROWS = {
     "optimizer_in_backward": af.chain(DDP, af.optimizer_in_backward()),
 }
 ELSEWHERE = {
+    af.wrap_deepspeed: "float32 alone, on real processes: tests/ranks/test_zero.py",
     af.compile: "seconds a compilation",
     af.schedule_free: "another optimizer",
     af.tensor_parallel: "layers of a plan: tests/laws/test_tensor_parallel.py",

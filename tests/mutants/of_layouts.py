@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant(
         "an evaluated model draws as one that is trained",
         unit.test_evaluation_drops_nothing,
-        shard_home.ShardHome.lend,
+        shard_home.lent_in_parts,
         "home.module.eval() → home.module",
     ),
     Mutant(
