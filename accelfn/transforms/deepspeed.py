@@ -109,6 +109,8 @@ class wrap_deepspeed:
         ModelError: when the state is made, a parameter is not of float32, or has no elements.
         OptimizerError: when the state is made, the optimizer does not go element by element, or
             a parameter group trains nothing; at a step, parameters of a group have other counts.
+        LossError: at a step, ranks used the model in different ways: their gradients came in
+            different orders, and DeepSpeed adds up those that come at the same time.
         GradsError: at `apply_grads`, of gradients that DeepSpeed does not hold any more.
 
     References:
@@ -179,7 +181,8 @@ class wrap_deepspeed:
         from accelfn.engine.zero.runner import ZeroRunner  # noqa: PLC0415
         from accelfn.engine.zero.stepping import ZeroOptimizer  # noqa: PLC0415
 
-        self._check_grads(state)
+        self._check_grads(state)  # with_setup and with_trainable do not ask init again
+        self._check_optimizer(state)
         clips = state.definition.setup.facts.get("clips", ())
         config = settings_of(
             self.config, stage=self.stage, max_norm=min(clips, default=None)

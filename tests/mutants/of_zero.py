@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "L45: parameters of a flat tensor share one count",
         HAS,
-        flats.FlatOptState._read,
+        flats.FlatOptState._brought,
         "value.clone() if own else value → value",
     ),
     Mutant(

@@ -234,13 +234,59 @@ def mistakes(world: af.World, each: Trained) -> None:
     assert differences(alone, tensors(stepped(each, each.state(world), 1))) == []
     state = stepped(each, each.state(world), 1)
     state.params["last.weight"].mul_(2)
-    with pytest.raises(af.errors.StateError, match=r"last\.weight were written"):
+    with pytest.raises(
+        af.errors.StateError, match=r"params, last\.weight were written"
+    ):
         stepped(each, state, 1)
     doubled = {**state.params, "last.weight": state.params["last.weight"] * 1}
     after = tensors(stepped(each, state.with_params(doubled), 1))
     assert not torch.equal(after["params.last.weight"], alone["params.last.weight"])
+    state = stepped(each, each.state(world), 1)
+    state.opt_state["bias"]["exp_avg"].zero_()
+    with pytest.raises(af.errors.StateError, match=r"opt_state, bias\.exp_avg were"):
+        stepped(each, state, 1)
     with pytest.raises(af.errors.UnusedParametersError, match="took no part"):
         af.value_and_grad(_first)(each.state(world), batch)
+
+
+def orders(world: af.World, each: Trained) -> None:
+    """Check that ranks whose gradients come in different orders are told, and go on."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        """Use a parameter once more, on one rank before the model and on the other behind it."""
+        early = net.bias.square().sum() if world.rank else 0.0
+        made = LOSSES["mean"](net, batch)
+        return made + (early if world.rank else net.bias.square().sum())
+
+    state = stepped(each, each.state(world), 1)
+    before = tensors(state)
+    (batch, *_) = each.run.batches(state, 1)
+    with pytest.raises(af.errors.LossError, match="came in different orders"):
+        af.make_step(loss)(state, batch)
+    assert differences(before, tensors(state)) == []
+    alone = stepped(each, each.state(world), 2)
+    assert differences(tensors(alone), tensors(stepped(each, state, 1))) == []
+
+
+def thawing(world: af.World, each: Trained) -> None:
+    """Check that what is frozen stays as it is, with what the optimizer has of it."""
+    torch.set_num_threads(1)
+
+    def is_last(name: str, _: torch.Tensor) -> bool:
+        return name.startswith("last.")
+
+    found = []
+    for engine in (each.engine, af.wrap_fsdp()):
+        of = Trained(each.run, engine)
+        state = stepped(of, of.state(world), 2).with_trainable(is_last)
+        found.append(tensors(stepped(of, state, 1)))
+    ours, theirs = map(_common, found)
+    assert differences(ours, theirs, within=1e-6) == []
+    state = stepped(each, each.state(world), 2).with_trainable(is_last)
+    state = stepped(each, state, 1).with_trainable(lambda name, _: name != "first.bias")
+    with pytest.raises(af.errors.OptimizerError, match="counted other updates of"):
+        stepped(each, state, 1)
 
 
 def _first(net: Any, batch: Any) -> torch.Tensor:

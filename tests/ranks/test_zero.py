@@ -24,8 +24,10 @@ from tests.ranks.programs_of_zero import (
     layouts,
     mistakes,
     numbers,
+    orders,
     readings,
     skips,
+    thawing,
 )
 from tests.ranks.test_failures import launch
 from tests.strategies import differences, tensors
@@ -169,6 +171,18 @@ RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
 def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage: int) -> None:
     """Nor are they mistaken for others, and every parameter takes part."""
     run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_come_in_one_order(stage: int) -> None:
+    """Sums of different parameters would be wrong, and nothing else would tell."""
+    run_ranks(2, orders, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_frozen_keeps_its_moments(stage: int) -> None:
+    """What is thawed has counted other updates than its group, of which there is one count."""
+    run_ranks(2, thawing, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -122,6 +122,40 @@ class Flats:
         return flats
 
 
+class _Read:
+    """What was read of flat tensors, and whether somebody has written to it since."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take values by name."""
+        self._values = values
+        self._versions = self._written()
+
+    def _written(self) -> dict[str, int]:
+        # a DTensor's own operators count on it, and those on its part there
+        return {
+            n: v._version + shards.local(v)._version for n, v in self._values.items()
+        }
+
+    def check(self, field: str) -> None:
+        """Raise where a value was written to, which the flat tensors do not know.
+
+        Raises:
+            StateError: one was.
+        """
+        now = self._written()
+        written = [
+            name for name, version in now.items() if version != self._versions[name]
+        ]
+        if written:
+            msg = (
+                f"In state.{field}, {', '.join(written[:5])} were written to in place. Under"
+                " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would go on"
+                " without. Give other values by state.with_params(...), or change the state"
+                " before its first step."
+            )
+            raise StateError(msg)
+
+
 class FlatParams(Mapping[str, torch.Tensor]):
     """A state's parameters while they lie in flat tensors; they are brought into rows when read.
 
@@ -141,7 +175,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         self._order, self.where = tuple(order), where
         self.flats, self.kept = flats, kept
         self._rows: dict[str, torch.Tensor] | None = None
-        self._versions: dict[str, int] = {}
+        self._read = _Read({})
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a value; the first to be read brings all into rows, a collective."""
@@ -150,7 +184,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         if self._rows is None:
             with torch.no_grad():
                 self._rows = self.where.read(self.flats)
-            self._versions = _versions(self._rows)
+            self._read = _Read(self._rows)
         return self._rows[name]
 
     def __contains__(self, name: object) -> bool:
@@ -167,50 +201,32 @@ class FlatParams(Mapping[str, torch.Tensor]):
 
     def changed(self) -> None:
         """Note that a step has changed the flat tensors."""
-        self._rows = None
+        self._rows, self._read = None, _Read({})
 
     def check_read(self) -> None:
-        """Raise where what was read has been written to, which the flat tensors do not know.
-
-        Raises:
-            StateError: it has.
-        """
-        now = {} if self._rows is None else _versions(self._rows)
-        written = [
-            name for name, version in now.items() if self._versions[name] != version
-        ]
-        if written:
-            msg = (
-                f"The values of {', '.join(written[:5])} were written to in place. Under"
-                " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would go on"
-                " without. Write state = state.with_params({**state.params, name: value})."
-            )
-            raise StateError(msg)
-
-
-def _versions(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return how often each value was written to; a DTensor's own operators count on it."""
-    return {n: v._version + shards.local(v)._version for n, v in values.items()}
+        """Raise where what was read has been written to."""
+        self._read.check("params")
 
 
 class FlatOptState(Mapping[str, dict[str, Any]]):
     """A state's optimizer state while it lies in flat tensors; see `FlatParams`.
 
     Attributes:
-        held: what the optimizer has, by flat tensor, and by group.
+        held: what the optimizer has, by flat tensor, by group, and of what is not trained.
     """
 
     def __init__(self, where: Flats, held: OptState) -> None:
         """Take what the optimizer has."""
         self.where, self.held = where, held
         self._rows: OptState | None = None
+        self._read = _Read({})
+        flats = {flat_key(i): i for i in range(len(where.sizes))}
         self._names = [
             name
-            for i in range(len(where.sizes))
-            if flat_key(i) in held
+            for key, i in flats.items()
+            if key in held
             for name in where.names_of(i)
         ]
-        flats = {flat_key(i) for i in range(len(where.sizes))}
         self._others = {key: entry for key, entry in held.items() if key not in flats}
 
     def __getitem__(self, name: str) -> dict[str, Any]:
@@ -219,7 +235,15 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
             return self._others[name]
         if self._rows is None:
             with torch.no_grad():
-                self._rows = self._read()
+                self._rows = self._brought()
+            self._read = _Read(
+                {
+                    f"{name}.{key}": value
+                    for name, entry in self._rows.items()
+                    for key, value in entry.items()
+                    if isinstance(value, torch.Tensor)
+                }
+            )
         return self._rows[name]
 
     def __contains__(self, name: object) -> bool:
@@ -236,9 +260,14 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
 
     def changed(self) -> None:
         """Note that a step has changed the flat tensors."""
-        self._rows = None
+        self._rows, self._read = None, _Read({})
 
-    def _read(self) -> OptState:
+    def check_read(self) -> None:
+        """Raise where what was read has been written to."""
+        self._read.check("opt_state")
+
+    def _brought(self) -> OptState:
+        """Return the entries of parameters."""
         where, found = self.where, {name: dict[str, Any]() for name in self._names}
         by_key: dict[str, dict[int, torch.Tensor]] = {}
         for i, size in enumerate(where.sizes):
@@ -317,10 +346,10 @@ def _check_alike(
     ]
     if lacking or differ:
         other = (lacking or differ)[0]
-        what = "has no state yet" if lacking else "has counted other updates"
+        what = "no state yet" if lacking else "counted other updates"
         msg = (
-            f"DeepSpeed keeps one state for all parameters of a group, and of {other!r} the"
-            f" optimizer {what} than of {first!r}. Put them in parameter groups of their own,"
-            " or go on under af.wrap_fsdp()."
+            "DeepSpeed keeps one state for all parameters of a group. The optimizer has"
+            f" {what} of {other!r}, which is in a group with {first!r}. Put what is thawed in"
+            " parameter groups of its own, or go on under af.wrap_fsdp()."
         )
         raise OptimizerError(msg)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ZeroHome`: the tensors of one state at a time live in DeepSpeed's."""
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
@@ -76,8 +77,11 @@ class ZeroHome:
         self._names = {id(param): name for name, param in self.params.items()}
         self._frozen = {n: p for n, p in self.params.items() if n not in self.trained}
         self._kept: dict[str, torch.Tensor] = {}
+        # what the optimizer has of them, which it goes on with when they are thawed
+        self._at_rest: OptState = {}
         self._bound: FlatParams | None = None
-        self._used: set[str] = set()
+        self._used: list[str] = []
+        self._order: tuple[list[str], int] = [], 0
         self._held: HeldGradients | None = None
 
     def wrap(self, root: nn.Module) -> Zero:
@@ -166,7 +170,14 @@ class ZeroHome:
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the parameters of which DeepSpeed has a gradient."""
-        return {n: param for n, param in self.trained.items() if n in self._used}
+        used = set(self._used)
+        return {n: param for n, param in self.trained.items() if n in used}
+
+    def order(self) -> int:
+        """Return a number that tells orders apart in which gradients have come."""
+        if self._used != self._order[0]:
+            self._order = [*self._used], zlib.crc32("\n".join(self._used).encode())
+        return self._order[1]
 
     def put_gradients(self, grads: Grads) -> None:
         """Leave the gradients that DeepSpeed holds where they are.
@@ -197,11 +208,12 @@ class ZeroHome:
 
     def shown(self, opt_state: OptState) -> Any:
         """Return what DeepSpeed's optimizer has as a state's values, which are read later."""
-        return FlatOptState(self.where, opt_state)
+        return FlatOptState(self.where, {**self._at_rest, **opt_state})
 
     def raw(self, opt_state: Any) -> OptState:
         """Return what DeepSpeed's optimizer has of a state's values."""
         where = self.where
+        self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
         if isinstance(opt_state, FlatOptState) and (
             (opt_state.where.places, opt_state.where.sizes)
             == (where.places, where.sizes)

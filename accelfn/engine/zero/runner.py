@@ -10,9 +10,16 @@ from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LossFunction, like
 from accelfn.engine.zero.home import ZeroHome
 from accelfn.engine.zero.package import parted
-from accelfn.errors import WorldError
+from accelfn.errors import LossError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World
+
+_OUT_OF_ORDER = (
+    "The ranks' gradients came in different orders: in the loss, ranks used the model in"
+    " different ways. DeepSpeed adds up those that come at the same time, which are of different"
+    " parameters then. The state is as it was. Let all ranks run the same modules, in the same"
+    " order, or take af.wrap_fsdp()."
+)
 
 
 class ZeroRunner:
@@ -66,13 +73,19 @@ class ZeroRunner:
         scalar = self._scalar
         del self._scalar
         loss = scalar if scale is None else scalar * like(scalar, scale)
+        in_order = self._zero.reduces_as_they_come
         with self._backward:
             self._zero.backward(loss, ends=self._sync)
         if not self._sync:
             return None
-        total = torch.zeros(1, dtype=torch.float64, device=self._ranks.device) + weight
-        all_reduce_([total], self._ranks, label="weight of the loss")
-        return total[0] / self._ranks.size
+        order = self._home.order() if in_order else 0
+        ranks, double = self._ranks, torch.float64
+        sums = torch.tensor([0.0, order], dtype=double, device=ranks.device)
+        sums[0] = weight
+        all_reduce_([sums], ranks, label="weight of the loss")
+        if in_order and float(sums[1]) != order * ranks.size:
+            raise LossError(_OUT_OF_ORDER)
+        return sums[0] / ranks.size
 
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""

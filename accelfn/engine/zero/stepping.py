@@ -25,17 +25,22 @@ class ZeroOptimizer:
 
     def load(self, state: State) -> None:
         """Take over a state's entries."""
-        self._live = (
-            LiveOptimizer(self._home.zero.base, self._home.flats_by_name(), self._home)
-            if self._live is None
-            else self._live
-        )
+        if self._live is None:
+            base, names = self._home.zero.base, self._home.flats_by_name()
+            self._live = LiveOptimizer(base, names, self._home)
         self._live.load(state)
         self._shown = state
 
     def check_mode(self, planned: Assignments) -> None:
-        """Raise unless a schedule-free optimizer is to train."""
+        """Raise unless all can be stepped as the state says.
+
+        Raises:
+            OptimizerError: nobody set a schedule-free optimizer's mode.
+            StateError: what was read of its state was written to.
+        """
         self._here.check_mode(planned)
+        if isinstance(self._shown, FlatOptState):
+            self._shown.check_read()
 
     def divides(self, divisor: Number) -> bool:
         """Whether it divides gradients itself: always."""

@@ -182,6 +182,12 @@ class Zero:
             scaler.cur_scale = before
         return not zero.overflow
 
+    @property
+    def reduces_as_they_come(self) -> bool:
+        """Whether gradients of this pass cross the ranks in the order in which they come."""
+        overlaps = self.stage > 1 or self._optimizer.overlap_comm
+        return overlaps and not self._coalesces
+
     def drop_gradients(self) -> None:
         """Leave nothing of backward passes that no update will take."""
         zero = self._optimizer
@@ -199,12 +205,12 @@ class Zero:
         zero.micro_step_id = 0 if self.stage == 3 else -1
 
 
-def noting(params: Mapping[str, nn.Parameter], seen: set[str]) -> None:
-    """Have the names of parameters noted to which a backward pass comes."""
+def noting(params: Mapping[str, nn.Parameter], seen: list[str]) -> None:
+    """Have the names of parameters noted, in the order in which their gradients come."""
 
     def hook_of(name: str) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            seen.add(name)
+            seen.append(name)
 
         return note
 
