@@ -181,6 +181,9 @@ class wrap_deepspeed:
         from accelfn.engine.zero.runner import ZeroRunner  # noqa: PLC0415
         from accelfn.engine.zero.stepping import ZeroOptimizer  # noqa: PLC0415
 
+        if state.definition.layout is None:
+            msg = f"{self!r}: the model has lone numbers alone, and nothing to split."
+            raise ModelError(msg)
         self._check_grads(state)  # with_setup and with_trainable do not ask init again
         self._check_optimizer(state)
         clips = state.definition.setup.facts.get("clips", ())

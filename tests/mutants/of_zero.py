@@ -60,7 +60,7 @@ MUTANTS = [
         "L45: what was read once is read for ever",
         SAME,
         flats.FlatParams.changed,
-        "self._rows = None → pass",
+        "self._rows, self._read = None, _Read({}) → pass",
     ),
     Mutant(
         "L45: padding of a flat tensor is whatever was there",

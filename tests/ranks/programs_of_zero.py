@@ -2,6 +2,7 @@
 """What ranks run under DeepSpeed: drawn trainings, several of them on the same processes."""
 
 import functools
+import gc
 import importlib
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 import accelfn as af
+from accelfn.engine.engine import engine_of
 from accelfn.engine.zero.flats import Flats
 from tests.laws.histories import Acts, Training, check_apart_on
-from tests.laws.split_models import LOSSES, Run
+from tests.laws.split_models import LOSSES, Net, Run
 from tests.laws.test_shard_histories import broken_backward, broken_forward
 from tests.strategies import differences, tensors
 
@@ -71,11 +73,13 @@ def histories(
         check_apart_on(world, of, acts, str(Path(folder, str(i))))
 
 
-def stepped(each: Trained, state: af.TrainState, updates: int) -> af.TrainState:
+def stepped(
+    each: Trained, state: af.TrainState, updates: int, *, donate: bool = True
+) -> af.TrainState:
     """Return a state after more updates."""
     step = af.make_step(LOSSES[each.run.loss])
     for batch in each.run.batches(state, updates):
-        state, _ = step(state, batch)
+        state, _ = step(state, batch, donate=donate)
     return state
 
 
@@ -245,6 +249,9 @@ def mistakes(world: af.World, each: Trained) -> None:
     state.opt_state["bias"]["exp_avg"].zero_()
     with pytest.raises(af.errors.StateError, match=r"opt_state, bias\.exp_avg were"):
         stepped(each, state, 1)
+    if each.engine.stage == 3:
+        with pytest.raises(af.errors.LossError, match="had not gathered"):
+            af.value_and_grad(_penalised)(each.state(world), batch)
     with pytest.raises(af.errors.UnusedParametersError, match="took no part"):
         af.value_and_grad(_first)(each.state(world), batch)
 
@@ -289,5 +296,43 @@ def thawing(world: af.World, each: Trained) -> None:
         stepped(each, state, 1)
 
 
+def released(world: af.World, each: Trained) -> None:
+    """Check that an engine that is let go of keeps nothing but what states have."""
+    torch.set_num_threads(1)
+    state = stepped(each, each.state(world), 1)
+    zero = engine_of(state)._home.zero
+    after = tensors(stepped(each, state, 1, donate=False))
+    af.release(state)
+    gc.collect()
+    assert {p.numel() for p in zero._engine.module.parameters()} == {0}
+    assert {flat.numel() for flat in zero.flats} == {0}
+    assert differences(after, tensors(stepped(each, state, 1))) == []
+
+
+def odd_optimizers(world: af.World, each: Trained) -> None:
+    """Check those that count by several numbers, copied, where a lone number comes first."""
+    torch.set_num_threads(1)
+    for kind in (torch.optim.NAdam, torch.optim.ASGD, torch.optim.RAdam):
+        found = []
+        for engine in (each.engine, af.wrap_fsdp()):
+            of = Trained(each.run, engine)
+            state = af.TrainState.create(
+                model=functools.partial(Net, torch.float32, in_list=True),
+                optimizer=functools.partial(kind, lr=0.01),
+                data=each.run.data(),
+                setup=af.chain(af.shard_data(), engine),
+                world=world,
+            )
+            state = stepped(of, stepped(of, state, 2).copy(), 1)
+            found.append(_common(tensors(state)))
+        assert differences(*found, within=2e-6) == [], kind
+
+
 def _first(net: Any, batch: Any) -> torch.Tensor:
     return net.first(batch[0]).square().mean()
+
+
+def _penalised(net: Any, batch: Any) -> torch.Tensor:
+    """Use parameters that stage 3 has not gathered."""
+    penalty = sum(param.square().sum() for param in net.parameters())
+    return LOSSES["mean"](net, batch) + penalty

@@ -24,8 +24,10 @@ from tests.ranks.programs_of_zero import (
     layouts,
     mistakes,
     numbers,
+    odd_optimizers,
     orders,
     readings,
+    released,
     skips,
     thawing,
 )
@@ -183,6 +185,18 @@ def test_gradients_come_in_one_order(stage: int) -> None:
 def test_what_is_frozen_keeps_its_moments(stage: int) -> None:
     """What is thawed has counted other updates than its group, of which there is one count."""
     run_ranks(2, thawing, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_engine_that_is_released_keeps_nothing(stage: int) -> None:
+    """But states have what they had, and go on."""
+    run_ranks(2, released, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizers_may_count_by_several_numbers(stage: int) -> None:
+    """Which are not taken for elements of a lone number."""
+    run_ranks(2, odd_optimizers, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -20,6 +20,8 @@ from accelfn.state.state import OptState
 from accelfn.world import World
 
 _FLAT = "<flat {}>"
+_COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep of a parameter as one number, as of a lone one all else."""
 _TO_ROWS, _TO_FLATS = "ZeRO: read a state", "ZeRO: take over a state"
 
 
@@ -310,8 +312,10 @@ def flattened(where: Flats, opt_state: Mapping[str, Mapping[str, Any]]) -> OptSt
             continue
         _check_alike(names, entries, where)
         held[flat_key(i)] = {}
-        for key, value in next(iter(entries.values())).items():
-            if _has_shape(key, value, names[0], where):
+        # one of which a count has another shape, if there is such a one
+        shaped = max(names, key=lambda name: len(where.layout.shapes[name]))
+        for key, value in entries[shaped].items():
+            if _has_shape(key, value, shaped, where):
                 by_key.setdefault(key, {}).update(
                     {n: e[key] for n, e in entries.items()}
                 )
@@ -327,14 +331,16 @@ def flattened(where: Flats, opt_state: Mapping[str, Mapping[str, Any]]) -> OptSt
 def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
     """Whether an entry has an element for each of its parameter, which may be a lone number."""
     shape = where.layout.shapes[name]
-    return key != "step" and isinstance(value, torch.Tensor) and value.shape == shape
+    is_alike = isinstance(value, torch.Tensor) and value.shape == shape
+    return is_alike and (bool(shape) or key not in _COUNTS)
 
 
 def _check_alike(
     names: Sequence[str], entries: Mapping[str, Mapping[str, Any]], where: Flats
 ) -> None:
     lacking = [name for name in names if name not in entries]
-    (first, one), *rest = entries.items()
+    first = max(entries, key=lambda name: len(where.layout.shapes[name]))
+    one, rest = entries[first], [each for each in entries.items() if each[0] != first]
     differ = [
         name
         for name, each in rest

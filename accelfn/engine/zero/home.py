@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ZeroHome`: the tensors of one state at a time live in DeepSpeed's."""
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
@@ -92,6 +93,7 @@ class ZeroHome:
         self.zero = Zero(root, rebuilt(prototype, memo), self._config, self._ranks)
         self.where = self.zero.where(self._names, self._layout)
         noting(self.trained, self._used)
+        weakref.finalize(self, self.zero.free)
         return self.zero
 
     @property

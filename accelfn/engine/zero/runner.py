@@ -22,6 +22,13 @@ _OUT_OF_ORDER = (
 )
 
 
+_NOT_GATHERED = (
+    "The loss used a parameter that DeepSpeed had not gathered: at stage 3 it gathers those of"
+    " a module that is called, and those that are taken by name, as model.head.weight. Take them"
+    " by name, not from model.parameters(), or take stage 2."
+)
+
+
 class ZeroRunner:
     """Runs the loss inside DeepSpeed's engine."""
 
@@ -74,8 +81,13 @@ class ZeroRunner:
         del self._scalar
         loss = scalar if scale is None else scalar * like(scalar, scale)
         in_order = self._zero.reduces_as_they_come
-        with self._backward:
-            self._zero.backward(loss, ends=self._sync)
+        try:
+            with self._backward:
+                self._zero.backward(loss, ends=self._sync)
+        except RuntimeError as error:
+            if any(sign in str(error) for sign in ("got [0]", "tensor b (0)")):
+                raise LossError(_NOT_GATHERED) from error
+            raise
         if not self._sync:
             return None
         order = self._home.order() if in_order else 0

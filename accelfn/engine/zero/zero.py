@@ -188,6 +188,29 @@ class Zero:
         overlaps = self.stage > 1 or self._optimizer.overlap_comm
         return overlaps and not self._coalesces
 
+    def free(self) -> None:
+        """Let go of all memory but that of states, whose flat tensors stay as they are.
+
+        DeepSpeed's engine is referred to by hooks that torch keeps, and not collected.
+        """
+        zero: Any = self._optimizer
+        zero.optimizer.state.clear()
+        held: list[Any] = [*self._engine.module.parameters(), *self.flats]
+        held += [p.ds_tensor for p in held if hasattr(p, "ds_tensor")]
+        for tensor in held:
+            tensor.grad, tensor.data = None, tensor.data.new_empty(0)
+        names = ("bit16_groups_flat", "parallel_partitioned_bit16_groups")
+        names += ("averaged_gradients", "all_grad_tensors", "ipg_buckets")
+        for name in names:
+            if hasattr(zero, name):
+                getattr(zero, name).clear()
+        for name in (
+            "grad_partitions_flat_buffer",
+            "_DeepSpeedZeroOptimizer_Stage3__param_id",
+        ):
+            if hasattr(zero, name):
+                setattr(zero, name, None)
+
     def drop_gradients(self) -> None:
         """Leave nothing of backward passes that no update will take."""
         zero = self._optimizer
