@@ -93,14 +93,14 @@ MUTANTS = [
         "where.gathered(by_key[key]).items() → where.gathered(by_key[min(by_key)]).items()",
     ),
     Mutant(
-        "parameters that have counted otherwise have the count of the first",
+        "L45: parameters that have counted otherwise have the count of the first",
         ALIKE,
         flats._check_alike,
         "if lacking or differ: → if lacking:",
         args={"other": {"step": laws.torch.tensor(2.0)}, "match": "counted"},
     ),
     Mutant(
-        "parameters of which there is no state have that of the first",
+        "L45: parameters of which there is no state have that of the first",
         ALIKE,
         flats._check_alike,
         "if lacking or differ: → if differ:",

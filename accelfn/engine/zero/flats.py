@@ -313,7 +313,7 @@ def flattened(where: Flats, opt_state: Mapping[str, Mapping[str, Any]]) -> OptSt
         _check_alike(names, entries, where)
         held[flat_key(i)] = {}
         # one of which a count has another shape, if there is such a one
-        shaped = max(names, key=lambda name: len(where.layout.shapes[name]))
+        shaped = max(entries, key=lambda name: len(where.layout.shapes[name]))
         for key, value in entries[shaped].items():
             if _has_shape(key, value, shaped, where):
                 by_key.setdefault(key, {}).update(
