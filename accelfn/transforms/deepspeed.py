@@ -15,7 +15,7 @@ from accelfn.definition.facts import facts_of
 from accelfn.definition.transform import transform
 from accelfn.engine.engine import Engine
 from accelfn.engine.module.units import units_of
-from accelfn.engine.optimizer.trial import check_elements
+from accelfn.engine.optimizer.trial import check_elements, counts_by_group
 from accelfn.engine.zero.package import check_installed
 from accelfn.engine.zero.settings import check_settings, settings_of
 from accelfn.errors import (
@@ -228,7 +228,8 @@ class wrap_deepspeed:
         if whole.size > 1 and whole.group is not dist.group.WORLD:
             msg = (
                 f"{self!r}: DeepSpeed talks through the process's own group, and this world is"
-                " not all of it. Take the world of World.from_env()."
+                " not all of it. Take the world of World.from_env(); af.find_batch_size, which"
+                " tries sizes in a second group, does not go with it."
             )
             raise WorldError(msg)
 
@@ -272,6 +273,13 @@ class wrap_deepspeed:
             msg = (
                 f"{self!r}: DeepSpeed makes another of {type(optimizer).__name__}. Take one"
                 " optimizer, such as AdamW, or af.wrap_fsdp()."
+            )
+            raise OptimizerError(msg)
+        if self.stage == 3 and counts_by_group(state):
+            msg = (
+                f"{self!r}: {type(optimizer).__name__} counts updates in its parameter groups,"
+                " and at stage 3 DeepSpeed steps a group in several parts, each of which would"
+                " count. Take stage 1 or 2, or af.wrap_fsdp()."
             )
             raise OptimizerError(msg)
         metas = dict(skeleton.module.named_parameters())

@@ -48,6 +48,7 @@ def test_a_stage_is_1_2_or_3(stage: Any) -> None:
         ({"checkpoint": {}}, r"af\.CheckpointStore"),
         ({"zero_optimisation": {}}, "Did you mean 'zero_optimization'"),
         ({"curriculum_learning": {}}, "none of the settings"),
+        ({"gradient_predivide_factor": 2.0}, "none of the settings"),
         ({"zero_optimization": 2}, "expected a dict"),
         ({"zero_optimization": {"stage": 2}}, "is stage="),
         ({"zero_optimization": {"overlap_com": True}}, "Did you mean 'overlap_comm'"),
@@ -155,6 +156,31 @@ def two(kind: Any, named: Any) -> Any:
 def test_optimizers_go_element_by_element(optimizer: Any, match: str) -> None:
     with pytest.raises(af.errors.OptimizerError, match=match):
         begun(optimizer=optimizer)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts updates in its groups, and divides by the count."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__([p for _, p in named], {"lr": 0.1, "k": 0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad, alpha=group["lr"] / group["k"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_group_is_counted_once(stage: int) -> None:
+    """At stage 3 DeepSpeed steps each part of a group."""
+    state = af.TrainState.create(model=lambda: nn.Linear(4, 4), optimizer=Counting)
+    if stage == 2:
+        af.wrap_deepspeed(stage)(state)
+        return
+    with pytest.raises(af.errors.OptimizerError, match="Counting counts updates in"):
+        af.wrap_deepspeed(stage)(state)
 
 
 def test_a_group_that_trains_nothing_is_refused() -> None:

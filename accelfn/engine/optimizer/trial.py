@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
+from accelfn.engine.optimizer.live_optimizer import LiveOptimizer, State
 from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
-from accelfn.structure.prototype import rebuilt
+from accelfn.structure.prototype import group_key, rebuilt
 
 _MOST = 4
 """Rows, and columns, of a small parameter."""
@@ -81,6 +81,27 @@ def tried(
         alone: whether parameters are updated one by one, the last one first.
         part: of each parameter and its gradients, what the optimizer sees: a slice of a dim.
     """
+    return _tried(state, alone=alone, part=part)[0]
+
+
+def counts_by_group(state: TrainState) -> bool:
+    """Whether an update changes numbers of the optimizer's parameter groups."""
+    _, kept = _tried(state)
+    groups = state.definition.optimizer.param_groups
+    return any(
+        not isinstance(value, torch.Tensor)
+        for i in range(len(groups))
+        for value in kept.get(group_key(i), {}).values()
+    )
+
+
+def _tried(
+    state: TrainState,
+    *,
+    alone: bool = False,
+    part: tuple[int, slice] = (0, slice(None)),
+) -> tuple[dict[str, torch.Tensor], State]:
+    """Return small parameters, and what the optimizer keeps, after two updates."""
     dim, within = part
     metas = dict(state.definition.skeleton.module.named_parameters())
     generator = torch.Generator().manual_seed(0)
@@ -103,6 +124,7 @@ def tried(
         for i, group in enumerate(state.definition.optimizer.param_groups)
         if "train_mode" in group
     }
+    kept: State = {}
     for _ in range(2):
         gradients = {name: drawn(metas[name]) for name in trained}
         if alone:
@@ -111,9 +133,9 @@ def tried(
                 param.grad = gradients[name]
                 live.step_alone(param)
                 param.grad = None
-            live.end()
+            kept = live.end()
         else:
             for name, param in trained.items():
                 param.grad = gradients[name]
-            live.update(hyper)
-    return {name: param.detach() for name, param in params.items()}
+            kept = live.update(hyper)
+    return {name: param.detach() for name, param in params.items()}, kept

@@ -11,7 +11,7 @@ from accelfn.errors import ArgumentError
 _OURS: Mapping[str, str] = {
     "activation_checkpointing": "af.checkpoint_activations() recomputes activations",
     "amp": 'af.autocast("bf16") says in which precision a loss is computed',
-    "autotuning": "af.find_batch_size tries batch sizes",
+    "autotuning": "af.Data(batch_size=...) says the size of a batch",
     "bf16": 'af.autocast("bf16") computes in it, and weights stay in float32',
     "checkpoint": "af.save and af.CheckpointStore save states",
     "csv_monitor": "af.CSVTracker tracks metrics",
@@ -34,9 +34,7 @@ _OURS: Mapping[str, str] = {
 _THEIRS = (
     "comms_logger",
     "communication_data_type",
-    "gradient_predivide_factor",
     "memory_breakdown",
-    "prescale_gradients",
     "wall_clock_breakdown",
     "zero_optimization",
 )
@@ -56,7 +54,6 @@ _OF_ZERO = (
     "stage3_max_live_parameters",
     "stage3_max_reuse_distance",
     "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
     "stage3_use_all_reduce_for_fetch_params",
