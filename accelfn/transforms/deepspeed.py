@@ -108,7 +108,8 @@ class wrap_deepspeed:
             process's, or one with axes beside "dp_shard".
         ModelError: when the state is made, a parameter is not of float32, or has no elements.
         OptimizerError: when the state is made, the optimizer does not go element by element, or
-            a parameter group trains nothing; at a step, parameters of a group have other counts.
+            a parameter group trains nothing, or at stage 3 counts updates; at a step,
+            parameters of a group have other counts.
         LossError: at a step, ranks used the model in different ways: their gradients came in
             different orders, and DeepSpeed adds up those that come at the same time.
         GradsError: at `apply_grads`, of gradients that DeepSpeed does not hold any more.

@@ -302,11 +302,20 @@ def released(world: af.World, each: Trained) -> None:
     state = stepped(each, each.state(world), 1)
     zero = engine_of(state)._home.zero
     after = tensors(stepped(each, state, 1, donate=False))
+    assert _holds_parts(zero._optimizer) is (zero.stage == 3)
     af.release(state)
     gc.collect()
+    assert not _holds_parts(zero._optimizer)
     assert {p.numel() for p in zero._engine.module.parameters()} == {0}
     assert {flat.numel() for flat in zero.flats} == {0}
     assert differences(after, tensors(stepped(each, state, 1))) == []
+
+
+def _holds_parts(optimizer: Any) -> bool:
+    """Whether an optimizer of DeepSpeed's has parts of gradients between updates."""
+    kept = ("__param_id_to_grad_partition", "grad_partitions_flat_buffer")
+    found = [v for name, v in vars(optimizer).items() if name.endswith(kept)]
+    return any(value is not None and len(value) > 0 for value in found)
 
 
 def odd_optimizers(world: af.World, each: Trained) -> None:

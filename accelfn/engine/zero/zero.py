@@ -201,15 +201,13 @@ class Zero:
             tensor.grad, tensor.data = None, tensor.data.new_empty(0)
         names = ("bit16_groups_flat", "parallel_partitioned_bit16_groups")
         names += ("averaged_gradients", "all_grad_tensors", "ipg_buckets")
+        # parts of gradients, which are views of the buffer that goes below
+        names += ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",)
         for name in names:
             if hasattr(zero, name):
                 getattr(zero, name).clear()
-        for name in (
-            "grad_partitions_flat_buffer",
-            "_DeepSpeedZeroOptimizer_Stage3__param_id",
-        ):
-            if hasattr(zero, name):
-                setattr(zero, name, None)
+        if self.stage == 3:
+            zero.grad_partitions_flat_buffer = None
 
     def drop_gradients(self) -> None:
         """Leave nothing of backward passes that no update will take."""
