@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import schedules as schedules
 from accelfn.base.words import NAMES as _NAMES
+from accelfn.base.pending import Pending as Pending
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import all_to_all as all_to_all
 from accelfn.collectives import any_rank as any_rank
@@ -29,6 +30,7 @@ from accelfn.collectives import gather_ragged as gather_ragged
 from accelfn.collectives import pad_across as pad_across
 from accelfn.collectives import reduce as reduce
 from accelfn.collectives import scatter as scatter
+from accelfn.collectives import start_reduce as start_reduce
 from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
 from accelfn.data import Plan as Plan
@@ -143,6 +145,7 @@ if _TYPE_CHECKING:
     from accelfn.transforms.context_parallel import context_parallel as context_parallel
     from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
     from accelfn.transforms.deepspeed import wrap_deepspeed as wrap_deepspeed
+    from accelfn.transforms.diloco import diloco as diloco
     from accelfn.transforms.ema import ema as ema
     from accelfn.transforms.fsdp import wrap_fsdp as wrap_fsdp
     from accelfn.transforms.identity import identity as identity
@@ -200,6 +203,7 @@ _LATER = {
     "accelfn.transforms.ddp": ("wrap_ddp",),
     "accelfn.transforms.deepspeed": ("wrap_deepspeed",),
     "accelfn.transforms.context_parallel": ("context_parallel",),
+    "accelfn.transforms.diloco": ("diloco",),
     "accelfn.transforms.fsdp": ("wrap_fsdp",),
     "accelfn.transforms.ema": ("ema",),
     "accelfn.transforms.identity": ("identity",),

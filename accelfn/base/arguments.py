@@ -5,6 +5,7 @@ To Python True is an integer, 1; as an argument it is a slip, and refused.
 """
 
 import inspect
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,18 @@ def truth(*, within: str = "af.") -> Validator:
         if not isinstance(value, bool):
             call = f"{within}{type(owner).__name__}"
             msg = f"{call}({field.name}={value!r}): expected True or False."
+            raise ArgumentError(msg)
+
+    return check
+
+
+def mebibytes() -> Validator:
+    """Return the validator of a field that is a size in MiB, of a transform."""
+
+    def check(owner: object, field: Any, value: object) -> None:
+        if not is_number(value) or not 0 < value < math.inf:
+            call = f"af.{type(owner).__name__}"
+            msg = f"{call}({field.name}={value!r}): expected a positive number of MiB."
             raise ArgumentError(msg)
 
     return check

@@ -14,6 +14,7 @@ from typing import Any, cast
 import attrs
 import torch
 
+from accelfn.base.pending import Pending
 from accelfn.errors import PlainDataError
 
 _DTYPES = frozenset(
@@ -131,6 +132,8 @@ def encode(
             for i, v in enumerate(sequence)
         ]
         return {type(tree).__name__: coded}
+    if isinstance(tree, Pending):
+        return {"pending": encode(tree.wait(), tensors, path=path, room=room - 1)}
     if tensors.objects and has_state(tree):
         inside = tree.state_dict()
         return {"object": encode(inside, tensors, path=path, room=room - 1)}
@@ -180,7 +183,7 @@ def tensors_in(coded: Any) -> Iterator[str]:
             parts = inside.values()
         case "pairs":
             parts = [value for _, value in inside]
-        case "object":
+        case "object" | "pending":
             parts = [inside]
         case _:
             parts = [] if kind == "float" else inside
@@ -211,6 +214,7 @@ def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "dict": lambda items: {key: inner(value) for key, value in items.items()},
         "pairs": lambda items: {key: inner(value) for key, value in items},
         "object": lambda state: Held(inner(state)),
+        "pending": lambda values: Pending.of(inner(values)),
         "list": lambda values: [inner(value) for value in values],
         "tuple": lambda values: tuple(inner(value) for value in values),
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Containers of tensors: what a batch, a slot or a prediction may be.
 
-A tree is a tensor, or a dict, list, tuple, namedtuple, dataclass or attrs record of trees; any
-other object is a leaf that is passed through untouched.
+A tree is a tensor, or a dict, list, tuple, namedtuple, dataclass or attrs record of trees, or
+one that is pending; any other object is a leaf that is passed through untouched.
 """
 
 import copy
@@ -15,6 +15,7 @@ from typing import Any, cast
 import attrs
 import torch
 
+from accelfn.base.pending import Pending
 from accelfn.base.shards import copied, is_shard
 from accelfn.errors import ArgumentError, BatchError
 
@@ -56,6 +57,8 @@ def _map(
         if hasattr(tree, "_fields"):  # the one mark by which namedtuples are known
             return cast("Any", type(tree))(*parts)
         return parts if isinstance(tree, list) else tuple(parts)
+    if isinstance(tree, Pending):
+        return Pending.of(inner(tree.wait()))
     if _fields(type(tree)):
         return _map_record(inner, tree)
     return fn(tree)
@@ -139,6 +142,8 @@ def _gather(tree: Any, leaves: list[Any], *, by_key: bool) -> None:
         items = cast("Mapping[Any, Any]", tree)
         for key in _by_key(items) if by_key else items:
             _gather(items[key], leaves, by_key=by_key)
+    elif isinstance(tree, Pending):
+        _gather(tree.wait(), leaves, by_key=by_key)
     elif _fields(type(tree)):
         for _, value in _set_fields(tree):
             _gather(value, leaves, by_key=by_key)
@@ -179,6 +184,8 @@ def outline(tree: Any, show: Callable[[Any], str]) -> str:
         if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
             parts = ", ".join(outline(v, show) for v in cast("list[Any]", tree))
             return f"[{parts}]" if isinstance(tree, list) else f"({parts})"
+        if isinstance(tree, Pending):
+            return f"Pending({outline(tree.wait(), show)})"
         inner: Iterable[tuple[str, Any]] = _set_fields(tree)
         if isinstance(tree, tuple):
             named = cast("Any", tree)

@@ -83,7 +83,7 @@ def _of_tree(coded: Any, place: Place) -> Iterator[tuple[Place, Any]]:
         case "float":
             yield place, float(inside)
             return
-        case "object":
+        case "object" | "pending":
             yield from _of_tree(inside, place)
             return
         case "dict":

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from accelfn.base.codec import Held, Table, decode, encode, has_state
+from accelfn.base.pending import Pending
 from accelfn.checkpoint.slices import Slice, slice_of
 from accelfn.data.cursor import Cursor
 from accelfn.errors import CheckpointError
@@ -78,6 +79,9 @@ def _with_objects(saved: Any, current: Any, path: str) -> Any:
         fresh: Any = copy.deepcopy(current)
         fresh.load_state_dict(saved.state)
         return fresh
+    if isinstance(saved, Pending):
+        inside = current.wait() if isinstance(current, Pending) else None
+        return Pending.of(_with_objects(saved.wait(), inside, path))
     if isinstance(saved, dict):
         items = cast("dict[Any, Any]", saved).items()
         inside = current if isinstance(current, Mapping) else {}

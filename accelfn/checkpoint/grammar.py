@@ -212,6 +212,7 @@ _KINDS: dict[str, Callable[[Any, int], None]] = {
     "dict": lambda value, depth: _table(lambda v: _tree(v, depth))(value),
     "pairs": _pairs,
     "object": _tree,
+    "pending": _tree,
     "list": lambda value, depth: _each(lambda v: _tree(v, depth))(value),
     "tuple": lambda value, depth: _each(lambda v: _tree(v, depth))(value),
 }

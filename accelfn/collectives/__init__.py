@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives: the few calls in which ranks talk, each with a label and a named failure."""
 
+from accelfn.collectives.averages import average_ as average_
 from accelfn.collectives.naming import naming as naming
 from accelfn.collectives.objects import broadcast_object as broadcast_object
 from accelfn.collectives.objects import gather_objects as gather_objects
@@ -34,3 +35,4 @@ from accelfn.collectives.trees import gather_ragged as gather_ragged
 from accelfn.collectives.trees import join_rows as join_rows
 from accelfn.collectives.trees import pad_across as pad_across
 from accelfn.collectives.trees import reduce as reduce
+from accelfn.collectives.trees import start_reduce as start_reduce

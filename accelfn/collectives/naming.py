@@ -25,11 +25,11 @@ class naming:
         PeerFailedError: another rank closed the connection or did not arrive in time.
     """
 
-    __slots__ = ("_label", "_outer", "_world")
+    __slots__ = ("_begins", "_label", "_outer", "_world")
 
-    def __init__(self, label: str, world: World) -> None:
-        """Take what the ranks are doing, and in which world."""
-        self._label = label
+    def __init__(self, label: str, world: World, *, begins: bool = True) -> None:
+        """Take what the ranks are doing, in which world, and whether they begin it here."""
+        self._label, self._begins = label, begins
         self._world = world
         self._outer: str | None = None
 
@@ -40,7 +40,8 @@ class naming:
             connection.check_not_lent()
         activity = connection.activity
         self._outer, activity.label = activity.label, self._label
-        activity.trail.append((self._label, activity.step))
+        if self._begins:
+            activity.trail.append((self._label, activity.step))
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object

@@ -5,11 +5,14 @@ Gloo does not know every dtype, adds up 8-bit integers in 8 bits, and lets NaN w
 ranks happen to come.
 """
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from accelfn.base.arguments import is_number
 from accelfn.collectives.naming import naming
 from accelfn.collectives.packed import cut, pack
 from accelfn.errors import ArgumentError
@@ -59,10 +62,56 @@ def check_reducible(dtypes: Collection[torch.dtype], op: object) -> None:
             raise ArgumentError(msg)
 
 
+def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
+    """Raise unless a reduction can be by weight, and this is one.
+
+    Raises:
+        ArgumentError: it is no mean; or the weight is no number, or less than 0; or the size
+            of buffers is none.
+    """
+    if weight is None and bucket_cap_mb is None:
+        return
+    if op != "mean" or weight is None:
+        given = "weight" if weight is not None else "bucket_cap_mb"
+        msg = f"af.reduce({op!r}, {given}=...): only a mean by weight has it: give"
+        raise ArgumentError(f'{msg} "mean" and weight=.')
+    if isinstance(weight, torch.Tensor):
+        good = weight.numel() == 1 and weight.dtype in _REAL
+    else:
+        good = is_number(weight) and 0 <= weight < math.inf
+    if not good:
+        msg = f"af.reduce(weight={weight!r}): expected one number, 0 or more."
+        raise ArgumentError(msg)
+    if bucket_cap_mb is not None and not (
+        is_number(bucket_cap_mb) and 0 < bucket_cap_mb < math.inf
+    ):
+        msg = f"af.reduce(bucket_cap_mb={bucket_cap_mb!r}): expected a positive number of MiB."
+        raise ArgumentError(msg)
+
+
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose mean can be taken in its dtype."""
+    given = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach() if given else tensor.to(torch.float64)
+
+
+def in_default_floats(given: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return a mean as one of a tensor of such a dtype is given: of integers as a float."""
+    kept = given.is_floating_point() or given.is_complex()
+    return mean if kept else mean.to(torch.get_default_dtype())
+
+
 def reduced(
     same: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Sequence[torch.Tensor]:
     """Return tensors of one dtype combined over all ranks: parts of one vector."""
+    return started(same, world, op, label)()
+
+
+def started(
+    same: Sequence[torch.Tensor], world: World, op: str, label: str
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Begin to combine tensors of one dtype; return what waits for them."""
     dtype = same[0].dtype
     ordered = op in ("min", "max") and dtype.is_floating_point
     flat = pack(same)
@@ -72,18 +121,39 @@ def reduced(
         flat = flat.to(_summed(dtype))
     elif dtype in _WIDER:
         flat = flat.to(_WIDER[dtype])
-    if world.size > 1:
-        numbers = torch.view_as_real(flat) if dtype.is_complex else flat
-        with naming(label, world):
-            dist.all_reduce(numbers, op=_OPS[op], group=world.group)
-    if ordered:
-        flat = _floats(flat, dtype)
-    elif op == "mean":
-        given = dtype.is_floating_point or dtype.is_complex
-        flat = (flat / world.size).to(dtype if given else torch.get_default_dtype())
-    elif flat.dtype is not dtype and (dtype is not torch.bool or op != "sum"):
-        flat = flat.to(dtype)
-    return cut(flat, same)
+    wait = _begun(flat, world, op, label) if world.size > 1 else None
+    wanted = dtype
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        wanted = torch.get_default_dtype()
+    elif op == "sum" and dtype is torch.bool:
+        wanted = flat.dtype
+    metas = [torch.empty_like(each, device="meta") for each in same]
+
+    def finished() -> Sequence[torch.Tensor]:
+        if wait is not None:
+            wait()
+        found = _floats(flat, dtype) if ordered else flat
+        found = found / world.size if op == "mean" else found
+        return cut(found.to(wanted), metas)
+
+    return finished
+
+
+def _begun(
+    flat: torch.Tensor, world: World, op: str, label: str
+) -> Callable[[], object]:
+    """Begin to reduce a vector in place; return what waits for it."""
+    numbers = torch.view_as_real(flat) if flat.dtype.is_complex else flat
+    with naming(label, world):
+        work = dist.all_reduce(
+            numbers, op=_OPS[op], group=world.group, async_op=True
+        )
+
+    def wait() -> None:
+        with naming(label, world, begins=False):
+            cast("dist.Work", work).wait()
+
+    return wait
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:

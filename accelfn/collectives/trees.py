@@ -7,15 +7,17 @@ a world of N does.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from numbers import Number
+from numbers import Number as AnyNumber
 from typing import Any, TypeVar, cast
 
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import is_integer
+from accelfn.base.arguments import Number, is_integer
 from accelfn.base.calling import called
+from accelfn.base.pending import Pending
 from accelfn.collectives.agreed import agreed, check_world
+from accelfn.collectives.averages import average_
 from accelfn.collectives.differentiated import gather_with_grad
 from accelfn.collectives.packed import (
     all_gather,
@@ -24,7 +26,14 @@ from accelfn.collectives.packed import (
     cut,
     pack,
 )
-from accelfn.collectives.reductions import check_reducible, reduced
+from accelfn.collectives.reductions import (
+    as_floats,
+    check_reducible,
+    check_weight,
+    in_default_floats,
+    reduced,
+    started,
+)
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 
@@ -100,7 +109,15 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
 
 
 @called
-def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -> T:
+def reduce(
+    values: T,
+    world: World,
+    op: str = "sum",
+    *,
+    weight: Number | None = None,
+    bucket_cap_mb: float | None = None,
+    label: str = "reduce",
+) -> T:
     """Return tensors combined over all ranks, element by element, on all ranks.
 
     Args:
@@ -109,21 +126,88 @@ def reduce(values: T, world: World, op: str = "sum", *, label: str = "reduce") -
         op: "sum", "mean", "min", "max" or "product". A mean of integers is a float, added up
             in float64, and one of 16-bit floats is added up in float32; booleans are counted
             by a sum. Where a rank has NaN, the least and the greatest are NaN.
+        weight: of this rank in a mean, 0 or more: how many samples or tokens its values are
+            of. All ranks give one, or none does. Where all are 0, all count alike.
+        bucket_cap_mb: of a mean by weight, the size of the buffer in which values cross, in
+            MiB; None is one buffer for all of a dtype.
         label: what the ranks are doing.
 
-    Law: a mean is that of the numbers, however large; the others are as torch's own would be
-    of one tensor.
+    Law: a mean is that of the numbers, however large, and one by weight that of the samples;
+    the others are as torch's own would be of one tensor.
 
-    Cost: one all-reduce a dtype, of as many elements.
+    Cost: one all-reduce a dtype, of as many elements; by weight one for each buffer, and
+    memory for one buffer beside the result.
 
     Raises:
-        ArgumentError: another word, a leaf that is no tensor, or complex numbers that are to
-            be ordered or multiplied.
+        ArgumentError: another word, a leaf that is no tensor, complex numbers that are to
+            be ordered or multiplied, or a weight of what is no mean.
     """
     leaves = tensors_of(values, label)
     check_reducible({leaf.dtype for leaf in leaves}, op)
+    check_weight(op, weight, bucket_cap_mb)
+    if weight is not None:
+        ready = agreed(world, "reduce by weight", label, values, op=op)
+        means = [each.clone() for each in map(as_floats, leaves)]
+        cap = bucket_cap_mb
+        average_(means, weight, ready, label=label, bucket_cap_mb=cap)
+        given = map(in_default_floats, leaves, means)
+        return tree.with_leaves(values, given)
     ready = agreed(world, "reduce", label, values, op=op)
     return _by_dtype(values, leaves, lambda same: reduced(same, ready, op, label))
+
+
+@called
+def start_reduce(
+    values: Any, world: World, op: str = "sum", *, label: str = "reduce"
+) -> Pending:
+    """Begin what `reduce` does, and return at once; `wait()` of it gives the result.
+
+    The values are taken as they are now, and may change from then on. What is pending may
+    stand in a slot: `state.copy()`, `af.save` and whoever else reads the state waits for it,
+    and so does a loop that ends, if its transform's `finalize` asks. All ranks begin their
+    collectives in the same order; they may wait whenever they like.
+
+    Args:
+        values: a tree of tensors, of the same shapes and dtypes on all ranks.
+        world: whose ranks take part.
+        op: as `reduce`.
+        label: what the ranks are doing.
+
+    Law: the result is that of `reduce`, bitwise, whenever it is waited for.
+
+    Cost: that of `reduce`, of which what the network takes goes on beside what the program
+    does; memory of one more copy of the values until they have arrived.
+
+    Raises:
+        ArgumentError: as `reduce`.
+
+    Example:
+        >>> world = World.single(device="cpu")
+        >>> pending = start_reduce(torch.ones(2), world)
+        >>> pending.wait()
+        tensor([1., 1.])
+    """
+    leaves = tensors_of(values, label)
+    check_reducible({leaf.dtype for leaf in leaves}, op)
+    ready = agreed(world, "start_reduce", label, values, op=op)
+    dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
+    places = {
+        dtype: [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        for dtype in dtypes
+    }
+    begun = {
+        dtype: started([leaves[i] for i in at], ready, op, label)
+        for dtype, at in places.items()
+    }
+    outline = tree.with_leaves(values, [None] * len(leaves))
+
+    def finish() -> Any:
+        found: dict[int, torch.Tensor] = {}
+        for dtype, at in places.items():
+            found.update(zip(at, begun[dtype](), strict=True))
+        return tree.with_leaves(outline, [found[i] for i in range(len(found))])
+
+    return Pending(finish)
 
 
 @called
@@ -201,7 +285,7 @@ def pad_across(
 def _check_holds(dtype: torch.dtype, value: Any) -> None:
     """Raise unless a dtype has the value; a float may be rounded, but not to infinity."""
     holds = False
-    if isinstance(value, Number):
+    if isinstance(value, AnyNumber):
         with suppress(RuntimeError, ValueError, OverflowError):  # those of torch
             held = torch.full((), cast("Any", value), dtype=dtype).item()
             holds = held == value or str(held) == str(

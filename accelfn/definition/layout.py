@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from accelfn.base import shards
+from accelfn.base.pending import Pending
 from accelfn.collectives import by_calls
 from accelfn.definition.cuts import Cuts, cuts_of, largest_part
 from accelfn.world import World
@@ -180,4 +181,6 @@ def _mapped(
     if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
         each = [_mapped(v, shapes, fn, name) for v in cast("list[Any]", tree)]
         return each if isinstance(tree, list) else tuple(each)
+    if isinstance(tree, Pending):
+        return Pending.of(_mapped(tree.wait(), shapes, fn, name))
     return tree

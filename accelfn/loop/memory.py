@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 
 from accelfn.base import tree
 from accelfn.base.calling import called
+from accelfn.base.pending import Pending
 from accelfn.base.sizes import shown
 from accelfn.data.cursor import Cursor
 from accelfn.definition.cuts import cuts_of, largest_part
@@ -277,6 +278,8 @@ def _named(
             yield from _named(inside, names, key if key in names else within)
     elif isinstance(value, torch.Tensor):
         yield within, value
+    elif isinstance(value, Pending):
+        yield from _named(value.wait(), names, within)
     else:
         for leaf in tree.tree_leaves(value):
             if leaf is not value:

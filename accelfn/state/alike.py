@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from accelfn.base.codec import has_state
+from accelfn.base.pending import Pending
 from accelfn.collectives import check_rows
 from accelfn.collectives.calls import shown
 from accelfn.collectives.replicas import sums_of
@@ -83,6 +84,8 @@ def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for place, inner in enumerate(cast("list[Any]", value)):
             yield from _rows(f"{path}[{place}]", inner)
+    elif isinstance(value, Pending):
+        yield from _rows(path, value.wait())
     elif has_state(value):
         yield from _rows(path, value.state_dict())
     else:  # of an object of any other kind, which no checkpoint would have, its kind

@@ -9,12 +9,9 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import integer, truth
-from accelfn.base.shards import local
-from accelfn.collectives import all_gather, pack, sum_, unpack_
+from accelfn.base.arguments import integer, mebibytes, truth
+from accelfn.collectives import all_gather, average_
 from accelfn.definition.transform import transform
-from accelfn.state.grads import Grads
-from accelfn.state.metrics import Number
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 from accelfn.world import World
@@ -39,7 +36,7 @@ class local_sgd:
     Beside `wrap_fsdp`, in a world with "dp_replicate", it is the copies of the model that
     train apart, and each rank averages the part that it has with the same part of the others.
 
-    Acts on: init, reduce, grads, after_update, eval_params, finalize, merge.
+    Acts on: init, reduce, after_update, eval_params, finalize, merge.
 
     Args:
         sync_every: updates between averages, at least 1.
@@ -47,6 +44,7 @@ class local_sgd:
         opt_state: average the tensors too that the optimizer keeps of parameters, but for
             counts of steps. Those of a parameter that has had no gradient on some rank yet,
             which has none of them, stay each rank's own until it has.
+        bucket_cap_mb: the size of the buffer in which they cross, in MiB.
 
     Law:
         With `sync_every=1` and plain SGD it is `wrap_ddp`; copies that are split are as many
@@ -54,9 +52,9 @@ class local_sgd:
         bitwise. It gives up that replicas agree between averages.
 
     Cost:
-        One flattened all-reduce every `sync_every` updates, of the parameters (or the parts
-        that the rank has) that are trained, or were before `with_trainable` froze them. One
-        more if no rank has seen a sample since the last; with `opt_state`, a gather of 8 bytes
+        Flattened all-reduces every `sync_every` updates, one for each `bucket_cap_mb`, of the
+        parameters (or the parts that the rank has) that are trained, or were before
+        `with_trainable` froze them; the memory of one buffer. As many again if no rank has seen a sample since the last; with `opt_state`, a gather of 8 bytes
         a parameter.
 
     References:
@@ -79,19 +77,17 @@ class local_sgd:
     )
     buffers: bool = attrs.field(default=False, validator=truth(), kw_only=True)
     opt_state: bool = attrs.field(default=False, validator=truth(), kw_only=True)
+    bucket_cap_mb: float = attrs.field(default=25, validator=mebibytes(), kw_only=True)
 
     def init(self, state: TrainState) -> Slot:
         """Start with ranks that agree."""
         return {"weight": 0, "since": state.step}
 
-    def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
-        """Count the weight of what this rank has seen since the last average."""
-        return grads, {**slot, "weight": slot["weight"] + grads.weight}
-
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Average when the period is over."""
+        """Count what this rank has seen; average when the period is over."""
+        slot = {**slot, "weight": slot["weight"] + update.weight}
         if state.step - slot["since"] < self.sync_every:
             return state, slot
         return self.finalize(state, slot, update)
@@ -101,7 +97,7 @@ class local_sgd:
     ) -> tuple[TrainState, Slot]:
         """Average now, in place, unless nothing was updated since the last time."""
         if state.step > slot["since"]:
-            average_(self._averaged(state), slot["weight"], state.definition.copies)
+            self._average_(self._averaged(state), slot, state.definition.copies)
         return state, {"weight": 0, "since": state.step}
 
     def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
@@ -122,8 +118,14 @@ class local_sgd:
         if ranks.size == 1 or agree:
             return params, slot
         means = tree.clone({n: p for n, p in params.items() if n in trained})
-        average_(list(means.values()), slot["weight"], ranks)
+        self._average_(list(means.values()), slot, ranks)
         return {**params, **means}, slot
+
+    def _average_(
+        self, tensors: Sequence[torch.Tensor], slot: Slot, ranks: World
+    ) -> None:
+        weight, cap = slot["weight"], self.bucket_cap_mb
+        average_(tensors, weight, ranks, label=_LABEL, bucket_cap_mb=cap)
 
     def _averaged(self, state: TrainState) -> list[torch.Tensor]:
         # the others are as they were created, and rounding would move them
@@ -163,34 +165,3 @@ def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]
         if same
         for tensor in entry.values()
     ]
-
-
-def average_(tensors: list[torch.Tensor], weight: Number, ranks: World) -> None:
-    """Set floating-point tensors to their mean over ranks by weight, in place.
-
-    The weight travels at the end of the same buffer; if it is 0 on all ranks, they are
-    asked again for the plain mean. Integer tensors are left alone.
-    """
-    parts = map(local, tensors)
-    moving = [t for t in parts if t.is_floating_point() or t.is_complex()]
-    if ranks.size == 1 or not moving:
-        return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in moving):
-        same = [tensor for tensor in moving if tensor.dtype == dtype]
-        # below float32 a weight could not be counted: average in float32
-        wide = dtype if dtype.itemsize >= 4 else torch.float32
-        seen = torch.zeros(1, dtype=wide, device=ranks.device) + weight
-        flat = pack([*same, seen.to(dtype)]).to(wide)
-        flat[-1:] = 1
-        flat.mul_(seen)
-        sum_(flat, ranks, label=_LABEL)
-        if _may_be_zero(weight) and not flat[-1]:
-            average_(same, 1, ranks)
-            continue
-        flat.div_(flat[-1].clone())
-        unpack_(flat[:-1], same)
-
-
-def _may_be_zero(weight: Number) -> bool:
-    """Whether the sum of all ranks' weights must be looked at; a device is waited for."""
-    return isinstance(weight, torch.Tensor) or weight == 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer, State
 from accelfn.errors import OptimizerError
@@ -20,20 +21,28 @@ _HALVES = slice(None, 2), slice(2, None)
 """The parts in which they are tried."""
 
 
-def check_elements(state: TrainState, shown: str, *, dims: Iterable[int]) -> None:
+def check_elements(
+    state: TrainState,
+    shown: str,
+    *,
+    dims: Iterable[int],
+    optimizer: Optimizer | None = None,
+) -> None:
     """Refuse an optimizer that updates an element by more than its own gradient.
 
     Args:
-        state: whose optimizer it is.
+        state: whose optimizer it is, unless another is given.
         shown: who asks.
         dims: at which parameters are cut.
+        optimizer: a prototype of another.
 
     Raises:
         OptimizerError: it does; or it cannot be tried.
     """
-    kind = type(state.definition.optimizer).__name__
+    optimizer = optimizer or state.definition.optimizer
+    kind = type(optimizer).__name__
     try:
-        differ = [name for dim in dims for name in _differing(state, dim)]
+        differ = [name for dim in dims for name in _differing(state, dim, optimizer)]
     except Exception as error:
         msg = (
             f"{shown}: {kind} cannot be tried on small parameters, to see whether it"
@@ -50,10 +59,10 @@ def check_elements(state: TrainState, shown: str, *, dims: Iterable[int]) -> Non
         raise OptimizerError(msg)
 
 
-def _differing(state: TrainState, dim: int) -> list[str]:
+def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
     """Return the parameters that come out otherwise where they are cut at a dim."""
-    whole = tried(state, part=(dim, slice(None)))
-    parts = [tried(state, part=(dim, half)) for half in _HALVES]
+    whole, _ = _tried(state, optimizer, part=(dim, slice(None)))
+    parts = [_tried(state, optimizer, part=(dim, half))[0] for half in _HALVES]
     return [
         name
         for name, param in whole.items()
@@ -81,13 +90,17 @@ def tried(
         alone: whether parameters are updated one by one, the last one first.
         part: of each parameter and its gradients, what the optimizer sees: a slice of a dim.
     """
-    return _tried(state, alone=alone, part=part)[0]
+    return _tried(state, state.definition.optimizer, alone=alone, part=part)[0]
 
 
-def counts_by_group(state: TrainState) -> bool:
-    """Whether an update changes numbers of the optimizer's parameter groups."""
-    _, kept = _tried(state)
-    groups = state.definition.optimizer.param_groups
+def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) -> bool:
+    """Whether an update changes numbers of the optimizer's parameter groups.
+
+    It is the state's, unless a prototype of another is given.
+    """
+    optimizer = optimizer or state.definition.optimizer
+    _, kept = _tried(state, optimizer)
+    groups = optimizer.param_groups
     return any(
         not isinstance(value, torch.Tensor)
         for i in range(len(groups))
@@ -97,6 +110,7 @@ def counts_by_group(state: TrainState) -> bool:
 
 def _tried(
     state: TrainState,
+    optimizer: Optimizer,
     *,
     alone: bool = False,
     part: tuple[int, slice] = (0, slice(None)),
@@ -117,11 +131,11 @@ def _tried(
     params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
     memo: dict[int, Any] = {id(metas[name]): param for name, param in params.items()}
     names = {param: name for name, param in params.items()}
-    live = LiveOptimizer(rebuilt(state.definition.optimizer, memo), names)
+    live = LiveOptimizer(rebuilt(optimizer, memo), names)
     trained = {name: params[name] for name in state.definition.skeleton.trainable}
     hyper = {
         (i, "train_mode"): True
-        for i, group in enumerate(state.definition.optimizer.param_groups)
+        for i, group in enumerate(optimizer.param_groups)
         if "train_mode" in group
     }
     kept: State = {}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from accelfn.base.arguments import is_number
+from accelfn.base.pending import Pending
 from accelfn.base.shards import local
 from accelfn.errors import ArgumentError
 
@@ -198,6 +199,8 @@ def _children(path: str, tree: Any) -> dict[Any, tuple[str, Any]] | None:
             f"[{i}]" for i in range(len(values))
         ]
         return {i: (path + names[i], value) for i, value in enumerate(values)}
+    if isinstance(tree, Pending):
+        return {"wait": (f"{path}.wait()", tree.wait())}
     return None
 
 

@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from accelfn.base.pending import Pending
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state.metrics import Metrics
 from accelfn.state.state import TrainState
@@ -173,6 +174,8 @@ def _entries(path: str, tree: Any) -> dict[str, Any]:
             cast("set[Any]", tree), key=lambda each: repr(_key(path, each))
         )
         return dict(zip(_places(members), members, strict=True))
+    if isinstance(tree, Pending):
+        return {".wait()": tree.wait()}
     if attrs.has(type(tree)):
         named = [field.name for field in attrs.fields(type(tree))]
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):

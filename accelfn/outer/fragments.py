@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fragments of a model: runs of parameters of about one size, each exchanged in its turn."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import attrs
+import torch
+
+from accelfn.base.shards import local
+
+_MIB = 1 << 20
+
+
+@attrs.frozen
+class Fragments:
+    """Which parameters cross the ranks together, and when.
+
+    Attributes:
+        names: of each fragment, in the order of the model.
+        sync_every: updates between two exchanges of a fragment.
+        delay: updates between an exchange and its use.
+    """
+
+    names: Sequence[Sequence[str]]
+    sync_every: int
+    delay: int
+
+    @classmethod
+    def of(
+        cls, sizes: Mapping[str, int], count: int, *, sync_every: int, delay: int
+    ) -> "Fragments":
+        """Cut parameters, given by their sizes, into so many runs; some may be empty."""
+        whole = max(1, sum(sizes.values()))
+        ends = accumulate(sizes.values())
+        # by its middle, so that one large parameter does not take its neighbours with it
+        middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
+        names: list[list[str]] = [[] for _ in range(count)]
+        for name, middle in zip(sizes, middles, strict=True):
+            names[min(count - 1, int(middle * count / whole))].append(name)
+        return cls(names, sync_every, delay)
+
+    def leaving(self, updates: int) -> Iterator[int]:
+        """Yield the fragments that are sent after so many updates."""
+        for i in range(len(self.names)):
+            if updates and (updates - self._first(i)) % self.sync_every == 0:
+                yield i
+
+    def due(self, updates: int, sent: int) -> bool:
+        """Whether what was sent after so many updates is used now."""
+        return updates - sent == self.delay
+
+    def half_way(self, updates: int, sent: int) -> bool:
+        """Whether it has come so far that its second half begins."""
+        return updates - sent == -(-self.delay // 2)
+
+    def _first(self, i: int) -> int:
+        return i * self.sync_every // len(self.names)
+
+
+def together(
+    names: Collection[str], params: Mapping[str, torch.Tensor], most: float
+) -> Iterator[list[str]]:
+    """Yield names of parameters in order, as many at once as have so many MiB, or one."""
+    bucket: list[str] = []
+    size = 0
+    for name in names:
+        part = local(params[name])
+        more = part.numel() * part.element_size()
+        if bucket and size + more > most * _MIB:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += more
+    if bucket:
+        yield bucket

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train ranks apart, and let an outer optimizer step by how far they moved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import attrs
+import torch
+
+from accelfn.base import tree
+from accelfn.base.arguments import integer, is_number, mebibytes
+from accelfn.base.shards import local
+from accelfn.collectives import average_
+from accelfn.definition.transform import transform
+from accelfn.engine.optimizer.trial import check_elements, counts_by_group
+from accelfn.errors import ArgumentError, CompositionError, OptimizerError
+from accelfn.outer.exchange import Exchange, Tensors, met, moved
+from accelfn.outer.fragments import Fragments, together
+from accelfn.outer.stepping import Outer
+from accelfn.state.state import TrainState
+from accelfn.state.update import Update
+from accelfn.structure.prototype import prototype_of
+
+Slot: TypeAlias = dict[str, Any]
+
+_LABEL = "diloco"
+_NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _is_factory(_owner: object, _field: object, value: object) -> None:
+    if isinstance(value, torch.optim.Optimizer) or not callable(value):
+        msg = (
+            f"af.diloco(outer={value!r}): expected what makes a torch optimizer of parameters,"
+            " such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
+        )
+        raise ArgumentError(msg)
+
+
+def _is_share(_owner: object, _field: object, value: Any) -> None:
+    if not is_number(value) or not 0 <= value < 1:
+        msg = f"af.diloco(mix={value!r}): expected a number from 0, less than 1."
+        raise ArgumentError(msg)
+
+
+def _are_bits(_owner: object, _field: object, value: object) -> None:
+    if isinstance(value, bool) or value not in (32, 16, 8, 4):
+        msg = (
+            f"af.diloco(bits={value!r}): expected 16, 8 or 4, or 32, which sends numbers as"
+            " they are."
+        )
+        raise ArgumentError(msg)
+
+
+@transform
+class diloco:
+    """Let ranks train apart for `sync_every` updates, then step an outer optimizer.
+
+    All ranks hold an anchor. Each trains from there on its own shares, with its own optimizer
+    state, and no gradient is communicated. Every `sync_every` updates ranks average by how
+    much they moved away from the anchor, by the weight of the samples that each has seen, and
+    the outer optimizer steps the anchor by that mean, as if it were a gradient; all go on from
+    there. Evaluation and export see the anchor, and communicate nothing. `af.finalize` makes
+    a last exchange, of numbers as they are.
+
+    Three ways to talk less, or later. `fragments` cuts the model into runs of parameters that
+    are exchanged in turn: as many bytes, of which less crosses at once. `delay` lets an
+    exchange go on while ranks take updates; what was found is then mixed with what a rank did
+    meanwhile: `mix` of its own, the rest of the anchor. `bits` sends 16, 8 or 4 bits a number;
+    each rank remembers what rounding left out, and sends it the next time.
+
+    Beside `wrap_fsdp`, in a world with "dp_replicate", it is the copies of the model that
+    train apart, and each rank exchanges the part that it has with the same part of the others.
+
+    Acts on: init, reduce, after_update, eval_params, finalize, merge.
+
+    Args:
+        sync_every: updates between exchanges, at least 1.
+        outer: makes the outer optimizer of a list of (name, parameter); SGD with a rate of 0.7
+            and Nesterov's momentum of 0.9, unless another is given.
+        fragments: how many parts the model is exchanged in, at most `sync_every`.
+        delay: updates between the beginning of an exchange and its use, less than
+            `sync_every`.
+        mix: the share of a rank's own parameters where an exchange arrives; 0 drops what a
+            rank did in the time of `delay`, of that fragment.
+        bits: of a number that crosses the ranks.
+        bucket_cap_mb: the size of what is exchanged at once in MiB, or one parameter; with
+            `delay` it is a fragment.
+
+    Law:
+        With an outer optimizer `SGD(lr=1.0)` it is `local_sgd`, up to rounding. A delay
+        changes when a mean is used, never its value. What was used and what is remembered are
+        together all that ranks moved by, bit by bit, where their weights are equal. It gives
+        up that replicas agree between exchanges.
+
+    Cost:
+        Memory for the anchor and the outer optimizer's state; with `bits` for what is
+        remembered. Every `sync_every` updates one all-reduce of the parameters that are
+        trained; in `bits`, an all-to-all and an all-gather of `bits / 32` as many bytes
+        each, of the (N-1)/N that a rank of N sends of both. An exchange for which no rank saw
+        a sample is left out where there is a delay, or few bits; otherwise ranks count alike.
+
+    Raises:
+        ArgumentError: an option is none, or there are fewer parameters than fragments.
+        CompositionError: beside what evaluates other parameters, as `ema` does; when the state
+            is made, a split model beside both `delay` and `bits`.
+        OptimizerError: when the state is made, the outer optimizer is none that can be kept in
+            a state; or of a split model, it does not go element by element.
+
+    References:
+        Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
+        Models"; Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"
+        (fragments, delay, mix, 4 bits); Karimireddy et al. 2019, "Error Feedback Fixes
+        SignSGD" (what is remembered).
+
+    Example:
+        >>> diloco(sync_every=500)
+        af.diloco(sync_every=500)
+    """
+
+    gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "between exchanges"}
+    reduce: ClassVar[None] = None
+    refuses: ClassVar[Mapping[str, str]] = {
+        "eval_params": "has its anchor evaluated, and {other!r} something else. Leave out one of"
+        " the two."
+    }
+
+    sync_every: int = attrs.field(
+        validator=integer(1, "a number of updates"), kw_only=True
+    )
+    outer: Callable[..., torch.optim.Optimizer] = attrs.field(
+        default=_NESTEROV, validator=_is_factory, kw_only=True
+    )
+    fragments: int = attrs.field(default=1, validator=integer(1), kw_only=True)
+    delay: int = attrs.field(
+        default=0, validator=integer(0, "a number of updates"), kw_only=True
+    )
+    mix: float = attrs.field(default=0.0, validator=_is_share, kw_only=True)
+    bits: Literal[32, 16, 8, 4] = attrs.field(
+        default=32, validator=_are_bits, kw_only=True
+    )
+    bucket_cap_mb: float = attrs.field(default=25, validator=mebibytes(), kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Raise where options contradict each other."""
+        if self.fragments > self.sync_every:
+            msg = (
+                f"{self!r}: {self.fragments} fragments in {self.sync_every} updates; at most one"
+                " is exchanged after each, so give fragments no more than sync_every."
+            )
+            raise ArgumentError(msg)
+        if self.delay >= self.sync_every:
+            msg = (
+                f"{self!r}: a fragment would be sent again before the last exchange is used."
+                " Give a delay that is less than sync_every."
+            )
+            raise ArgumentError(msg)
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """What of its slot is each rank's own."""
+        own = ("weights",) if self.bits == 32 else ("weights", "error", "flights")
+        return {"draws_nothing": True, "by_rank": own}
+
+    def init(self, state: TrainState) -> Slot:
+        """Let the anchor be where all ranks begin."""
+        self._check(state)
+        anchor = tree.clone({name: state.params[name] for name in _owned(state)})
+        error = {} if self.bits == 32 else tree.tree_map(torch.zeros_like, anchor)
+        return {
+            "since": state.step,
+            "sent": [state.step] * self.fragments,
+            "weights": [0] * self.fragments,
+            "anchor": anchor,
+            "outer": {},
+            "error": error,
+            "flights": {},
+        }
+
+    def after_update(
+        self, state: TrainState, slot: Slot, update: Update
+    ) -> tuple[TrainState, Slot]:
+        """Count what this rank has seen; send, and use, the fragments whose turn it is."""
+        slot = {**slot, "weights": [each + update.weight for each in slot["weights"]]}
+        fragments, updates = self._fragments(state), state.step - slot["since"]
+        for i in fragments.leaving(updates):
+            slot = self._exchanged(state, slot, i, fragments.names[i])
+        for key, flight in list(slot["flights"].items()):
+            sent = flight["sent"] - slot["since"]
+            if fragments.half_way(updates, sent):
+                slot = self._gone_on(state, slot, key)
+            if fragments.due(updates, sent):
+                slot = self._landed(state, slot, key)
+        return state, slot
+
+    def finalize(
+        self, state: TrainState, slot: Slot, update: Update
+    ) -> tuple[TrainState, Slot]:
+        """Use what is on its way, exchange what was done since, and go to the anchor."""
+        for key in list(slot["flights"]):
+            slot = self._landed(state, self._gone_on(state, slot, key), key)
+        for i, names in enumerate(self._fragments(state).names):
+            if state.step > slot["sent"][i]:
+                slot = self._exchanged(state, slot, i, names, at_once=True)
+        for name, each in slot["anchor"].items():
+            local(state.params[name]).copy_(local(each))
+        return state, {**slot, "since": state.step}
+
+    def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
+        """Begin at the mean of ranks, with the mean of what they saw and what they remember."""
+        first, count = slots[0], len(slots)
+        seen = [[float(each) for each in slot["weights"]] for slot in slots]
+        error = {
+            name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count
+            for name in first["error"]
+        }
+        flights = {
+            key: met([s["flights"][key] for s in slots], self.bits, first["anchor"])
+            for key in first["flights"]
+        }
+        mean = [sum(each) / count for each in zip(*seen, strict=True)]
+        merged = {**first, "weights": mean, "error": error, "flights": flights}
+        return [sum(each) for each in seen], merged
+
+    def eval_params(
+        self, params: Mapping[str, torch.Tensor], slot: Slot, update: Update
+    ) -> tuple[Mapping[str, torch.Tensor], Slot]:
+        """Return the anchor."""
+        return {**params, **slot["anchor"]}, slot
+
+    def _check(self, state: TrainState) -> None:
+        skeleton, layout = state.definition.skeleton, state.definition.layout
+        prototype, _ = prototype_of(self.outer, skeleton.module, skeleton)
+        if any("train_mode" in group for group in prototype.param_groups):
+            msg = (
+                f"{self!r}: {type(prototype).__name__} is schedule-free, and evaluated at"
+                " another point than where it trains. Give an outer optimizer that is not."
+            )
+            raise OptimizerError(msg)
+        if layout is not None:
+            if self.delay and self.bits != 32:
+                msg = (
+                    f"{self!r}: parts of a split model do not cross in few bits while ranks go"
+                    " on. Leave out delay, or bits."
+                )
+                raise CompositionError(msg)
+            dims = {dim for cuts in layout.cuts.values() for dim in cuts.values()}
+            check_elements(state, f"{self!r}", dims=dims, optimizer=prototype)
+        if self.fragments > 1 and counts_by_group(state, optimizer=prototype):
+            msg = (
+                f"{self!r}: {type(prototype).__name__} counts updates for all parameters"
+                " together, of which each fragment would be one. Leave out fragments."
+            )
+            raise OptimizerError(msg)
+        empty = sum(not names for names in self._fragments(state).names)
+        if empty:
+            msg = (
+                f"{self!r}: the model has too few parameters of a like size: {empty} fragments"
+                " would be empty. Give fewer."
+            )
+            raise ArgumentError(msg)
+
+    def _fragments(self, state: TrainState) -> Fragments:
+        skeleton = state.definition.skeleton
+        sizes = {
+            name: meta.numel()
+            for name, meta in skeleton.module.named_parameters()
+            if name in skeleton.once_trained
+        }
+        every, delay = self.sync_every, self.delay
+        return Fragments.of(sizes, self.fragments, sync_every=every, delay=delay)
+
+    def _exchanged(
+        self,
+        state: TrainState,
+        slot: Slot,
+        i: int,
+        names: Sequence[str],
+        *,
+        at_once: bool = False,
+    ) -> Slot:
+        """Send a fragment, and use what comes of it, unless there is a delay.
+
+        At once means numbers as they are, what is remembered included.
+        """
+        # nothing crosses from one rank to itself, so nothing need be left out
+        whole = self.bits == 32 or state.definition.copies.size == 1
+        if self.delay and not at_once:
+            slot = self._sent(state, slot, i, names)
+        else:
+            for some in together(names, state.params, self.bucket_cap_mb):
+                if whole or at_once:
+                    slot = self._averaged(state, slot, i, some)
+                else:
+                    slot = self._gone_on(state, self._sent(state, slot, i, some), f"{i}")
+                    slot = self._landed(state, slot, f"{i}")
+        fresh = {"weights": 0, "sent": state.step}
+        changed = {n: [*slot[n][:i], v, *slot[n][i + 1 :]] for n, v in fresh.items()}
+        return {**slot, **changed}
+
+    def _averaged(
+        self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
+    ) -> Slot:
+        """Step by the mean of numbers as they are."""
+        deltas = self._moved(state, slot, names)
+        for name in slot["error"].keys() & deltas.keys():
+            error = local(slot["error"][name])
+            deltas[name] += error
+            error.zero_()
+        average_(
+            [*deltas.values()],
+            slot["weights"][i],
+            state.definition.copies,
+            label=_LABEL,
+            bucket_cap_mb=self.bucket_cap_mb,
+        )
+        return self._stepped(state, slot, deltas)
+
+    def _sent(
+        self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
+    ) -> Slot:
+        """Let parameters of a fragment fly."""
+        deltas, weight = self._moved(state, slot, names), slot["weights"][i]
+        exchange, error = self._exchange(state), slot["error"]
+        flight, error = exchange.send(deltas, error, weight, state.step)
+        return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
+
+    def _gone_on(self, state: TrainState, slot: Slot, key: str) -> Slot:
+        """Begin the second half of a flight, if it has one."""
+        flight, error = slot["flights"][key], slot["error"]
+        flight, error = self._exchange(state).go_on(flight, error)
+        return {**slot, "error": error, "flights": {**slot["flights"], key: flight}}
+
+    def _landed(self, state: TrainState, slot: Slot, key: str) -> Slot:
+        """Step by what has arrived."""
+        flights = dict(slot["flights"])
+        means = self._exchange(state).arrived(flights.pop(key), slot["anchor"])
+        slot = {**slot, "flights": flights}
+        return slot if means is None else self._stepped(state, slot, means)
+
+    def _stepped(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
+        """Step the anchor, and let this rank go on from there."""
+        anchor = slot["anchor"]
+        after = Outer(self.outer, anchor).stepped(slot["outer"], means)
+        for name in means:
+            param, target = local(state.params[name]), local(anchor[name])
+            if self.mix:
+                param.lerp_(target, 1 - self.mix)
+            else:
+                param.copy_(target)
+        return {**slot, "outer": after}
+
+    def _moved(self, state: TrainState, slot: Slot, names: Sequence[str]) -> Tensors:
+        return moved(state.params, {name: slot["anchor"][name] for name in names})
+
+    def _exchange(self, state: TrainState) -> Exchange:
+        return Exchange(ranks=state.definition.copies, bits=self.bits, label=_LABEL)
+
+
+def _owned(state: TrainState) -> list[str]:
+    """Return the parameters that are trained, or may be one day."""
+    groups = state.definition.optimizer.param_groups
+    owned = {id(meta) for group in groups for meta in group["params"]}
+    metas = state.definition.skeleton.module.named_parameters()
+    return [name for name, meta in metas if id(meta) in owned]
