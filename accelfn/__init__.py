@@ -16,8 +16,8 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import schedules as schedules
-from accelfn.base.words import NAMES as _NAMES
 from accelfn.base.pending import Pending as Pending
+from accelfn.base.words import NAMES as _NAMES
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import all_to_all as all_to_all
 from accelfn.collectives import any_rank as any_rank

@@ -61,6 +61,16 @@ CATALOG = [
         af.local_sgd(sync_every=2),
         other={"sync_every": af.local_sgd(sync_every=3)},
     ),
+    Entry(
+        af.diloco(sync_every=2, bits=8),
+        other={
+            "sync_every": af.diloco(sync_every=3, bits=8),
+            "mix": af.diloco(sync_every=2, bits=8, mix=0.5),
+            "bits": af.diloco(sync_every=2, bits=4),
+            "delay": af.diloco(sync_every=2, bits=8, delay=1),
+            "fragments": af.diloco(sync_every=2, bits=8, fragments=2),
+        },
+    ),
     Entry(af.skip_nonfinite()),
     Entry(af.checkpoint_activations()),
     Entry(af.check_replicas(every=2)),
@@ -71,15 +81,20 @@ CATALOG = [
 ]
 
 
+_APART = af.local_sgd, af.diloco
+
+
 def stacks(max_size: int = 9) -> st.SearchStrategy[tuple[object, ...]]:
     """Draw some of the catalog's transforms, in any order, that compose."""
     values = [entry.transform for entry in CATALOG]
 
     def composable(order: list[object]) -> tuple[object, ...]:
-        # wrap_ddp reduces gradients, local_sgd says they are not: one of the two
-        both = [t for t in order if isinstance(t, (af.wrap_ddp, af.local_sgd))]
-        kept = [t for t in order if t not in both[1:]]
-        if any(isinstance(t, af.local_sgd) for t in kept):  # there ranks differ
+        # wrap_ddp reduces gradients, others say they are not: one of them
+        ways = [t for t in order if isinstance(t, (af.wrap_ddp, *_APART))]
+        kept = [t for t in order if t not in ways[1:]]
+        if any(isinstance(t, af.diloco) for t in kept):  # it says what is evaluated
+            kept = [t for t in kept if not isinstance(t, af.ema)]
+        if any(isinstance(t, _APART) for t in kept):  # there ranks differ
             agreeing = (
                 af.check_replicas,
                 af.sync_batchnorm,

@@ -33,6 +33,8 @@ SHOWN: tuple[Any, ...] = (
     af.compress("fp16"),
     af.compress("powersgd"),
     af.local_sgd(sync_every=8),
+    af.diloco(sync_every=500),
+    af.diloco(sync_every=500, bits=8),
     af.sync_batchnorm(),
     af.skip_nonfinite(),
     af.ema(0.999),

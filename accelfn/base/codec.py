@@ -132,11 +132,11 @@ def encode(
             for i, v in enumerate(sequence)
         ]
         return {type(tree).__name__: coded}
-    if isinstance(tree, Pending):
-        return {"pending": encode(tree.wait(), tensors, path=path, room=room - 1)}
-    if tensors.objects and has_state(tree):
-        inside = tree.state_dict()
-        return {"object": encode(inside, tensors, path=path, room=room - 1)}
+    is_pending = isinstance(tree, Pending)
+    if is_pending or (tensors.objects and has_state(tree)):
+        inside = tree.wait() if is_pending else tree.state_dict()
+        kind = "pending" if is_pending else "object"
+        return {kind: encode(inside, tensors, path=path, room=room - 1)}
     msg = (
         f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
         " strings, numbers, booleans and None are saved or sent. Give its state_dict()"

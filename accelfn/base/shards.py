@@ -5,6 +5,7 @@ An operator on a DTensor costs 0.1 ms, and milliseconds at first sight of each s
 done element by element is done on the part that a rank holds.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,7 +42,11 @@ def with_local(tensor: Any, part: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies over the ranks as another does, of which this is the part."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - rarely needed
 
-    return DTensor(part, tensor._spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+    spec = tensor._spec
+    if part.dtype is not spec.tensor_meta.dtype:
+        spec = copy.copy(spec)
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def room(part: torch.Tensor) -> int:

@@ -59,9 +59,7 @@ def _map(
         return parts if isinstance(tree, list) else tuple(parts)
     if isinstance(tree, Pending):
         return Pending.of(inner(tree.wait()))
-    if _fields(type(tree)):
-        return _map_record(inner, tree)
-    return fn(tree)
+    return _map_record(inner, tree) if _fields(type(tree)) else fn(tree)
 
 
 def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:

@@ -8,6 +8,7 @@ What rounding leaves out is told to who rounds, who sends it the next time.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def start_parts(
     if ranks.size == 1:
         return Pending.of(given), left
 
-    def begin() -> "dist.Work | None":
+    def begin() -> object:
         return dist.all_to_all_single(got, given, group=ranks.group, async_op=True)
 
     return _started(begin, got, ranks, label), left
@@ -80,10 +81,8 @@ def start_mean(
     if ranks.size == 1:
         return Pending.of(coded), left, total
 
-    def begin() -> "dist.Work | None":
-        return dist.all_gather(
-            list(got), coded[0], group=ranks.group, async_op=True
-        )
+    def begin() -> object:
+        return dist.all_gather(list(got), coded[0], group=ranks.group, async_op=True)
 
     return _started(begin, got, ranks, label), left, total
 
@@ -107,7 +106,7 @@ def mean_of(gathered: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _started(
-    begin: "Callable[[], dist.Work | None]",
+    begin: Callable[[], object],
     got: torch.Tensor,
     ranks: World,
     label: str,
@@ -116,9 +115,8 @@ def _started(
         work = begin()
 
     def wait() -> torch.Tensor:
-        if work is not None:
-            with naming(label, ranks, begins=False):
-                work.wait()
+        with naming(label, ranks, begins=False):
+            cast("dist.Work", work).wait()
         return got
 
     return Pending(wait)

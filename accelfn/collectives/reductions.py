@@ -73,8 +73,11 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
         return
     if op != "mean" or weight is None:
         given = "weight" if weight is not None else "bucket_cap_mb"
-        msg = f"af.reduce({op!r}, {given}=...): only a mean by weight has it: give"
-        raise ArgumentError(f'{msg} "mean" and weight=.')
+        msg = (
+            f"af.reduce({op!r}, {given}=...): only a mean by weight has it; give"
+            ' "mean" and weight=.'
+        )
+        raise ArgumentError(msg)
     if isinstance(weight, torch.Tensor):
         good = weight.numel() == 1 and weight.dtype in _REAL
     else:
@@ -145,9 +148,7 @@ def _begun(
     """Begin to reduce a vector in place; return what waits for it."""
     numbers = torch.view_as_real(flat) if flat.dtype.is_complex else flat
     with naming(label, world):
-        work = dist.all_reduce(
-            numbers, op=_OPS[op], group=world.group, async_op=True
-        )
+        work = dist.all_reduce(numbers, op=_OPS[op], group=world.group, async_op=True)
 
     def wait() -> None:
         with naming(label, world, begins=False):

@@ -6,6 +6,7 @@ half-way to when the mean is used; what rounding left out is remembered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import attrs
@@ -49,7 +50,13 @@ class Exchange:
     label: str
 
     def send(
-        self, deltas: Tensors, error: Mapping[str, Any], weight: Number, sent: int
+        self,
+        deltas: Tensors,
+        error: Mapping[str, Any],
+        weight: Number,
+        sent: int,
+        *,
+        like: Mapping[str, Any],
     ) -> tuple[Flight, Mapping[str, Any]]:
         """Begin to send a fragment; return its flight, and what this rank remembers of it.
 
@@ -58,6 +65,7 @@ class Exchange:
             error: what this rank remembers, laid over the ranks as parameters are.
             weight: what this rank saw.
             sent: the update after which it is sent.
+            like: what lies over the ranks as parameters do, by name.
         """
         flight: Flight = {"sent": sent, "names": list(deltas)}
         if self.bits == 32:
@@ -66,6 +74,7 @@ class Exchange:
             told += weight
             values = {"sums": sums, "weight": told}
             pending = start_reduce(values, self.ranks, label=self.label)
+            pending = pending.then(partial(_laid, like=like))
             return {**flight, "values": pending}, error
         owed = {name: each + local(error[name]) for name, each in deltas.items()}
         pending, left = start_parts(
@@ -112,10 +121,10 @@ class Exchange:
         names: Sequence[str] = flight["names"]
         found = flight["values"].wait()
         if self.bits == 32:
-            total = found["weight"]
+            sums, total = found["sums"], found["weight"]
             if not total > 0:
                 return None
-            return {n: local(found["sums"][n]) / total.to(_wide(local(like[n])).dtype) for n in names}
+            return {n: local(sums[n]) / total.to(sums[n].dtype) for n in names}
         if not flight["weight"] > 0:
             return None
         parts = {name: local(like[name]) for name in names}
@@ -172,12 +181,17 @@ def _cut(
     for part in like.values():
         shape = _reals(part).shape
         piece = flat[begin : begin + shape.numel()].view(shape)
-        yield torch.view_as_complex(piece) if part.is_complex() else piece
+        # pairs of numbers must begin at an even place
+        yield torch.view_as_complex(piece.clone()) if part.is_complex() else piece
         begin += shape.numel()
+
+
+def _laid(found: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sums that lie over the ranks as parameters do, so that files know them."""
+    sums = {name: _like(like[name], each) for name, each in found["sums"].items()}
+    return {**found, "sums": sums}
 
 
 def _like(laid: Any, part: torch.Tensor) -> torch.Tensor:
     """Return a part as a tensor that lies over the ranks as another."""
     return with_local(laid, part) if is_shard(laid) else part
-
-

@@ -34,7 +34,9 @@ class Fragments:
         whole = max(1, sum(sizes.values()))
         ends = accumulate(sizes.values())
         # by its middle, so that one large parameter does not take its neighbours with it
-        middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
+        middles = (
+            end - size / 2 for end, size in zip(ends, sizes.values(), strict=True)
+        )
         names: list[list[str]] = [[] for _ in range(count)]
         for name, middle in zip(sizes, middles, strict=True):
             names[min(count - 1, int(middle * count / whole))].append(name)

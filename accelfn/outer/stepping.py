@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of an outer optimizer: a torch optimizer over the anchor, with its state as a value."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,6 @@ from torch import nn
 
 from accelfn.base.shards import is_shard, local, with_local
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer, State
-from accelfn.structure.partition import NamedParameters
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -37,7 +36,7 @@ class Outer:
         params = {name: nn.Parameter(local(each)) for name, each in self.anchor.items()}
         for name, gradient in gradients.items():
             params[name].grad = gradient.to(params[name].dtype)
-        named: NamedParameters = list(params.items())
+        named = list(params.items())
         optimizer = self.factory(named)
         live = LiveOptimizer(optimizer, {p: n for n, p in named}, self)
         live.load(state)
@@ -45,23 +44,28 @@ class Outer:
 
     def shown(self, opt_state: State) -> State:
         """Return values that lie over the ranks as the anchor does."""
-        return self._mapped(opt_state, self._laid)
+        return _mapped(opt_state, self._laid)
 
     def raw(self, opt_state: State) -> State:
         """Return what the optimizer has of them: parts."""
-        return self._mapped(opt_state, lambda _name, each: local(each))
-
-    def _mapped(self, opt_state: State, fn: Any) -> State:
-        return {
-            name: {
-                key: fn(name, each) if isinstance(each, torch.Tensor) else each
-                for key, each in entry.items()
-            }
-            for name, entry in opt_state.items()
-        }
+        return _mapped(opt_state, _part)
 
     def _laid(self, name: str, each: torch.Tensor) -> torch.Tensor:
         anchor = self.anchor.get(name)
         if anchor is None or not is_shard(anchor) or each.shape != local(anchor).shape:
             return each
         return with_local(anchor, each)
+
+
+def _part(_name: str, each: torch.Tensor) -> torch.Tensor:
+    return local(each)
+
+
+def _mapped(state: State, fn: Callable[[str, torch.Tensor], torch.Tensor]) -> State:
+    return {
+        name: {
+            key: fn(name, each) if isinstance(each, torch.Tensor) else each
+            for key, each in entry.items()
+        }
+        for name, entry in state.items()
+    }

@@ -29,12 +29,21 @@ _NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def _is_factory(_owner: object, _field: object, value: object) -> None:
-    if isinstance(value, torch.optim.Optimizer) or not callable(value):
+    made = isinstance(value, torch.optim.Optimizer)
+    if value is not None and (made or not callable(value)):
         msg = (
             f"af.diloco(outer={value!r}): expected what makes a torch optimizer of parameters,"
             " such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
         )
         raise ArgumentError(msg)
+
+
+def _as_value(factory: Any) -> Any:
+    """Return what two factories are compared by: of partials, function and arguments."""
+    if not isinstance(factory, partial):
+        return factory
+    made: partial[Any] = factory
+    return made.func, made.args, tuple(sorted(made.keywords.items()))
 
 
 def _is_share(_owner: object, _field: object, value: Any) -> None:
@@ -76,8 +85,8 @@ class diloco:
 
     Args:
         sync_every: updates between exchanges, at least 1.
-        outer: makes the outer optimizer of a list of (name, parameter); SGD with a rate of 0.7
-            and Nesterov's momentum of 0.9, unless another is given.
+        outer: makes the outer optimizer of a list of (name, parameter); None is SGD with a
+            rate of 0.7 and Nesterov's momentum of 0.9, as DiLoCo has it.
         fragments: how many parts the model is exchanged in, at most `sync_every`.
         delay: updates between the beginning of an exchange and its use, less than
             `sync_every`.
@@ -128,8 +137,8 @@ class diloco:
     sync_every: int = attrs.field(
         validator=integer(1, "a number of updates"), kw_only=True
     )
-    outer: Callable[..., torch.optim.Optimizer] = attrs.field(
-        default=_NESTEROV, validator=_is_factory, kw_only=True
+    outer: Callable[..., torch.optim.Optimizer] | None = attrs.field(
+        default=None, validator=_is_factory, eq=_as_value, kw_only=True
     )
     fragments: int = attrs.field(default=1, validator=integer(1), kw_only=True)
     delay: int = attrs.field(
@@ -230,7 +239,7 @@ class diloco:
 
     def _check(self, state: TrainState) -> None:
         skeleton, layout = state.definition.skeleton, state.definition.layout
-        prototype, _ = prototype_of(self.outer, skeleton.module, skeleton)
+        prototype, _ = prototype_of(self.outer or _NESTEROV, skeleton.module, skeleton)
         if any("train_mode" in group for group in prototype.param_groups):
             msg = (
                 f"{self!r}: {type(prototype).__name__} is schedule-free, and evaluated at"
@@ -292,7 +301,9 @@ class diloco:
                 if whole or at_once:
                     slot = self._averaged(state, slot, i, some)
                 else:
-                    slot = self._gone_on(state, self._sent(state, slot, i, some), f"{i}")
+                    slot = self._gone_on(
+                        state, self._sent(state, slot, i, some), f"{i}"
+                    )
                     slot = self._landed(state, slot, f"{i}")
         fresh = {"weights": 0, "sent": state.step}
         changed = {n: [*slot[n][:i], v, *slot[n][i + 1 :]] for n, v in fresh.items()}
@@ -322,7 +333,8 @@ class diloco:
         """Let parameters of a fragment fly."""
         deltas, weight = self._moved(state, slot, names), slot["weights"][i]
         exchange, error = self._exchange(state), slot["error"]
-        flight, error = exchange.send(deltas, error, weight, state.step)
+        like = slot["anchor"]
+        flight, error = exchange.send(deltas, error, weight, state.step, like=like)
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
     def _gone_on(self, state: TrainState, slot: Slot, key: str) -> Slot:
@@ -341,7 +353,7 @@ class diloco:
     def _stepped(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
         """Step the anchor, and let this rank go on from there."""
         anchor = slot["anchor"]
-        after = Outer(self.outer, anchor).stepped(slot["outer"], means)
+        after = Outer(self.outer or _NESTEROV, anchor).stepped(slot["outer"], means)
         for name in means:
             param, target = local(state.params[name]), local(anchor[name])
             if self.mix:

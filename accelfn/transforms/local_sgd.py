@@ -54,8 +54,8 @@ class local_sgd:
     Cost:
         Flattened all-reduces every `sync_every` updates, one for each `bucket_cap_mb`, of the
         parameters (or the parts that the rank has) that are trained, or were before
-        `with_trainable` froze them; the memory of one buffer. As many again if no rank has seen a sample since the last; with `opt_state`, a gather of 8 bytes
-        a parameter.
+        `with_trainable` froze them; memory for one buffer. As many again if no rank has seen a
+        sample since the last; with `opt_state`, a gather of 8 bytes a parameter.
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little".

@@ -159,8 +159,9 @@ def _entries(path: str, tree: Any) -> dict[str, Any]:
     """Return what a container or record holds, by how code would reach it."""
     if isinstance(tree, TrainState):
         return {f".{name}": getattr(tree, name) for name in SAVED}
-    if isinstance(tree, Metrics):
-        return {".sums": tree.sums}
+    if isinstance(tree, (Metrics, Pending)):
+        known = isinstance(tree, Metrics)
+        return {".sums": tree.sums} if known else {".wait()": tree.wait()}
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree).items()
         return {f"[{_key(path, key)!r}]": value for key, value in items}
@@ -174,8 +175,6 @@ def _entries(path: str, tree: Any) -> dict[str, Any]:
             cast("set[Any]", tree), key=lambda each: repr(_key(path, each))
         )
         return dict(zip(_places(members), members, strict=True))
-    if isinstance(tree, Pending):
-        return {".wait()": tree.wait()}
     if attrs.has(type(tree)):
         named = [field.name for field in attrs.fields(type(tree))]
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
