@@ -24,9 +24,9 @@ _OF_WEIGHT = 8
 """Bytes: a float64, at the end of what one rank sends another."""
 
 
-def part_size(count: int, ranks: World) -> int:
+def part_size(count: int, ranks: int) -> int:
     """Return how many of so many numbers a rank adds up: the same on all, in whole blocks."""
-    return -(-count // (ranks.size * BLOCK)) * BLOCK
+    return -(-count // (ranks * BLOCK)) * BLOCK
 
 
 def start_parts(
@@ -36,7 +36,7 @@ def start_parts(
 
     Returns: what `start_mean` takes; and what rounding left out of the vector.
     """
-    count, size = flat.numel(), part_size(flat.numel(), ranks)
+    count, size = flat.numel(), part_size(flat.numel(), ranks.size)
     rows = flat.new_zeros(ranks.size, size)
     rows.view(-1)[:count] = flat
     coded = encoded(rows, bits)

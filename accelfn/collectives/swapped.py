@@ -24,7 +24,11 @@ Shapes: TypeAlias = list[list[int]]
 
 @called
 def all_to_all(
-    values: Sequence[T], world: World, *, label: str = "all_to_all"
+    values: Sequence[T],
+    world: World,
+    *,
+    equal: bool = False,
+    label: str = "all_to_all",
 ) -> list[T]:
     """Give each rank its own of the values; return what each rank gave this one.
 
@@ -33,17 +37,20 @@ def all_to_all(
             dtype and one number of dimensions at each of its places, on all ranks; sizes may
             be any.
         world: whose ranks take part.
+        equal: whether all ranks give all ranks tensors of the same shapes, which are then not
+            exchanged first.
         label: what the ranks are doing.
 
     Returns: a list of trees, in rank order.
 
     Law: twice gives everything back; the same for all is `gather_objects`.
 
-    Cost: one all-to-all of the sizes, and one of the bytes, whatever the dtypes.
+    Cost: one all-to-all of the sizes, unless they are equal, and one of the bytes, whatever
+    the dtypes.
 
     Raises:
-        ArgumentError: there is not one value for each rank, they are of several structures, or
-            a leaf is no tensor.
+        ArgumentError: there is not one value for each rank, they are of several structures, a
+            leaf is no tensor, or shapes that are said to be equal are not.
     """
     check_world("af.all_to_all", world)
     if not isinstance(values, (list, tuple)) or len(values) != world.size:
@@ -55,18 +62,47 @@ def all_to_all(
         raise ArgumentError(msg)
     given = [tensors_of(each, label) for each in values]
     _check_alike(values)
-    world = agreed(world, "all_to_all", label, values[0], free=...)
+    free = None if equal else ...
+    world = agreed(world, "all_to_all", label, values[0], free=free)
     if world.size == 1 or not given[0]:
         return [tree.clone(each) for each in values]
+    if equal:
+        shapes = _equal(given)
+        return _got(values[0], given, shapes, world, label)
     sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in given]
     told = torch.tensor(sizes, dtype=torch.int64, device=world.device)
     got = torch.empty_like(told)
     with naming(label, world):
         dist.all_to_all_single(got, told, group=world.group)
     shapes = [_cut(row, [leaf.ndim for leaf in given[0]]) for row in got.tolist()]
+    return _got(values[0], given, shapes, world, label)
+
+
+def _equal(given: list[list[torch.Tensor]]) -> list[Shapes]:
+    """Return the shapes that all ranks are said to give this one: those that it gives."""
+    shapes = [[list(leaf.shape) for leaf in leaves] for leaves in given]
+    for rank, each in enumerate(shapes):
+        if each != shapes[0]:
+            msg = (
+                f"af.all_to_all(equal=True): what is for rank 0 has the shapes {shapes[0]},"
+                f" what is for rank {rank} {each}. Give tensors of the same shapes, or leave"
+                " out equal."
+            )
+            raise ArgumentError(msg)
+    return shapes
+
+
+def _got(
+    value: T,
+    given: list[list[torch.Tensor]],
+    shapes: list[Shapes],
+    world: World,
+    label: str,
+) -> list[T]:
+    """Return the trees that each rank gave this one, of these shapes."""
     parts = _swapped(given, shapes, world, label)
     return [
-        _filled(values[0], given[0], row, part)
+        _filled(value, given[0], row, part)
         for row, part in zip(shapes, parts, strict=True)
     ]
 

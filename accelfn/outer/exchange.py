@@ -5,7 +5,7 @@ Whole numbers cross in one sum. In few bits they cross in two halves, of which t
 half-way to when the mean is used; what rounding left out is remembered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -49,6 +49,11 @@ class Exchange:
     bits: int
     label: str
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether numbers cross as they are: to itself a rank sends nothing."""
+        return self.bits == 32 or self.ranks.size == 1
+
     def send(
         self,
         deltas: Tensors,
@@ -68,15 +73,15 @@ class Exchange:
             like: what lies over the ranks as parameters do, by name.
         """
         flight: Flight = {"sent": sent, "names": list(deltas)}
-        if self.bits == 32:
-            sums = {name: each * weight for name, each in deltas.items()}
+        owed = {n: d + local(error[n]) if error else d for n, d in deltas.items()}
+        if self.is_whole:
+            sums = {name: each * weight for name, each in owed.items()}
             told = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
             told += weight
             values = {"sums": sums, "weight": told}
             pending = start_reduce(values, self.ranks, label=self.label)
             pending = pending.then(partial(_laid, like=like))
-            return {**flight, "values": pending}, error
-        owed = {name: each + local(error[name]) for name, each in deltas.items()}
+            return {**flight, "values": pending}, without(error, deltas)
         pending, left = start_parts(
             _flat(owed), weight, self.ranks, self.bits, label=self.label
         )
@@ -120,8 +125,8 @@ class Exchange:
         """
         names: Sequence[str] = flight["names"]
         found = flight["values"].wait()
-        if self.bits == 32:
-            sums, total = found["sums"], found["weight"]
+        if "half" not in flight:
+            sums, total = found["sums"], found["weight"][0]
             if not total > 0:
                 return None
             return {n: local(sums[n]) / total.to(sums[n].dtype) for n in names}
@@ -141,6 +146,13 @@ def met(flights: Sequence[Flight], bits: int, like: Mapping[str, Any]) -> Flight
     parts = [summed(each["values"].wait(), bits, dtype) for each in flights]
     whole = torch.cat([coded for coded, _, _ in parts])
     return {**first, "half": 2, "values": Pending.of(whole), "weight": parts[0][2]}
+
+
+def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Return what is remembered, once that of some parameters has been sent."""
+    if not error:
+        return error
+    return {**error, **{name: torch.zeros_like(error[name]) for name in names}}
 
 
 def _if_seen(weight: Number, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from itertools import accumulate
 import attrs
 import torch
 
-from accelfn.base.shards import local
+from accelfn.base.shards import cut_axes, local
 
 _MIB = 1 << 20
 
@@ -63,16 +63,20 @@ class Fragments:
 def together(
     names: Collection[str], params: Mapping[str, torch.Tensor], most: float
 ) -> Iterator[list[str]]:
-    """Yield names of parameters in order, as many at once as have so many MiB, or one."""
+    """Yield names of parameters in order, as many at once as have so many MiB, or one.
+
+    Those at once are cut along the same axes: numbers that several ranks of a copy hold must
+    not be rounded beside others, or they would drift.
+    """
     bucket: list[str] = []
-    size = 0
+    size, axes = 0, None
     for name in names:
         part = local(params[name])
-        more = part.numel() * part.element_size()
-        if bucket and size + more > most * _MIB:
+        more, cut = part.numel() * part.element_size(), cut_axes(params[name])
+        if bucket and (size + more > most * _MIB or cut != axes):
             yield bucket
             bucket, size = [], 0
         bucket.append(name)
-        size += more
+        size, axes = size + more, cut
     if bucket:
         yield bucket

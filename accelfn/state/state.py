@@ -220,6 +220,11 @@ class TrainState:
         return MappingProxyType(self._slots)
 
     @property
+    def trainable(self) -> tuple[str, ...]:
+        """The names of the parameters that are trained, in the model's order."""
+        return self.definition.skeleton.trainable
+
+    @property
     def setup(self) -> chain:
         """The transforms."""
         return self.definition.setup

@@ -15,7 +15,7 @@ from accelfn.collectives import average_
 from accelfn.definition.transform import transform
 from accelfn.engine.optimizer.trial import check_elements, counts_by_group
 from accelfn.errors import ArgumentError, CompositionError, OptimizerError
-from accelfn.outer.exchange import Exchange, Tensors, met, moved
+from accelfn.outer.exchange import Exchange, Tensors, met, moved, without
 from accelfn.outer.fragments import Fragments, together
 from accelfn.outer.stepping import Outer
 from accelfn.state.state import TrainState
@@ -70,7 +70,7 @@ class diloco:
     much they moved away from the anchor, by the weight of the samples that each has seen, and
     the outer optimizer steps the anchor by that mean, as if it were a gradient; all go on from
     there. Evaluation and export see the anchor, and communicate nothing. `af.finalize` makes
-    a last exchange, of numbers as they are.
+    a last exchange of what was done since, in numbers as they are.
 
     Three ways to talk less, or later. `fragments` cuts the model into runs of parameters that
     are exchanged in turn: as many bytes, of which less crosses at once. `delay` lets an
@@ -292,8 +292,7 @@ class diloco:
 
         At once means numbers as they are, what is remembered included.
         """
-        # nothing crosses from one rank to itself, so nothing need be left out
-        whole = self.bits == 32 or state.definition.copies.size == 1
+        whole = self._exchange(state).is_whole
         if self.delay and not at_once:
             slot = self._sent(state, slot, i, names)
         else:
@@ -314,10 +313,9 @@ class diloco:
     ) -> Slot:
         """Step by the mean of numbers as they are."""
         deltas = self._moved(state, slot, names)
-        for name in slot["error"].keys() & deltas.keys():
-            error = local(slot["error"][name])
-            deltas[name] += error
-            error.zero_()
+        for name in names if slot["error"] else ():
+            deltas[name] += local(slot["error"][name])
+        slot = {**slot, "error": without(slot["error"], names)}
         average_(
             [*deltas.values()],
             slot["weights"][i],

@@ -43,9 +43,6 @@ ROWS = {
         af.shard_data(), af.local_sgd(sync_every=1, buffers=True, opt_state=True)
     ),
     "diloco": af.chain(af.shard_data(), af.diloco(sync_every=1)),
-    "diloco, 8 bits": af.chain(
-        af.shard_data(), af.diloco(sync_every=2, bits=8, delay=1, fragments=2, mix=0.5)
-    ),
     "skip_nonfinite": af.chain(DDP, af.skip_nonfinite()),
     "skip_nonfinite, apart": af.chain(af.local_sgd(sync_every=2), af.skip_nonfinite()),
     "checkpoint_activations": af.chain(DDP, af.checkpoint_activations()),

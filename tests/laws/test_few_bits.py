@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers in few bits are the nearest that there are, and what is left out is exact."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.collectives.few_bits import BLOCK, decoded, encoded, num_bytes
+
+BITS = st.sampled_from([16, 8, 4])
+FLOATS = st.sampled_from([torch.float32, torch.float64])
+
+
+@st.composite
+def rows(draw: st.DrawFn, *, finite: bool = True) -> torch.Tensor:
+    """Draw rows of blocks, of any magnitudes."""
+    dtype = draw(FLOATS)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    shape = draw(st.integers(1, 3)), draw(st.integers(1, 3)), BLOCK
+    values = torch.randn(shape, dtype=dtype, generator=generator)
+    exponents = torch.randint(-40, 40, shape[:2], generator=generator)
+    values = torch.ldexp(values, exponents[..., None])
+    if draw(st.booleans()):  # where a power of two is the largest
+        values[0, 0, :2] = torch.tensor([2.0, -2.0]) ** draw(st.integers(-9, 9))
+        values[0, 0, 2:] = 0
+    if not finite:
+        values[0, 0, draw(st.integers(0, BLOCK - 1))] = draw(
+            st.sampled_from([math.nan, math.inf, -math.inf])
+        )
+    return values.view(shape[0], -1)
+
+
+@given(values=rows(), bits=BITS)
+def test_they_are_the_nearest(values: torch.Tensor, bits: int) -> None:
+    """Each is within half a step, and a step is at most the largest over 2**(bits - 2) - 1/2."""
+    found = decoded(encoded(values, bits), bits, values.dtype)
+    blocks, near = values.view(-1, BLOCK), found.view(-1, BLOCK)
+    most = (1 << (bits - 1)) - 1
+    step = 2.0 ** (blocks.abs().amax(1, keepdim=True) / most).log2().ceil()
+    assert ((blocks - near).abs() <= step.nan_to_num() / 2).all()
+    assert torch.equal(near, (near / step).round() * step)
+
+
+@given(values=rows(), bits=BITS)
+def test_nothing_is_lost_between(values: torch.Tensor, bits: int) -> None:
+    """What is left out, and what is sent, are the numbers bit by bit; sent again they stay."""
+    found = decoded(encoded(values, bits), bits, values.dtype)
+    left = values - found
+    assert torch.equal(left + found, values)
+    assert torch.equal(decoded(encoded(found, bits), bits, values.dtype), found)
+
+
+@given(values=rows(), bits=BITS)
+def test_they_take_so_many_bytes(values: torch.Tensor, bits: int) -> None:
+    """So many bits a number, and a byte for a block."""
+    coded = encoded(values, bits)
+    assert coded.dtype == torch.uint8
+    assert coded.shape == (len(values), num_bytes(values.shape[1], bits))
+    assert num_bytes(values.shape[1], bits) == values.shape[1] * (bits + 1 / 16) / 8
+
+
+@given(values=rows(finite=False), bits=BITS)
+def test_what_is_not_finite_shows(values: torch.Tensor, bits: int) -> None:
+    """A block with NaN or an infinity is NaN; its neighbours are as they were."""
+    found = decoded(encoded(values, bits), bits, values.dtype)
+    sound = values.clone()
+    sound[0, :BLOCK] = 0
+    assert found[0, :BLOCK].isnan().all()
+    found[0, :BLOCK] = 0
+    assert torch.equal(found, decoded(encoded(sound, bits), bits, values.dtype))
