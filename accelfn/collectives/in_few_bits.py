@@ -26,7 +26,7 @@ _OF_WEIGHT = 8
 
 def part_size(count: int, ranks: int) -> int:
     """Return how many of so many numbers a rank adds up: the same on all, in whole blocks."""
-    return -(-count // (ranks * BLOCK)) * BLOCK
+    return max(1, -(-count // (ranks * BLOCK))) * BLOCK
 
 
 def start_parts(

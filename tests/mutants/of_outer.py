@@ -2,7 +2,7 @@
 """Bugs in outer optimizers, in numbers of few bits, and in what is on its way."""
 
 from accelfn.base import codec, pending, tree
-from accelfn.collectives import averages, few_bits, in_few_bits, reductions, trees
+from accelfn.collectives import averages, few_bits, reductions, trees
 from accelfn.outer import exchange, fragments
 from accelfn.transforms import diloco as module
 from accelfn.transforms.diloco import diloco
@@ -171,7 +171,7 @@ MUTANTS = [
     ),
     Mutant(
         "L11: in the end what is on its way is dropped",
-        OTHERS,
+        PAPERS,
         diloco.finalize,
         "slot = self._landed(state, self._gone_on(state, slot, key), key) →"
         ' slot = {**slot, "flights": {}}',
@@ -200,12 +200,6 @@ MUTANTS = [
         BYTES,
         exchange.Exchange.send,
         "told = torch.zeros(1, → told = torch.zeros(9,",
-    ),
-    Mutant(
-        "L10: numbers are sent in 16 bits, whatever was asked for",
-        BYTES,
-        in_few_bits.start_parts,
-        "coded = encoded(rows, bits) → coded = encoded(rows, 16)",
     ),
     Mutant(
         "L45: numbers that several ranks hold are rounded beside others",

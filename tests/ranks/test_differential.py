@@ -108,6 +108,9 @@ ENGINES = [
     af.wrap_ddp(bucket_cap_mb=1e-5),
     af.local_sgd(sync_every=1),
     af.local_sgd(sync_every=2),
+    af.diloco(sync_every=1),
+    af.diloco(sync_every=2, bits=8, delay=1, mix=0.5),
+    af.diloco(sync_every=2, bits=4, fragments=2),
 ]
 BESIDE = [
     af.accumulate(num_micro_batches=2),
@@ -123,6 +126,8 @@ def trainings(draw: st.DrawFn) -> Run:
     """Draw a run of two ranks, with an engine and what may stand beside it."""
     engine = draw(st.sampled_from(ENGINES))
     beside = draw(st.lists(st.sampled_from(BESIDE), unique_by=lambda each: each.name))
+    if isinstance(engine, af.diloco):  # it says what is evaluated
+        beside = [each for each in beside if not isinstance(each, af.ema)]
     setup = af.chain(*draw(st.permutations([af.shard_data(), engine, *beside])))
     run = attrs.evolve(draw(runs(updates=2)), setup=setup)
     kind = draw(st.sampled_from([run.kind, "dropout", "norm", "unused"]))
