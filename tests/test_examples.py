@@ -528,6 +528,20 @@ def test_wide_layers_are_those_of_one_rank(script: str) -> None:
     assert pytest.approx([losses[0]] * 7, **ROUNDING) == losses
 
 
+def test_talking_less_costs_little() -> None:
+    """Each way reads 95 % of the held-out digits, and sends what it says."""
+    talking = example("19_talking_less.py")
+    sent: dict[str, int] = {}
+    for says, way in talking.WAYS.items():
+        run = simulate(2, partial(talking.train, way=way))
+        sent[says] = sum(each.num_bytes for each in run.log if each.step is not None)
+        assert run[0]["accuracy"] >= 0.95, says
+    every = sent["gradients of every update"]
+    assert sent["the same in 16 bits"] == pytest.approx(every / 2, rel=0.01)
+    assert sent["averages"] == pytest.approx(every / 8, rel=0.03)
+    assert sent["an outer optimizer"] == pytest.approx(every / 8, rel=0.03)
+
+
 def test_a_long_text_is_that_of_one_rank() -> None:
     """However texts and samples are split, the loss is that of one rank."""
     train = partial(example("16_long_text.py").train, num_updates=3)

@@ -188,6 +188,9 @@ COUNTS = {
         lambda n: af.compress("powersgd", start_powerSGD_iter=n), 0
     ),
     "af.context_parallel(seq_dim=)": Count(lambda n: af.context_parallel(seq_dim=n), 1),
+    "af.diloco(sync_every=)": Count(lambda n: af.diloco(sync_every=n), 1),
+    "af.diloco(fragments=)": Count(lambda n: af.diloco(sync_every=99, fragments=n), 1),
+    "af.diloco(delay=)": Count(lambda n: af.diloco(sync_every=99, delay=n), 0),
     "af.find_batch_size(start)": Count(
         lambda n: af.find_batch_size(nothing, n, af.World()), 1
     ),

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What diloco refuses, what it keeps in its slot, and outer optimizers of other kinds."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+
+SGD = partial(torch.optim.SGD, lr=1.0)
+
+
+def state(
+    setup: Any, world: af.World | None = None, model: Any = None
+) -> af.TrainState:
+    return af.TrainState.create(
+        model=model or partial(nn.Linear, 2, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        setup=setup,
+        world=world or af.World.single(device="cpu"),
+    )
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - 1).square().mean()
+
+
+REFUSED = {
+    "no period": (lambda: af.diloco(sync_every=0), "integer, 1 or more"),
+    "a made optimizer": (
+        lambda: af.diloco(sync_every=2, outer=SGD([nn.Parameter(torch.ones(1))])),
+        "expected what makes a torch optimizer",
+    ),
+    "no fragment": (lambda: af.diloco(sync_every=2, fragments=0), "1 or more"),
+    "more fragments than updates": (
+        lambda: af.diloco(sync_every=2, fragments=3),
+        "give fragments no more than sync_every",
+    ),
+    "a delay as long as the period": (
+        lambda: af.diloco(sync_every=2, delay=2),
+        "Give a delay that is less than sync_every",
+    ),
+    "all of one's own": (lambda: af.diloco(sync_every=2, mix=1.0), "less than 1"),
+    "3 bits": (lambda: af.diloco(sync_every=2, bits=3), "expected 16, 8 or 4, or 32"),
+    "True bits": (lambda: af.diloco(sync_every=2, bits=True), "expected 16, 8 or 4"),
+    "no bucket": (lambda: af.diloco(sync_every=2, bucket_cap_mb=0), "number of MiB"),
+    "no bucket of averages": (
+        lambda: af.local_sgd(sync_every=2, bucket_cap_mb=float("inf")),
+        "number of MiB",
+    ),
+    "beside an average over time": (
+        lambda: af.chain(af.diloco(sync_every=2), af.ema(0.5)),
+        "has its anchor evaluated",
+    ),
+    "beside DDP": (
+        lambda: af.chain(af.diloco(sync_every=2), af.wrap_ddp()),
+        "would never reduce a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_when_it_is_made(name: str) -> None:
+    """Each mistake has its sentence, at once."""
+    make, words = REFUSED[name]
+    with pytest.raises(af.Error, match=words):
+        make()
+
+
+class Counting(torch.optim.SGD):
+    """Counts updates in its groups."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step(closure)
+
+
+def free(params: Any) -> torch.optim.Optimizer:
+    made = SGD(params)
+    for group in made.param_groups:
+        group["train_mode"] = True
+    return made
+
+
+def whole(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([p for _, p in params])
+
+
+UNFIT = {
+    "fragments of few parameters": (
+        af.diloco(sync_every=8, fragments=3),
+        "fragments would be empty",
+    ),
+    "one that needs a closure": (af.diloco(sync_every=2, outer=whole), "closure"),
+    "one that is schedule-free": (af.diloco(sync_every=2, outer=free), "schedule-free"),
+    "one that counts for all": (
+        af.diloco(sync_every=2, outer=partial(Counting, lr=1.0), fragments=2),
+        "counts updates for all",
+    ),
+    "no optimizer": (
+        af.diloco(sync_every=2, outer=lambda _: None),
+        "expected a torch optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_it_is_refused_when_the_state_is_made(name: str) -> None:
+    """What only the model tells is told with the model."""
+    setup, words = UNFIT[name]
+    with pytest.raises(af.Error, match=words):
+        state(setup)
+
+
+def test_parts_do_not_fly_in_few_bits() -> None:
+    """Beside wrap_fsdp, a delay goes with numbers as they are."""
+    late = af.diloco(sync_every=2, delay=1, bits=8)
+
+    def go(world: af.World) -> None:
+        with pytest.raises(af.CompositionError, match="Leave out delay, or bits"):
+            state(af.chain(af.wrap_fsdp(), late), world)
+
+    simulate(4, go, axes={"dp_replicate": 2, "dp_shard": 2})
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        partial(torch.optim.Adam, lr=0.1),
+        partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
+        partial(torch.optim.RMSprop, lr=0.1, momentum=0.5),
+        partial(Counting, lr=1.0, momentum=0.5),
+    ],
+)
+def test_any_outer_optimizer_goes_on(outer: Any) -> None:
+    """Its state is in the slot: a copy that goes on has the same anchor, bit by bit."""
+    setup = af.diloco(sync_every=1, outer=outer)
+
+    def go(world: af.World) -> None:
+        step = af.make_step(loss)
+        one = state(setup, world)
+        for t in range(3):
+            two = one.copy()
+            x = torch.ones(3, 2) * (1 + t + world.rank)
+            one, two = step(one, x)[0], step(two, x)[0]
+            for name, each in af.eval_params(one).items():
+                assert torch.equal(each, af.eval_params(two)[name])
+        assert set(one.slots["diloco"]["outer"]) >= {"weight", "bias"}
+
+    simulate(2, go)
+
+
+def test_frozen_parameters_stay_where_they_are() -> None:
+    """What is not trained is not exchanged, and no bit of it moves; thawed it is."""
+    setup = af.diloco(sync_every=1, outer=SGD)
+
+    def go(world: af.World) -> None:
+        step = af.make_step(loss)
+        it = state(setup, world, model=partial(nn.Linear, 2, 1))
+        assert it.trainable == ("weight", "bias")
+        it = it.with_trainable(lambda name, _: name == "bias")
+        assert it.trainable == ("bias",)
+        before = it.params["weight"].clone()
+        it, _ = step(it, torch.ones(2, 2) + world.rank)
+        assert torch.equal(it.params["weight"], before)
+        it = it.with_trainable(lambda _name, _param: True)
+        it, _ = step(it, torch.ones(2, 2) + world.rank)
+        assert not torch.equal(it.params["weight"], before)
+
+    simulate(2, go)
+
+
+def test_two_factories_of_one_kind_are_one_value() -> None:
+    """Setups with partials of the same function and arguments are equal."""
+    one, two = (
+        af.diloco(sync_every=2, outer=partial(torch.optim.SGD, lr=0.5, momentum=0.9))
+        for _ in range(2)
+    )
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != af.diloco(sync_every=2, outer=partial(torch.optim.SGD, lr=0.5))
+
+
+def test_equal_shapes_are_not_sent_first() -> None:
+    """all_to_all(equal=True) is one call, gives what the other does, and looks at shapes."""
+
+    def go(world: af.World, equal: bool) -> list[torch.Tensor]:
+        mine = [torch.full((2,), 10 * world.rank + to) for to in range(world.size)]
+        return af.all_to_all(mine, world, equal=equal)
+
+    one, two = (simulate(3, partial(go, equal=equal)) for equal in (False, True))
+    assert [[t.tolist() for t in each] for each in one] == [
+        [t.tolist() for t in each] for each in two
+    ]
+    assert (len(one.log), len(two.log)) == (2, 1)
+
+    def uneven(world: af.World) -> None:
+        with pytest.raises(af.ArgumentError, match="leave out equal"):
+            af.all_to_all([torch.ones(1 + to) for to in range(2)], world, equal=True)
+
+    simulate(2, uneven)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda t, w: af.reduce(t, w, "sum", weight=1), "only a mean by weight"),
+        (
+            lambda t, w: af.reduce(t, w, "mean", bucket_cap_mb=1),
+            "only a mean by weight",
+        ),
+        (lambda t, w: af.reduce(t, w, "mean", weight=-1), "one number, 0 or more"),
+        (
+            lambda t, w: af.reduce(t, w, "mean", weight=torch.ones(2)),
+            "one number, 0 or more",
+        ),
+        (
+            lambda t, w: af.reduce(t, w, "mean", weight=1, bucket_cap_mb=-1),
+            "positive number of MiB",
+        ),
+        (lambda t, w: af.start_reduce(t, w, "median"), "expected one of"),
+    ],
+)
+def test_a_mean_by_weight_is_asked_for_in_full(call: Any, words: str) -> None:
+    """What is no mean has no weight, and a weight is a number."""
+    with pytest.raises(af.ArgumentError, match=words):
+        call(torch.ones(1), af.World.single(device="cpu"))
