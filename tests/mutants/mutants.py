@@ -55,6 +55,7 @@ from tests.mutants import (
     of_tensor_parallel,
     of_testing,
     of_tracking,
+    of_workers,
     of_worlds,
     of_zero,
 )
@@ -105,6 +106,7 @@ MUTANTS = [
     *of_kernels.MUTANTS,
     *of_compiling.MUTANTS,
     *of_groups.MUTANTS,
+    *of_workers.MUTANTS,
     *of_worlds.MUTANTS,
     *of_talking.MUTANTS,
     *of_launching.MUTANTS,
