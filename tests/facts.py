@@ -19,6 +19,7 @@ SHOWN: tuple[Any, ...] = (
     af.wrap_ddp(),
     af.wrap_ddp(bucket_cap_mb=0.5),
     af.wrap_ddp(static_graph=True),
+    af.wrap_ddp(within="dp_shard"),
     af.wrap_fsdp(),
     af.wrap_fsdp(find_unused_parameters=True),
     af.wrap_deepspeed(2),

@@ -161,9 +161,17 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
     """
     said = save.agreed(exchange, "say what it holds", lambda: _said(save, contents))
     ranks = [json.loads(text) for text in said]
-    sharded, copies = _sharded(ranks)
+    copies = tuple(each["copy"] for each in ranks if each["copy"] is not None)
+    sharded = _sharded(ranks, copies or (0,) * save.size)
     per_rank, trees_by_rank = _differing(ranks, sharded)
-    mine = _mine(save, contents.tensors, per_rank, sharded)
+    held = [each["tensors"] for each in ranks]
+    first = copies.index(copies[save.rank]) if copies else save.rank
+    own = [
+        name
+        for name in per_rank
+        if first == save.rank or held[first].get(name) != held[save.rank].get(name)
+    ]
+    mine = _mine(save, contents.tensors, per_rank, own, sharded)
     name = rank_file(save.rank)
 
     def write_file() -> str:
@@ -242,21 +250,19 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _sharded(
-    ranks: Sequence[Mapping[str, Any]],
-) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Return where the slices of sharded tensors are, and whose copies they are, if they differ."""
-    copies = tuple(each["copy"] or 0 for each in ranks)
+    ranks: Sequence[Mapping[str, Any]], copies: Sequence[int]
+) -> dict[str, Any]:
+    """Return where the slices of sharded tensors are; each copy's own, where they differ."""
     held: dict[str, dict[int, Any]] = {}
     for rank, each in enumerate(ranks):
         for name, place in each["slices"].items():
             held.setdefault(name, {})[rank] = place
     own = {name for name, by_rank in held.items() if _differ(by_rank, copies)}
     alike = (0,) * len(ranks)
-    found = {
+    return {
         name: _placed(by_rank, copies if name in own else alike)
         for name, by_rank in held.items()
     }
-    return found, copies if own else ()
 
 
 def _placed(by_rank: Mapping[int, Any], copies: Sequence[int]) -> dict[str, Any]:
@@ -304,12 +310,13 @@ def _mine(
     save: Save,
     tensors: Mapping[str, torch.Tensor],
     per_rank: Sequence[str],
+    own: Sequence[str],
     sharded: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that this rank writes: its own, and its part of what all have."""
     common = sorted(tensors.keys() - set(per_rank) - sharded.keys())
     sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in common]
-    total, before, mine = max(sum(sizes), 1), 0, set(per_rank)
+    total, before, mine = max(sum(sizes), 1), 0, set(own)
     mine |= {n for n, at in sharded.items() if rank_file(save.rank) in at["slices"]}
     for name, size in zip(common, sizes, strict=True):
         place = (2 * before + size) * save.size // (2 * total)

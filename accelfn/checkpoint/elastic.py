@@ -29,7 +29,8 @@ class Source:
         rank: as which rank it is read.
         device: on which tensors are to be.
         verify: whether to compare digests.
-        weights: of the ranks in the mean of what was theirs; None: as this rank had it.
+        weights: of the ranks, or copies, in the mean of what was theirs; None: as this rank
+            had it.
         sharded: the state's DTensors, by name.
         slots: those that take the place of the ranks' own, where there is a mean.
         told: how many bytes have been read since it was last called.
@@ -132,17 +133,12 @@ class Source:
         return _Plan(target or Slice.whole(shape), files.DTYPES[dtype], parts)
 
     def _mean(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return the means over ranks, or over copies, reading one's at a time.
-
-        Ranks of one copy have its weight, each.
-        """
-        copies = self.manifest.copies or range(self.manifest.world_size)
-        firsts = {copy: rank for rank, copy in reversed([*enumerate(copies)])}
-        weights = [(self.weights or ())[rank] for rank in firsts.values()]
+        """Return the means over ranks, or over copies, reading one's at a time."""
+        weights = self.weights or ()
         total = sum(weights)
         sums: dict[str, torch.Tensor] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for rank, weight in zip(firsts.values(), weights, strict=True):
+        for rank, weight in zip(self.manifest.firsts, weights, strict=True):
             share = weight / total if total else 1 / len(weights)
             for name, tensor in self._as(rank, names).items():
                 dtypes[name] = tensor.dtype
@@ -182,9 +178,11 @@ def source_of(
         sharded=_sharded(state, manifest),
     )
     # ranks that have copies together are none that have one each
-    alike = manifest.copies in ((), state.definition.copy_of_each)
-    alike = alike and not source.sharded.keys() & set(manifest.per_rank)
-    if manifest.world_size == world.size and (alike or not differs):
+    alike = manifest.copies == state.definition.copy_of_each
+    if not manifest.copies:
+        alike = alike and not source.sharded.keys() & set(manifest.per_rank)
+    alike = alike or differs in ((), ("buffers",))
+    if manifest.world_size == world.size and alike:
         return attrs.evolve(source, rank=world.rank if differs else 0)
     if not differs or differs == ("buffers",):
         return _alike(state, source)
@@ -248,7 +246,7 @@ def _alike(state: TrainState, source: Source) -> Source:
     slots: dict[str, Any] = {}
     for each in _merging(state, source.manifest):
         slot = _slot(source, each.name, 0)
-        count = source.manifest.world_size
+        count = len(source.manifest.firsts)
         _, slots[each.name] = _merged(each, [slot] * count, source)
     return attrs.evolve(source, slots=slots)
 
@@ -295,7 +293,7 @@ def _averaging(state: TrainState, source: Source) -> Source:
         )
         raise CheckpointError(msg)
     (transform,) = merging
-    slots = [_slot(source, transform.name, i) for i in range(manifest.world_size)]
+    slots = [_slot(source, transform.name, rank) for rank in manifest.firsts]
     weights, slot = _merged(transform, slots, source)
     return attrs.evolve(source, weights=tuple(weights), slots={transform.name: slot})
 

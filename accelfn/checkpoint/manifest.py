@@ -42,10 +42,12 @@ class Manifest:
         data: what must be the same to go on; None without data.
         trees: by unit (`params`, `slots.ema`): its tree as plain data, of rank 0.
         trees_by_rank: the same of every rank, of the units whose trees differ.
-        per_rank: the tensors that differ; every rank's file has its own.
+        per_rank: the tensors that differ; every rank's file has its own, but where it is that
+            of the first rank of its copy.
         sharded: by name: dtype and shape of the whole, and which slice each file has.
-        copies: of which copy of the model each rank held slices, where copies differed; every
-            copy's own slices are there. Empty where they were one, or alike.
+        copies: of which copy of the model each rank was, where copies of several ranks each
+            were trained apart; of what differed every copy's own is there. Empty where there
+            were none.
         metrics: numbers that were given with it.
         kept: SHA-256 of the frozen parameters that were not written.
         persistent: the buffers that belong in an exported model.
@@ -172,10 +174,19 @@ class Manifest:
         own = rank_file(rank)
         if own in self.files and tensor in self.files[own].tensors:
             return own
-        if tensor not in self._places:
+        if tensor in self._places:
+            return self._places[tensor]
+        first = rank_file(self.firsts[self.copies[rank]]) if self.copies else own
+        if first not in self.files or tensor not in self.files[first].tensors:
             msg = f"it names a tensor {tensor[:80]!r} that no file has."
             raise CheckpointCorruptError(msg)
-        return self._places[tensor]
+        return first
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """The first rank of each copy; each rank, where it was alone with its own."""
+        copies = self.copies or tuple(range(self.world_size))
+        return tuple(copies.index(copy) for copy in sorted({*copies}))
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """Return the shape of a tensor, of a sharded one the whole's."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a state is a state of: the part of a training that an update does not change."""
 
+import math
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,16 @@ from accelfn.schedules.rates import Rates
 from accelfn.schedules.schedule import Schedule
 from accelfn.structure.skeleton import Skeleton
 from accelfn.world import World
+from accelfn.world import axes as arithmetic
 from accelfn.world.folding import folded
 
 if TYPE_CHECKING:
     from accelfn.definition.layout import Layout
+
+_BESIDE: dict[str, str] = dict(
+    zip(arithmetic.BATCH, reversed(arithmetic.BATCH), strict=True)
+)
+"""Along which axis copies are, by that along which each has its ranks."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -59,10 +66,13 @@ class Definition:
     def copy(self) -> World:
         """The ranks that train one model together: gradients are summed over them.
 
-        Those whose losses are parts of one; where copies are split and trained apart, those
-        of this rank's copy.
+        Those whose losses are parts of one; where copies of several ranks are trained apart,
+        those of this rank's copy.
         """
-        return self.splits if self.trains_apart else self.world.loss
+        if self.within is None:
+            return self.world.loss
+        is_split = self.layout is not None
+        return self.splits if is_split else self.world.along(self.within)
 
     @property
     def splits(self) -> World:
@@ -73,22 +83,32 @@ class Definition:
     @property
     def copies(self) -> World:
         """The ranks that hold in other models what this one holds, where those are apart."""
-        return (
-            self.world.along("dp_replicate") if self.trains_apart else self.world.loss
-        )
+        if self.within is None:
+            return self.world.loss
+        return self.world.along(_BESIDE[self.within])
 
     @property
     def copy_of_each(self) -> tuple[int, ...]:
-        """Of which copy each rank has a part; () where copies are not apart."""
-        if not self.trains_apart:
+        """Of which copy each rank is; () where no copies of several ranks are apart."""
+        if self.within is None or self.copy.size == 1:
             return ()
-        parts = self.world.whole.size // self.copies.size
-        return tuple(rank // parts for rank in range(self.world.whole.size))
+        axes, beside = self.world.axes, _BESIDE[self.within]
+        ranks = range(math.prod(axes.values()))
+        return tuple(arithmetic.place(axes, rank).get(beside, 0) for rank in ranks)
 
     @property
     def trains_apart(self) -> bool:
-        """Whether copies of a model that is split train apart."""
-        return "stays" in self.setup.facts and self.layout is not None
+        """Whether copies of several ranks each train apart."""
+        return self.within is not None
+
+    @property
+    def within(self) -> str | None:
+        """The axis along which ranks train one copy of the model, where others train theirs."""
+        facts = self.setup.facts
+        if "stays" not in facts:
+            return None
+        split = "dp_shard" if self.layout is not None else None
+        return facts["within"][0] if "within" in facts else split
 
     @property
     def plan(self) -> Plan:
@@ -116,11 +136,21 @@ def checked_world(world: Any) -> World:
 
 
 def check_axes(setup: chain, world: World) -> None:
-    """Raise where ranks along an axis would do one another's work.
+    """Raise where ranks along an axis would do one another's work, or have none.
 
     Raises:
-        WorldError: nothing in the setup gives them parts of it.
+        WorldError: nothing in the setup gives them parts of it; or it names an axis that is
+            not there.
     """
+    for axis in setup.facts.get("within", ()):
+        if world.loss.size > 1 and axis not in world.axes:
+            msg = (
+                f"The setup reduces gradients within {axis!r}, and the world's"
+                f" {world.loss.size} ranks have no such axis:"
+                f" {dict(world.axes) or 'they have none'}. Name both, as"
+                ' World.from_env(axes={"dp_replicate": 2, "dp_shard": -1}).'
+            )
+            raise WorldError(msg)
     said = {
         "cp": ("splits_sequences", "add af.context_parallel(seq_dim=...)"),
         "tp": ("splits_layers", "add af.tensor_parallel(plan)"),

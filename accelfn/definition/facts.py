@@ -45,9 +45,10 @@ FACTS: Mapping[str, str] = {
     "splits_layers": 'a function of a module and a world that gives ranks along "tp" parts of its'
     " layers",
     "splits_sequences": 'ranks along "cp" take parts of the same sequences',
-    "stays": "gradients stay on their rank, or in its copy of a model that is split; it follows"
+    "stays": "gradients stay on their rank, or in its copy of the model; it follows"
     " from `reduce = None`",
     "steps_in_backward": "the optimizer steps while the backward pass runs",
+    "within": "gradients are averaged along this axis alone",
     "whole_gradients": "until the last micro-batch each rank has all of every gradient",
 }
 """What each fact says of the transform that tells it."""

@@ -421,7 +421,10 @@ def engine_of(state: TrainState) -> Engine:
                 values=values,
                 trained=set(state.definition.skeleton.trainable),
             )
-        if chosen and world.loss.size > 1:
+            if not values and state.definition.trains_apart:
+                copy = state.definition.copy  # whose ranks agree at any time
+                check_replicas(whole, copy, label="compare replicas", values=True)
+        if chosen and state.definition.copy.size > 1:
             made = chosen[0].engine(state)
             ok = isinstance(made, Engine)
             check_returned(

@@ -376,8 +376,8 @@ class TrainState:
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=composed)
-        is_cut = definition.layout is not None and self.definition.layout is None
-        if "apart" in self.setup.facts and (is_cut or "apart" not in composed.facts):
+        regrouped = definition.copy_of_each not in ((), self.definition.copy_of_each)
+        if "apart" in self.setup.facts and (regrouped or "apart" not in composed.facts):
             kept = {name: slot for name, slot in slots.items() if name in new}
             self._check_met(kept, by_rank(composed))
         state = attrs.evolve(self, slots=slots, definition=definition)

@@ -126,6 +126,8 @@ def reduced(update: Update) -> Update:
         raise GradsError(_UNFINISHED if unfinished else _unreduced(definition.copy))
     owner = owners[0]
     if owner.reduce is None:
+        if definition.trains_apart:
+            raise GradsError(_unreduced(definition.copy))
         return update
     sums, update = through("reduce", grads, update, Grads)
     if "apart" not in facts_of(owner):

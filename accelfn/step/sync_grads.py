@@ -18,6 +18,8 @@ from accelfn.step.value_and_grad import check_update
 def sync_grads(state: TrainState, grads: Grads) -> Grads:
     """Reduce gradients over the ranks of the state's world, exactly by weight.
 
+    Where copies of several ranks each train apart, over those of this rank's copy.
+
     For custom steps that took them with `sync=False`, or without `wrap_ddp`.
 
     Cost: one all-reduce of all gradients, flattened, and one of their weight.
@@ -31,7 +33,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     check_state("af.sync_grads(state, grads)", state)
     state.lease.check()
     check_update(state, grads)
-    ranks = state.definition.world.loss
+    ranks = state.definition.copy
     if ranks.size == 1:
         return grads
     if grads.taken.is_held:

@@ -190,7 +190,10 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         world = state.definition.world
         if into is not None:
             _check_into(state, into)
-        is_lone = world.loss.size == 1 or (stays_local and not setup.owners["engine"])
+        is_lone = world.loss.size == 1 or (
+            stays_local
+            and (not setup.owners["engine"] or state.definition.copy.size == 1)
+        )
         lone = into is None and sync and is_lone
         if isinstance(batch, Batch):
             samples = Samples(
@@ -220,7 +223,8 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
 def _check_into(state: TrainState, into: Grads) -> None:
     """Raise unless gradients can be added to these."""
     check_update(state, into)
-    if into.reduced and state.definition.world.loss.size > 1:
+    definition = state.definition
+    if into.reduced and definition.world.loss.size > 1 and definition.copy.size > 1:
         msg = (
             "value_and_grad(into=grads): these gradients are reduced over the ranks"
             " already, so what is added now would not be. Take them with sync=False."

@@ -74,7 +74,7 @@ def simulate(
     that they start, of which a DataLoader warns. In several threads it is twice that.
 
     Limits: no real network, one stream of a device for all ranks, no two ranks at once; no
-    groups but those of `axes`.
+    groups but those of `axes`, `world.split` and `world.across`.
     The future of a collective is done when it is asked for. A thread that a rank starts is
     none of its world. A rank that loops without a collective is stopped by an interrupt only.
 

@@ -158,7 +158,7 @@ class compress:
     def _compression(self, state: TrainState) -> Compression:
         """Return what works on one engine's gradients."""
         name: str = cast("Any", self).name
-        ranks = state.world.loss
+        ranks = state.definition.copy
         if self.method != _POWERSGD:
             return Narrow(name, _DTYPES[self.method], ranks)
         return LowRank(

@@ -15,6 +15,7 @@ from accelfn.engine.home import home_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
+from accelfn.world.axes import BATCH
 
 _FIRST_BUCKET_MB = 1
 """What torch makes of it: torch.compile splits graphs at buckets that are no smaller."""
@@ -23,6 +24,15 @@ _FIRST_BUCKET_MB = 1
 def _is_positive(_owner: object, field: Any, value: Any) -> None:
     if value is not None and not (is_number(value) and value > 0):
         msg = f"af.wrap_ddp({field.name}={value!r}): expected a positive number of MiB."
+        raise ArgumentError(msg)
+
+
+def _is_axis(_owner: object, _field: object, value: object) -> None:
+    if value is not None and value not in BATCH:
+        msg = (
+            f"af.wrap_ddp(within={value!r}): expected an axis of the world along which ranks"
+            f" have samples of their own, {' or '.join(map(repr, BATCH))}."
+        )
         raise ArgumentError(msg)
 
 
@@ -39,6 +49,9 @@ class wrap_ddp:
     over all samples (or tokens) of the update, however uneven the shares. In a world of
     1 it changes nothing.
 
+    With `within`, beside `local_sgd`, the ranks along an axis are one worker: they average
+    gradients among them and hold the same, and workers train apart.
+
     Acts on: engine.
 
     Args:
@@ -50,17 +63,24 @@ class wrap_ddp:
         static_graph: the same graph at every step, which DDP then learns once.
         forward_sync_buffers: give all ranks rank 0's buffers before each forward (what
             torch called `broadcast_buffers`).
+        within: the axis of the world along which gradients are averaged, "dp_shard" say, whose
+            ranks are neighbours; None is all ranks. What crosses the other axis is said by
+            `local_sgd`, or another transform under which gradients stay (`reduce = None`).
 
     Law:
         All ranks hold the same parameters, bitwise, after every update; and they are
-        those of one process on the whole batch, up to rounding.
+        those of one process on the whole batch, up to rounding. With `within` the ranks of a
+        worker do, and workers of n ranks are as many ranks that have the samples of n each.
 
     Cost:
-        One all-reduce of the gradients an update, overlapped with the backward pass.
+        One all-reduce of the gradients an update, overlapped with the backward pass; with
+        `within`, among the ranks of a worker.
 
     Raises:
-        CompositionError: a transform that has `reduce`, such as `local_sgd`; `static_graph`
-            with one that runs several backward passes.
+        CompositionError: a transform that has `reduce`, such as `local_sgd` without `within`;
+            `static_graph` with one that runs several backward passes; when applied, `within`
+            and nothing that says what crosses workers.
+        WorldError: when applied, `within` names an axis that the world does not have.
         ReplicaMismatchError: when built, the ranks hold different models.
         UnusedParametersError: at a step, as its name says.
 
@@ -78,6 +98,7 @@ class wrap_ddp:
     find_unused_parameters: bool = _option(default=False, validator=truth())
     static_graph: bool = _option(default=False, validator=truth())
     forward_sync_buffers: bool = _option(default=True, validator=truth())
+    within: str | None = _option(None, _is_axis)
 
     def __attrs_post_init__(self) -> None:
         """Refuse two ways of finding unused parameters, of which torch drops one."""
@@ -94,6 +115,7 @@ class wrap_ddp:
         cap, unused = self.bucket_cap_mb, ("find_unused_parameters", "static_graph")
         return {
             "buckets": True,
+            "within": self.within,
             "small_buckets": cap is not None and cap < _FIRST_BUCKET_MB,
             "finds_unused": next(
                 (f"{n}=True" for n in unused if getattr(self, n)), None
@@ -106,9 +128,13 @@ class wrap_ddp:
         refused = {
             "reduce": "would never reduce a gradient: {other!r} says how they cross ranks."
             " Leave out one of the two.",
-            "stays": "would never reduce a gradient: under {other!r} each rank keeps its own."
-            " Leave out one of the two.",
         }
+        if self.within is None:
+            refused["stays"] = (
+                "would never reduce a gradient: under {other!r} each rank keeps its own."
+                " Leave out one of the two, or say along which axis ranks are one worker,"
+                ' as within="dp_shard".'
+            )
         if self.static_graph:
             refused["value_and_grad"] = (
                 "expects one backward pass an update, but {other!r} runs several."
@@ -116,10 +142,21 @@ class wrap_ddp:
             )
         return refused
 
+    @property
+    def needs(self) -> Mapping[str, str]:
+        """What brings workers together, where there are several."""
+        if self.within is None:
+            return {}
+        return {
+            "stays": "lets workers train apart, and nothing brings them together. Add"
+            " af.local_sgd(sync_every=...), or leave out within=."
+        }
+
     def engine(self, state: TrainState) -> Engine:
         """Build DistributedDataParallel around the state's tensors."""
-        ranks = state.world.loss
-        options = attrs.asdict(self, filter=lambda field, _: field.name != "name")
+        ranks = state.definition.copy
+        own = ("name", "within")
+        options = attrs.asdict(self, filter=lambda field, _: field.name not in own)
         (made,) = state.setup.facts.get("compression", (None,))
         compression = None if made is None else made(state)
 

@@ -30,6 +30,12 @@ class Simulated(Protocol):
         """Return a rank that said something else of the same, and what; without a collective."""
         ...
 
+    def part(
+        self, name: str, ranks: tuple[int, ...]
+    ) -> tuple[dist.ProcessGroup, Simulated]:
+        """Return the group of some of these ranks, this one among them, and its own."""
+        ...
+
     def branch(self, world: Any) -> tuple[Any, Callable[[], None]]:
         """Return a world of the same ranks with a group of its own, and what gives it up."""
         ...
@@ -46,7 +52,8 @@ class Connection:
         activity: what this rank is doing.
         roll_call: by which ranks that fail tell each other how, in a world of `from_env`.
         simulated: what simulated ranks can do besides.
-        parts: what joins the ranks along some of the world's axes, by their names.
+        parts: what joins the ranks along some of the world's axes, by their names, and those
+            of parts that it was split into, by how.
         mesh: torch's record of the axes, once it was asked for.
         is_closed: whether the world is.
         is_lent: whether a branch of it is in use, and it must not be.
@@ -77,7 +84,7 @@ class Connection:
     def add_part(
         self,
         names: tuple[str, ...],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         simulated: Simulated | None = None,
     ) -> None:
         """Let the world have what joins the ranks along some of its axes."""

@@ -275,6 +275,67 @@ class World:
             whole=self.whole,
         )
 
+    def split(self, *, size: int | None = None, by: str | None = None) -> "World":
+        """Return the part of the world in which this rank is, as a world of its own.
+
+        Every collective takes it, and a state may be trained in it; its ranks meet one another
+        alone. It has no axes, and closes with the whole. Call it on all ranks: the first time
+        it opens process groups.
+
+        Args:
+            size: parts of so many neighbouring ranks; it divides the number of all.
+            by: "node": the ranks of one machine.
+
+        Raises:
+            ArgumentError: neither or both are given, or the size divides the ranks unequally.
+            WorldError: this is a part of a world itself, and others would not know of its parts.
+
+        Law: reduced within parts, then `across` them, is reduced over all.
+
+        Cost: the first time a process group for each part; by="node" each time gathers 8 bytes.
+        """
+        return self._parted("World.split", size, by)
+
+    def across(self, *, size: int | None = None, by: str | None = None) -> "World":
+        """Return the ranks that stand where this one stands in each part of `split`, as a world.
+
+        By size its `rank` is the number of the part. Arguments, errors and cost are those of
+        `split`.
+
+        Raises:
+            WorldError: machines run different numbers of ranks; and as `split`.
+        """
+        return self._parted("World.across", size, by)
+
+    def _parted(self, call: str, size: int | None, by: str | None) -> "World":
+        from accelfn.world import parts  # noqa: PLC0415
+
+        written = parts.check_given(call, size, by, self.size)
+        if self._whole is not None:
+            msg = f"{written}: this is a part of a world. Split the whole: world.whole."
+            raise WorldError(msg)
+        assert self.group is not None or self.size == 1  # noqa: S101 - it raises if closed
+        place = self.connection, self.device
+        if size is None:
+            rows = parts.of_nodes(
+                parts.nodes_of(self.node_rank, *place, size=self.size)
+            )
+        else:
+            rows = parts.of_size(size, self.size)
+        if call == "World.across":
+            rows = parts.across(written, rows)
+        joins = parts.open_part(written, rows, self.rank, *place)
+        (mine,) = (row for row in rows if self.rank in row)
+        return attrs.evolve(
+            self,
+            rank=mine.index(self.rank),
+            size=len(mine),
+            axes={},
+            group=joins,
+            owns_group=False,
+            whole=self.whole,
+        )
+
     @cached_property
     def batch(self) -> "World":
         """The ranks that share a batch out among them: those along the two axes of data."""

@@ -26,7 +26,7 @@ UNSEEN = "buffers.seen"  # each rank's first batch norm sees its own rows
 
 @attrs.frozen
 class Apart:
-    """Some copies that train apart, over so many ranks each; with one a rank, whole models."""
+    """Some copies that train apart, of so many ranks each; without an engine, whole models."""
 
     copies: int
     ranks: int
@@ -35,16 +35,26 @@ class Apart:
     @property
     def axes(self) -> dict[str, int] | None:
         """Those of the world."""
-        split = {"dp_replicate": self.copies, "dp_shard": self.ranks}
+        sizes = self.copies, self.ranks
+        if getattr(self.engine, "within", None) == "dp_replicate":
+            sizes = sizes[::-1]
+        split = dict(zip(("dp_replicate", "dp_shard"), sizes, strict=True))
         return None if self.engine is None else split
 
-    def same(self, other: "Apart") -> bool:
-        """Whether copies lie alike."""
-        return (self.copies, self.axes) == (other.copies, other.axes)
+    @property
+    def copy_of_each(self) -> list[int]:
+        """The copy of each rank."""
+        return [self.place(rank)[0] for rank in range(self.copies * self.ranks)]
 
-    def place(self, world: af.World) -> tuple[int, int]:
-        """Return the copy, and the part of it, that a rank has."""
-        return divmod(world.rank, self.ranks)
+    def same(self, other: "Apart") -> bool:
+        """Whether each rank is of the same copy."""
+        return self.copy_of_each == other.copy_of_each
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return the copy of a rank, and which of its ranks it is."""
+        if getattr(self.engine, "within", None) == "dp_replicate":
+            return divmod(rank, self.copies)[::-1]
+        return divmod(rank, self.ranks)
 
     def on_ranks(self, fn: Any) -> Any:
         """Return what a function of a world gives on each rank."""
@@ -70,7 +80,7 @@ class Apart:
         Of an update and a copy that are bad, the first row is not finite.
         """
         step = af.make_step(weighted_loss)
-        copy, part = self.place(state.world)
+        copy, part = self.place(state.world.rank)
         for _ in range(updates):
             rows = rows_of(run, state.num_tried, copy)
             if bad == (state.num_tried, copy):
@@ -234,6 +244,12 @@ def test_only_averages_cross_copies(
     every=af.local_sgd(sync_every=3),
     updates=(2, 2),
 )
+@example(
+    run=Run(1, 1, "weighted", "adamw", in_list=True, micro=1),
+    two=(Apart(2, 2, af.wrap_fsdp()), Apart(1, 1)),
+    every=af.local_sgd(sync_every=3),
+    updates=(2, 0),
+)
 @given(
     run=trainings,
     two=st.tuples(apart | st.just(Apart(2, 1)), apart)
@@ -373,7 +389,7 @@ def test_copies_are_compared_before_they_train(
     def train(world: af.World) -> None:
         state = run.fed(world, split.engine, apart)
         name = sorted(state.params)[run.seed % len(state.params)]
-        copy, _ = split.place(world)
+        copy, _ = split.place(world.rank)
         other = {name: state.params[name] + (copy == 1)}
         state = state.with_params({**state.params, **other})
         with pytest.raises(ReplicaMismatchError, match=f"{name}: checksum"):

@@ -67,7 +67,7 @@ MUTANTS = [
         "L3: gradients of parts of a sequence are not summed along cp",
         TRAINS,
         ddp.wrap_ddp.engine,
-        "ranks = state.world.loss → ranks = state.world.batch",
+        "ranks = state.definition.copy → ranks = state.world.batch",
     ),
     Mutant(
         "L3: metrics of parts of a sequence are those of one part",

@@ -20,13 +20,15 @@ CHANGE = test_split_copies.test_copies_change_their_layout_when_they_agree
 FAULTS = test_checkpoint_faults.test_c20_copies_that_are_none
 
 Definition = definition.Definition
+CACHED = manifest.Manifest.__getattr__.__globals__["cached_properties"]
+"""Where attrs keeps the functions of what is computed once."""
 
 MUTANTS = [
     Mutant(
         "L10: the weight of a copy is that of all copies",
         ALONE,
         Definition.copy,
-        "self.splits if self.trains_apart else self.world.loss → self.world.loss",
+        "if self.within is None: → if self.layout is not None:",
     ),
     Mutant(
         "L10: copies that train apart skip an update each for itself",
@@ -45,8 +47,7 @@ MUTANTS = [
         "L8: a rank averages its part with other parts",
         SGD,
         Definition.copies,
-        'self.world.along("dp_replicate") if self.trains_apart else self.world.loss'
-        " → self.world.loss",
+        "self.world.along(_BESIDE[self.within]) → self.world.loss",
     ),
     Mutant(
         "L10: gradients of copies that train apart are summed over all of them",
@@ -71,14 +72,13 @@ MUTANTS = [
         "L45: copies that lie otherwise than they were saved take one another's parts",
         GOES_ON,
         elastic.source_of,
-        "manifest.copies in ((), state.definition.copy_of_each) → True",
+        "manifest.copies == state.definition.copy_of_each → True",
     ),
     Mutant(
-        "L45: on other ranks a copy counts by the samples of another one",
+        "L45: of copies the ranks are averaged whose numbers copies have",
         GOES_ON,
-        elastic.Source._mean,
-        "[(self.weights or ())[rank] for rank in firsts.values()]"
-        " → [(self.weights or ())[copy] for copy in firsts]",
+        CACHED["firsts"],
+        "copies.index(copy) for copy in → copy for copy in",
     ),
     Mutant(
         "L45: the average of copies is the first one's",
@@ -97,13 +97,13 @@ MUTANTS = [
         "L2: ranks that trained apart are cut into copies of which no rank had the whole",
         CHANGE,
         state.TrainState.with_setup,
-        '(is_cut or "apart" not in composed.facts) → ("apart" not in composed.facts)',
+        'regrouped or "apart" not in composed.facts → "apart" not in composed.facts',
     ),
     Mutant(
         "L2: copies that are told to train together again may differ",
         CHANGE,
         state.TrainState.with_setup,
-        '(is_cut or "apart" not in composed.facts) → is_cut',
+        'regrouped or "apart" not in composed.facts → regrouped',
     ),
     Mutant(
         "L2: copies of a split model are not compared before they train",

@@ -60,7 +60,7 @@ class Program:
     def expected(self, rank: int) -> list[list[float]]:
         """Return what comes of each call, by slicing an array of all ranks."""
         return [
-            _due(call.kind, [100.0 * i + each for each in peers], rank)
+            due(call.kind, [100.0 * i + each for each in peers], rank)
             if call.is_of(peers := self.peers(rank, call.names))
             else []
             for i, call in enumerate(self.calls)
@@ -81,7 +81,7 @@ def _made(call: Call, index: int, world: af.World) -> list[float]:
     """Make a call on what tells the rank and the call."""
     part = world.along(*call.names)
     value = torch.tensor([100.0 * index + world.rank])
-    made = value if part.size == 1 else _KINDS[call.kind](value, part)
+    made = value if part.size == 1 else KINDS[call.kind](value, part)
     return made.tolist()
 
 
@@ -113,7 +113,7 @@ def _dtensor(value: torch.Tensor, part: af.World) -> torch.Tensor:
     return rows.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
 
 
-_KINDS = {
+KINDS = {
     "reduce": af.reduce,
     "gather": af.gather,
     "broadcast": _broadcast,
@@ -123,7 +123,7 @@ _KINDS = {
 }
 
 
-def _due(kind: str, values: list[float], rank: int) -> list[float]:
+def due(kind: str, values: list[float], rank: int) -> list[float]:
     own = values.index(next(v for v in values if v % 100 == rank))
     if kind == "reduce":
         return [sum(values)]
@@ -147,5 +147,5 @@ def programs(draw: st.DrawFn, *, most: int = 8) -> Program:
     names = [*joined(axes), tuple(axes), ()]
     along = st.sampled_from(names).flatmap(st.permutations).map(tuple)
     among = st.sampled_from(["all", "all", "even", "odd"])
-    calls = st.builds(Call, st.sampled_from(sorted(_KINDS)), along, among)
+    calls = st.builds(Call, st.sampled_from(sorted(KINDS)), along, among)
     return Program(axes, tuple(draw(st.lists(calls, max_size=6))))

@@ -9,14 +9,14 @@ from functools import partial
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.faults import Raise
-from tests.ranks import programs, programs_of_axes
+from tests.ranks import programs, programs_of_axes, programs_of_parts
 from tests.ranks import programs_of_collectives as collectives
 from tests.ranks import programs_of_differences as differences
 from tests.ranks import programs_of_trees as trees
@@ -61,6 +61,15 @@ def test_calls_along_axes_give_what_gloo_gives(
 ) -> None:
     """Any program along any axes, of collectives, messages, functional ones and DTensors."""
     simulate(program.size, program, axes=program.axes, also="processes")
+
+
+@settings(max_examples=8)
+@given(programs_of_parts.programs(sizes=(1, 2, 4)))
+def test_calls_in_parts_give_what_gloo_gives(
+    program: programs_of_parts.Program,
+) -> None:
+    """Any program in any parts, by size and by machine, whoever else calls."""
+    simulate(program.size, program, also="processes")
 
 
 @given(st.lists(tree_calls(), max_size=6), st.sampled_from([2, 2, 3]), schedules)

@@ -62,6 +62,22 @@ def test_copies_of_split_models_train_as_on_gloo(
                 assert differences(ours, theirs, within=1e-12) == []
 
 
+@settings(max_examples=3)
+@given(run=runs(), axis=st.sampled_from(["dp_shard", "dp_replicate"]), every=apart)
+def test_workers_train_as_on_gloo(run: Run, axis: str, every: object) -> None:
+    """Up to rounding, as of copies that are split: four ranks compare and evaluate together."""
+    with tempfile.TemporaryDirectory() as folder:
+        setup = af.chain(af.wrap_ddp(within=axis), every)
+        training = Training(run, setup, SQUARE, folder)
+        simulated = simulate(4, training, axes=SQUARE)
+        real = run_ranks(4, training, axes=SQUARE)
+        for one, other in zip(simulated, real, strict=True):
+            for ours, theirs in zip(
+                map(numbers, one), map(numbers, other), strict=True
+            ):
+                assert differences(ours, theirs, within=1e-12) == []
+
+
 @settings(max_examples=5)
 @given(text=texts(2), engine=engines)
 def test_split_sequences_train_as_on_gloo(text: Text, engine: object) -> None:

@@ -121,7 +121,7 @@ WORLD = _each(
         "broadcast": "write af.broadcast(values, world)",
         "all_reduce": 'write af.reduce(values, world, "sum")',
         "all_gather": "write af.gather(values, world)",
-        "split_between_processes split": "write af.split(values, world)",
+        "split_between_processes": "write af.split(values, world)",
         "main_process_first local_main_process_first": "write `with af.main_first(world):`",
         "on_main_process on_process": "write @af.on_main(world), or @af.on_rank(world, rank)",
         "prepare": "write TrainState.create(model=..., optimizer=..., data=..., setup=...,"

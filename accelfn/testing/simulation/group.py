@@ -226,8 +226,9 @@ class SimulatedGroup(dist.ProcessGroup):
         """Refuse groups that not all ranks know of."""
         msg = (
             f"Rank {self._rank} of {self._size}: a simulated world has no other groups than"
-            " those of its axes. Name them, simulate(size, fn, axes={...}), and take"
-            " world.along(name); a DeviceMesh is world.mesh."
+            " those of its axes and parts. Take world.split(size=...), or name axes,"
+            " simulate(size, fn, axes={...}), and take world.along(name); a DeviceMesh is"
+            " world.mesh."
         )
         raise SimulationError(msg)
 

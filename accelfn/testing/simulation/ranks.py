@@ -158,6 +158,12 @@ class _Room:
         sayings = self._run.sayings.setdefault(members, Sayings(len(members.ranks)))
         return sayings.say(self.group.rank(), label, rows)
 
+    def part(self, name: str, ranks: tuple[int, ...]) -> tuple[SimulatedGroup, "_Room"]:
+        """Return the group of some of these ranks, this one among them, and its room."""
+        within = f"{self.group.members.name} {name}".strip()
+        room = self.among(Members(within, ranks))
+        return room.group, room
+
     def branch(self, world: World) -> tuple[World, Callable[[], None]]:
         """Return a world of the same ranks with a group of its own, and what gives it up."""
         name = f"branch {next(self._num_branches)}"
