@@ -151,6 +151,7 @@ CATALOG: tuple[Row, ...] = (
             opt_state=st.booleans(),
             bucket_cap_mb=st.sampled_from([25, 1e-5]),
         ),
+        not_drawn=frozenset({"neighbours"}),
     ),
     Row(
         af.diloco,

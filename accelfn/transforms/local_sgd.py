@@ -3,15 +3,17 @@
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from itertools import pairwise
+from typing import Any, ClassVar, TypeAlias, cast
 
 import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import integer, mebibytes, truth
+from accelfn.base.arguments import Number, integer, is_integer, mebibytes, truth
 from accelfn.collectives import all_gather, average_
 from accelfn.definition.transform import transform
+from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 from accelfn.world import World
@@ -20,6 +22,25 @@ Slot: TypeAlias = dict[str, Any]
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
 _LABEL = "local_sgd"
+
+
+def _are_parts(owner: Any, _field: object, value: Any) -> None:
+    good = isinstance(value, Mapping) and all(
+        is_integer(period, 1) and is_integer(ranks, 2)
+        for period, ranks in cast("Mapping[Any, Any]", value).items()
+    )
+    if good:
+        parts = sorted(value.items())
+        both = [*parts, (owner.sync_every, None)]
+        good = all(p < q and q % p == 0 for (p, _), (q, _) in pairwise(both))
+        good = good and all(m < n and n % m == 0 for (_, m), (_, n) in pairwise(parts))
+    if not good:
+        msg = (
+            f"af.local_sgd(sync_every={owner.sync_every}, neighbours={value!r}): expected numbers"
+            " of ranks by periods, {4: 8}, of which each divides the next, and the last period"
+            " sync_every."
+        )
+        raise ArgumentError(msg)
 
 
 @transform
@@ -33,6 +54,9 @@ class local_sgd:
     transform evaluates instead, as `ema` does, is averaged so, too; just after an average,
     when no rank has seen a sample since, ranks count alike.
 
+    With `neighbours`, parts of the world are averaged more often, as the ranks of a machine or
+    of a site, between which the network is fast.
+
     Beside `wrap_fsdp`, in a world with "dp_replicate", it is the copies of the model that
     train apart, and each rank averages the part that it has with the same part of the others.
 
@@ -45,6 +69,10 @@ class local_sgd:
             counts of steps. Those of a parameter that has had no gradient on some rank yet,
             which has none of them, stay each rank's own until it has.
         bucket_cap_mb: the size of the buffer in which they cross, in MiB.
+        neighbours: by a period, of how many neighbouring ranks each part is averaged: {4: 8}
+            every 4 updates, parts of 8. Each period divides the next, and the last divides
+            `sync_every`; so does each number of ranks, and the last divides that of all. Where
+            several are due, it is the largest part that is averaged.
 
     Law:
         With `sync_every=1` and plain SGD it is `wrap_ddp`; copies that are split are as many
@@ -55,10 +83,17 @@ class local_sgd:
         Flattened all-reduces every `sync_every` updates, one for each `bucket_cap_mb`, of the
         parameters (or the parts that the rank has) that are trained, or were before
         `with_trainable` froze them; memory for one buffer. As many again if no rank has seen a
-        sample since the last; with `opt_state`, a gather of 8 bytes a parameter.
+        sample since the last; with `opt_state`, a gather of 8 bytes a parameter. With
+        `neighbours`, the same within parts at their periods.
+
+    Raises:
+        ArgumentError: periods or numbers of ranks do not divide each other; when the state is
+            made, nor the number of all.
+        WorldError: when the state is made, neighbours of what is a part of a world.
 
     References:
-        Stich 2019, "Local SGD Converges Fast and Communicates Little".
+        Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't
+        Use Large Mini-Batches, Use Local SGD" (neighbours).
 
     Example:
         >>> local_sgd(sync_every=8)
@@ -70,7 +105,7 @@ class local_sgd:
 
     tells: ClassVar[Mapping[str, Any]] = {
         "draws_nothing": True,
-        "by_rank": ("weight",),
+        "by_rank": ("weight", "near"),
     }
     sync_every: int = attrs.field(
         validator=integer(1, "a number of updates"), kw_only=True
@@ -78,32 +113,45 @@ class local_sgd:
     buffers: bool = attrs.field(default=False, validator=truth(), kw_only=True)
     opt_state: bool = attrs.field(default=False, validator=truth(), kw_only=True)
     bucket_cap_mb: float = attrs.field(default=25, validator=mebibytes(), kw_only=True)
+    neighbours: Mapping[int, int] = attrs.field(
+        factory=dict[int, int], validator=_are_parts, hash=False, kw_only=True
+    )
 
     def init(self, state: TrainState) -> Slot:
-        """Start with ranks that agree."""
-        return {"weight": 0, "since": state.step}
+        """Start with ranks that agree, and with the groups of neighbours."""
+        for size in self.neighbours.values():
+            state.definition.copies.split(size=size)
+        return self._begun(state)
 
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Count what this rank has seen; average when the period is over."""
         slot = {**slot, "weight": slot["weight"] + update.weight}
-        if state.step - slot["since"] < self.sync_every:
-            return state, slot
-        return self.finalize(state, slot, update)
+        if self.neighbours:
+            near = {key: w + update.weight for key, w in slot["near"].items()}
+            slot["near"] = near
+        updates = state.step - slot["since"]
+        if updates >= self.sync_every:
+            return self.finalize(state, slot, update)
+        return state, self._near(state, slot, updates)
 
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Average now, in place, unless nothing was updated since the last time."""
         if state.step > slot["since"]:
-            self._average_(self._averaged(state), slot, state.definition.copies)
-        return state, {"weight": 0, "since": state.step}
+            ranks = state.definition.copies
+            self._average_(self._averaged(state, ranks), slot["weight"], ranks)
+        return state, self._begun(state)
 
     def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
         """Average by the weight of what each rank has seen; go on as after an average."""
         weights = [float(slot["weight"]) for slot in slots]
-        return weights, {**slots[0], "weight": 0}
+        merged = {**slots[0], "weight": 0}
+        if self.neighbours:
+            merged["near"] = dict.fromkeys(slots[0]["near"], 0)
+        return weights, merged
 
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: Slot, update: Update
@@ -118,22 +166,40 @@ class local_sgd:
         if ranks.size == 1 or agree:
             return params, slot
         means = tree.clone({n: p for n, p in params.items() if n in trained})
-        self._average_(list(means.values()), slot, ranks)
+        self._average_(list(means.values()), slot["weight"], ranks)
         return {**params, **means}, slot
 
+    def _begun(self, state: TrainState) -> Slot:
+        """Return the slot of ranks that agree."""
+        slot: Slot = {"weight": 0, "since": state.step}
+        if self.neighbours:
+            slot["near"] = {f"{period}": 0 for period in self.neighbours}
+        return slot
+
+    def _near(self, state: TrainState, slot: Slot, updates: int) -> Slot:
+        """Average the largest part that is due, and begin its period, and those within, anew."""
+        due = [period for period in self.neighbours if updates % period == 0]
+        if not due:
+            return slot
+        last = max(due)
+        ranks = state.definition.copies.split(size=self.neighbours[last])
+        weight = slot["near"][f"{last}"]
+        self._average_(self._averaged(state, ranks), weight, ranks)
+        within = {f"{period}": 0 for period in self.neighbours if period <= last}
+        return {**slot, "near": {**slot["near"], **within}}
+
     def _average_(
-        self, tensors: Sequence[torch.Tensor], slot: Slot, ranks: World
+        self, tensors: Sequence[torch.Tensor], weight: Number, ranks: World
     ) -> None:
-        weight, cap = slot["weight"], self.bucket_cap_mb
+        cap = self.bucket_cap_mb
         average_(tensors, weight, ranks, label=_LABEL, bucket_cap_mb=cap)
 
-    def _averaged(self, state: TrainState) -> list[torch.Tensor]:
+    def _averaged(self, state: TrainState, ranks: World) -> list[torch.Tensor]:
         # the others are as they were created, and rounding would move them
         trained = state.definition.skeleton.once_trained
         tensors = [param for name, param in state.params.items() if name in trained]
         if self.buffers:
             tensors += state.buffers.values()
-        ranks = state.definition.copies
         if self.opt_state and ranks.size > 1:
             entries = {n: _moving(state.opt_state.get(n, {})) for n in sorted(trained)}
             tensors += _held_by_all(entries.values(), ranks)

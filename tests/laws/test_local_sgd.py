@@ -11,6 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.laws.test_diloco import NAMES, Moves, moves
 from tests.laws.worlds import DDP, Found, alone, params, trained, without_slots
 from tests.strategies import Run, differences, runs, tensors
 
@@ -120,6 +121,76 @@ def test_a_last_average_is_owed(run: Run, size: int, weighted: bool) -> None:
         assert differences(before, still) == []
         assert differences(mean, view, within=1e-12) == []
         assert differences(mean, after, within=1e-12) == []
+
+
+@attrs.define
+class Meetings:
+    """Ranks that meet neighbours at some periods, and all at the last, by hand."""
+
+    moves: Moves
+    sizes: dict[int, int]
+    x: list[Found] = attrs.field(init=False)
+    seen: dict[int, list[int]] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        begin = torch.zeros(self.moves.size).double()
+        self.x = [dict.fromkeys(NAMES, begin) for _ in range(self.moves.ranks)]
+        self.seen = {period: [0] * self.moves.ranks for period in self.sizes}
+
+    def update(self, t: int) -> None:
+        for rank, x in enumerate(self.x):
+            weight = self.moves.weights[t][rank]
+            for n in NAMES if weight else ():
+                x[n] = x[n] - self.moves.slope(t, rank, n)
+            for each in self.seen.values():
+                each[rank] += weight
+        due = [period for period in self.sizes if (t + 1) % period == 0]
+        if due:
+            self.meet(max(due))
+
+    def meet(self, last: int) -> None:
+        size = self.sizes[last]
+        for begin in range(0, self.moves.ranks, size):
+            part = range(begin, begin + size)
+            together = self.mean(part, last)
+            for rank in part:
+                self.x[rank] = dict(together)
+        self.seen |= {p: [0] * self.moves.ranks for p in self.seen if p <= last}
+
+    def mean(self, ranks: range, period: int) -> Found:
+        weights = [self.seen[period][r] for r in ranks]
+        weights = weights if any(weights) else [1] * len(ranks)
+        each = [*zip(weights, ranks, strict=True)]
+        return {n: sum(w * self.x[r][n] for w, r in each) / sum(weights) for n in NAMES}
+
+
+@given(
+    moves=moves(ranks=st.sampled_from([4, 4, 6])),
+    every=st.sampled_from([4, 4, 8]),
+    near=st.sampled_from([{1: 2}, {2: 2}, {1: 2, 2: 4}, {2: 4}]),
+)
+def test_neighbours_meet_more_often(
+    moves: Moves, every: int, near: dict[int, int]
+) -> None:
+    """Parts are averaged at their periods by what their ranks saw since, all at the last."""
+    near = {period: size for period, size in near.items() if moves.ranks % size == 0}
+    setup = af.local_sgd(sync_every=every, neighbours=near)
+
+    def train(world: af.World) -> list[tuple[Found, Found]]:
+        state, found = moves.state(world, setup), []
+        for _ in moves.slopes:
+            state = moves.step(state)
+            held = {n: p.clone() for n, p in state.params.items()}
+            found.append((held, dict(af.eval_params(state))))
+        return found
+
+    by_hand = Meetings(moves, {**near, every: moves.ranks})
+    for t, found in enumerate(zip(*simulate(moves.ranks, train), strict=True)):
+        by_hand.update(t)
+        everyone = by_hand.mean(range(moves.ranks), every)
+        for x, (held, view) in zip(by_hand.x, found, strict=True):
+            assert differences(x, held, within=1e-12) == []
+            assert differences(everyone, view, within=1e-12) == []
 
 
 class Three(nn.Module):

@@ -6,13 +6,16 @@ from accelfn.collectives import averages, few_bits, reductions, trees
 from accelfn.outer import exchange, fragments
 from accelfn.transforms import diloco as module
 from accelfn.transforms.diloco import diloco
+from accelfn.transforms.local_sgd import local_sgd
 from tests.laws import test_diloco as outer
 from tests.laws import test_few_bits as bits
+from tests.laws import test_local_sgd as averages_of
 from tests.laws import test_pending as started
 from tests.laws import test_split_copies as copies
 from tests.mutants.mutant import Mutant
 
 PAPERS = outer.test_it_is_what_the_papers_say
+NEIGHBOURS = averages_of.test_neighbours_meet_more_often
 LOCAL = outer.test_a_plain_outer_step_is_local_sgd
 ALONE = outer.test_alone_every_update_is_the_inner_optimizer
 LOST = outer.test_nothing_is_lost_in_few_bits
@@ -308,5 +311,29 @@ MUTANTS = [
         LOOKS,
         codec.encode,
         "tree.wait() if is_pending → {} if is_pending",
+    ),
+    Mutant(
+        "L10: neighbours are those that stand apart",
+        NEIGHBOURS,
+        local_sgd._near,
+        ".split(size= → .across(size=",
+    ),
+    Mutant(
+        "L10: of several parts that are due the smallest is averaged",
+        NEIGHBOURS,
+        local_sgd._near,
+        "last = max(due) → last = min(due)",
+    ),
+    Mutant(
+        "L10: parts are averaged by what was seen since all met",
+        NEIGHBOURS,
+        local_sgd._near,
+        'weight = slot["near"][f"{last}"] → weight = slot["weight"]',
+    ),
+    Mutant(
+        "L10: what neighbours saw counts again, at the next of their periods",
+        NEIGHBOURS,
+        local_sgd._near,
+        '{**slot["near"], **within} → slot["near"]',
     ),
 ]
