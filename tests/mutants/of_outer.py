@@ -155,12 +155,6 @@ MUTANTS = [
         '{**params, **slot["anchor"]} → params',
     ),
     Mutant(
-        "L43: a copy in flight is of the first half, which it begins again",
-        EARLY,
-        exchange.Exchange.go_on,
-        'if flight.get("half") != 1: → if flight["values"].has_arrived:',
-    ),
-    Mutant(
         "L43: what is on its way has no tensors, to who counts them",
         LOOKS,
         tree._gather,
