@@ -15,7 +15,7 @@ from accelfn.errors import ArgumentError
 
 AXES: Mapping[str, str] = {
     "dp_replicate": "copies of the model, each on its own samples",
-    "dp_shard": "the ranks that one copy is split over, each on its own samples",
+    "dp_shard": "the ranks of one copy, most often split over them, each on its own samples",
     "cp": "parts of one sample's sequence",
     "tp": "parts of one layer",
 }
