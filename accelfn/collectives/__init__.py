@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives: the few calls in which ranks talk, each with a label and a named failure."""
 
+from accelfn.collectives.missing import break_off as break_off
 from accelfn.collectives.naming import naming as naming
 from accelfn.collectives.objects import broadcast_object as broadcast_object
 from accelfn.collectives.objects import gather_objects as gather_objects

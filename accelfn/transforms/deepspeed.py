@@ -77,6 +77,12 @@ class wrap_deepspeed:
     however uneven the shares. An update whose gradients are not finite is left out by all ranks,
     and counted; `metrics["skipped"]` tells.
 
+    DeepSpeed sends gradients as they come. At stages 1 and 2 each waits for its turn here, in
+    the order in which rank 0's came at first, so ranks may use the model in different orders. At
+    stage 3 modules are gathered as they run, which cannot wait: where all ranks have gone one
+    way before nothing is compared, elsewhere each place is. A rank that leaves such a way asks
+    the others, and gives up after half of the world's timeout.
+
     Acts on: layout, engine; init, which refuses.
 
     Args:
@@ -110,8 +116,10 @@ class wrap_deepspeed:
         OptimizerError: when the state is made, the optimizer does not go element by element, or
             a parameter group trains nothing, or at stage 3 counts updates; at a step,
             parameters of a group have other counts.
-        LossError: at a step, ranks used the model in different ways: their gradients came in
-            different orders, and DeepSpeed adds up those that come at the same time.
+        UnusedParametersError: at a step, a parameter took no part in the loss, on some ranks
+            or on all; those are named on all ranks.
+        LossError: at a step of stage 3, ranks used the model in different ways; all raise it, or
+            `PeerFailedError` where only one leaves a way that all have gone before.
         GradsError: at `apply_grads`, of gradients that DeepSpeed does not hold any more.
 
     References:

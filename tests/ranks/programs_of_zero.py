@@ -252,12 +252,17 @@ def mistakes(world: af.World, each: Trained) -> None:
     if each.engine.stage == 3:
         with pytest.raises(af.errors.LossError, match="had not gathered"):
             af.value_and_grad(_penalised)(each.state(world), batch)
-    with pytest.raises(af.errors.UnusedParametersError, match="took no part"):
+    with pytest.raises(
+        af.errors.UnusedParametersError, match=r"took no part.*: take af\.wrap_fsdp"
+    ):
         af.value_and_grad(_first)(each.state(world), batch)
 
 
 def orders(world: af.World, each: Trained) -> None:
-    """Check that ranks whose gradients come in different orders are told, and go on."""
+    """Check that ranks whose gradients come in different orders give the same, where they may.
+
+    At stage 3 they are told, and go on.
+    """
     torch.set_num_threads(1)
 
     def loss(net: Any, batch: Any) -> torch.Tensor:
@@ -266,14 +271,88 @@ def orders(world: af.World, each: Trained) -> None:
         made = LOSSES["mean"](net, batch)
         return made + (early if world.rank else net.bias.square().sum())
 
-    state = stepped(each, each.state(world), 1)
-    before = tensors(state)
+    if each.engine.stage < 3:
+        found = []
+        for of in (each, attrs.evolve(each, engine=af.wrap_fsdp())):
+            state = of.state(world)
+            for batch in of.run.batches(state, 2):
+                state, _ = af.make_step(loss)(state, batch)
+            found.append(_common(tensors(state)))
+        assert differences(*found, within=1e-6) == []
+        return
+    told = r"rank 0 runs the model, rank 1 takes 'bias' by name"
+    _told_and_going_on(world, each, loss, af.errors.LossError, told)
+
+
+def unused(world: af.World, each: Trained) -> None:
+    """Check that ranks that use other parameters are told, in whichever update, and go on."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        made = net.blocks[0](net.first(batch[0])) if world.rank else net(batch[0])
+        return made.square().mean()
+
+    missing = "of rank 0 none; of rank 1 scale, bias, blocks.1.layer.weight"
+    kind, told = af.errors.UnusedParametersError, missing
+    if each.engine.stage == 3:
+        kind, told = af.errors.LossError, "rank 0 runs the model, rank 1 runs 'first'"
+    _told_and_going_on(world, each, loss, kind, told, later=each.engine.stage < 3)
+
+
+def _told_and_going_on(
+    world: af.World,
+    each: Trained,
+    loss: Any,
+    kind: type[Exception],
+    told: str,
+    *,
+    later: bool = False,
+) -> None:
+    """Check that a loss is refused in the first update of an engine, and in a later one."""
+    state = each.state(world)
+    for updates in range(1 + later):
+        before = tensors(state)
+        (batch, *_) = each.run.batches(state, 1)
+        for _ in range(2):
+            with pytest.raises(kind, match=told):
+                af.make_step(loss)(state, batch)
+        assert differences(before, tensors(state)) == []
+        state = stepped(each, state, 1)
+        alone = stepped(each, each.state(world), updates + 1)
+        assert differences(tensors(alone), tensors(state)) == []
+
+
+def ways(world: af.World, each: Trained) -> None:
+    """Check that ranks may use a model in other ways, in whichever updates, if all do."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any, turn: int) -> torch.Tensor:
+        made = LOSSES["mean"](net, batch)
+        early = net.blocks[turn % 2](net.first(batch[0])).square().mean()
+        return made + early if turn else made
+
+    found = []
+    for of in (each, attrs.evolve(each, engine=af.wrap_fsdp(torch.nn.Linear))):
+        state, step = of.state(world), af.make_step(loss)
+        for batch, turn in zip(
+            of.run.batches(state, 6), (0, 1, 0, 2, 1, 0), strict=True
+        ):
+            state, _ = step(state, batch, turn)
+        found.append(_common(tensors(state)))
+    assert differences(*found, within=1e-6) == []
+
+
+def astray(world: af.World, each: Trained) -> None:
+    """Raise what a rank is told that leaves the known way alone, or waits for it in vain."""
+    torch.set_num_threads(1)
+    state = stepped(each, each.state(world), 2)
     (batch, *_) = each.run.batches(state, 1)
-    with pytest.raises(af.errors.LossError, match="came in different orders"):
-        af.make_step(loss)(state, batch)
-    assert differences(before, tensors(state)) == []
-    alone = stepped(each, each.state(world), 2)
-    assert differences(tensors(alone), tensors(stepped(each, state, 1))) == []
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        made = LOSSES["mean"](net, batch)
+        return made + net.last(net.first(batch[0])).mean() if world.rank else made
+
+    af.make_step(loss)(state, batch)
 
 
 def thawing(world: af.World, each: Trained) -> None:

@@ -14,11 +14,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.testing import run_processes
 from tests.laws.histories import Acts, acts
 from tests.laws.split_models import Block, Run, runs
-from tests.processes import run_ranks
+from tests.processes import RankError, run_ranks
 from tests.ranks.programs_of_zero import (
     Trained,
+    astray,
     calls,
     histories,
     layouts,
@@ -30,6 +32,8 @@ from tests.ranks.programs_of_zero import (
     released,
     skips,
     thawing,
+    unused,
+    ways,
 )
 from tests.ranks.test_failures import launch
 from tests.strategies import differences, tensors
@@ -175,10 +179,37 @@ def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage: int) -> None:
     run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
+APART = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_meet_those_of_the_same_parameters(stage: int) -> None:
+    """In whichever order they come; at stage 3, where modules are gathered, all are told."""
+    small = {"reduce_bucket_size": 20, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": small}
+    run_ranks(2, orders, Trained(RUN, af.wrap_deepspeed(stage, config=config)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_ranks_that_use_other_parameters_are_told(stage: int, micro: int) -> None:
+    """All of them, by rank and name, and go on."""
+    run = attrs.evolve(RUN, micro=micro)
+    run_ranks(2, unused, Trained(run, af.wrap_deepspeed(stage)))
+    run_ranks(2, unused, Trained(run, af.wrap_deepspeed(stage, config=APART)))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_come_in_one_order(stage: int) -> None:
-    """Sums of different parameters would be wrong, and nothing else would tell."""
-    run_ranks(2, orders, Trained(RUN, af.wrap_deepspeed(stage)))
+def test_ranks_may_use_a_model_in_other_ways_together(stage: int) -> None:
+    """What a rank leaves the known way for, it asks the others."""
+    run_ranks(2, ways, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
+
+
+def test_a_rank_that_goes_astray_is_told() -> None:
+    """And those that wait for it hear of it, as soon as it gives up."""
+    each = Trained(RUN, af.wrap_deepspeed(3, config=APART))
+    with pytest.raises(RankError, match="0 goes back through the loss, rank 1 runs 'f"):
+        run_processes(2, astray, each, timeout=20)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -2,7 +2,6 @@
 """`ZeroHome`: the tensors of one state at a time live in DeepSpeed's."""
 
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
@@ -82,7 +81,6 @@ class ZeroHome:
         self._at_rest: OptState = {}
         self._bound: FlatParams | None = None
         self._used: list[str] = []
-        self._order: tuple[list[str], int] = [], 0
         self._held: HeldGradients | None = None
 
     def wrap(self, root: nn.Module) -> Zero:
@@ -91,6 +89,7 @@ class ZeroHome:
         metas = skeleton.module.named_parameters()
         memo: dict[int, Any] = {id(meta): self.params[name] for name, meta in metas}
         self.zero = Zero(root, rebuilt(prototype, memo), self._config, self._ranks)
+        self.zero.align(self._names)
         self.where = self.zero.where(self._names, self._layout)
         noting(self.trained, self._used)
         weakref.finalize(self, self.zero.free)
@@ -169,17 +168,17 @@ class ZeroHome:
     def note_none(self) -> None:
         """Begin an update, whose backward passes have come by no parameter yet."""
         self._used.clear()
+        self.zero.begin()
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the parameters of which DeepSpeed has a gradient."""
         used = set(self._used)
         return {n: param for n, param in self.trained.items() if n in used}
 
-    def order(self) -> int:
-        """Return a number that tells orders apart in which gradients have come."""
-        if self._used != self._order[0]:
-            self._order = [*self._used], zlib.crc32("\n".join(self._used).encode())
-        return self._order[1]
+    def unused(self) -> list[str]:
+        """Return the parameters of which there is no gradient on this rank."""
+        used = set(self._used)
+        return [name for name in self.trained if name not in used]
 
     def put_gradients(self, grads: Grads) -> None:
         """Leave the gradients that DeepSpeed holds where they are.

@@ -4,24 +4,22 @@
 import torch
 from torch import nn
 
-from accelfn.collectives import all_reduce_, broadcast_, naming
+from accelfn.collectives import all_reduce_, broadcast_, gather_text, naming
 from accelfn.engine.fsdp import RootModule
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LossFunction, like
 from accelfn.engine.zero.home import ZeroHome
 from accelfn.engine.zero.package import parted
-from accelfn.errors import LossError, WorldError
+from accelfn.errors import LossError, UnusedParametersError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World
 
-_OUT_OF_ORDER = (
-    "The ranks' gradients came in different orders: in the loss, ranks used the model in"
-    " different ways. DeepSpeed adds up those that come at the same time, which are of different"
-    " parameters then. The state is as it was. Let all ranks run the same modules, in the same"
-    " order, or take af.wrap_fsdp()."
+_UNUSED = (
+    "Some parameters took no part in the loss of some ranks: {told}. Ranks wait for the gradients"
+    " of all. The state is as it was. Let all ranks use them, if only by 0, as in"
+    " `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False), or take"
+    " af.wrap_fsdp(find_unused_parameters=True)."
 )
-
-
 _NOT_GATHERED = (
     "The loss used a parameter that DeepSpeed had not gathered: at stage 3 it gathers those of"
     " a module that is called, and those that are taken by name, as model.head.weight. Take them"
@@ -80,7 +78,6 @@ class ZeroRunner:
         scalar = self._scalar
         del self._scalar
         loss = scalar if scale is None else scalar * like(scalar, scale)
-        in_order = self._zero.reduces_as_they_come
         try:
             with self._backward:
                 self._zero.backward(loss, ends=self._sync)
@@ -90,14 +87,27 @@ class ZeroRunner:
             raise
         if not self._sync:
             return None
-        order = self._home.order() if in_order else 0
-        ranks, double = self._ranks, torch.float64
-        sums = torch.tensor([0.0, order], dtype=double, device=ranks.device)
+        ranks, unused = self._ranks, self._home.unused()
+        counts = [0.0, len(unused)]
+        sums = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
         sums[0] = weight
         all_reduce_([sums], ranks, label="weight of the loss")
-        if in_order and float(sums[1]) != order * ranks.size:
-            raise LossError(_OUT_OF_ORDER)
+        if sums[1]:
+            self._check_alike(unused)
         return sums[0] / ranks.size
+
+    def _check_alike(self, unused: list[str]) -> None:
+        """Raise unless what took no part in the loss is the same on all ranks.
+
+        Raises:
+            UnusedParametersError: it is not; they are named on all ranks.
+        """
+        text = "\n".join(unused)
+        texts = gather_text(text, self._ranks, label="parameters without a gradient")
+        if len({*texts}) > 1:
+            rows = [", ".join(each.split("\n")[:5]) or "none" for each in texts]
+            told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
+            raise UnusedParametersError(_UNUSED.format(told=told))
 
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""
