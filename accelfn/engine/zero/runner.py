@@ -4,9 +4,9 @@
 import torch
 from torch import nn
 
-from accelfn.collectives import all_reduce_, broadcast_, gather_text, naming
-from accelfn.engine.fsdp import RootModule
+from accelfn.collectives import all_reduce_, gather_text, naming
 from accelfn.engine.read_loss import ReadLoss, Samples
+from accelfn.engine.root import RootModule
 from accelfn.engine.runner import LossFunction, like
 from accelfn.engine.zero.home import ZeroHome
 from accelfn.engine.zero.package import parted
@@ -59,7 +59,7 @@ class ZeroRunner:
             raise WorldError(msg)
         if samples.begins:
             self._home.bound.check_read()
-            self._share_buffers()
+            self._root.share_buffers(self._ranks)
             self._home.note_none()
         self._sync = sync
         reduces = sync or self._in_parts
@@ -67,9 +67,7 @@ class ZeroRunner:
             self._scalar = self._zero.forward(
                 loss_fn, samples, reduces=reduces, ends=sync
             )
-        read = self._root.reads.pop()
-        self._root.reads.clear()  # what a forward that raised had left
-        return read
+        return self._root.take_read()
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
@@ -113,8 +111,3 @@ class ZeroRunner:
         """Let DeepSpeed forget the process group."""
         self._is_over = True
         parted()
-
-    def _share_buffers(self) -> None:
-        buffers = list(self._home.module.buffers())
-        if buffers:
-            broadcast_(buffers, self._ranks, label="buffers of rank 0")

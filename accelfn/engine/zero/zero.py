@@ -44,6 +44,7 @@ class Zero:
                 model=root, optimizer=optimizer, config=dict(config)
             )
         self._optimizer: Any = self._engine.optimizer
+        self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
         self._coalesces = self._flushes = False
         if self.stage == 3:  # the flat tensors are views of it
@@ -220,7 +221,7 @@ class Zero:
         """
         zero: Any = self._optimizer
         zero.optimizer.state.clear()
-        held: list[Any] = [*self._engine.module.parameters(), *self.flats]
+        held: list[Any] = [*self._params, *self.flats]
         held += [p.ds_tensor for p in held if hasattr(p, "ds_tensor")]
         for tensor in held:
             tensor.grad, tensor.data = None, tensor.data.new_empty(0)
@@ -238,11 +239,9 @@ class Zero:
         """Leave nothing of backward passes that no update will take."""
         zero = self._optimizer
         self._coalesce(on=False)
-        for param in self._engine.module.parameters():
+        for param in self._params:
             param.grad = None
-            if hasattr(
-                param, "grad_accum"
-            ):  # stages 1 and 2, of which parts may be in 32 bits
+            if self.stage != 3:
                 param.grad_accum = None
         for found in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
             for key in list(found):
