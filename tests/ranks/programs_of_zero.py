@@ -355,6 +355,94 @@ def astray(world: af.World, each: Trained) -> None:
     af.make_step(loss)(state, batch)
 
 
+def frozen(world: af.World, each: Trained) -> None:
+    """Check that states with other frozen values do not meet, stepped in turns."""
+    torch.set_num_threads(1)
+
+    def begun() -> list[af.TrainState]:
+        first = each.state(world)
+        bias = first.params["first.bias"]
+        return [
+            first,
+            first.copy().with_params({**first.params, "first.bias": bias + 1}),
+        ]
+
+    alone = [tensors(stepped(each, state, 3)) for state in begun()]
+    turns, step = begun(), af.make_step(LOSSES[each.run.loss])
+    for batch in each.run.batches(turns[0], 3):
+        turns = [step(state, batch)[0] for state in turns]
+    assert alone[0]["params.first.bias"].ne(alone[1]["params.first.bias"]).all()
+    for want, state in zip(alone, turns, strict=True):
+        assert differences(want, tensors(state)) == []
+
+
+def stages(world: af.World, each: Trained) -> None:
+    """Check that a state goes from stage to stage, and back, with the same bits."""
+    torch.set_num_threads(1)
+    others = [
+        attrs.evolve(each, engine=af.wrap_deepspeed(stage)) for stage in (1, 2, 3)
+    ]
+    setups = [other.state(world).setup for other in others]
+    state = stepped(others[0], others[0].state(world), 2)
+    saved = tensors(state)
+    for i in (1, 2, 1, 0, 2, 0):
+        state = state.with_setup(setups[i])
+        assert differences(saved, tensors(state)) == [], i
+    stayed = stepped(others[0], others[0].state(world), 3)
+    assert differences(tensors(stayed), tensors(stepped(others[0], state, 1))) == []
+
+
+def buffers(world: af.World, each: Trained) -> None:
+    """Check that an update begins with rank 0's buffers, on all ranks."""
+    torch.set_num_threads(1)
+    state, value = each.state(world), each.run.data().dataset[:]
+    state.buffers["seen"].fill_(world.rank + 7.0)
+    state, _ = af.make_step(LOSSES[each.run.loss])(state, [value])
+    want = torch.full((3,), 7.0).lerp(value[0].mean(0), 0.5)
+    assert torch.equal(want, state.buffers["seen"])
+
+
+def thrown_away(world: af.World, each: Trained) -> None:
+    """Check that gradients that no update takes leave nothing behind."""
+    torch.set_num_threads(1)
+    take = af.value_and_grad(LOSSES[each.run.loss])
+    state, alone = each.state(world), stepped(each, each.state(world), 2)
+    for batch in each.run.batches(state, 2):
+        take(state, batch, sync=False)
+        take(state, batch)
+        take(state, batch, sync=False)
+        state, _ = af.make_step(LOSSES[each.run.loss])(state, batch)
+    assert differences(tensors(alone), tensors(state)) == []
+
+
+def clipped(world: af.World, each: Trained) -> None:
+    """Check that of two bounds of the norm the lower one holds, as under wrap_fsdp."""
+    torch.set_num_threads(1)
+    bounds = [af.clip_grad_norm(bound, name=f"to-{bound}") for bound in (0.3, 0.1)]
+    for behind in (bounds, bounds[::-1]):
+        run = attrs.evolve(each.run, behind=tuple(behind))
+        found = []
+        for engine in (each.engine, af.wrap_fsdp()):
+            of = Trained(run, engine)
+            found.append(_common(tensors(stepped(of, of.state(world), 2))))
+        assert differences(*found, within=1e-5) == []
+
+
+def large_weights(world: af.World, each: Trained) -> None:
+    """Check that weights are counted exactly that float32 cannot hold."""
+    torch.set_num_threads(1)
+    weights = [2**24 + 1, 2**25 + 2]
+    state = each.state(world)
+    (batch, *_) = each.run.batches(state, 1)
+
+    def loss(net: Any, batch: Any) -> af.Loss:
+        weight = weights[world.rank]
+        return af.Loss(LOSSES["mean"](net, batch) * weight, weight)
+
+    _, grads = af.value_and_grad(loss)(state, batch)
+    assert float(grads.weight) == sum(weights)
+
+
 def thawing(world: af.World, each: Trained) -> None:
     """Check that what is frozen stays as it is, with what the optimizer has of it."""
     torch.set_num_threads(1)

@@ -21,8 +21,12 @@ from tests.processes import RankError, run_ranks
 from tests.ranks.programs_of_zero import (
     Trained,
     astray,
+    buffers,
     calls,
+    clipped,
+    frozen,
     histories,
+    large_weights,
     layouts,
     mistakes,
     numbers,
@@ -31,7 +35,9 @@ from tests.ranks.programs_of_zero import (
     readings,
     released,
     skips,
+    stages,
     thawing,
+    thrown_away,
     unused,
     ways,
 )
@@ -210,6 +216,52 @@ def test_a_rank_that_goes_astray_is_told() -> None:
     each = Trained(RUN, af.wrap_deepspeed(3, config=APART))
     with pytest.raises(RankError, match="0 goes back through the loss, rank 1 runs 'f"):
         run_processes(2, astray, each, timeout=20)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_values_are_those_of_each_state(stage: int) -> None:
+    """Stepped in turns, bitwise."""
+    run_ranks(2, frozen, Trained(RUN, af.wrap_deepspeed(stage)))
+    run_ranks(2, frozen, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_state_goes_from_stage_to_stage(optimizer: str) -> None:
+    """By with_setup, there and back, bitwise."""
+    run = attrs.evolve(RUN, optimizer=optimizer)
+    run_ranks(2, stages, Trained(run, af.wrap_deepspeed(1)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_begins_with_the_buffers_of_rank_0(stage: int) -> None:
+    """Whatever the others had."""
+    run_ranks(2, buffers, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("accumulate", ["whole", "sharded"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_are_thrown_away_leave_nothing(
+    stage: Any, accumulate: Any, micro: int
+) -> None:
+    """Reduced or not, in the host's memory or not: the next update is bitwise the same."""
+    run = attrs.evolve(RUN, micro=micro)
+    for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        config = {"zero_optimization": zero}
+        engine = af.wrap_deepspeed(stage, config=config, accumulate=accumulate)
+        run_ranks(2, thrown_away, Trained(run, engine))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_of_two_bounds_the_lower_one_holds(stage: int) -> None:
+    """In whichever order they are."""
+    run_ranks(2, clipped, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_are_exact_beyond_float32(stage: int) -> None:
+    """2**24 tokens are no rare batch of a large model."""
+    run_ranks(2, large_weights, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
