@@ -17,7 +17,7 @@ from accelfn.engine.engine import Engine
 from accelfn.engine.module.units import units_of
 from accelfn.engine.optimizer.trial import check_elements, counts_by_group
 from accelfn.engine.zero.package import check_installed
-from accelfn.engine.zero.settings import check_settings, settings_of
+from accelfn.engine.zero.settings import check_settings, check_values, settings_of
 from accelfn.errors import (
     ArgumentError,
     CompositionError,
@@ -75,7 +75,8 @@ class wrap_deepspeed:
     The weights of the ranks' losses are summed beside the gradients, and DeepSpeed divides by
     them before it clips, so the result is the mean over all samples (or tokens) of the update,
     however uneven the shares. An update whose gradients are not finite is left out by all ranks,
-    and counted; `metrics["skipped"]` tells.
+    and counted; `metrics["skipped"]` tells. `skip_nonfinite` beside it lets a loss be so, too, and
+    raises after too many.
 
     DeepSpeed sends gradients as they come. At stages 1 and 2 each waits for its turn here, in
     the order in which rank 0's came at first, so ranks may use the model in different orders. At
@@ -109,7 +110,7 @@ class wrap_deepspeed:
     Raises:
         ArgumentError: a setting is none, or one that accelfn says; DeepSpeed is not installed.
         CompositionError: when composed or built, beside what sees gradients, but
-            `clip_grad_norm`, or reduces them, or runs the model otherwise.
+            `clip_grad_norm` and `skip_nonfinite`, or reduces them, or runs the model otherwise.
         WorldError: when the state is made, in a simulated world, in one that is not all of the
             process's, or one with axes beside "dp_shard".
         ModelError: when the state is made, a parameter is not of float32, or has no elements.
@@ -160,8 +161,9 @@ class wrap_deepspeed:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Raise where DeepSpeed is not installed."""
+        """Raise where DeepSpeed is not installed, or takes a setting's value for none."""
         check_installed("af.wrap_deepspeed")
+        check_values("af.wrap_deepspeed", self.config)
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -245,12 +247,10 @@ class wrap_deepspeed:
     def _check_grads(self, state: TrainState) -> None:
         """Refuse what would look at gradients, which DeepSpeed holds."""
         for each in state.setup.owners["grads"]:
-            if "clips" not in facts_of(each):
+            if not {"clips", "skips_alone"} & facts_of(each).keys():
                 hint = (
                     " It clips by the global 2-norm alone: af.clip_grad_norm(max_norm)."
                     if type(each).__name__ == "clip_grad_norm"
-                    else " Updates that are not finite are left out without."
-                    if "judges_finite" in facts_of(each)
                     else " Take af.wrap_fsdp() beside it, which shows them."
                 )
                 msg = (

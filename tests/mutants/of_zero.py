@@ -159,10 +159,20 @@ MUTANTS = [
         args={"config": {"zero_optimisation": {}}, "match": "Did you mean"},
     ),
     Mutant(
+        "values of DeepSpeed's settings are first looked at in the first step",
+        unit.test_a_value_is_one_that_deepspeed_takes,
+        settings.check_values,
+        "if not config: → if True:",
+        args={
+            "config": {"zero_optimization": {"reduce_bucket_size": -1}},
+            "match": "greater than 0",
+        },
+    ),
+    Mutant(
         "what looks at gradients that DeepSpeed holds is composed",
         unit.test_what_looks_at_gradients_is_refused,
         wrap_deepspeed._check_grads,
-        'if "clips" not in facts_of(each): → if False:',
+        'if not {"clips", "skips_alone"} & facts_of(each).keys(): → if False:',
         args={"other": unit.af.clip_grad_value(0.1), "match": "looks at them"},
     ),
     Mutant(

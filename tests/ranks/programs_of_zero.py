@@ -155,6 +155,37 @@ def skips(world: af.World, trainings: Sequence[Trained]) -> list[Any]:
     return found
 
 
+def judged(world: af.World, each: Trained) -> None:
+    """Check that a loss may be NaN beside skip_nonfinite, and how often in a row."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any, bad: bool) -> torch.Tensor:
+        made = LOSSES["mean"](net, batch)
+        return made * float("nan") if bad and world.rank else made
+
+    found = []
+    for engine in (each.engine, af.wrap_fsdp()):
+        skip = af.skip_nonfinite(max_consecutive=1)
+        of = Trained(each.run, af.chain(engine, skip))
+        state, step = of.state(world), af.make_step(loss)
+        for batch, bad in zip(
+            of.run.batches(state, 6), [0, 1, 0, 1, 1, 0], strict=True
+        ):
+            before = tensors(state)
+            if bad and state.num_skipped == 2:
+                error = af.errors.NonFiniteGradsError
+                with pytest.raises(
+                    error, match=r"(?s)2 updates.*rank 1: .*; its loss is"
+                ):
+                    step(state, batch, bad)
+                assert differences(before, tensors(state)) == []
+                break
+            state, metrics = step(state, batch, bad)
+            assert float(metrics["skipped"]) == bad
+        found.append(_common(tensors(state)))
+    assert differences(*found, within=1e-6) == []
+
+
 def calls(world: af.World, each: Trained) -> list[int]:
     """Return how often an update sums gradients, for one micro-batch and for three."""
     torch.set_num_threads(1)
@@ -367,7 +398,8 @@ def frozen(world: af.World, each: Trained) -> None:
             first.copy().with_params({**first.params, "first.bias": bias + 1}),
         ]
 
-    alone = [tensors(stepped(each, state, 3)) for state in begun()]
+    # each of a definition of its own, of which no other was stepped
+    alone = [tensors(stepped(each, begun()[i], 3)) for i in range(2)]
     turns, step = begun(), af.make_step(LOSSES[each.run.loss])
     for batch in each.run.batches(turns[0], 3):
         turns = [step(state, batch)[0] for state in turns]

@@ -26,6 +26,7 @@ from tests.ranks.programs_of_zero import (
     clipped,
     frozen,
     histories,
+    judged,
     large_weights,
     layouts,
     mistakes,
@@ -167,7 +168,12 @@ def test_an_update_that_is_not_finite_is_left_out_by_all(
         for e in several
     ]
     split = [attrs.evolve(e, engine=SKIPPING) for e in several]
-    ours, theirs = (run_ranks(size, skips, each) for each in (several, split))
+    beside = [
+        attrs.evolve(e, engine=af.chain(e.engine, af.skip_nonfinite())) for e in several
+    ]
+    ours, same, theirs = (run_ranks(size, skips, e) for e in (several, beside, split))
+    for one, other in zip(same[0], theirs[0], strict=True):
+        assert differing(other, one) == []
     for one, other in zip(ours[0], theirs[0], strict=True):
         alike = {n: v for n, v in other.items() if not n.startswith("slots.skip")}
         assert differing(alike, one) == []
@@ -177,6 +183,12 @@ SKIPPING = af.chain(af.wrap_fsdp(), af.skip_nonfinite())
 
 
 RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_may_be_nan_beside_skip_nonfinite(stage: int) -> None:
+    """As under wrap_fsdp: too many in a row are told, and the state is as it was."""
+    run_ranks(2, judged, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
