@@ -119,7 +119,8 @@ class wrap_deepspeed:
             parameters of a group have other counts.
         UnusedParametersError: at a step, a parameter took no part in the loss, on some ranks
             or on all; those are named on all ranks.
-        LossError: at a step of stage 3, ranks used the model in different ways; all raise it, or
+        LossError: at stage 3, in a loss function's first pass, it computed with a parameter that
+            was not gathered; or at a step, ranks used the model in different ways; all raise it, or
             `PeerFailedError` where only one leaves a way that all have gone before.
         GradsError: at `apply_grads`, of gradients that DeepSpeed does not hold any more.
 

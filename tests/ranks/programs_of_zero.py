@@ -283,6 +283,12 @@ def mistakes(world: af.World, each: Trained) -> None:
     if each.engine.stage == 3:
         with pytest.raises(af.errors.LossError, match="had not gathered"):
             af.value_and_grad(_penalised)(each.state(world), batch)
+        for loss in (_normed, _logged, _stacked):
+            with pytest.raises(
+                af.errors.LossError, match="parameter 'scale' that DeepSp"
+            ):
+                af.value_and_grad(loss)(each.state(world), batch)
+        af.value_and_grad(_asking)(each.state(world), batch)
     with pytest.raises(
         af.errors.UnusedParametersError, match=r"took no part.*: take af\.wrap_fsdp"
     ):
@@ -417,10 +423,12 @@ def stages(world: af.World, each: Trained) -> None:
     setups = [other.state(world).setup for other in others]
     state = stepped(others[0], others[0].state(world), 2)
     saved = tensors(state)
+    stayed = stepped(others[0], others[0].state(world), 3)
     for i in (1, 2, 1, 0, 2, 0):
         state = state.with_setup(setups[i])
+        after = tensors(stepped(others[i], state, 1, donate=False))
+        assert differences(tensors(stayed), after, within=1e-6) == [], i
         assert differences(saved, tensors(state)) == [], i
-    stayed = stepped(others[0], others[0].state(world), 3)
     assert differences(tensors(stayed), tensors(stepped(others[0], state, 1))) == []
 
 
@@ -544,3 +552,28 @@ def _penalised(net: Any, batch: Any) -> torch.Tensor:
     """Use parameters that stage 3 has not gathered."""
     penalty = sum(param.square().sum() for param in net.parameters())
     return LOSSES["mean"](net, batch) + penalty
+
+
+def _normed(net: Any, batch: Any) -> torch.Tensor:
+    """Add what would be 0."""
+    return LOSSES["mean"](net, batch) + sum(p.norm() for p in net.parameters())
+
+
+def _logged(net: Any, batch: Any) -> af.Loss:
+    """Report what would be 0."""
+    with torch.no_grad():
+        norm = torch.norm(next(iter(net.state_dict(keep_vars=True).values())))
+    return af.Loss(LOSSES["mean"](net, batch), 1, norm=norm)
+
+
+def _stacked(net: Any, batch: Any) -> torch.Tensor:
+    """Add what would be 0, of a list."""
+    return LOSSES["mean"](net, batch) + sum(torch._foreach_norm([*net.parameters()]))
+
+
+def _asking(net: Any, batch: Any) -> torch.Tensor:
+    """Ask what models ask their parameters for."""
+    first = next(net.parameters())
+    assert (first.dtype, first.device.type) == (torch.float32, "cpu")
+    assert first.is_floating_point()
+    return LOSSES["mean"](net, batch).to(first.dtype)

@@ -182,6 +182,8 @@ def test_an_update_that_is_not_finite_is_left_out_by_all(
 SKIPPING = af.chain(af.wrap_fsdp(), af.skip_nonfinite())
 
 
+APART = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""Nothing is kept whole for being small."""
 RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
 
 
@@ -194,10 +196,7 @@ def test_a_loss_may_be_nan_beside_skip_nonfinite(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage: int) -> None:
     """Nor are they mistaken for others, and every parameter takes part."""
-    run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage)))
-
-
-APART = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

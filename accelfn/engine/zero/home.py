@@ -74,7 +74,7 @@ class ZeroHome:
         self.module = built(state.definition, empty, state.buffers)
         self.params = dict(self.module.named_parameters())
         self.trained = {name: self.params[name] for name in skeleton.trainable}
-        self._names = {id(param): name for name, param in self.params.items()}
+        self.names = {id(param): name for name, param in self.params.items()}
         self._frozen = {n: p for n, p in self.params.items() if n not in self.trained}
         self._kept: dict[str, torch.Tensor] = {}
         # what the optimizer has of them, which it goes on with when they are thawed
@@ -89,8 +89,8 @@ class ZeroHome:
         metas = skeleton.module.named_parameters()
         memo: dict[int, Any] = {id(meta): self.params[name] for name, meta in metas}
         self.zero = Zero(root, rebuilt(prototype, memo), self._config, self._ranks)
-        self.zero.align(self._names)
-        self.where = self.zero.where(self._names, self._layout)
+        self.zero.align(self.names)
+        self.where = self.zero.where(self.names, self._layout)
         noting(self.trained, self._used)
         weakref.finalize(self, self.zero.free)
         return self.zero

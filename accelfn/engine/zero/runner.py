@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the loss inside DeepSpeed's engine; the last micro-batch reduces, or each does."""
 
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -8,6 +11,7 @@ from accelfn.collectives import all_reduce_, gather_text, naming
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.root import RootModule
 from accelfn.engine.runner import LossFunction, like
+from accelfn.engine.zero.gathered import NOT_GATHERED, Gathered
 from accelfn.engine.zero.home import ZeroHome
 from accelfn.engine.zero.package import parted
 from accelfn.errors import LossError, UnusedParametersError, WorldError
@@ -19,11 +23,6 @@ _UNUSED = (
     " of all. The state is as it was. Let all ranks use them, if only by 0, as in"
     " `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False), or take"
     " af.wrap_fsdp(find_unused_parameters=True)."
-)
-_NOT_GATHERED = (
-    "The loss used a parameter that DeepSpeed had not gathered: at stage 3 it gathers those of"
-    " a module that is called, and those that are taken by name, as model.head.weight. Take them"
-    " by name, not from model.parameters(), or take stage 2."
 )
 
 
@@ -45,6 +44,7 @@ class ZeroRunner:
         self._forward = naming("DeepSpeed forward", ranks)
         self._backward = naming("DeepSpeed backward", ranks)
         self._sync, self._is_over = True, False
+        self._known = deque[LossFunction](maxlen=8)  # losses that had a first pass
         ranks.connection.hold(self.let_go)
 
     def forward(
@@ -63,10 +63,12 @@ class ZeroRunner:
             self._home.note_none()
         self._sync = sync
         reduces = sync or self._in_parts
-        with self._forward:
+        with self._forward, self._watched(loss_fn):
             self._scalar = self._zero.forward(
                 loss_fn, samples, reduces=reduces, ends=sync
             )
+        if not self._is_known(loss_fn):
+            self._known.append(loss_fn)
         return self._root.take_read()
 
     def backward(
@@ -81,7 +83,8 @@ class ZeroRunner:
                 self._zero.backward(loss, ends=self._sync)
         except RuntimeError as error:
             if any(sign in str(error) for sign in ("got [0]", "tensor b (0)")):
-                raise LossError(_NOT_GATHERED) from error
+                msg = NOT_GATHERED.format(which="a parameter")
+                raise LossError(msg) from error
             raise
         if not self._sync:
             return None
@@ -106,6 +109,15 @@ class ZeroRunner:
             rows = [", ".join(each.split("\n")[:5]) or "none" for each in texts]
             told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
             raise UnusedParametersError(_UNUSED.format(told=told))
+
+    def _watched(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
+        """Return what looks at a loss's first pass at stage 3."""
+        if self._zero.stage < 3 or self._is_known(loss_fn):
+            return nullcontext()
+        return Gathered(self._home.names)
+
+    def _is_known(self, loss_fn: LossFunction) -> bool:
+        return any(known is loss_fn for known in self._known)
 
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""
