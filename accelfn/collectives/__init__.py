@@ -2,6 +2,7 @@
 """Collectives: the few calls in which ranks talk, each with a label and a named failure."""
 
 from accelfn.collectives.averages import average_ as average_
+from accelfn.collectives.missing import break_off as break_off
 from accelfn.collectives.naming import naming as naming
 from accelfn.collectives.objects import broadcast_object as broadcast_object
 from accelfn.collectives.objects import gather_objects as gather_objects

@@ -29,6 +29,13 @@ def missing(world: World, label: str) -> str:
     return _somebody(whole) if heard is None else _told(whole, label, heard)
 
 
+def break_off(world: World, error: BaseException) -> None:
+    """Let ranks that wait for this one fail now, and hear of it: it will not come."""
+    whole = world.whole
+    whole.connection.fail(error)
+    _wake(whole)
+
+
 def _somebody(world: World) -> str:
     other = f"rank {1 - world.rank}" if world.size == 2 else "another rank"
     return f"{other} {_GONE}. {_LOOK}"

@@ -326,7 +326,8 @@ class Engine:
             self._home.trained,
         )
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
-            refuse_unused(name for name in trained if name not in found)
+            unused = [name for name in trained if name not in found]
+            refuse_unused(unused, are_held=self._holder is not None)
         if not found:
             msg = (
                 "The loss depends on no trainable parameter of the model, only on other"

@@ -6,30 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelfn.collectives import all_reduce_, broadcast_, naming
-from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
+from accelfn.collectives import all_reduce_, naming
+from accelfn.engine.read_loss import ReadLoss, Samples
+from accelfn.engine.root import RootModule
 from accelfn.engine.runner import LossFunction, Ones, like, run_backward
 from accelfn.engine.shard_home import ShardHome
 from accelfn.errors import LossError
 from accelfn.state.metrics import Number
 from accelfn.world import World
-
-
-class RootModule(nn.Module):
-    """A module whose forward is the loss, so that the loss sees the plain model."""
-
-    def __init__(self, module: nn.Module) -> None:
-        """Take the model."""
-        super().__init__()
-        self.module = module
-        self.reads: list[ReadLoss] = []
-
-    def forward(self, loss_fn: LossFunction, samples: Samples) -> torch.Tensor:
-        """Return the loss."""
-        returned = loss_fn(self.module, samples.value, *samples.extras)
-        read = read_loss(returned, loss_fn, samples)
-        self.reads.append(read)
-        return read.scalar
 
 
 class FSDPRunner:
@@ -69,7 +53,7 @@ class FSDPRunner:
         The first micro-batch of an update begins with rank 0's buffers, as DDP's does.
         """
         if samples.begins:
-            self._share_buffers()
+            self._root.share_buffers(self._ranks)
         reduces = sync or self._in_parts
         if reduces is not self._sync:
             self._root.set_requires_gradient_sync(reduces)
@@ -81,9 +65,7 @@ class FSDPRunner:
         except RuntimeError as error:
             _explain(error)
             raise
-        read = self._root.reads.pop()
-        self._root.reads.clear()  # what a forward that raised had left
-        return read
+        return self._root.take_read()
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
@@ -118,11 +100,6 @@ class FSDPRunner:
             n for n, some in used.items() if not some and n not in parts
         )
         return sums[0]
-
-    def _share_buffers(self) -> None:
-        buffers = list(self._home.module.buffers())
-        if buffers:
-            broadcast_(buffers, self._ranks, label="buffers of rank 0")
 
 
 def _explain(error: RuntimeError) -> None:

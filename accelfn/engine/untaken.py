@@ -20,16 +20,26 @@ def refuse_taken() -> NoReturn:
     raise LossError(msg)
 
 
-def refuse_unused(unused: Iterable[str]) -> NoReturn:
+def refuse_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
     """Refuse parameters for whose gradients the ranks would wait.
+
+    Args:
+        unused: their names.
+        are_held: whether gradients are DeepSpeed's, which knows no option for it.
 
     Raises:
         UnusedParametersError: always; they are named.
     """
     names = list(unused)
+    options = (
+        "take af.wrap_fsdp(find_unused_parameters=True), use them by 0, as in"
+        " `+ 0 * net.head.weight.sum()`,"
+        if are_held
+        else "give af.wrap_ddp or af.wrap_fsdp find_unused_parameters=True,"
+    )
     msg = (
         f"{len(names)} parameters took no part in the loss: {', '.join(names[:5])}."
-        " Ranks wait for the gradients of all: give af.wrap_ddp or af.wrap_fsdp"
-        " find_unused_parameters=True, or freeze them with requires_grad_(False)."
+        f" Ranks wait for the gradients of all: {options} or freeze them with"
+        " requires_grad_(False)."
     )
     raise UnusedParametersError(msg)

@@ -69,6 +69,7 @@ def take(
                 if ready.taken.is_held:
                     update = _told(update, engine, is_taken=opt_state is not None)
                 if opt_state is None:
+                    state.lease.restore()  # nothing was changed
                     after = _left_out(state, update, engine)
                 else:
                     after = _after(state, update, opt_state, flag, engine.params)

@@ -17,7 +17,7 @@ from accelfn.engine.engine import Engine
 from accelfn.engine.module.units import units_of
 from accelfn.engine.optimizer.trial import check_elements, counts_by_group
 from accelfn.engine.zero.package import check_installed
-from accelfn.engine.zero.settings import check_settings, settings_of
+from accelfn.engine.zero.settings import check_settings, check_values, settings_of
 from accelfn.errors import (
     ArgumentError,
     CompositionError,
@@ -75,7 +75,14 @@ class wrap_deepspeed:
     The weights of the ranks' losses are summed beside the gradients, and DeepSpeed divides by
     them before it clips, so the result is the mean over all samples (or tokens) of the update,
     however uneven the shares. An update whose gradients are not finite is left out by all ranks,
-    and counted; `metrics["skipped"]` tells.
+    and counted; `metrics["skipped"]` tells. `skip_nonfinite` beside it lets a loss be so, too, and
+    raises after too many.
+
+    DeepSpeed sends gradients as they come. At stages 1 and 2 each waits for its turn here, in
+    the order in which rank 0's came at first, so ranks may use the model in different orders. At
+    stage 3 modules are gathered as they run, which cannot wait: where all ranks have gone one
+    way before nothing is compared, elsewhere each place is. A rank that leaves such a way asks
+    the others, and gives up after half of the world's timeout.
 
     Acts on: layout, engine; init, which refuses.
 
@@ -103,15 +110,18 @@ class wrap_deepspeed:
     Raises:
         ArgumentError: a setting is none, or one that accelfn says; DeepSpeed is not installed.
         CompositionError: when composed or built, beside what sees gradients, but
-            `clip_grad_norm`, or reduces them, or runs the model otherwise.
+            `clip_grad_norm` and `skip_nonfinite`, or reduces them, or runs the model otherwise.
         WorldError: when the state is made, in a simulated world, in one that is not all of the
             process's, or one with axes beside "dp_shard".
         ModelError: when the state is made, a parameter is not of float32, or has no elements.
         OptimizerError: when the state is made, the optimizer does not go element by element, or
             a parameter group trains nothing, or at stage 3 counts updates; at a step,
             parameters of a group have other counts.
-        LossError: at a step, ranks used the model in different ways: their gradients came in
-            different orders, and DeepSpeed adds up those that come at the same time.
+        UnusedParametersError: at a step, a parameter took no part in the loss, on some ranks
+            or on all; those are named on all ranks.
+        LossError: at stage 3, in a loss function's first pass, it computed with a parameter that
+            was not gathered; or at a step, ranks used the model in different ways; all raise it, or
+            `PeerFailedError` where only one leaves a way that all have gone before.
         GradsError: at `apply_grads`, of gradients that DeepSpeed does not hold any more.
 
     References:
@@ -152,8 +162,9 @@ class wrap_deepspeed:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Raise where DeepSpeed is not installed."""
+        """Raise where DeepSpeed is not installed, or takes a setting's value for none."""
         check_installed("af.wrap_deepspeed")
+        check_values("af.wrap_deepspeed", self.config)
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -237,12 +248,10 @@ class wrap_deepspeed:
     def _check_grads(self, state: TrainState) -> None:
         """Refuse what would look at gradients, which DeepSpeed holds."""
         for each in state.setup.owners["grads"]:
-            if "clips" not in facts_of(each):
+            if not {"clips", "skips_alone"} & facts_of(each).keys():
                 hint = (
                     " It clips by the global 2-norm alone: af.clip_grad_norm(max_norm)."
                     if type(each).__name__ == "clip_grad_norm"
-                    else " Updates that are not finite are left out without."
-                    if "judges_finite" in facts_of(each)
                     else " Take af.wrap_fsdp() beside it, which shows them."
                 )
                 msg = (

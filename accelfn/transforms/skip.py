@@ -26,7 +26,8 @@ class skip_nonfinite:
 
     A skipped update leaves parameters, buffers, optimizer, `state.step` and the schedule
     as they are; its batch counts as seen. A loss that is not finite no longer raises.
-    `metrics["skipped"]` is 1 for such an update, else 0.
+    `metrics["skipped"]` is 1 for such an update, else 0. Beside `wrap_deepspeed` it is DeepSpeed
+    that finds them.
 
     Acts on: init, grads, after_update.
 
@@ -57,6 +58,7 @@ class skip_nonfinite:
         "draws_nothing": True,
         "judges_finite": True,
         "sees_skips": True,
+        "skips_alone": True,
         "skips_on_device": True,
     }
     max_consecutive: int = attrs.field(
@@ -94,8 +96,11 @@ class skip_nonfinite:
         """Give up, with what is known; a collective, for all ranks come here."""
         if count <= self.max_consecutive:
             return
-        bad = [n for n, g in grads.tensors.items() if lists.non_finite([g])]
-        own = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
+        if grads.taken.is_held:
+            own = "not told by DeepSpeed, which holds them"
+        else:
+            bad = [n for n, g in grads.tensors.items() if lists.non_finite([g])]
+            own = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
         loss = "" if grads.taken.finite_loss else "; its loss is not finite"
         rows = gather_text(own + loss, update.world, label="skip_nonfinite")
         told = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))

@@ -136,6 +136,11 @@ class Connection:
         if self.roll_call is not None:
             self.roll_call.leave(self.activity)
 
+    def fail(self, error: BaseException) -> None:
+        """Let other ranks know what this one has raised."""
+        first = str(error).partition("\n")[0]
+        self.tell(f"raised {type(error).__name__}{first and f': {first}'}")
+
     def tell(self, how: str, *, is_waiting: bool = False) -> None:
         """Let other ranks know what becomes of this one."""
         if self.roll_call is not None:

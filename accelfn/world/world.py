@@ -422,19 +422,14 @@ class World:
         if error is None:
             self.close()
         else:
-            self.connection.tell(_raised(error))
+            self.connection.fail(error)
 
     def _close_at_exit(self) -> None:
         """Close, and drop the traceback that was printed: its frames hold the group."""
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self.connection.tell(_raised(error))
+            self.connection.fail(error)
         for name in ("last_exc", "last_value", "last_traceback"):
             if hasattr(sys, name):
                 setattr(sys, name, None)
         self.close()
-
-
-def _raised(error: BaseException) -> str:
-    first = str(error).partition("\n")[0]
-    return f"raised {type(error).__name__}{first and f': {first}'}"

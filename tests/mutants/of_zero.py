@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how a state's values lie in ZeRO's flat tensors, and in what is refused."""
 
-from accelfn.engine.zero import flats, places, settings, zero
+from accelfn.engine.zero import flats, places, settings, turns, zero
 from accelfn.transforms.deepspeed import wrap_deepspeed
 from tests.laws import test_flats as laws
+from tests.laws import test_turns as order
 from tests.mutants.mutant import Mutant
 from tests.unit import test_wrap_deepspeed as unit
 
@@ -11,6 +12,7 @@ SAME = laws.test_rows_and_flat_tensors_hold_the_same
 HAS = laws.test_what_an_optimizer_has_goes_there_and_back
 MOVES = laws.test_each_rank_gets_the_elements_that_it_wants
 COVER = laws.test_equal_parts_cover_each_element_once
+ORDER = order.test_gradients_cross_in_one_order
 ALIKE = laws.test_parameters_of_a_group_count_alike
 
 MUTANTS = [
@@ -107,6 +109,42 @@ MUTANTS = [
         args={"other": {}, "match": "no state yet"},
     ),
     Mutant(
+        "L3: gradients wait for the end, and their memory with them",
+        ORDER,
+        turns.Turns.come,
+        "self._waiting.add(number) → pass",
+    ),
+    Mutant(
+        "L1: each rank learns its own order",
+        ORDER,
+        turns.Turns._turn,
+        'broadcast_([told], self._ranks, label="order of gradients") → pass',
+    ),
+    Mutant(
+        "L1: what has no gradient on a rank does not cross",
+        ORDER,
+        turns.Turns.rest,
+        "while len(self._had) < self._count: → while self._waiting:",
+    ),
+    Mutant(
+        "L24: who had a turn in a pass has none in the next",
+        ORDER,
+        turns.Turns.begin,
+        "self._had.clear() → pass",
+    ),
+    Mutant(
+        "L24: what waited in a pass that was broken off crosses in the next",
+        order.test_a_pass_that_was_broken_off_leaves_nothing,
+        turns.Turns.begin,
+        "self._had.clear() → pass",
+    ),
+    Mutant(
+        "L1: a second gradient of a parameter waits for ever",
+        order.test_what_comes_twice_is_not_held_back,
+        turns.Turns.come,
+        "if number in self._had: → if False:",
+    ),
+    Mutant(
         "a setting of DeepSpeed's that accelfn says is taken",
         unit.test_a_setting_is_one_that_deepspeed_alone_says,
         settings.check_settings,
@@ -121,10 +159,20 @@ MUTANTS = [
         args={"config": {"zero_optimisation": {}}, "match": "Did you mean"},
     ),
     Mutant(
+        "values of DeepSpeed's settings are first looked at in the first step",
+        unit.test_a_value_is_one_that_deepspeed_takes,
+        settings.check_values,
+        "if not config: → if True:",
+        args={
+            "config": {"zero_optimization": {"reduce_bucket_size": -1}},
+            "match": "greater than 0",
+        },
+    ),
+    Mutant(
         "what looks at gradients that DeepSpeed holds is composed",
         unit.test_what_looks_at_gradients_is_refused,
         wrap_deepspeed._check_grads,
-        'if "clips" not in facts_of(each): → if False:',
+        'if not {"clips", "skips_alone"} & facts_of(each).keys(): → if False:',
         args={"other": unit.af.clip_grad_value(0.1), "match": "looks at them"},
     ),
     Mutant(

@@ -155,6 +155,37 @@ def skips(world: af.World, trainings: Sequence[Trained]) -> list[Any]:
     return found
 
 
+def judged(world: af.World, each: Trained) -> None:
+    """Check that a loss may be NaN beside skip_nonfinite, and how often in a row."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any, bad: bool) -> torch.Tensor:
+        made = LOSSES["mean"](net, batch)
+        return made * float("nan") if bad and world.rank else made
+
+    found = []
+    for engine in (each.engine, af.wrap_fsdp()):
+        skip = af.skip_nonfinite(max_consecutive=1)
+        of = Trained(each.run, af.chain(engine, skip))
+        state, step = of.state(world), af.make_step(loss)
+        for batch, bad in zip(
+            of.run.batches(state, 6), [0, 1, 0, 1, 1, 0], strict=True
+        ):
+            before = tensors(state)
+            if bad and state.num_skipped == 2:
+                error = af.errors.NonFiniteGradsError
+                with pytest.raises(
+                    error, match=r"(?s)2 updates.*rank 1: .*; its loss is"
+                ):
+                    step(state, batch, bad)
+                assert differences(before, tensors(state)) == []
+                break
+            state, metrics = step(state, batch, bad)
+            assert float(metrics["skipped"]) == bad
+        found.append(_common(tensors(state)))
+    assert differences(*found, within=1e-6) == []
+
+
 def calls(world: af.World, each: Trained) -> list[int]:
     """Return how often an update sums gradients, for one micro-batch and for three."""
     torch.set_num_threads(1)
@@ -252,12 +283,23 @@ def mistakes(world: af.World, each: Trained) -> None:
     if each.engine.stage == 3:
         with pytest.raises(af.errors.LossError, match="had not gathered"):
             af.value_and_grad(_penalised)(each.state(world), batch)
-    with pytest.raises(af.errors.UnusedParametersError, match="took no part"):
+        for loss in (_normed, _logged, _stacked):
+            with pytest.raises(
+                af.errors.LossError, match="parameter 'scale' that DeepSp"
+            ):
+                af.value_and_grad(loss)(each.state(world), batch)
+        af.value_and_grad(_asking)(each.state(world), batch)
+    with pytest.raises(
+        af.errors.UnusedParametersError, match=r"took no part.*: take af\.wrap_fsdp"
+    ):
         af.value_and_grad(_first)(each.state(world), batch)
 
 
 def orders(world: af.World, each: Trained) -> None:
-    """Check that ranks whose gradients come in different orders are told, and go on."""
+    """Check that ranks whose gradients come in different orders give the same, where they may.
+
+    At stage 3 they are told, and go on.
+    """
     torch.set_num_threads(1)
 
     def loss(net: Any, batch: Any) -> torch.Tensor:
@@ -266,14 +308,179 @@ def orders(world: af.World, each: Trained) -> None:
         made = LOSSES["mean"](net, batch)
         return made + (early if world.rank else net.bias.square().sum())
 
-    state = stepped(each, each.state(world), 1)
-    before = tensors(state)
+    if each.engine.stage < 3:
+        found = []
+        for of in (each, attrs.evolve(each, engine=af.wrap_fsdp())):
+            state = of.state(world)
+            for batch in of.run.batches(state, 2):
+                state, _ = af.make_step(loss)(state, batch)
+            found.append(_common(tensors(state)))
+        assert differences(*found, within=1e-6) == []
+        return
+    told = r"rank 0 runs the model, rank 1 takes 'bias' by name"
+    _told_and_going_on(world, each, loss, af.errors.LossError, told)
+
+
+def unused(world: af.World, each: Trained) -> None:
+    """Check that ranks that use other parameters are told, in whichever update, and go on."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        made = net.blocks[0](net.first(batch[0])) if world.rank else net(batch[0])
+        return made.square().mean()
+
+    missing = "of rank 0 none; of rank 1 scale, bias, blocks.1.layer.weight"
+    kind, told = af.errors.UnusedParametersError, missing
+    if each.engine.stage == 3:
+        kind, told = af.errors.LossError, "rank 0 runs the model, rank 1 runs 'first'"
+    _told_and_going_on(world, each, loss, kind, told, later=each.engine.stage < 3)
+
+
+def _told_and_going_on(
+    world: af.World,
+    each: Trained,
+    loss: Any,
+    kind: type[Exception],
+    told: str,
+    *,
+    later: bool = False,
+) -> None:
+    """Check that a loss is refused in the first update of an engine, and in a later one."""
+    state = each.state(world)
+    for updates in range(1 + later):
+        before = tensors(state)
+        (batch, *_) = each.run.batches(state, 1)
+        for _ in range(2):
+            with pytest.raises(kind, match=told):
+                af.make_step(loss)(state, batch)
+        assert differences(before, tensors(state)) == []
+        state = stepped(each, state, 1)
+        alone = stepped(each, each.state(world), updates + 1)
+        assert differences(tensors(alone), tensors(state)) == []
+
+
+def ways(world: af.World, each: Trained) -> None:
+    """Check that ranks may use a model in other ways, in whichever updates, if all do."""
+    torch.set_num_threads(1)
+
+    def loss(net: Any, batch: Any, turn: int) -> torch.Tensor:
+        made = LOSSES["mean"](net, batch)
+        early = net.blocks[turn % 2](net.first(batch[0])).square().mean()
+        return made + early if turn else made
+
+    found = []
+    for of in (each, attrs.evolve(each, engine=af.wrap_fsdp(torch.nn.Linear))):
+        state, step = of.state(world), af.make_step(loss)
+        for batch, turn in zip(
+            of.run.batches(state, 6), (0, 1, 0, 2, 1, 0), strict=True
+        ):
+            state, _ = step(state, batch, turn)
+        found.append(_common(tensors(state)))
+    assert differences(*found, within=1e-6) == []
+
+
+def astray(world: af.World, each: Trained) -> None:
+    """Raise what a rank is told that leaves the known way alone, or waits for it in vain."""
+    torch.set_num_threads(1)
+    state = stepped(each, each.state(world), 2)
     (batch, *_) = each.run.batches(state, 1)
-    with pytest.raises(af.errors.LossError, match="came in different orders"):
-        af.make_step(loss)(state, batch)
-    assert differences(before, tensors(state)) == []
-    alone = stepped(each, each.state(world), 2)
-    assert differences(tensors(alone), tensors(stepped(each, state, 1))) == []
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        made = LOSSES["mean"](net, batch)
+        return made + net.last(net.first(batch[0])).mean() if world.rank else made
+
+    af.make_step(loss)(state, batch)
+
+
+def frozen(world: af.World, each: Trained) -> None:
+    """Check that states with other frozen values do not meet, stepped in turns."""
+    torch.set_num_threads(1)
+
+    def begun() -> list[af.TrainState]:
+        first = each.state(world)
+        bias = first.params["first.bias"]
+        return [
+            first,
+            first.copy().with_params({**first.params, "first.bias": bias + 1}),
+        ]
+
+    # each of a definition of its own, of which no other was stepped
+    alone = [tensors(stepped(each, begun()[i], 3)) for i in range(2)]
+    turns, step = begun(), af.make_step(LOSSES[each.run.loss])
+    for batch in each.run.batches(turns[0], 3):
+        turns = [step(state, batch)[0] for state in turns]
+    assert alone[0]["params.first.bias"].ne(alone[1]["params.first.bias"]).all()
+    for want, state in zip(alone, turns, strict=True):
+        assert differences(want, tensors(state)) == []
+
+
+def stages(world: af.World, each: Trained) -> None:
+    """Check that a state goes from stage to stage, and back, with the same bits."""
+    torch.set_num_threads(1)
+    others = [
+        attrs.evolve(each, engine=af.wrap_deepspeed(stage)) for stage in (1, 2, 3)
+    ]
+    setups = [other.state(world).setup for other in others]
+    state = stepped(others[0], others[0].state(world), 2)
+    saved = tensors(state)
+    stayed = stepped(others[0], others[0].state(world), 3)
+    for i in (1, 2, 1, 0, 2, 0):
+        state = state.with_setup(setups[i])
+        after = tensors(stepped(others[i], state, 1, donate=False))
+        assert differences(tensors(stayed), after, within=1e-6) == [], i
+        assert differences(saved, tensors(state)) == [], i
+    assert differences(tensors(stayed), tensors(stepped(others[0], state, 1))) == []
+
+
+def buffers(world: af.World, each: Trained) -> None:
+    """Check that an update begins with rank 0's buffers, on all ranks."""
+    torch.set_num_threads(1)
+    state, value = each.state(world), each.run.data().dataset[:]
+    state.buffers["seen"].fill_(world.rank + 7.0)
+    state, _ = af.make_step(LOSSES[each.run.loss])(state, [value])
+    want = torch.full((3,), 7.0).lerp(value[0].mean(0), 0.5)
+    assert torch.equal(want, state.buffers["seen"])
+
+
+def thrown_away(world: af.World, each: Trained) -> None:
+    """Check that gradients that no update takes leave nothing behind."""
+    torch.set_num_threads(1)
+    take = af.value_and_grad(LOSSES[each.run.loss])
+    state, alone = each.state(world), stepped(each, each.state(world), 2)
+    for batch in each.run.batches(state, 2):
+        take(state, batch, sync=False)
+        take(state, batch)
+        take(state, batch, sync=False)
+        state, _ = af.make_step(LOSSES[each.run.loss])(state, batch)
+    assert differences(tensors(alone), tensors(state)) == []
+
+
+def clipped(world: af.World, each: Trained) -> None:
+    """Check that of two bounds of the norm the lower one holds, as under wrap_fsdp."""
+    torch.set_num_threads(1)
+    bounds = [af.clip_grad_norm(bound, name=f"to-{bound}") for bound in (0.3, 0.1)]
+    for behind in (bounds, bounds[::-1]):
+        run = attrs.evolve(each.run, behind=tuple(behind))
+        found = []
+        for engine in (each.engine, af.wrap_fsdp()):
+            of = Trained(run, engine)
+            found.append(_common(tensors(stepped(of, of.state(world), 2))))
+        assert differences(*found, within=1e-5) == []
+
+
+def large_weights(world: af.World, each: Trained) -> None:
+    """Check that weights are counted exactly that float32 cannot hold."""
+    torch.set_num_threads(1)
+    weights = [2**24 + 1, 2**25 + 2]
+    state = each.state(world)
+    (batch, *_) = each.run.batches(state, 1)
+
+    def loss(net: Any, batch: Any) -> af.Loss:
+        weight = weights[world.rank]
+        return af.Loss(LOSSES["mean"](net, batch) * weight, weight)
+
+    _, grads = af.value_and_grad(loss)(state, batch)
+    assert float(grads.weight) == sum(weights)
 
 
 def thawing(world: af.World, each: Trained) -> None:
@@ -345,3 +552,28 @@ def _penalised(net: Any, batch: Any) -> torch.Tensor:
     """Use parameters that stage 3 has not gathered."""
     penalty = sum(param.square().sum() for param in net.parameters())
     return LOSSES["mean"](net, batch) + penalty
+
+
+def _normed(net: Any, batch: Any) -> torch.Tensor:
+    """Add what would be 0."""
+    return LOSSES["mean"](net, batch) + sum(p.norm() for p in net.parameters())
+
+
+def _logged(net: Any, batch: Any) -> af.Loss:
+    """Report what would be 0."""
+    with torch.no_grad():
+        norm = torch.norm(next(iter(net.state_dict(keep_vars=True).values())))
+    return af.Loss(LOSSES["mean"](net, batch), 1, norm=norm)
+
+
+def _stacked(net: Any, batch: Any) -> torch.Tensor:
+    """Add what would be 0, of a list."""
+    return LOSSES["mean"](net, batch) + sum(torch._foreach_norm([*net.parameters()]))
+
+
+def _asking(net: Any, batch: Any) -> torch.Tensor:
+    """Ask what models ask their parameters for."""
+    first = next(net.parameters())
+    assert (first.dtype, first.device.type) == (torch.float32, "cpu")
+    assert first.is_floating_point()
+    return LOSSES["mean"](net, batch).to(first.dtype)

@@ -14,13 +14,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.testing import run_processes
 from tests.laws.histories import Acts, acts
 from tests.laws.split_models import Block, Run, runs
-from tests.processes import run_ranks
+from tests.processes import RankError, run_ranks
 from tests.ranks.programs_of_zero import (
     Trained,
+    astray,
+    buffers,
     calls,
+    clipped,
+    frozen,
     histories,
+    judged,
+    large_weights,
     layouts,
     mistakes,
     numbers,
@@ -29,7 +36,11 @@ from tests.ranks.programs_of_zero import (
     readings,
     released,
     skips,
+    stages,
     thawing,
+    thrown_away,
+    unused,
+    ways,
 )
 from tests.ranks.test_failures import launch
 from tests.strategies import differences, tensors
@@ -157,7 +168,12 @@ def test_an_update_that_is_not_finite_is_left_out_by_all(
         for e in several
     ]
     split = [attrs.evolve(e, engine=SKIPPING) for e in several]
-    ours, theirs = (run_ranks(size, skips, each) for each in (several, split))
+    beside = [
+        attrs.evolve(e, engine=af.chain(e.engine, af.skip_nonfinite())) for e in several
+    ]
+    ours, same, theirs = (run_ranks(size, skips, e) for e in (several, beside, split))
+    for one, other in zip(same[0], theirs[0], strict=True):
+        assert differing(other, one) == []
     for one, other in zip(ours[0], theirs[0], strict=True):
         alike = {n: v for n, v in other.items() if not n.startswith("slots.skip")}
         assert differing(alike, one) == []
@@ -166,19 +182,97 @@ def test_an_update_that_is_not_finite_is_left_out_by_all(
 SKIPPING = af.chain(af.wrap_fsdp(), af.skip_nonfinite())
 
 
+APART = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""Nothing is kept whole for being small."""
 RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_loss_may_be_nan_beside_skip_nonfinite(stage: int) -> None:
+    """As under wrap_fsdp: too many in a row are told, and the state is as it was."""
+    run_ranks(2, judged, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage: int) -> None:
     """Nor are they mistaken for others, and every parameter takes part."""
-    run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage)))
+    run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_meet_those_of_the_same_parameters(stage: int) -> None:
+    """In whichever order they come; at stage 3, where modules are gathered, all are told."""
+    small = {"reduce_bucket_size": 20, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": small}
+    run_ranks(2, orders, Trained(RUN, af.wrap_deepspeed(stage, config=config)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_ranks_that_use_other_parameters_are_told(stage: int, micro: int) -> None:
+    """All of them, by rank and name, and go on."""
+    run = attrs.evolve(RUN, micro=micro)
+    run_ranks(2, unused, Trained(run, af.wrap_deepspeed(stage)))
+    run_ranks(2, unused, Trained(run, af.wrap_deepspeed(stage, config=APART)))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_come_in_one_order(stage: int) -> None:
-    """Sums of different parameters would be wrong, and nothing else would tell."""
-    run_ranks(2, orders, Trained(RUN, af.wrap_deepspeed(stage)))
+def test_ranks_may_use_a_model_in_other_ways_together(stage: int) -> None:
+    """What a rank leaves the known way for, it asks the others."""
+    run_ranks(2, ways, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
+
+
+def test_a_rank_that_goes_astray_is_told() -> None:
+    """And those that wait for it hear of it, as soon as it gives up."""
+    each = Trained(RUN, af.wrap_deepspeed(3, config=APART))
+    with pytest.raises(RankError, match="0 goes back through the loss, rank 1 runs 'f"):
+        run_processes(2, astray, each, timeout=20)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_values_are_those_of_each_state(stage: int) -> None:
+    """Stepped in turns, bitwise."""
+    run_ranks(2, frozen, Trained(RUN, af.wrap_deepspeed(stage)))
+    run_ranks(2, frozen, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_state_goes_from_stage_to_stage(optimizer: str) -> None:
+    """By with_setup, there and back, bitwise."""
+    run = attrs.evolve(RUN, optimizer=optimizer)
+    run_ranks(2, stages, Trained(run, af.wrap_deepspeed(1)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_begins_with_the_buffers_of_rank_0(stage: int) -> None:
+    """Whatever the others had."""
+    run_ranks(2, buffers, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("accumulate", ["whole", "sharded"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_are_thrown_away_leave_nothing(
+    stage: Any, accumulate: Any, micro: int
+) -> None:
+    """Reduced or not, in the host's memory or not: the next update is bitwise the same."""
+    run = attrs.evolve(RUN, micro=micro)
+    for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        config = {"zero_optimization": zero}
+        engine = af.wrap_deepspeed(stage, config=config, accumulate=accumulate)
+        run_ranks(2, thrown_away, Trained(run, engine))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_of_two_bounds_the_lower_one_holds(stage: int) -> None:
+    """In whichever order they are."""
+    run_ranks(2, clipped, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_are_exact_beyond_float32(stage: int) -> None:
+    """2**24 tokens are no rare batch of a large model."""
+    run_ranks(2, large_weights, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -68,6 +68,50 @@ def test_a_setting_is_one_that_deepspeed_alone_says(config: Any, match: str) -> 
         af.wrap_deepspeed(2, config=config)
 
 
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (
+            {"zero_optimization": {"overlap_comm": "perhaps"}},
+            r"\[\"zero_optimization\"\]\['overlap_comm'\]: .* valid boolean.*'perhaps'",
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": -1}}, "greater than 0, and was"),
+        (
+            {
+                "zero_optimization": {
+                    "offload_optimizer": {"device": "cpu", "pin_memory": 3}
+                }
+            },
+            r"\['offload_optimizer'\]\['pin_memory'\]: Input should be",
+        ),
+        (
+            {"communication_data_type": "int8"},
+            r"\[\"communication_data_type\"\]: Invalid",
+        ),
+        ({"communication_data_type": 16}, r"\[\"communication_data_type\"\]: Invalid"),
+        ({"wall_clock_breakdown": 1}, "expected True or False"),
+        ({"comms_logger": {"enabled": "perhaps"}}, "refuses config.*valid boolean"),
+    ],
+)
+def test_a_value_is_one_that_deepspeed_takes(config: Any, match: str) -> None:
+    """It is asked when composed, and not at the first step."""
+    with pytest.raises(af.errors.ArgumentError, match=match):
+        af.wrap_deepspeed(2, config=config)
+
+
+@pytest.mark.parametrize("value", ["fp32", "BF16", None])
+def test_what_deepspeed_takes_is_taken(value: Any) -> None:
+    config = {"communication_data_type": value, "comms_logger": {"enabled": False}}
+    zero = {"reduce_bucket_size": 5e8, "overlap_comm": None}
+    assert af.wrap_deepspeed(2, config={**config, "zero_optimization": zero}).stage == 2
+
+
+def test_skip_nonfinite_stands_beside_it() -> None:
+    """In either order; DeepSpeed finds what is not finite."""
+    for both in ((af.skip_nonfinite(),), (af.clip_grad_norm(1.0), af.skip_nonfinite())):
+        assert begun(*both).step == 0
+
+
 def test_micro_batches_are_added_up_in_one_of_two_ways() -> None:
     with pytest.raises(af.errors.ArgumentError, match='"whole" or "sharded"'):
         af.wrap_deepspeed(2, accumulate="parts")
@@ -117,7 +161,6 @@ def test_what_it_cannot_stand_beside_is_refused(other: Any, match: str) -> None:
     ("other", "match"),
     [
         (af.clip_grad_value(0.1), "looks at them"),
-        (af.skip_nonfinite(), "left out without"),
         (af.clip_grad_norm(1.0, norm_type=1.0), "global 2-norm alone"),
         (af.clip_grad_norm(1.0, per_group=True), "global 2-norm alone"),
     ],

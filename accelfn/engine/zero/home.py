@@ -2,7 +2,6 @@
 """`ZeroHome`: the tensors of one state at a time live in DeepSpeed's."""
 
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
@@ -75,14 +74,13 @@ class ZeroHome:
         self.module = built(state.definition, empty, state.buffers)
         self.params = dict(self.module.named_parameters())
         self.trained = {name: self.params[name] for name in skeleton.trainable}
-        self._names = {id(param): name for name, param in self.params.items()}
+        self.names = {id(param): name for name, param in self.params.items()}
         self._frozen = {n: p for n, p in self.params.items() if n not in self.trained}
         self._kept: dict[str, torch.Tensor] = {}
         # what the optimizer has of them, which it goes on with when they are thawed
         self._at_rest: OptState = {}
         self._bound: FlatParams | None = None
         self._used: list[str] = []
-        self._order: tuple[list[str], int] = [], 0
         self._held: HeldGradients | None = None
 
     def wrap(self, root: nn.Module) -> Zero:
@@ -91,7 +89,8 @@ class ZeroHome:
         metas = skeleton.module.named_parameters()
         memo: dict[int, Any] = {id(meta): self.params[name] for name, meta in metas}
         self.zero = Zero(root, rebuilt(prototype, memo), self._config, self._ranks)
-        self.where = self.zero.where(self._names, self._layout)
+        self.zero.align(self.names)
+        self.where = self.zero.where(self.names, self._layout)
         noting(self.trained, self._used)
         weakref.finalize(self, self.zero.free)
         return self.zero
@@ -169,17 +168,17 @@ class ZeroHome:
     def note_none(self) -> None:
         """Begin an update, whose backward passes have come by no parameter yet."""
         self._used.clear()
+        self.zero.begin()
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the parameters of which DeepSpeed has a gradient."""
         used = set(self._used)
         return {n: param for n, param in self.trained.items() if n in used}
 
-    def order(self) -> int:
-        """Return a number that tells orders apart in which gradients have come."""
-        if self._used != self._order[0]:
-            self._order = [*self._used], zlib.crc32("\n".join(self._used).encode())
-        return self._order[1]
+    def unused(self) -> list[str]:
+        """Return the parameters of which there is no gradient on this rank."""
+        used = set(self._used)
+        return [name for name in self.trained if name not in used]
 
     def put_gradients(self, grads: Grads) -> None:
         """Leave the gradients that DeepSpeed holds where they are.

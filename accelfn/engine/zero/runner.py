@@ -1,31 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the loss inside DeepSpeed's engine; the last micro-batch reduces, or each does."""
 
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
-from accelfn.collectives import all_reduce_, broadcast_, naming
-from accelfn.engine.fsdp import RootModule
+from accelfn.collectives import all_reduce_, gather_text, naming
 from accelfn.engine.read_loss import ReadLoss, Samples
+from accelfn.engine.root import RootModule
 from accelfn.engine.runner import LossFunction, like
+from accelfn.engine.zero.gathered import NOT_GATHERED, Gathered
 from accelfn.engine.zero.home import ZeroHome
 from accelfn.engine.zero.package import parted
-from accelfn.errors import LossError, WorldError
+from accelfn.errors import LossError, UnusedParametersError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World
 
-_OUT_OF_ORDER = (
-    "The ranks' gradients came in different orders: in the loss, ranks used the model in"
-    " different ways. DeepSpeed adds up those that come at the same time, which are of different"
-    " parameters then. The state is as it was. Let all ranks run the same modules, in the same"
-    " order, or take af.wrap_fsdp()."
-)
-
-
-_NOT_GATHERED = (
-    "The loss used a parameter that DeepSpeed had not gathered: at stage 3 it gathers those of"
-    " a module that is called, and those that are taken by name, as model.head.weight. Take them"
-    " by name, not from model.parameters(), or take stage 2."
+_UNUSED = (
+    "Some parameters took no part in the loss of some ranks: {told}. Ranks wait for the gradients"
+    " of all. The state is as it was. Let all ranks use them, if only by 0, as in"
+    " `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False), or take"
+    " af.wrap_fsdp(find_unused_parameters=True)."
 )
 
 
@@ -47,6 +44,7 @@ class ZeroRunner:
         self._forward = naming("DeepSpeed forward", ranks)
         self._backward = naming("DeepSpeed backward", ranks)
         self._sync, self._is_over = True, False
+        self._known = deque[LossFunction](maxlen=8)  # losses that had a first pass
         ranks.connection.hold(self.let_go)
 
     def forward(
@@ -61,17 +59,17 @@ class ZeroRunner:
             raise WorldError(msg)
         if samples.begins:
             self._home.bound.check_read()
-            self._share_buffers()
+            self._root.share_buffers(self._ranks)
             self._home.note_none()
         self._sync = sync
         reduces = sync or self._in_parts
-        with self._forward:
+        with self._forward, self._watched(loss_fn):
             self._scalar = self._zero.forward(
                 loss_fn, samples, reduces=reduces, ends=sync
             )
-        read = self._root.reads.pop()
-        self._root.reads.clear()  # what a forward that raised had left
-        return read
+        if not self._is_known(loss_fn):
+            self._known.append(loss_fn)
+        return self._root.take_read()
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
@@ -80,31 +78,48 @@ class ZeroRunner:
         scalar = self._scalar
         del self._scalar
         loss = scalar if scale is None else scalar * like(scalar, scale)
-        in_order = self._zero.reduces_as_they_come
         try:
             with self._backward:
                 self._zero.backward(loss, ends=self._sync)
         except RuntimeError as error:
             if any(sign in str(error) for sign in ("got [0]", "tensor b (0)")):
-                raise LossError(_NOT_GATHERED) from error
+                msg = NOT_GATHERED.format(which="a parameter")
+                raise LossError(msg) from error
             raise
         if not self._sync:
             return None
-        order = self._home.order() if in_order else 0
-        ranks, double = self._ranks, torch.float64
-        sums = torch.tensor([0.0, order], dtype=double, device=ranks.device)
+        ranks, unused = self._ranks, self._home.unused()
+        counts = [0.0, len(unused)]
+        sums = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
         sums[0] = weight
         all_reduce_([sums], ranks, label="weight of the loss")
-        if in_order and float(sums[1]) != order * ranks.size:
-            raise LossError(_OUT_OF_ORDER)
+        if sums[1]:
+            self._check_alike(unused)
         return sums[0] / ranks.size
+
+    def _check_alike(self, unused: list[str]) -> None:
+        """Raise unless what took no part in the loss is the same on all ranks.
+
+        Raises:
+            UnusedParametersError: it is not; they are named on all ranks.
+        """
+        text = "\n".join(unused)
+        texts = gather_text(text, self._ranks, label="parameters without a gradient")
+        if len({*texts}) > 1:
+            rows = [", ".join(each.split("\n")[:5]) or "none" for each in texts]
+            told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
+            raise UnusedParametersError(_UNUSED.format(told=told))
+
+    def _watched(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
+        """Return what looks at a loss's first pass at stage 3."""
+        if self._zero.stage < 3 or self._is_known(loss_fn):
+            return nullcontext()
+        return Gathered(self._home.names)
+
+    def _is_known(self, loss_fn: LossFunction) -> bool:
+        return any(known is loss_fn for known in self._known)
 
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""
         self._is_over = True
         parted()
-
-    def _share_buffers(self) -> None:
-        buffers = list(self._home.module.buffers())
-        if buffers:
-            broadcast_(buffers, self._ranks, label="buffers of rank 0")

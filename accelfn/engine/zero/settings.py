@@ -2,6 +2,7 @@
 """DeepSpeed's settings: which a user may give, and which of them accelfn says already."""
 
 import difflib
+import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any, cast
@@ -39,6 +40,9 @@ _THEIRS = (
     "zero_optimization",
 )
 """What DeepSpeed alone says."""
+
+_DTYPE = "communication_data_type"
+_FLAGS = "memory_breakdown", "wall_clock_breakdown"
 
 _OF_ZERO = (
     "allgather_bucket_size",
@@ -92,6 +96,45 @@ def check_settings(shown: str, config: Mapping[str, Any]) -> None:
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", offload):
         _check_known(shown, "offload_optimizer", key, ("device", "pin_memory"))
+
+
+def check_values(shown: str, config: Mapping[str, Any]) -> None:
+    """Raise unless DeepSpeed takes the values, as far as it looks at them.
+
+    Raises:
+        ArgumentError: it does not; the first is named.
+    """
+    if not config:
+        return  # nor is it imported
+    runtime: Any = importlib.import_module("deepspeed.runtime.config")
+    zero: Any = importlib.import_module("deepspeed.runtime.zero.config")
+    where = "config"
+    try:
+        runtime.DeepSpeedCommsConfig(dict(config))
+        where = 'config["communication_data_type"]'
+        runtime.get_communication_data_type(
+            {
+                key: str(v)
+                for key, v in config.items()
+                if key == _DTYPE and v is not None
+            }
+        )
+        where = 'config["zero_optimization"]'
+        zero.DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
+    except ValueError as error:
+        details: Any = getattr(error, "errors", list[Any])()
+        told = str(error)
+        if details:
+            where += "".join(f"[{key!r}]" for key in details[0]["loc"])
+            told = f"{details[0]['msg']}, and was given {details[0]['input']!r}"
+        msg = f"{shown}: DeepSpeed refuses {where}: {told}."
+        raise ArgumentError(msg) from error
+    for key in _FLAGS:
+        if not isinstance(config.get(key, False), bool):
+            msg = (
+                f"{shown}: config[{key!r}] is {config[key]!r}; expected True or False."
+            )
+            raise ArgumentError(msg)
 
 
 def settings_of(

@@ -16,9 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.definition.layout import Layout
+from accelfn.engine.zero.course import Course, keep_course
 from accelfn.engine.zero.flats import Flats, Place
 from accelfn.engine.zero.package import joined
 from accelfn.engine.zero.places import cut_of, evenly
+from accelfn.engine.zero.turns import take_turns
 from accelfn.world import World
 
 # DeepSpeed has no types, and no public names for what it keeps
@@ -42,8 +44,9 @@ class Zero:
                 model=root, optimizer=optimizer, config=dict(config)
             )
         self._optimizer: Any = self._engine.optimizer
+        self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
-        self._coalesces = False
+        self._coalesces = self._flushes = False
         if self.stage == 3:  # the flat tensors are views of it
             self._optimizer.lp_param_buffer = None
 
@@ -153,10 +156,12 @@ class Zero:
         if ends and self._coalesces:
             self._coalesce(on=False)
             self._engine.set_gradient_accumulation_boundary(True)
+            self._flushes = True
             if self.stage == 3:
                 self._engine._flush_coalesced_reduction_zero3(self._optimizer)
             else:
                 self._engine._flush_coalesced_reduction_zero12(self._optimizer)
+            self._flushes = False
 
     def _coalesce(self, *, on: bool) -> None:
         """Leave gradients on their rank, or no more.
@@ -182,11 +187,32 @@ class Zero:
             scaler.cur_scale = before
         return not zero.overflow
 
-    @property
-    def reduces_as_they_come(self) -> bool:
-        """Whether gradients of this pass cross the ranks in the order in which they come."""
-        overlaps = self.stage > 1 or self._optimizer.overlap_comm
-        return overlaps and not self._coalesces
+    def begin(self) -> None:
+        """Begin an update."""
+        if self.stage == 3:
+            self._course.begin()
+        else:
+            for turns in self._turns:
+                turns.begin()
+
+    def align(self, names: Mapping[int, str]) -> None:
+        """Have gradients of all ranks meet those of the same parameters, named by their ids."""
+        if self.stage == 3:
+            named = {"": "the loss", "module": "the model"}
+            modules = {
+                module: named.get(name, repr(name.removeprefix("module.")))
+                for name, module in self._engine.module.named_modules()
+            }
+            self._course = Course(self._ranks)
+            keep_course(
+                self._optimizer, self._course, names, modules, lambda: self._coalesces
+            )
+        else:
+            self._turns = take_turns(self._optimizer, self._ranks, self._come_listed)
+
+    def _come_listed(self) -> bool:
+        """Whether gradients of this pass are sent in the order of the list of parameters."""
+        return self._flushes or (self.stage == 1 and not self._optimizer.overlap_comm)
 
     def free(self) -> None:
         """Let go of all memory but that of states, whose flat tensors stay as they are.
@@ -195,7 +221,7 @@ class Zero:
         """
         zero: Any = self._optimizer
         zero.optimizer.state.clear()
-        held: list[Any] = [*self._engine.module.parameters(), *self.flats]
+        held: list[Any] = [*self._params, *self.flats]
         held += [p.ds_tensor for p in held if hasattr(p, "ds_tensor")]
         for tensor in held:
             tensor.grad, tensor.data = None, tensor.data.new_empty(0)
@@ -213,11 +239,9 @@ class Zero:
         """Leave nothing of backward passes that no update will take."""
         zero = self._optimizer
         self._coalesce(on=False)
-        for param in self._engine.module.parameters():
+        for param in self._params:
             param.grad = None
-            if hasattr(
-                param, "grad_accum"
-            ):  # stages 1 and 2, of which parts may be in 32 bits
+            if self.stage != 3:
                 param.grad_accum = None
         for found in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
             for key in list(found):
