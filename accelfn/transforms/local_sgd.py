@@ -22,6 +22,7 @@ Slot: TypeAlias = dict[str, Any]
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
 _LABEL = "local_sgd"
+_NONE: Mapping[int, int] = {}
 
 
 def _are_parts(owner: Any, _field: object, value: Any) -> None:
@@ -114,7 +115,7 @@ class local_sgd:
     opt_state: bool = attrs.field(default=False, validator=truth(), kw_only=True)
     bucket_cap_mb: float = attrs.field(default=25, validator=mebibytes(), kw_only=True)
     neighbours: Mapping[int, int] = attrs.field(
-        factory=dict[int, int], validator=_are_parts, hash=False, kw_only=True
+        default=_NONE, validator=_are_parts, hash=False, kw_only=True
     )
 
     def init(self, state: TrainState) -> Slot:
