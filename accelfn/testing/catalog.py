@@ -116,6 +116,7 @@ CATALOG: tuple[Row, ...] = (
         | _options(**_DDP, static_graph=st.booleans()),
         not_beside=frozenset({"reduce"}),
         default_beside={"static_graph": frozenset({"value_and_grad"})},
+        not_drawn=frozenset({"within"}),
     ),
     Row(
         af.autocast,
