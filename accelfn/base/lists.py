@@ -71,9 +71,12 @@ def copy_(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> N
 
 
 def norms(
-    tensors: Iterable[torch.Tensor], norm_type: float, dtype: torch.dtype
+    tensors: Iterable[torch.Tensor],
+    norm_type: float,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Return the norm of each, computed in a dtype."""
+    """Return the norm of each, computed in its own dtype or the one given."""
     found = _parts(tensors)
     return list(torch._foreach_norm(found, norm_type, dtype=dtype)) if found else []  # pyright: ignore[reportPrivateUsage]
 

@@ -27,8 +27,10 @@ from accelfn.errors import CheckpointCorruptError
 
 _BLOCK = 1 << 18
 """Bytes that are read, or written, at once."""
+_TOGETHER = 1 << 20
+"""Bytes that are handed over to be hashed, at least: a small tensor's hash takes less time."""
 _AHEAD = 2
-"""Tensors that nobody wants and that wait to be hashed."""
+"""As often; what waits to be hashed."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
 DTYPES = {
@@ -221,30 +223,15 @@ def _read_verified(
 ) -> dict[str, torch.Tensor]:
     """Read all of a file, hashing what was read while more is."""
     found: dict[str, torch.Tensor] = {}
-    digest = hashlib.sha256()
-    under_way: deque[tuple[str, str, Future[str]]] = deque()
-
-    def hashed(values: memoryview) -> str:
-        digest.update(values)
-        return digest.copy().hexdigest()
-
-    def compare() -> None:
-        what, expected, got = under_way.popleft()
-        if got.result() != expected:
-            msg = (
-                f"{path} is not what was saved: {what} differs in its SHA-256. Load another"
-                " checkpoint."
-            )
-            raise CheckpointCorruptError(msg)
-
     stream.seek(0)
     begin = min((each.begin for each in file.tensors.values()), default=file.size)
     with ThreadPoolExecutor(1, "accelfn-sha256") as pool:
+        hashing = _Hashing(pool, path)
 
         def fill(values: memoryview, what: str, expected: str) -> None:
             _fill(stream, values)
             told(len(values))
-            under_way.append((what, expected, pool.submit(hashed, values)))
+            hashing.add(values, what, expected)
 
         fill(memoryview(bytearray(begin)), "its header", file.header_sha256)
         for name, entry in file.tensors.items():
@@ -252,14 +239,60 @@ def _read_verified(
             fill(bytes_of(tensor), name, entry.sha256)
             if name in wanted:
                 found[name] = tensor
-                continue
-            del tensor
-            while len(under_way) > _AHEAD:
-                compare()
         fill(memoryview(b""), "the whole", file.sha256)
-        while under_way:
-            compare()
+        hashing.finish()
     return found
+
+
+class _Hashing:
+    """Hashes what was read of a file in another thread, many small tensors at once."""
+
+    def __init__(self, pool: ThreadPoolExecutor, path: Path) -> None:
+        """Take the thread, and the file's path."""
+        self._pool, self._path = pool, path
+        self._digest = hashlib.sha256()
+        self._read: list[tuple[memoryview, str, str]] = []
+        self._num_bytes = 0
+        self._under_way: deque[Future[str | None]] = deque()
+
+    def add(self, values: memoryview, what: str, expected: str) -> None:
+        """Take what comes next, and the digest up to its end."""
+        self._read.append((values, what, expected))
+        self._num_bytes += len(values)
+        if self._num_bytes >= _TOGETHER:
+            self._hand_over()
+            while len(self._under_way) > _AHEAD:
+                self._compare()
+
+    def finish(self) -> None:
+        """Return once all is known to be what was saved.
+
+        Raises:
+            CheckpointCorruptError: it is not; what differs first is named.
+        """
+        self._hand_over()
+        while self._under_way:
+            self._compare()
+
+    def _hand_over(self) -> None:
+        self._under_way.append(self._pool.submit(self._differing, self._read))
+        self._read, self._num_bytes = [], 0
+
+    def _differing(self, read: list[tuple[memoryview, str, str]]) -> str | None:
+        for values, what, expected in read:
+            self._digest.update(values)
+            if self._digest.copy().hexdigest() != expected:
+                return what
+        return None
+
+    def _compare(self) -> None:
+        what = self._under_way.popleft().result()
+        if what is not None:
+            msg = (
+                f"{self._path} is not what was saved: {what} differs in its SHA-256. Load"
+                " another checkpoint."
+            )
+            raise CheckpointCorruptError(msg)
 
 
 def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:

@@ -10,6 +10,7 @@ from accelfn.collectives.objects import scatter as scatter
 from accelfn.collectives.packed import all_gather as all_gather
 from accelfn.collectives.packed import all_gather_rows as all_gather_rows
 from accelfn.collectives.packed import all_reduce_ as all_reduce_
+from accelfn.collectives.packed import are_told_alike as are_told_alike
 from accelfn.collectives.packed import barrier as barrier
 from accelfn.collectives.packed import broadcast_ as broadcast_
 from accelfn.collectives.packed import gather_bytes as gather_bytes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An epoch as a value: which dataset index stands at each position, and where batches end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import attrs
@@ -20,8 +20,10 @@ from accelfn.errors import DataError
 if TYPE_CHECKING:
     from accelfn.data.budget import budget
 
-_FIRST_BLOCK, _BLOCK = 4_096, 65_536
-"""Positions whose order is computed at once: few at first, so that a start is quick."""
+_FIRST_BLOCK, _BLOCK, _UPDATES = 4_096, 65_536, 256
+"""This rank's positions, and updates, whose order is computed at once."""
+_OF_ALL = 1 << 22
+"""Positions of all ranks that this goes over at most: an order that sorts sorts them all."""
 
 
 @attrs.frozen(eq=False)
@@ -130,24 +132,53 @@ class Portion(NamedTuple):
 
 
 def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
-    """Yield what this rank takes of an epoch's updates from a cursor on."""
-    block, first, last, size = np.empty(0, np.int64), 0, 0, _FIRST_BLOCK
+    """Yield what this rank takes of an epoch's updates from a cursor on.
+
+    Cost: the order is asked for the positions that this rank reads, and for no other, so an
+    update costs as much on any number of ranks. An order that sorts asks for more itself.
+    """
     num_samples, end, key = epoch.num_samples, epoch.cut.end(start.samples), epoch.key
     following = Cursor(epoch.number + 1)
-    for low, high in epoch.cut.spans(start.samples):
-        if not first <= low <= high <= last:
-            first, last = low, max(high, min(low + size, num_samples))
-            size = min(4 * size, _BLOCK)
-            places = np.arange(first, last, dtype=np.int64)
-            if last > num_samples:  # padded: filled from the start of the order
-                places %= num_samples
-            block = epoch.order(places)
-        spans = tuple(plan.parts((low, high)))
-        indices: list[Indices] = []
-        for begin, stop in spans:
-            # an empty part reads the sample beside it
-            at = (begin if stop > begin or begin < high else high - 1) - first
-            indices.append(block[at : at + (stop - begin or 1)])
-        after = Cursor(epoch.number, high) if high < end else following
-        yield Portion(start, after, high - low, spans, tuple(indices), num_samples, key)
-        start = after
+    for updates in _blocks(epoch.cut.spans(start.samples), plan.num_shares):
+        taken = [tuple(plan.parts(update)) for update in updates]
+        places = _places(updates, taken)
+        if updates[-1][1] > num_samples:  # padded: filled from the start of the order
+            places %= num_samples
+        block, first = epoch.order(places), 0
+        for (low, high), spans in zip(updates, taken, strict=True):
+            indices: list[Indices] = []
+            for begin, stop in spans:
+                last = first + (stop - begin or 1)
+                indices.append(block[first:last])
+                first = last
+            after = Cursor(epoch.number, high) if high < end else following
+            yield Portion(
+                start, after, high - low, spans, tuple(indices), num_samples, key
+            )
+            start = after
+
+
+def _blocks(spans: Iterable[Span], num_shares: int) -> Iterator[list[Span]]:
+    """Yield updates whose order is computed at once: few at first, for a quick start."""
+    block: list[Span] = []
+    size = _FIRST_BLOCK
+    for low, high in spans:
+        block.append((low, high))
+        positions = high - block[0][0]
+        if positions >= min(size * num_shares, _OF_ALL) or len(block) == _UPDATES:
+            yield block
+            block, size = [], min(4 * size, _BLOCK)
+    if block:
+        yield block
+
+
+def _places(updates: list[Span], taken: list[tuple[Span, ...]]) -> Indices:
+    """Return the positions that parts of updates read; an empty one that beside it."""
+    read = [
+        (begin if begin < high else high - 1, stop - begin or 1)
+        for (_, high), parts in zip(updates, taken, strict=True)
+        for begin, stop in parts
+    ]
+    firsts, counts = np.array(read, np.int64).T
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)

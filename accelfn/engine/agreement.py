@@ -29,7 +29,7 @@ def check_definitions(state: TrainState) -> None:
 
     Data is compared where ranks share it, by `shard_data`: elsewhere each may have its own.
 
-    Cost: two small all-gathers, once a state, and one of 8 bytes for data (see `check_alike`).
+    Cost: a small all-reduce, once a state, and another for data (see `check_alike`).
 
     Raises:
         ReplicaMismatchError: they do not; the first difference is named, a row a rank.

@@ -142,7 +142,8 @@ def memory_estimate(
     step makes and drops again.
 
     Args:
-        model: a factory, or an instance, which is left as it is.
+        model: a factory, or an instance, on the meta device if it fits no other, which is left
+            as it is.
         setup: transforms, whose slots are counted.
         optimizer: a factory of named parameters, as `TrainState.create` takes it.
         axes: how many ranks stand along each axis, where a setup splits the model over them

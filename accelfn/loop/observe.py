@@ -25,7 +25,7 @@ def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
 
     Law: two states that observed the same are equal; nothing but slots is changed.
 
-    Cost: over ranks that train together, a small all-gather, by which they compare values.
+    Cost: over ranks that train together, a small all-reduce, by which they compare values.
 
     Raises:
         ArgumentError: it is no number.

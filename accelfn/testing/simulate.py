@@ -71,7 +71,9 @@ def simulate(
 
     Cost: on two cores, 0.1 ms a collective on 2 ranks, and no sockets; see the benchmarks.
     That is where torch computes in one thread: ranks then share a core, and so do processes
-    that they start, of which a DataLoader warns. In several threads it is twice that.
+    that they start, of which a DataLoader warns; where other work takes that core, ranks go
+    to another. In several threads it is twice that. What starts a training costs as much a
+    rank on 256 as on 2.
 
     Limits: no real network, one stream of a device for all ranks, no two ranks at once; no
     groups but those of `axes`, `world.split` and `world.across`.

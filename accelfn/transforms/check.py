@@ -38,8 +38,8 @@ class check_replicas:
         that agree train, bitwise, as without it.
 
     Cost:
-        A sum over every parameter and a gather of 8 bytes for each, every `every` updates; the
-        host waits for it.
+        A sum over every parameter and a small all-reduce, every `every` updates; the host waits
+        for it.
 
     Raises:
         ReplicaMismatchError: the first parameter that differs is named, a row a rank.

@@ -122,6 +122,24 @@ def test_any_two_that_differ_are_told_apart(part: str) -> None:
         )
 
 
+@given(size=st.integers(2, 9))
+def test_ranks_that_agree_say_as_much_on_any_number_of_ranks(size: int) -> None:
+    """What each gives, and gets, before the first update does not grow; no text is sent."""
+
+    def rank(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 3, 1),
+            optimizer=partial(SGD, lr=0.1),
+            setup=af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
+            data=af.Data(X, batch_size=8),
+            world=world,
+        )
+        af.build(state)
+
+    said = [(each.kind, each.num_bytes) for each in simulate(size, rank).log]
+    assert said == [("all_reduce", 48)] * 4  # definitions, data, structure, values
+
+
 def test_data_of_each_rank_may_be_its_own() -> None:
     """Where ranks share none, nothing is compared."""
 

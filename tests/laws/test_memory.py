@@ -72,13 +72,17 @@ def bytes_of(value: object) -> int:
     optimizer=st.sampled_from(OPTIMIZERS),
     setup=chains(max_size=3, exclude=[af.accumulate]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    instance=st.booleans(),
+    device=st.sampled_from([None, "cpu", "meta"]),
 )
-def test_an_estimate_is_exact(width, optimizer, setup, dtype, instance) -> None:
+def test_an_estimate_is_exact(width, optimizer, setup, dtype, device) -> None:
     """Parameters, buffers, gradients, optimizer state and slots have as many bytes in a state
-    that has taken an update, whatever the optimizer and the setup.
+    that has taken an update, whatever the optimizer and the setup; of a factory, of a model,
+    and of one without values alike.
     """
-    model = Net(width) if instance else partial(Net, width)
+    model = partial(Net, width)
+    if device is not None:
+        with torch.device(device):
+            model = Net(width)
     estimate = af.memory_estimate(model, setup, optimizer=optimizer)
     state = af.TrainState.create(
         model=lambda: Net(width).to(dtype), optimizer=optimizer

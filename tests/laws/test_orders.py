@@ -23,7 +23,7 @@ from torch.utils.data import (
 import accelfn as af
 from accelfn.data.zipped import Zipped
 from accelfn.testing import simulate
-from tests.laws.reading import in_legs, joined, own, plain, read
+from tests.laws.reading import REMAINDERS, in_legs, joined, own, plain, read
 from tests.laws.worlds import single
 
 SEEDS = st.integers(0, 2**40)
@@ -207,16 +207,58 @@ def test_every_order_is_evaluated_on_each_sample_once(data: af.Data, size: int) 
 @given(
     n=st.integers(4000, 30_000),
     batch_size=st.integers(700, 9000),
+    size=st.integers(1, 3),
     start=st.integers(0, 3999),
     shuffle=st.booleans(),
 )
 def test_no_sample_is_lost_between_blocks(
-    n: int, batch_size: int, start: int, *, shuffle: bool
+    n: int, batch_size: int, size: int, start: int, *, shuffle: bool
 ) -> None:
     """However batches lie across the blocks in which a long order is computed."""
-    data = af.Data(torch.arange(n), batch_size=batch_size, shuffle=shuffle)
-    batches = read(single(), data, epochs=1, start=af.Cursor(0, start))
-    assert flat([own([batch]) for batch in batches]) == order_of(data, 0)[start:]
+    data, at = af.Data(torch.arange(n), batch_size=batch_size, shuffle=shuffle), start
+
+    def rank(world: af.World) -> list[af.Batch]:
+        return read(world, data, epochs=1, start=af.Cursor(0, at))
+
+    found = joined(simulate(size, rank))
+    assert flat(found) == order_of(data, 0)[start:]
+
+
+class Asked:
+    """An order as the dataset's own, that notes which positions it was asked for."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.positions = n, list[int]()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, position: int) -> int:
+        self.positions.append(position)
+        return position
+
+
+@given(
+    n=st.integers(40, 900),
+    batch_size=st.integers(1, 40),
+    size=st.integers(1, 8),
+    parts=st.integers(1, 3),
+    remainder=REMAINDERS,
+)
+def test_a_rank_asks_for_no_position_but_its_own(
+    n: int, batch_size: int, size: int, parts: int, remainder: Any
+) -> None:
+    """On any number of ranks an order is asked once for what is read, and no more."""
+
+    def rank(world: af.World) -> None:
+        asked = Asked(n)
+        order = lambda _seed, _epoch, _n: asked  # noqa: E731 - of this rank
+        data = numbers(n, order, batch_size=batch_size, remainder=remainder)
+        batches = read(world, data, parts=parts, epochs=1)
+        indices = flat([batch.indices.tolist() for batch in batches])
+        assert indices == asked.positions
+
+    simulate(size, rank)
 
 
 # shuffled

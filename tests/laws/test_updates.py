@@ -192,6 +192,34 @@ def test_the_norm_is_of_the_whole_gradient(run: Run, size: int, p: float) -> Non
 
 
 @given(
+    lengths=st.one_of(
+        st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
+        st.sampled_from([[3] * 256, [1, 2] * 128 + [3], [2] * 513]),
+    ),
+    dtypes=st.lists(
+        st.sampled_from([torch.float32, torch.float64]), min_size=1, max_size=2
+    ),
+    p=NORMS,
+    seed=st.integers(0, 99),
+)
+def test_the_norm_is_torchs(
+    lengths: list[int], dtypes: list[torch.dtype], p: float, seed: int
+) -> None:
+    """Of few gradients or many, empty ones among them, of one dtype or two: bit by bit."""
+    draws = torch.Generator().manual_seed(seed)
+    values = [
+        torch.randn(n, generator=draws).to(dtypes[i % len(dtypes)])
+        for i, n in enumerate(lengths)
+    ]
+    state, grads = gradients([each.tolist() for each in values])
+    grads = grads.with_tensors({str(i): each for i, each in enumerate(values)})
+    clip = af.clip_grad_norm(math.inf, norm_type=p)
+    found, _ = clip.grads(grads, None, begun(state, grads))
+    expected = torch.nn.utils.get_total_norm([v for v in values if len(v)], p)
+    assert torch.equal(expected, found.metrics["grad_norm"])
+
+
+@given(
     run=runs(optimizer="sgd", loss="mean", schedule=False, updates=3),
     size=st.sampled_from([1, 2]),
     parts=st.integers(1, 3),

@@ -4,7 +4,6 @@
 from accelfn.base import draws
 from accelfn.checkpoint import background
 from accelfn.collectives import packed
-from accelfn.data import alike
 from accelfn.engine import buffers, elsewhere, engine
 from accelfn.state import skips
 from accelfn.structure import skeleton
@@ -81,13 +80,6 @@ MUTANTS = [
         packed._in_a_row,
         "sent(torch.tensor(here, dtype=torch.float64), device)"
         " → torch.tensor(here, dtype=torch.float64).to(device)",
-    ),
-    Mutant(
-        "what ranks say of their data goes to the device and is waited for",
-        test_waits.test_ranks_of_an_evaluation_send_without_waiting,
-        alike._are_told_alike,
-        "sent(torch.frombuffer(bytearray(mine), dtype=torch.int64), world.device)"
-        " → torch.frombuffer(bytearray(mine), dtype=torch.int64).to(world.device)",
     ),
     Mutant(
         "a device behind the last is taken for one that is there",

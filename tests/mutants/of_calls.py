@@ -2,6 +2,7 @@
 """Bugs in what a whole call means: one option beside the others, one word of several."""
 
 from accelfn.checkpoint import partial, retention
+from accelfn.collectives import replicas
 from accelfn.data import cut, mixed
 from accelfn.engine import agreement
 from accelfn.launching import failures, settings
@@ -119,6 +120,12 @@ MUTANTS = [
         test_plateau.test_ranks_observe_the_same,
         observe.observe,
         'setup.owners["engine"] or setup.owners["reduce"] → setup.owners["engine"]',
+    ),
+    Mutant(
+        "L2: ranks that agree send one another all that they say",
+        test_definitions.test_ranks_that_agree_say_as_much_on_any_number_of_ranks,
+        replicas._tables_apart,
+        "if are_told_alike(said, world, label=label): → if not said:",
     ),
     Mutant(
         "L2: ranks with other rates train together",

@@ -62,11 +62,17 @@ MUTANTS = [
         "-(-self.window // step) * step → max(self.window, step)",
     ),
     Mutant(
-        "L39: samples of a batch that lies across two blocks of a long order are lost",
+        "L39: an epoch's last update is lost where a block begins with it",
         test_orders.test_no_sample_is_lost_between_blocks,
+        epoch._blocks,
+        "if block: → if len(block) > 1:",
+    ),
+    Mutant(
+        "L40: every rank computes the order of all ranks' samples, and takes its share",
+        test_orders.test_a_rank_asks_for_no_position_but_its_own,
         epoch.portions,
-        "not first <= low <= high <= last"
-        " → not first <= low < last or high > num_samples",
+        "block, first = epoch.order(places), 0"
+        " → block, first = epoch.order(np.arange(num_samples))[places], 0",
     ),
     Mutant(
         "L39: a bucketed budget has long and short samples in one batch",

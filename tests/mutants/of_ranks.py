@@ -125,8 +125,7 @@ if not owners: return update
         "L2: ranks whose models have other shapes are said to differ in values",
         test_ddp.test_ranks_that_differ_in_shape_are_refused,
         collectives.check_replicas,
-        '_refuse_difference([table.split("\\n") for table in tables], "structure", _CREATED)'
-        " → pass",
+        '_refuse_difference(tables, "structure", _CREATED) → pass',
     ),
     Mutant(
         "L24: gradients that are no views into DistributedDataParallel's buckets are overlooked",

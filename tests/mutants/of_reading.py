@@ -36,8 +36,7 @@ OF_ORDERS = [
         "L38: the samples of a micro-batch are in another order than the batch's",
         test_orders.test_every_order_is_that_of_one_process,
         epoch.portions,
-        "block[at : at + (stop - begin or 1)]"
-        " → block[at : at + (stop - begin or 1)][::-1].copy()",
+        "block[first:last] → block[first:last][::-1].copy()",
     ),
     Mutant(
         "L40: a position beyond four thousand million is another one",

@@ -154,8 +154,8 @@ MUTANTS = [
         "a rank with one layer more than the others passes for a replica",
         test_collectives.test_ranks_that_hold_other_models_are_told,
         replicas._first_difference,
-        "range(max(len(table) for table in tables))"
-        " → range(min(len(table) for table in tables))",
+        "range(max((len(table) for table in tables), default=0))"
+        " → range(min((len(table) for table in tables), default=0))",
         args={"other": "longer"},
     ),
     Mutant(

@@ -50,6 +50,12 @@ MUTANTS = [
         args={"fn": test_isolation.outcome_returns, "faults": ()},
     ),
     Mutant(
+        "of ranks whose core has other work, one alone goes to another",
+        test_isolation.test_ranks_that_get_little_of_their_core_go_to_another,
+        turns.Turns._make_room,
+        "for thread in threads: → for thread in threads[:1]:",
+    ),
+    Mutant(
         "simulated ranks have the same dropout where real ones have not",
         test_isolation.test_draws_depend_on_seed_and_rank,
         ambient.seed_rank,
@@ -181,7 +187,7 @@ MUTANTS = [
         "a test of many schedules tries the same order of ranks each time",
         test_inputs_matter.test_schedules_give_other_orders,
         turns.Turns._choose,
-        "able[next(self._choices, 0) % len(able)] → able[next(self._choices, 0) * 0]",
+        "every[choice % len(every)] → every[choice * 0]",
     ),
     Mutant(
         "compare_loops calls loops exactly equal that once differed in a rounding",

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
 from accelfn.testing import Crash, Leave, Stall, simulate
+from tests.waiting import wait_until
 
 
 def process():
@@ -592,6 +593,31 @@ def test_a_second_interrupt_leaves_a_rank_that_will_not_end():
     while threading.active_count() > before["threads"]:
         time.sleep(0.01)
     assert before == process()
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="there is no other core to go to",
+)
+def test_ranks_that_get_little_of_their_core_go_to_another():
+    """They go together, to where the thread that waits for them is woken; that one is free."""
+    caller, cores = threading.get_native_id(), os.sched_getaffinity(0)
+
+    def fn(world):
+        here = os.sched_getaffinity(0)
+        if world.rank == 0:
+            os.sched_setaffinity(caller, cores - here)  # there it is woken
+            wait_until(lambda: os.sched_getaffinity(0) != here)  # as if others computed
+        dist.barrier(group=world.group)
+        return here, os.sched_getaffinity(0)
+
+    try:
+        (first, second), others = simulate(2, fn).results
+    finally:
+        os.sched_setaffinity(caller, cores)
+    assert len(first) == len(second) == 1
+    assert not first & second
+    assert others[1] == second
 
 
 def test_threads_that_cannot_be_started(monkeypatch):

@@ -33,7 +33,8 @@ class bucketed:
 
     Law: an epoch takes each sample once, and is a function of the seed and its number.
 
-    Cost: 8 bytes a sample, and a sort of one window at a time.
+    Cost: 8 bytes a sample, and a sort of one window at a time, which is no smaller than an
+    update's batch: each rank sorts all of it, on however many it is shared out.
 
     Example:
         >>> from accelfn import Data, orders

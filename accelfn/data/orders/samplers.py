@@ -26,7 +26,7 @@ from accelfn.errors import DataError
 
 @attrs.frozen(eq=False)
 class Sampled:
-    """A torch sampler, drawn once an epoch on every rank alike."""
+    """A torch sampler, drawn once an epoch on every rank alike: whole, for it cannot be asked."""
 
     sampler: Any
 

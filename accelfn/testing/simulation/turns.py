@@ -8,7 +8,9 @@ names. So a run is a function of its program and its choices: no sleep, no clock
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from typing import TypeAlias
 
@@ -18,6 +20,8 @@ Ready: TypeAlias = Callable[[], bool]
 _LIBC = ctypes.CDLL(None)
 _GLANCE = 0.1
 """Seconds; how long a nested run may keep its thread from noticing an interrupt."""
+_SHARE = 0.7
+"""Of the time; ranks that had less of their core look for another."""
 
 
 class Turns:
@@ -69,7 +73,7 @@ class Turns:
         ]
         self._start(threads)
         self._hand_over(after=0)
-        self._await_end()
+        self._await_end(threads)
         for thread in threads:
             thread.join()
         if self._error is not None:
@@ -123,12 +127,14 @@ class Turns:
                     thread.join()
             raise
 
-    def _await_end(self) -> None:
+    def _await_end(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for the last rank; a thread's join that was interrupted knows no more."""
         interrupt: BaseException | None = None
+        seen = _clocks()
         while not self._has_ended:
             try:
                 self._end.acquire(timeout=_GLANCE)
+                seen = self._make_room(threads, seen)
             except BaseException as error:
                 if interrupt is not None:
                     self._has_ended = True
@@ -137,6 +143,23 @@ class Turns:
                 _raise_in(self._running, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
+
+    def _make_room(
+        self, threads: Sequence[threading.Thread], before: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Take all ranks to the core that this thread was woken on, if theirs has other work.
+
+        The system wakes a thread where there is room; ranks, of which each waits for the one
+        before, would wait for the other work's turns at every hand-over.
+        """
+        wall, used = now = _clocks()
+        if self._core is not None and used - before[1] < _SHARE * (wall - before[0]):
+            core = _this_core()
+            if core not in (None, self._core):
+                self._core = core
+                for thread in threads:
+                    _share_a_core(core, thread)
+        return now
 
     def _hand_over(self, *, after: int) -> None:
         if self._waiting:
@@ -148,15 +171,21 @@ class Turns:
     def _choose(self, *, after: int) -> int:
         """Return the rank whose turn it is, out of those that can go on."""
         able = self._able(after)
-        if not able:
+        first = next(able, None)
+        if first is None:
             self._on_stuck()
             able = self._able(after)
-        return able[next(self._choices, 0) % len(able)]
+            first = next(able)
+        choice = next(self._choices, 0)
+        if not choice:  # the others need not be asked
+            return first
+        every = [first, *able]
+        return every[choice % len(every)]
 
-    def _able(self, after: int) -> list[int]:
+    def _able(self, after: int) -> Iterator[int]:
         size = len(self._gates)
         ring = ((after + i) % size for i in range(size))
-        return [rank for rank in ring if self._waiting.get(rank, _never)()]
+        return (rank for rank in ring if self._waiting.get(rank, _never)())
 
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
@@ -178,10 +207,17 @@ def _this_core() -> int | None:
     return core if core in os.sched_getaffinity(0) else None
 
 
-def _share_a_core(core: int | None) -> None:
-    """Keep this thread on one core: waking a thread on another costs 20 µs, here 4."""
-    if core is not None:
-        os.sched_setaffinity(0, {core})
+def _share_a_core(core: int | None, thread: threading.Thread | None = None) -> None:
+    """Keep a thread on one core: waking a thread on another costs 20 µs, here 4."""
+    if core is None or (thread is not None and not thread.is_alive()):
+        return
+    with suppress(ProcessLookupError):  # it ends now
+        os.sched_setaffinity((thread and thread.native_id) or 0, {core})
+
+
+def _clocks() -> tuple[float, float]:
+    """Return seconds on the wall, and of computing in this process."""
+    return time.monotonic(), time.process_time()
 
 
 def _at_once() -> bool:
