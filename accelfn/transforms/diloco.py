@@ -148,7 +148,9 @@ class diloco:
     bits: Literal[32, 16, 8, 4] = attrs.field(
         default=32, validator=_are_bits, kw_only=True
     )
-    bucket_cap_mb: float = attrs.field(default=25, validator=mebibytes(), kw_only=True)
+    bucket_cap_mb: float = attrs.field(
+        default=25.0, validator=mebibytes(), kw_only=True
+    )
 
     def __attrs_post_init__(self) -> None:
         """Raise where options contradict each other."""

@@ -113,7 +113,9 @@ class local_sgd:
     )
     buffers: bool = attrs.field(default=False, validator=truth(), kw_only=True)
     opt_state: bool = attrs.field(default=False, validator=truth(), kw_only=True)
-    bucket_cap_mb: float = attrs.field(default=25, validator=mebibytes(), kw_only=True)
+    bucket_cap_mb: float = attrs.field(
+        default=25.0, validator=mebibytes(), kw_only=True
+    )
     neighbours: Mapping[int, int] = attrs.field(
         default=_NONE, validator=_are_parts, hash=False, kw_only=True
     )

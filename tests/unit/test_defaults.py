@@ -233,6 +233,7 @@ OTHERS = {
     "af.on_rank(rank=)": "may count from the end",
     "af.pad_across(dim=)": "may count from the end",
     "af.pad_across(value=)": "any number",
+    "af.diloco(bits=)": "32, 16, 8 or 4",
     "af.Data.num_updates(seed=)": "any integer",
     "af.TrainState.create(seed=)": "any integer",
     "testing.simulate(seed=)": "any integer",
