@@ -181,12 +181,12 @@ def _norm_here(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         nothing = first.abs().sum()  # as wide as the norms of ranks that have some
         return nothing if nothing.dtype.itemsize >= 4 else nothing.float()
     tensors = _norms_of_16_bits(tensors, norm_type)
-    if len({(each.device, each.dtype) for each in tensors}) > 1:
+    if len(tensors) <= _FEW or len({(t.device, t.dtype) for t in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors, norm_type=norm_type)
-    return _norm_of_alike(tensors, norm_type)
+    return _norm_of_many(tensors, norm_type)
 
 
-def _norm_of_alike(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return what torch's `get_total_norm` does, of tensors of one device and dtype.
 
     It is theirs, bitwise: a norm a tensor, and one of these. Norms of a few tensors at a time

@@ -43,12 +43,12 @@ MUTANTS = [
         "L14: the norm that is clipped by is that of the first parameter's gradient",
         test_updates.test_the_norm_is_of_the_whole_gradient,
         clip._norm_here,
-        "_norm_of_alike(tensors, → _norm_of_alike(tensors[:1],",
+        "get_total_norm(tensors, → get_total_norm(tensors[:1],",
     ),
     Mutant(
         "L14: of many gradients the norm leaves out those behind the first few",
         test_updates.test_the_norm_is_torchs,
-        clip._norm_of_alike,
+        clip._norm_of_many,
         "range(0, len(tensors), _FEW) → range(0, len(tensors[:_FEW]), _FEW)",
     ),
     Mutant(
