@@ -155,6 +155,13 @@ MUTANTS = [
         '{**params, **slot["anchor"]} → params',
     ),
     Mutant(
+        "L43: a copy in flight is of other numbers",
+        EARLY,
+        tree._map,
+        "Pending.of(inner(tree.wait())) → Pending.of(tree_map("
+        "lambda t: t + 1 if torch.is_tensor(t) else t, tree.wait()))",
+    ),
+    Mutant(
         "L43: what is on its way has no tensors, to who counts them",
         LOOKS,
         tree._gather,

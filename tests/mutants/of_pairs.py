@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show where two transforms have a say in one field, or one is odd."""
 
+from accelfn.collectives import averages
 from accelfn.definition.explanation import _piped
 from accelfn.engine import compression, ddp, engine
 from accelfn.state import grads, hyper, succession, update
 from accelfn.step import value_and_grad
-from accelfn.transforms import accumulate, clip, ema, local_sgd
+from accelfn.transforms import accumulate, clip, ema
 from tests.laws import test_dtypes, test_pairs, test_skipping
 from tests.mutants.mutant import Mutant
 
@@ -118,7 +119,7 @@ MUTANTS = [
     Mutant(
         "L10: ranks are averaged by weights that are rounded to the parameters' dtype",
         test_dtypes.test_ranks_are_averaged_by_any_weight,
-        local_sgd.average_,
+        averages._average_bucket_,
         "wide = dtype if dtype.itemsize >= 4 else torch.float32 → wide = dtype",
     ),
     Mutant(

@@ -2,6 +2,7 @@
 """Bugs in how ranks and micro-batches are put together."""
 
 from accelfn import collectives
+from accelfn.collectives import averages
 from accelfn.definition import transform
 from accelfn.engine import ddp, engine, read_loss
 from accelfn.engine.optimizer import live_optimizer
@@ -237,31 +238,35 @@ options['bucket_cap_mb'] = None
     Mutant(
         "L8: ranks' parameters count alike, however few samples a rank has seen",
         test_local_sgd.test_every_update_is_ddp_for_sgd,
-        local_sgd.average_,
+        averages._average_bucket_,
         "flat.mul_(seen) → flat.mul_(1)",
     ),
     Mutant(
         "L8: ranks do not train apart, so that it is DistributedDataParallel for Adam too",
         test_local_sgd.test_for_adam_it_differs_from_ddp,
-        local_sgd.local_sgd.grads,
+        stages.reduced,
         """\
-return grads,
+return update
+    sums,
 →
-average_(list(grads.tensors.values()), grads.weight, update.world)
-    return grads,
+from accelfn.collectives import average_
+        mine = list(grads.tensors.values())
+        average_(mine, grads.weight, definition.world, label="mutant")
+        return update
+    sums,
 """,
     ),
     Mutant(
         "L9: in a world of one, parameters are multiplied by a weight and divided by it",
         test_local_sgd.test_alone_it_is_plain_training,
-        local_sgd.average_,
-        "if ranks.size == 1 or not moving: → if not moving:",
+        averages.average_,
+        "if world.size == 1: → if False:",
     ),
     Mutant(
         "L10: the weight of a rank is that of its last update",
         test_local_sgd.test_a_last_average_is_owed,
-        local_sgd.local_sgd.grads,
-        'slot["weight"] + grads.weight → 0 + grads.weight',
+        local_sgd.local_sgd.after_update,
+        'slot["weight"] + update.weight → 0 + update.weight',
     ),
     Mutant(
         "L10: the period is one update longer than was asked for",
