@@ -24,9 +24,8 @@ MUTANTS = [
     Mutant(
         "L49: whether any rank has something is said by a number",
         laws.test_booleans_are_counted_and_combined,
-        reductions.reduced,
-        'elif flat.dtype is not dtype and (dtype is not torch.bool or op != "sum"):'
-        " → elif flat.dtype is not dtype and dtype is not torch.bool:",
+        reductions.started,
+        'elif op == "sum" and dtype is torch.bool: → elif dtype is torch.bool:',
     ),
     Mutant(
         "L49: gathered trees are in another order than the ranks",
@@ -37,14 +36,14 @@ MUTANTS = [
     Mutant(
         "L49: a mean over ranks is not divided",
         laws.test_reduced_trees_are_combined_element_by_element,
-        reductions.reduced,
-        "(flat / world.size) → flat",
+        reductions.started,
+        "found / world.size → found",
     ),
     Mutant(
         "L49: two true flags sum to none",
         laws.test_booleans_are_counted_and_combined,
-        reductions.reduced,
-        '(dtype is not torch.bool or op != "sum") → True',
+        reductions.started,
+        'elif op == "sum" and dtype is torch.bool: → elif False:',
     ),
     Mutant(
         "L49: a broadcast gives rank 0's values, whichever was asked for",
@@ -85,9 +84,8 @@ MUTANTS = [
     Mutant(
         "L49: a reduction sends nothing first, and then the tensors",
         laws.test_a_tree_of_a_dtype_is_one_collective,
-        reductions.reduced,
-        "dist.all_reduce(numbers,"
-        " → dist.all_reduce(numbers[:0], group=world.group); dist.all_reduce(numbers,",
+        reductions._begun,
+        "work = dist → dist.all_reduce(numbers[:0], group=world.group); work = dist",
     ),
     Mutant(
         "L48: a dtype that Gloo does not carry is broadcast into a copy",
@@ -98,13 +96,13 @@ MUTANTS = [
     Mutant(
         "L49: numbers of 16 bits without a sign are reduced as if they had one",
         laws.test_integers_of_any_width_are_reduced,
-        reductions.reduced,
+        reductions.started,
         "flat.to(_WIDER[dtype]) → flat.to(torch.int16).to(_WIDER[dtype])",
     ),
     Mutant(
         "L49: what ranks gave one another comes in another order than the ranks",
         laws.test_all_to_all_is_a_transpose,
-        swapped.all_to_all,
+        swapped._got,
         "zip(shapes, parts, strict=True)"
         " → zip(shapes[::-1], list(parts)[::-1], strict=True)",
     ),

@@ -13,7 +13,7 @@ MUTANTS = [
     Mutant(
         "L10: ranks are averaged at multiples, whenever local_sgd was put on",
         test_exchanging.test_a_period_begins_where_it_was_put_on,
-        local_sgd.local_sgd.init,
+        local_sgd.local_sgd._begun,
         '"since": state.step → "since": 0',
     ),
     Mutant(

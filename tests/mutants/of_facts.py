@@ -157,7 +157,7 @@ MUTANTS = [
         "L10: local_sgd averages one update after it was asked to",
         test_users_own.test_each_trains_as_the_original_does,
         local_sgd.local_sgd.after_update,
-        "< self.sync_every → <= self.sync_every",
+        ">= self.sync_every → > self.sync_every",
         args={"pair": test_users_own.PAIRS["local_sgd"]},
     ),
     Mutant(

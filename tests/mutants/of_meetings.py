@@ -86,7 +86,8 @@ if isinstance(where, str):
         " average",
         REPLICAS,
         local_sgd.local_sgd.finalize,
-        '"since": state.step} → "since": slot["since"]}',
+        "return state, self._begun(state) →"
+        ' return state, {**self._begun(state), "since": slot["since"]}',
     ),
     Mutant(
         "L10: skipped updates count in the period between averages",

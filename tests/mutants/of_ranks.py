@@ -272,7 +272,7 @@ from accelfn.collectives import average_
         "L10: the period is one update longer than was asked for",
         test_local_sgd.test_it_communicates_when_it_says,
         local_sgd.local_sgd.after_update,
-        "< self.sync_every → <= self.sync_every",
+        ">= self.sync_every → > self.sync_every",
     ),
     Mutant(
         "L10: eval_params averages the state's own parameters in place",

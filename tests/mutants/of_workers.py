@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(
         "L10: the first period begins with the run, whenever ranks begin to train apart",
         post_local.test_until_the_switch_ranks_are_one_and_then_apart,
-        local_sgd.local_sgd.init,
+        local_sgd.local_sgd._begun,
         '"since": state.step → "since": 0',
     ),
     Mutant(
