@@ -5,7 +5,7 @@ They are those of the runs that there were, whose payload is followed along a st
 the number of ranks. What does not lie on one is refused, by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import NoReturn
 
@@ -15,7 +15,14 @@ from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.exchange import Entry
 from accelfn.testing.simulation.wire import Given, given
 
-_OF_PARTS = frozenset({"reduce_scatter", "reduce_scatter_single"})
+_PARTS: Mapping[str, Callable[[int], int]] = {
+    "reduce_scatter": lambda size: size,
+    "reduce_scatter_single": lambda size: size,
+    "scatter": lambda size: size - 1,
+    "all_to_all": lambda size: size - 1,
+    "all_to_all_single": lambda size: size - 1,
+}
+"""How many parts for others a rank gives, by collective; of the rest, one."""
 
 
 def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Given]:
@@ -65,15 +72,13 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Given:
     """Return what ranks would give to one collective."""
     found = {size: given(entry) for size, entry in entries.items()}
     like = next(iter(found.values()))
-    if like.kind in _OF_PARTS:  # they are what has a size of its own, not their sum
-        part = _on_a_line(
-            {size: Fraction(each.most, size) for size, each in found.items()}, ranks
-        )
-        most = None if part is None else part * ranks
-    else:
-        most = _on_a_line({n: Fraction(each.most) for n, each in found.items()}, ranks)
+    parts = _PARTS.get(like.kind, lambda _: 1)
+    part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in found.items()}, ranks)
+    most = None if part is None else part * parts(ranks)
     if all(each.most * size == each.total for size, each in found.items()):
         total = None if most is None else most * ranks  # ranks give alike
+    elif all(each.most == each.total for each in found.values()):
+        total = most  # one of them gives
     else:
         total = _on_a_line(
             {n: Fraction(each.total) for n, each in found.items()}, ranks
