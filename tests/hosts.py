@@ -6,6 +6,7 @@ nothing here asks for pytest.
 """
 
 import subprocess
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +65,8 @@ class Host:
             )
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", None) or str(error)
-            raise NoHostsError(f"no slow cable: {said.strip()}") from error
+            msg = f"no slow cable: {said.strip()}"
+            raise NoHostsError(msg) from error
 
 
 def sent_by(cable: str) -> int:
@@ -73,7 +75,16 @@ def sent_by(cable: str) -> int:
         name, _, counts = line.partition(":")
         if name.strip() == cable:
             return int(counts.split()[8])
-    raise NoHostsError(f"there is no {cable} in /proc/net/dev")
+    msg = f"there is no {cable} in /proc/net/dev"
+    raise NoHostsError(msg)
+
+
+def settled(cable: str) -> None:
+    """Wait until nothing more is sent: acknowledgements come behind what they acknowledge."""
+    before = -1
+    while before != (now := sent_by(cable)):
+        before = now
+        time.sleep(0.2)
 
 
 @contextmanager
@@ -88,9 +99,11 @@ def two_hosts(megabits: float | None = None) -> Generator[tuple[Host, Host]]:
             [*_ALONE, "ip", "link"], check=False, capture_output=True, timeout=HANGS
         )
     except OSError as error:
-        raise NoHostsError(f"no network namespaces: {error}") from error
+        msg = f"no network namespaces: {error}"
+        raise NoHostsError(msg) from error
     if can.returncode:
-        raise NoHostsError(f"no network namespaces: {can.stderr.decode().strip()}")
+        msg = f"no network namespaces: {can.stderr.decode().strip()}"
+        raise NoHostsError(msg)
     kept: list[subprocess.Popen[bytes]] = []
     try:
         kept.append(_keeps(*_ALONE))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
-from tests.hosts import sent_by
+from tests.hosts import sent_by, settled
 
 WIDTH = 64
 ALONE = "alone"
@@ -73,11 +73,3 @@ def measured(cable: str, rounds: int) -> dict[str, dict[str, list[float]]]:
                     found[name]["seconds"].append(seconds)
                     found[name]["bytes"].append(sent_by(cable) - before)
         return found
-
-
-def settled(cable: str) -> None:
-    """Wait until nothing more is sent: acknowledgements come behind what they acknowledge."""
-    before = -1
-    while before != (now := sent_by(cable)):
-        before = now
-        time.sleep(0.2)

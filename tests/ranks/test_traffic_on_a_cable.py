@@ -50,7 +50,7 @@ def on_a_cable(megabits: float, rounds: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("megabits", [1, 4])
 def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
     """Bytes within 5 % of those that the system counts, seconds within 10 %."""
-    found = on_a_cable(megabits, rounds=2)
+    found = on_a_cable(megabits, rounds=3)
     link = Link(latency=0.001, bandwidth=megabits * 125_000, overhead=OVER_TCP)
     alone = median(s for each in found for s in each[ALONE]["seconds"]) / UPDATES
     for name, setup in SETUPS.items():
@@ -58,9 +58,11 @@ def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
             continue
         traffic = communication(partial(trained, setup=setup))
         foreseen = sum(traffic.bytes(2, algorithm="gloo").values())
-        sent = median(map(sum, zip(*(each[name]["bytes"] for each in found))))
+        sent = median(map(sum, zip(*(e[name]["bytes"] for e in found), strict=True)))
         assert foreseen * (1 + link.overhead) == pytest.approx(sent, rel=0.05), name
         seconds = traffic.seconds(link, ranks=2, algorithm="gloo", compute=alone)
         taken = min(s for each in found for s in each[name]["seconds"]) / UPDATES
-        print(name, foreseen * (1 + link.overhead) / sent, seconds / taken, taken, alone)
+        print(
+            name, foreseen * (1 + link.overhead) / sent, seconds / taken, taken, alone
+        )
         assert seconds == pytest.approx(taken, rel=0.1), name
