@@ -54,6 +54,7 @@ from tests.mutants import (
     of_tensor_parallel,
     of_testing,
     of_tracking,
+    of_traffic,
     of_worlds,
     of_zero,
 )
@@ -108,6 +109,7 @@ MUTANTS = [
     *of_launching.MUTANTS,
     *of_checkpoints.MUTANTS,
     *of_tracking.MUTANTS,
+    *of_traffic.MUTANTS,
     *of_cli.MUTANTS,
     *of_testing.MUTANTS,
     *of_accelerators.MUTANTS,

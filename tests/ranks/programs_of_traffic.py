@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
+from accelfn.testing import Link
 from tests.hosts import sent_by, settled
 
 WIDTH = 64
-ALONE = "alone"
+ALONE, LINK = "alone", "link"
 SETUPS = {
     ALONE: af.local_sgd(sync_every=10_000),  # which is never
     "DDP": af.wrap_ddp(),
@@ -72,4 +73,6 @@ def measured(cable: str, rounds: int) -> dict[str, dict[str, list[float]]]:
                 if turn:  # in the first one engines are built
                     found[name]["seconds"].append(seconds)
                     found[name]["bytes"].append(sent_by(cable) - before)
+        link = Link.measured(world)
+        found[LINK] = {"seconds": [link.latency, link.bandwidth], "bytes": []}
         return found

@@ -15,7 +15,7 @@ import pytest
 from accelfn.testing import Link, communication
 from tests.hosts import rank_there
 from tests.ranks.hosts import two_hosts
-from tests.ranks.programs_of_traffic import ALONE, SETUPS, UPDATES, trained
+from tests.ranks.programs_of_traffic import ALONE, LINK, SETUPS, UPDATES, trained
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +49,11 @@ def on_a_cable(megabits: float, rounds: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("megabits", [1, 4])
 def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
-    """Bytes within 5 % of those that the system counts, seconds within 10 %."""
+    """Bytes within 5 % of those that the system counts, seconds and bandwidth within 10 %."""
     found = on_a_cable(megabits, rounds=3)
     link = Link(latency=0.001, bandwidth=megabits * 125_000, overhead=OVER_TCP)
+    (measured,) = {tuple(each.pop(LINK)["seconds"]) for each in found}
+    assert measured[1] == pytest.approx(link.bandwidth / (1 + OVER_TCP), rel=0.1)
     alone = median(s for each in found for s in each[ALONE]["seconds"]) / UPDATES
     for name, setup in SETUPS.items():
         if name == ALONE:
@@ -62,7 +64,4 @@ def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
         assert foreseen * (1 + link.overhead) == pytest.approx(sent, rel=0.05), name
         seconds = traffic.seconds(link, ranks=2, algorithm="gloo", compute=alone)
         taken = min(s for each in found for s in each[name]["seconds"]) / UPDATES
-        print(
-            name, foreseen * (1 + link.overhead) / sent, seconds / taken, taken, alone
-        )
         assert seconds == pytest.approx(taken, rel=0.1), name
