@@ -19,7 +19,7 @@ OVER_TCP = 1.5 * 66 / 1448
 UPDATES = 8
 METHODS = {  # another one stands here with its row of the benchmark
     "DDP": ("accelfn wrap_ddp", af.wrap_ddp()),
-    "DDP, bf16": (
+    "DDP in bf16": (
         'accelfn compress("bf16")',
         af.chain(af.wrap_ddp(), af.compress("bf16")),
     ),

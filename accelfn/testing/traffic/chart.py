@@ -11,6 +11,7 @@ from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import attrs
 
@@ -118,11 +119,10 @@ def _save(
         drawn = figure(figsize=(8, 4.5), layout="constrained")
         _draw(drawn.add_subplot(), lines, marks)
         kind = path.suffix.removeprefix(".") or "svg"
-        is_svg = kind == "svg"
         # without a date the same traffic gives the same file
-        told = {"Date": None, "Title": title, "Description": words} if is_svg else {}
+        told = {"Date": None} if kind == "svg" else {}
         drawn.savefig(path, format=kind, facecolor="white", metadata=told)
-    if is_svg:
+    if kind == "svg":
         _tell(path, title, words)
 
 
@@ -152,20 +152,15 @@ def _draw(
     ):
         widths, taken = list(line), list(line.values())
         axes.plot(widths, taken, color=colour, linestyle=dash, linewidth=1.6)
-        place = widths[0], taken[0]
-        axes.annotate(
-            f"{name} ",
-            place,
-            ha="right",
-            va="center",
-            color=colour,
-            annotation_clip=False,
-        )
+        end, how = (widths[-1], taken[-1]), {"color": colour, "va": "center"}
+        axes.annotate(f"  {name}", end, annotation_clip=False, **how)
         found = marks.get(name, {})
         axes.scatter(list(found), list(found.values()), color=colour, marker=marker)
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("bandwidth of the link, Mbit/s")
     axes.set_ylabel("ms an update")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     axes.grid(color="#d0d0d0", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -179,5 +174,5 @@ def _tell(path: Path, title: str, words: str) -> None:
     head = text[start:opened].replace(
         "<svg", '<svg role="img" aria-labelledby="t d"', 1
     )
-    said = f'\n <title id="t">{title}</title>\n <desc id="d">{words}</desc>'
+    said = f'\n <title id="t">{title}</title>\n <desc id="d">{escape(words)}</desc>'
     path.write_text(text[:start] + head + said + text[opened:], encoding="utf-8")
