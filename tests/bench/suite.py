@@ -49,8 +49,8 @@ def _over_a_link(megabits: int, rounds: int) -> Benchmark:
             f"between, a veth pair, lets {megabits} Mbit a second pass in each direction (tc "
             "tbf). A network of 21,450 parameters, AdamW(fused=True), 32 rows a rank. Local "
             "SGD averages every 8 updates. One block is 8 updates, from one barrier to the "
-            "next. Bytes are those of an update that both ends have sent, headers included, as "
-            "/proc/net/dev counts them in a run of its own; what is foreseen is what "
+            "next. Bytes are those of an update that both ends have sent, headers included, as the "
+            "kernel counts them in a run of its own; what is foreseen is what "
             "accelfn.testing.communication says for a link of that bandwidth, a latency of "
             "1 ms and an overhead of 0.068."
         ),

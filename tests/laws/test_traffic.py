@@ -3,6 +3,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import attrs
@@ -274,7 +275,7 @@ def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(
 
 @given(size=st.integers(6, 99))
 def test_other_calls_on_other_ranks_are_refused_by_name(size: int) -> None:
-    """Calls that not all worlds make, and calls of some ranks only."""
+    """Calls that not all worlds make, and calls of some ranks only, which rows make at once."""
 
     def more(world: af.World) -> None:
         for _ in range(world.size):
@@ -297,6 +298,9 @@ def test_other_calls_on_other_ranks_are_refused_by_name(size: int) -> None:
     of_rows = communication(some, ranks=(4, 6, 8), axes=axes)
     assert of_rows.bytes(8) == simulate(8, some, axes=axes).sent()
     refused(of_rows, 2 * size, "of a row")
+    link = Link(latency=1.0, bandwidth=1.0)
+    alone = communication(partial(af.barrier, label="of a row"), ranks=[4])
+    assert of_rows.seconds(link, ranks=8) == alone.seconds(link, ranks=4)
     refused(communication(hands_on), size, "send")
     refused(communication(af.barrier, ranks=(2, 3)), size, "on 2 and 3 only")
 
