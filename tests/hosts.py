@@ -53,12 +53,12 @@ class Host:
         self.run("ip", "link", "set", self.cable, "up")
 
     def slow_down(self, megabits: float) -> None:
-        """Let the cable carry so many megabits a second from here, a frame at a time.
+        """Let the cable carry so many megabits a second from here, three frames at once at most.
 
         Raises:
             NoHostsError: the system does not.
         """
-        bucket = "rate", f"{megabits}mbit", "burst", "2kb", "latency", "10s"
+        bucket = "rate", f"{megabits}mbit", "burst", "5kb", "latency", "10s"
         try:
             self.run(
                 *("tc", "qdisc", "replace", "dev", self.cable, "root", "tbf"), *bucket
