@@ -30,6 +30,9 @@ _NUMBERS = {
     ),
     20: (
         "laws.test_import_state::test_what_ranks_saved_in_parts_goes_on",
+        "laws.test_traffic::test_local_sgd_sends_what_ddp_sends_divided_by_its_period",
+        "laws.test_traffic::test_other_calls_on_other_ranks_are_refused_by_name",
+        "laws.test_traffic::test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all",
         "laws.test_megatron::test_layers_of_megatron_train_what_torch_s_do",
         "laws.test_split_copies::test_a_copy_is_a_rank_alone",
         "laws.test_split_copies::test_an_average_an_update_is_one_model_of_sgd",

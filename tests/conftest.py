@@ -20,7 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WAIT = {
     *("test_failures", "test_faults", "test_launching", "test_orphans", "test_stops"),
-    *("test_mpirun", "test_srun", "test_two_hosts"),
+    *("test_mpirun", "test_srun", "test_two_hosts", "test_traffic_on_a_cable"),
 }
 
 register_profiles(replace=True)

@@ -152,7 +152,9 @@ def begin_donation(state: TrainState, update: int) -> None:
 
 def ended(state: TrainState, after: TrainState, update: int) -> TrainState:
     """Hand the tensors of a state over to the one after it, which is returned."""
-    state.definition.world.connection.activity.is_between = True
+    activity = state.definition.world.connection.activity
+    activity.is_between = True
+    activity.num_updates += 1
     state.lease.hand_over(after, StateDonatedError, _DONATED, update=update)
     return after
 

@@ -31,6 +31,9 @@ from accelfn.testing.simulation.faults import (
     Terminate,
 )
 from accelfn.testing.simulation.plan import Run
+from accelfn.testing.traffic.chart import draw_traffic
+from accelfn.testing.traffic.link import Link
+from accelfn.testing.traffic.traffic import Traffic, communication
 
 __all__ = [
     "Agreement",
@@ -43,6 +46,7 @@ __all__ = [
     "Fault",
     "LawError",
     "Leave",
+    "Link",
     "Problem",
     "Raise",
     "RankCrashedError",
@@ -52,14 +56,17 @@ __all__ = [
     "SimulationError",
     "Stall",
     "Terminate",
+    "Traffic",
     "assert_collectives",
     "assert_equivalent",
     "assert_states_equal",
     "check_resume",
     "check_step",
     "check_transform",
+    "communication",
     "compare_loops",
     "crash_bundles",
+    "draw_traffic",
     "quantities",
     "replay",
     "run_processes",

@@ -14,10 +14,11 @@ class Activity:
         structure: of the tree that the collective is about, where ranks are simulated.
         step: the update that it takes, or took last.
         is_between: whether that update is over.
+        num_updates: how many it has ended.
         trail: the latest collectives, each with its update.
     """
 
-    __slots__ = ("is_between", "label", "step", "structure", "trail")
+    __slots__ = ("is_between", "label", "num_updates", "step", "structure", "trail")
 
     def __init__(self) -> None:
         """Begin with nothing done."""
@@ -25,4 +26,5 @@ class Activity:
         self.structure: str | None = None
         self.step: int | None = None
         self.is_between = False
+        self.num_updates = 0
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)

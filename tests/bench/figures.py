@@ -15,6 +15,9 @@ class Figure:
         low: their first quartile.
         high: their third quartile.
         all_reduces: how many an update makes, where that was counted.
+        num_bytes: what all ranks sent for an update, headers included, where it was counted.
+        foreseen_bytes: what a model says that they send.
+        foreseen: the milliseconds that a model says it takes.
     """
 
     contestant: str
@@ -23,3 +26,6 @@ class Figure:
     low: float
     high: float
     all_reduces: float | None = None
+    num_bytes: float | None = None
+    foreseen_bytes: float | None = None
+    foreseen: float | None = None

@@ -41,7 +41,7 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
             "accelfn wrap_ddp": by_accelfn(create(setup=af.wrap_ddp()), batches),
             "by hand, local SGD": local_by_hand(batches),
             "accelfn local_sgd": by_accelfn(apart, batches),
-            "Accelerate LocalSGD": local_by_accelerate(batches, stack),
+            "Accelerate LocalSGD": local_by_accelerate(model(), batches, stack),
         }
         taken = timed(loops, rounds=rounds, steps=12 * SYNC_EVERY, fence=dist.barrier)
         return with_all_reduces(compared(taken), loops, steps=2 * SYNC_EVERY)
@@ -72,10 +72,11 @@ def average(model: torch.nn.Module) -> None:
     vector_to_parameters(flat.div_(dist.get_world_size()), model.parameters())
 
 
-def local_by_accelerate(batches: Source, stack: ExitStack) -> Loop:
+def local_by_accelerate(
+    model: torch.nn.Module, batches: Source, stack: ExitStack
+) -> Loop:
     """Train with Accelerate's LocalSGD, which is entered once for all blocks."""
     accelerator = Accelerator(cpu=True)
-    model = mlp(WIDTH, classes=WIDTH)
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
     local_sgd = stack.enter_context(
         LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=SYNC_EVERY)

@@ -94,11 +94,15 @@ def machine() -> str:
 def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ...]]:
     """Return a header and a row for each figure."""
     absolute = benchmark.figure == "itself"
-    counted = any(figure.all_reduces is not None for figure in figures)
+    counted = [
+        name
+        for name in _COUNTED
+        if any(getattr(figure, name) is not None for figure in figures)
+    ]
     cost = _COSTS[benchmark.figure] if benchmark.unit == "ms" else benchmark.unit
     told = (benchmark.unit,) if absolute else (cost, benchmark.figure)
     header = ("", *told, "middle half", "target")
-    rows = [header + (("all-reduces",) if counted else ())]
+    rows = [header + tuple(_COUNTED[name][0] for name in counted)]
     for figure in figures:
         cost = f"{figure.milliseconds:.{0 if benchmark.figure == 'added' else 3}f}"
         row = (
@@ -108,10 +112,20 @@ def cells(benchmark: Benchmark, figures: Sequence[Figure]) -> list[tuple[str, ..
             _middle_half(figure, benchmark),
             _verdict(benchmark, figure),
         )
-        rows.append(row + ((f"{figure.all_reduces:g}",) if counted else ()))
+        found = [(getattr(figure, name), _COUNTED[name][1]) for name in counted]
+        rows.append(
+            (*row, *("" if value is None else f"{value:{how}}" for value, how in found))
+        )
     return rows
 
 
+_COUNTED = {
+    "all_reduces": ("all-reduces", "g"),
+    "num_bytes": ("bytes", ",.0f"),
+    "foreseen_bytes": ("bytes foreseen", ",.0f"),
+    "foreseen": ("ms foreseen", ".3f"),
+}
+"""What some benchmarks tell beside, under which head and how."""
 _COSTS = {"ratio": "ms a step", "added": "ms", "itself": "ms"}
 
 

@@ -19,11 +19,12 @@ from rich.console import Console
 from suite import SUITE, Benchmark
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 ALONE = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores
     "KINETO_LOG_LEVEL": "6",  # the profiler that counts all-reduces says nothing
 }
-PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
         parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(known)}")
     chosen = [known[name] for name in words.names or known]
     rounds = {b: b.quick_rounds if words.quick else b.rounds for b in chosen}
-    console = Console(width=100)  # what the widest table needs, also in a log
+    console = Console(width=130)  # what the widest table needs, also in a log
     found = {}
     for benchmark in chosen:
         found[benchmark] = measured(benchmark, rounds[benchmark])
@@ -47,7 +48,7 @@ def main() -> None:
         return
     before = PAGE.read_text(encoding="utf-8") if words.names else ""
     PAGE.write_text(page(found, rounds, before), encoding="utf-8")
-    console.print(f"Written to {PAGE.relative_to(HERE.parents[1])}.")
+    console.print(f"Written to {PAGE.relative_to(ROOT)}.")
 
 
 def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:
@@ -58,8 +59,30 @@ def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "figures.json")
         words = [str(HERE / "child.py"), benchmark.module, str(rounds), str(file)]
-        subprocess.run([*start, *words], check=True, env={**os.environ, **ALONE})
+        if benchmark.megabits is not None:
+            on_two_hosts([sys.executable, *words], benchmark.megabits)
+        else:
+            subprocess.run([*start, *words], check=True, env={**os.environ, **ALONE})
         return [Figure(**found) for found in json.loads(file.read_text())]
+
+
+def on_two_hosts(command: list[str], megabits: int) -> None:
+    """Run a command as one rank on each of two hosts, with a slow cable between them."""
+    sys.path.append(str(ROOT))  # what makes hosts is the tests'
+    from tests.hosts import rank_there, two_hosts
+
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **ALONE, "PYTHONPATH": paths, "MEGABITS": str(megabits)}
+    with two_hosts(megabits) as hosts:
+        ranks = [
+            subprocess.Popen(
+                host.command(*command), env={**env, **rank_there(host, rank)}
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        for rank in ranks:
+            if rank.wait():
+                raise subprocess.CalledProcessError(rank.returncode, command)
 
 
 if __name__ == "__main__":

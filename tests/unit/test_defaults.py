@@ -242,6 +242,7 @@ OTHERS = {
     "af.Data.epoch(number=)": "is the reader's",
     "af.Data.num_updates_of(start=)": "is the reader's",
     "af.TrainState(num_skipped=)": "made by an update",
+    "testing.Run(updates=)": "made by a run",
     "af.WeightedSum(unit=)": "any weight",
     "accelfn launch, and its files(num_machines=)": "test_settings",
     "accelfn launch, and its files(max_restarts=)": "test_settings",

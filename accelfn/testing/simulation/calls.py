@@ -60,6 +60,21 @@ class Call:
         return sum(_num_bytes(each) for each in self.sends)
 
     @property
+    def num_bytes_for_others(self) -> int:
+        """How much of it others are to have, as it is or in a sum."""
+        is_root = self.rank == self.root
+        if self.kind in _FROM_ROOT and not is_root:
+            return 0
+        if self.kind == "gather" and is_root:
+            return 0
+        if self.kind in _PART_FOR_EACH:
+            mine = self.group.place_of(self.rank)
+            return sum(
+                _num_bytes(part) for i, part in enumerate(self.sends) if i != mine
+            )
+        return self.num_bytes
+
+    @property
     def shapes(self) -> str:
         """Shapes and dtypes: of what ranks have in common, or of all that this one has."""
         if not self.kind.startswith("all_to_all"):
@@ -96,6 +111,8 @@ class Call:
 
 
 AGREED = ("kind", "reduction", "root", "shape or dtype", "structure", "label")
+_FROM_ROOT = frozenset({"broadcast", "scatter"})
+_PART_FOR_EACH = frozenset({"scatter", "all_to_all", "all_to_all_single"})
 _ONE_SENT = frozenset(
     {
         *("all_reduce", "broadcast", "reduce", "send"),

@@ -56,6 +56,8 @@ class Entry:
         ranks: who took part.
         group: the name of their group, as "tp"; empty where it is the world's own.
         site: file and line of the user's code, of the first of them, or of a sender.
+        for_others: by rank, in the order of `ranks`, how many bytes of what it gave are for
+            others to have, be it as they are or in a sum.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Entry:
     ranks: tuple[int, ...]
     site: str
     group: str = ""
+    for_others: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Show it on a line."""
@@ -337,6 +340,7 @@ class Exchange:
 
 def _entry(calls: Sequence[Call]) -> Entry:
     first = calls[0]
+    in_order = sorted(calls, key=lambda call: call.rank)
     return Entry(
         kind=first.kind,
         label=first.label,
@@ -345,9 +349,10 @@ def _entry(calls: Sequence[Call]) -> Entry:
         shapes=first.shapes,
         op=first.op,
         root=first.root,
-        ranks=tuple(sorted(call.rank for call in calls)),
+        ranks=tuple(call.rank for call in in_order),
         site=first.site,
         group=first.group.name,
+        for_others=tuple(call.num_bytes_for_others for call in in_order),
     )
 
 

@@ -6,6 +6,8 @@ from functools import partial
 from typing import (
     Any,
     Generic,
+    Literal,
+    TypeAlias,
     TypeVar,
     get_args,
     overload,
@@ -18,11 +20,13 @@ from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.exchange import Entry
 from accelfn.testing.simulation.faults import Fault
 from accelfn.testing.simulation.sums import Sums
+from accelfn.testing.simulation.wire import Algorithm, check_algorithm, cost, given
 from accelfn.world import World
 from accelfn.world.axes import resolved
 from accelfn.world.device import chosen_device
 
 T = TypeVar("T")
+By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
 
 
 @attrs.frozen
@@ -34,12 +38,14 @@ class Run(Sequence[T], Generic[T]):
         log: every collective in the order in which they were completed.
         clock: the virtual seconds that passed; only stalls take time.
         missed: the faults that were planned and found no place to happen.
+        updates: how many updates accelfn's steps took, on the rank that took most.
     """
 
     results: tuple[T, ...]
     log: tuple[Entry, ...] = attrs.field(repr=False)
     clock: float = 0.0
     missed: tuple[Fault, ...] = ()
+    updates: int = 0
 
     @overload
     def __getitem__(self, rank: int) -> T: ...
@@ -52,6 +58,38 @@ class Run(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         """Return the number of ranks."""
         return len(self.results)
+
+    def sent(
+        self, *, by: By = "label", algorithm: Algorithm = "ring"
+    ) -> dict[Any, int]:
+        """Return the bytes that all ranks together sent over the wire.
+
+        An all-reduce of n bytes among N ranks sends 2 (N - 1) n, an all-gather of as many a
+        rank N (N - 1) n; the other collectives stand in the reference. Headers of the network
+        are not counted.
+
+        Args:
+            by: the attribute of an `Entry` whose values tell the totals apart.
+            algorithm: "ring" and "tree" send the same; "gloo" is what torch's Gloo does, which
+                carries a reduce_scatter out as an all_reduce.
+
+        Law: the totals add up to one number, whatever they are told apart by; it is 0 for one
+        rank.
+
+        Raises:
+            ArgumentError: an entry has no such attribute, or the algorithm is not known.
+        """
+        if by not in get_args(By):
+            known = ", ".join(map(repr, get_args(By)))
+            msg = f"Run.sent(by={by!r}): expected one of {known}."
+            raise ArgumentError(msg)
+        check_algorithm("Run.sent", algorithm)
+        totals: dict[Any, int] = {}
+        for entry in self.log:
+            key = getattr(entry, by)
+            num_bytes = cost(given(entry), algorithm).num_bytes
+            totals[key] = totals.get(key, 0) + num_bytes
+        return totals
 
 
 @attrs.frozen

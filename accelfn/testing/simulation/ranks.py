@@ -100,7 +100,9 @@ def _run(plan: Plan) -> Run[Any]:
     if errors:
         _raise(plan, errors)
     clock = max(exchange.clocks)
-    return Run(tuple(results), tuple(exchange.log), clock, tuple(exchange.faults))
+    updates = max(group.activity.num_updates for group in groups)
+    log, missed = tuple(exchange.log), tuple(exchange.faults)
+    return Run(tuple(results), log, clock, missed, updates)
 
 
 def _world(rank: int, plan: Plan, room: "_Room") -> World:

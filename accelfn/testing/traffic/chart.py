@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chart of traffic: milliseconds an update against the bandwidth of a link.
+
+Each line has a dash and a marker of its own, and its name at its end, so that no colour tells
+lines apart; what the chart shows is also said in words, in the picture and to the caller.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import attrs
+
+from accelfn.errors import ArgumentError
+from accelfn.testing.simulation.wire import Algorithm
+from accelfn.testing.traffic.link import Link
+from accelfn.testing.traffic.traffic import Traffic
+
+_MEGABIT = 125_000
+_COLOURS = "#0072b2", "#b34700", "#00735a", "#8a3a6b", "#4d4d4d", "#000000"
+_DASHES = "-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3))
+_MARKERS = "o", "s", "^", "D", "v", "P"
+
+
+def draw_traffic(
+    methods: Mapping[str, Traffic],
+    path: str | os.PathLike[str],
+    *,
+    ranks: int,
+    link: Link,
+    megabits: Iterable[float] = (1, 3, 10, 30, 100, 300, 1000),
+    algorithm: Algorithm = "ring",
+    compute: float = 0.0,
+    overlap: float = 0.0,
+    measured: Mapping[str, Mapping[float, float]] | None = None,
+) -> str:
+    """Draw milliseconds an update against bandwidth, a line a method, and return it in words.
+
+    The words are also the title and the description of the picture, where it is an SVG.
+
+    Args:
+        methods: by name, what each sends.
+        path: of the picture; its ending says of which kind it is, as .svg or .png.
+        ranks: how many there are.
+        link: what joins them; its latency and overhead count, at each bandwidth.
+        megabits: the bandwidths, in megabits a second.
+        algorithm: as in `Traffic.seconds`.
+        compute: as there.
+        overlap: as there.
+        measured: by method and megabits a second, milliseconds that were measured. They are
+            drawn as single marks.
+
+    Raises:
+        ArgumentError: there is no method or no bandwidth, or nothing was foreseen of what was
+            measured; matplotlib is not installed (extra `accelfn[report]`); or as
+            `Traffic.seconds`.
+    """
+    widths, marks = list(megabits), {} if measured is None else measured
+    if not methods or not widths:
+        what = "method" if not methods else "bandwidth"
+        msg = f"draw_traffic: there is no {what} to draw; expected at least one."
+        raise ArgumentError(msg)
+    unknown = [name for name in marks if name not in methods]
+    if unknown:
+        known = ", ".join(map(repr, methods))
+        msg = f"draw_traffic(measured=...): {unknown[0]!r} is no method; there are {known}."
+        raise ArgumentError(msg)
+
+    def milliseconds(traffic: Traffic, width: float) -> float:
+        one = attrs.evolve(link, bandwidth=width * _MEGABIT)
+        taken = traffic.seconds(
+            one, ranks=ranks, algorithm=algorithm, compute=compute, overlap=overlap
+        )
+        return 1000 * taken
+
+    lines = {
+        name: {width: milliseconds(traffic, width) for width in widths}
+        for name, traffic in methods.items()
+    }
+    title = (
+        f"Milliseconds an update against the bandwidth of the link, on {ranks} ranks"
+    )
+    words = _in_words(title, lines, marks)
+    _save(Path(path), title, words, lines, marks)
+    return words
+
+
+def _in_words(
+    title: str,
+    lines: Mapping[str, Mapping[float, float]],
+    marks: Mapping[str, Mapping[float, float]],
+) -> str:
+    widths = list(next(iter(lines.values())))
+    ends = list(dict.fromkeys([min(widths), max(widths)]))
+    told = [
+        f"At {end:g} Mbit/s: "
+        + ", ".join(f"{name} {line[end]:.3g}" for name, line in lines.items())
+        for end in ends
+    ]
+    for width in sorted({width for mark in marks.values() for width in mark}):
+        found = [f"{name} {m[width]:.3g}" for name, m in marks.items() if width in m]
+        told.append(f"Measured at {width:g} Mbit/s: {', '.join(found)}")
+    return ". ".join([title, *told]) + "."
+
+
+def _save(
+    path: Path,
+    title: str,
+    words: str,
+    lines: Mapping[str, Mapping[float, float]],
+    marks: Mapping[str, Mapping[float, float]],
+) -> None:
+    figure, context = _matplotlib()
+    with context({"svg.fonttype": "none", "svg.hashsalt": "accelfn"}):
+        drawn = figure(figsize=(8, 4.5), layout="constrained")
+        _draw(drawn.add_subplot(), lines, marks)
+        kind = path.suffix.removeprefix(".") or "svg"
+        # without a date the same traffic gives the same file
+        told = {"Date": None} if kind == "svg" else {}
+        drawn.savefig(path, format=kind, facecolor="white", metadata=told)
+    if kind == "svg":
+        _tell(path, title, words)
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    """Return what makes a figure, and what changes settings for a while."""
+    try:
+        return (
+            import_module("matplotlib.figure").Figure,
+            import_module("matplotlib").rc_context,
+        )
+    except ImportError as error:
+        msg = (
+            f"draw_traffic: pictures are matplotlib's, which is not to be had ({error})."
+            " Install it: pip install 'accelfn[report]'."
+        )
+        raise ArgumentError(msg) from error
+
+
+def _draw(
+    axes: Any,
+    lines: Mapping[str, Mapping[float, float]],
+    marks: Mapping[str, Mapping[float, float]],
+) -> None:
+    styles = zip(cycle(_COLOURS), cycle(_DASHES), cycle(_MARKERS), strict=False)
+    for (name, line), (colour, dash, marker) in zip(
+        lines.items(), styles, strict=False
+    ):
+        widths, taken = list(line), list(line.values())
+        axes.plot(widths, taken, color=colour, linestyle=dash, linewidth=1.6)
+        end, how = (widths[-1], taken[-1]), {"color": colour, "va": "center"}
+        axes.annotate(f"  {name}", end, annotation_clip=False, **how)
+        found = marks.get(name, {})
+        axes.scatter(list(found), list(found.values()), color=colour, marker=marker)
+    axes.set(xscale="log", yscale="log")
+    axes.set_xlabel("bandwidth of the link, Mbit/s")
+    axes.set_ylabel("ms an update")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.grid(color="#d0d0d0", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _tell(path: Path, title: str, words: str) -> None:
+    """Let those who cannot see the picture be told what is in it."""
+    text = path.read_text(encoding="utf-8")
+    start = text.index("<svg")
+    opened = text.index(">", start) + 1
+    head = text[start:opened].replace(
+        "<svg", '<svg role="img" aria-labelledby="t d"', 1
+    )
+    said = f'\n <title id="t">{title}</title>\n <desc id="d">{escape(words)}</desc>'
+    path.write_text(text[:start] + head + said + text[opened:], encoding="utf-8")

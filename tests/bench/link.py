@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An update over a slow link between two processes, and what is foreseen of it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from statistics import median
+
+import attrs
+import torch
+import torch.distributed as dist
+from figures import Figure
+from local_sgd import SYNC_EVERY, local_by_accelerate
+from loops import by_accelfn, by_hand
+from models import adamw, in_turn, mlp
+from rounds import Loop, compared, timed
+from torch.nn.parallel import DistributedDataParallel
+
+import accelfn as af
+from accelfn.testing import Link, communication
+from tests.hosts import sent_by, settled
+
+SETUPS = {
+    "accelfn wrap_ddp": af.wrap_ddp(),
+    'accelfn compress("bf16")': af.chain(af.wrap_ddp(), af.compress("bf16")),
+    "accelfn local_sgd": af.local_sgd(sync_every=SYNC_EVERY),
+}
+OVER_TCP = 1.5 * 66 / 1448
+
+
+def measure(rounds: int) -> list[Figure]:
+    """Return what an update costs; both ranks run the same blocks in the same order."""
+    with af.World.from_env() as world:
+        # in a function of its own: no reducer may outlive the process group
+        return _measure(world, rounds)
+
+
+def state_of(world: af.World, setup: object) -> af.TrainState:
+    """Return what accelfn trains."""
+    return af.TrainState.create(model=mlp, optimizer=adamw, setup=setup, world=world)
+
+
+def _measure(world: af.World, rounds: int) -> list[Figure]:
+    batches = in_turn(seed=world.rank)
+    with ExitStack() as stack:
+        loops: dict[str, Loop] = {
+            "by hand, DDP": by_hand(DistributedDataParallel(mlp()), batches),
+            **{
+                name: by_accelfn(state_of(world, setup), batches)
+                for name, setup in SETUPS.items()
+            },
+            "Accelerate LocalSGD": local_by_accelerate(mlp(), batches, stack),
+        }
+        taken = timed(loops, rounds=rounds, steps=SYNC_EVERY, fence=dist.barrier)
+        figures = with_bytes(compared(taken), loops, world)
+    never = by_accelfn(state_of(world, af.local_sgd(sync_every=10**6)), batches)
+    alone = timed({"alone": never}, rounds=9, steps=SYNC_EVERY)["alone"]
+    return [foreseen(figure, median(alone) / 1000) for figure in figures]
+
+
+def with_bytes(
+    figures: Sequence[Figure], loops: Mapping[str, Loop], world: af.World
+) -> list[Figure]:
+    """Return the figures with the bytes of an update, from a block that is not timed."""
+    cable = os.environ["GLOO_SOCKET_IFNAME"]
+    found = []
+    for figure in figures:
+        dist.barrier()
+        settled(cable)
+        before = sent_by(cable)
+        loops[figure.contestant](SYNC_EVERY)
+        settled(cable)
+        sent = torch.tensor(sent_by(cable) - before)
+        num_bytes = af.reduce(sent, world, "sum").item() / SYNC_EVERY
+        found.append(attrs.evolve(figure, num_bytes=num_bytes))
+    return found
+
+
+def foreseen(figure: Figure, compute: float) -> Figure:
+    """Return a figure with what is foreseen of it, where that is a setup of accelfn's."""
+    if figure.contestant not in SETUPS:
+        return figure
+
+    def program(world: af.World) -> None:
+        loop = by_accelfn(state_of(world, SETUPS[figure.contestant]), in_turn())
+        loop(SYNC_EVERY)
+
+    traffic = communication(program)
+    megabits = float(os.environ["MEGABITS"])
+    link = Link(latency=0.001, bandwidth=125_000 * megabits, overhead=OVER_TCP)
+    sent = sum(traffic.bytes(2, algorithm="gloo").values()) / SYNC_EVERY
+    seconds = traffic.seconds(link, ranks=2, algorithm="gloo", compute=compute)
+    return attrs.evolve(
+        figure, foreseen_bytes=sent * (1 + OVER_TCP), foreseen=1000 * seconds
+    )

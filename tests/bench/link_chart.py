@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw docs/how-to/communication.svg: what is foreseen, beside what docs/benchmarks.md says.
+
+`python tests/bench/link_chart.py`, after `run.py link_1 link_4`.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+from models import adamw, in_turn, loss_fn, mlp
+
+import accelfn as af
+from accelfn.testing import Link, communication, draw_traffic
+
+DOCS = Path(__file__).parents[2] / "docs"
+OVER_TCP = 1.5 * 66 / 1448
+UPDATES = 8
+METHODS = {  # another one stands here with its row of the benchmark
+    "DDP": ("accelfn wrap_ddp", af.wrap_ddp()),
+    "DDP in bf16": (
+        'accelfn compress("bf16")',
+        af.chain(af.wrap_ddp(), af.compress("bf16")),
+    ),
+    "local_sgd(8)": ("accelfn local_sgd", af.local_sgd(sync_every=UPDATES)),
+}
+COMPUTE = 0.0005
+"""Seconds an update of this model without any communication."""
+
+
+def program(world: af.World, setup: object) -> None:
+    """Train for one period."""
+    state = af.TrainState.create(model=mlp, optimizer=adamw, setup=setup, world=world)
+    step = af.make_step(loss_fn)
+    for batch in in_turn()(UPDATES):
+        state, _ = step(state, batch)
+
+
+def measured(contestant: str) -> dict[float, float]:
+    """Return milliseconds an update, by megabits a second, that the page of benchmarks has."""
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    found = {}
+    for section in sections:
+        link = re.match(r"An update over a link of (\d+) Mbit", section)
+        row = re.search(
+            rf"^\| {re.escape(contestant)} \| ([\d.]+)", section, re.MULTILINE
+        )
+        if link and row:
+            found[float(link[1])] = float(row[1])
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    words = draw_traffic(
+        {
+            name: communication(partial(program, setup=setup))
+            for name, (_, setup) in METHODS.items()
+        },
+        DOCS / "how-to" / "communication.svg",
+        ranks=2,
+        link=Link(latency=0.001, bandwidth=1, overhead=OVER_TCP),
+        algorithm="gloo",
+        compute=COMPUTE,
+        measured={
+            name: measured(contestant) for name, (contestant, _) in METHODS.items()
+        },
+    )
+    print(words)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is foreseen of a program's traffic is what two processes send over a slow cable."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from accelfn.testing import Link, communication
+from tests.hosts import rank_there
+from tests.ranks.hosts import two_hosts
+from tests.ranks.programs_of_traffic import ALONE, LINK, SETUPS, UPDATES, trained
+from tests.waiting import HANGS
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "scripts" / "traffic.py"
+OVER_TCP = 1.5 * 66 / 1448
+
+pytestmark = [pytest.mark.ranks(2), pytest.mark.slow]
+
+
+def on_a_cable(megabits: float, rounds: int) -> list[dict[str, Any]]:
+    """Return what each of two hosts measured."""
+    with two_hosts(megabits) as hosts:
+        ranks = [
+            subprocess.Popen(
+                host.command(sys.executable, str(SCRIPT), host.cable, str(rounds)),
+                env={
+                    **os.environ,
+                    **rank_there(host, rank),
+                    "PYTHONPATH": str(ROOT),
+                    "OMP_NUM_THREADS": "1",
+                },
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        said = [each.communicate(timeout=HANGS)[0] for each in ranks]
+        assert [each.returncode for each in ranks] == [0, 0]
+    return [json.loads(each) for each in said]
+
+
+@pytest.mark.parametrize("megabits", [1, 4])
+def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
+    """Bytes within 5 % of those that the system counts, seconds and bandwidth within 10 %."""
+    found = on_a_cable(megabits, rounds=3)
+    link = Link(latency=0.001, bandwidth=megabits * 125_000, overhead=OVER_TCP)
+    (measured,) = {tuple(each.pop(LINK)["seconds"]) for each in found}
+    assert measured[1] == pytest.approx(link.bandwidth / (1 + OVER_TCP), rel=0.1)
+    alone = median(s for each in found for s in each[ALONE]["seconds"]) / UPDATES
+    for name, setup in SETUPS.items():
+        if name == ALONE:
+            continue
+        traffic = communication(partial(trained, setup=setup))
+        foreseen = sum(traffic.bytes(2, algorithm="gloo").values())
+        sent = median(map(sum, zip(*(e[name]["bytes"] for e in found), strict=True)))
+        assert foreseen * (1 + link.overhead) == pytest.approx(sent, rel=0.05), name
+        seconds = traffic.seconds(link, ranks=2, algorithm="gloo", compute=alone)
+        taken = min(s for each in found for s in each[name]["seconds"]) / UPDATES
+        assert seconds == pytest.approx(taken, rel=0.1), name
