@@ -74,7 +74,7 @@ MUTANTS = [
         "the log says the numbers of ranks in their group",
         unit.test_the_log_names_a_call_s_group,
         exchange._entry,
-        "tuple(sorted(call.rank for call in calls)) → tuple(range(len(calls)))",
+        "tuple(call.rank for call in in_order) → tuple(range(len(calls)))",
     ),
     Mutant(
         "a line of the log says nothing of the group",
