@@ -24,6 +24,8 @@ SETUPS = {
     "accelfn wrap_ddp": af.wrap_ddp(),
     'accelfn compress("bf16")': af.chain(af.wrap_ddp(), af.compress("bf16")),
     "accelfn local_sgd": af.local_sgd(sync_every=SYNC_EVERY),
+    "accelfn diloco": af.diloco(sync_every=SYNC_EVERY),
+    "accelfn diloco, 8 bits": af.diloco(sync_every=SYNC_EVERY, bits=8),
 }
 OVER_TCP = 1.5 * 66 / 1448
 

@@ -17,13 +17,17 @@ from accelfn.testing import Link, communication, draw_traffic
 DOCS = Path(__file__).parents[2] / "docs"
 OVER_TCP = 1.5 * 66 / 1448
 UPDATES = 8
-METHODS = {  # another one stands here with its row of the benchmark
+METHODS = {
     "DDP": ("accelfn wrap_ddp", af.wrap_ddp()),
     "DDP in bf16": (
         'accelfn compress("bf16")',
         af.chain(af.wrap_ddp(), af.compress("bf16")),
     ),
     "local_sgd(8)": ("accelfn local_sgd", af.local_sgd(sync_every=UPDATES)),
+    "diloco(8), 8 bits": (
+        "accelfn diloco, 8 bits",
+        af.diloco(sync_every=UPDATES, bits=8),
+    ),
 }
 COMPUTE = 0.0005
 """Seconds an update of this model without any communication."""

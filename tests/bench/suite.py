@@ -48,13 +48,13 @@ def _over_a_link(megabits: int, rounds: int) -> Benchmark:
             "Two processes joined by Gloo, each in a network namespace of its own; the cable "
             f"between, a veth pair, lets {megabits} Mbit a second pass in each direction (tc "
             "tbf). A network of 21,450 parameters, AdamW(fused=True), 32 rows a rank. Local "
-            "SGD averages every 8 updates. One block is 8 updates, from one barrier to the "
+            "SGD averages, and DiLoCo exchanges, every 8 updates. One block is 8 updates, from one barrier to the "
             "next. Bytes are those of an update that both ends have sent, headers included, as the "
             "kernel counts them in a run of its own; what is foreseen is what "
             "accelfn.testing.communication says for a link of that bandwidth, a latency of "
             "1 ms and an overhead of 0.068."
         ),
-        targets=(("accelfn local_sgd", 0.16),),
+        targets=(("accelfn local_sgd", 0.16), ("accelfn diloco, 8 bits", 0.06)),
         rounds=rounds,
         quick_rounds=2,
         nproc=2,

@@ -19,6 +19,8 @@ SETUPS = {
     "DDP": af.wrap_ddp(),
     "bf16": af.chain(af.wrap_ddp(), af.compress("bf16")),
     "local_sgd(8)": af.local_sgd(sync_every=8),
+    "diloco(8)": af.diloco(sync_every=8),
+    "diloco(8), 8 bits": af.diloco(sync_every=8, bits=8),
 }
 UPDATES = 8
 
