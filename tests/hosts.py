@@ -18,6 +18,10 @@ from tests.waiting import HANGS
 _ALONE = "unshare", "--map-root-user", "--user", "--net"
 
 
+AT_ONCE = 5120
+"""Bytes that a slowed cable lets pass at once: three frames."""
+
+
 class NoHostsError(Exception):
     """The system makes no network namespaces, or does not slow down a cable; it says why."""
 
@@ -58,7 +62,7 @@ class Host:
         Raises:
             NoHostsError: the system does not.
         """
-        bucket = "rate", f"{megabits}mbit", "burst", "5kb", "latency", "10s"
+        bucket = "rate", f"{megabits}mbit", "burst", f"{AT_ONCE}b", "latency", "10s"
         try:
             self.run(
                 *("tc", "qdisc", "replace", "dev", self.cable, "root", "tbf"), *bucket

@@ -2,6 +2,7 @@
 """Ranks that are about to make different calls are told, and none of them makes it."""
 
 import re
+from typing import Any
 
 import attrs
 import pytest
@@ -72,13 +73,16 @@ def test_what_differs_is_named(one: str, other: str, what: str) -> None:
 def test_checking_changes_nothing(run: Run, size: int) -> None:
     """A training in a checked world is bitwise that in another, whatever ranks were dealt."""
     split = attrs.evolve(run, setup=DDP)
-    plain = simulate(size, lambda world: programs.train(world, split)).results
-    for (states, means), (others, theirs) in zip(
-        plain,
-        simulate(size, lambda world: programs.train(checked(world), split)),
-        strict=True,
+
+    def train(world: af.World) -> tuple[Any, Any, list[str]]:
+        said = af.gather_objects("a" * world.rank, world)
+        return *programs.train(world, split), said
+
+    plain = simulate(size, train).results
+    for (states, means, said), (others, theirs, heard) in zip(
+        plain, simulate(size, lambda world: train(checked(world))), strict=True
     ):
-        assert means == theirs
+        assert (means, said) == (theirs, heard)
         for one, other in zip(states, others, strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[name], other[name]) for name in one)

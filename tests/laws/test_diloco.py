@@ -80,7 +80,8 @@ def moves(draw: st.DrawFn, *, ranks: Any = None, equal: bool = False) -> Moves:
     updates = draw(st.integers(1, 9))
     four = st.lists(st.integers(-8, 8), min_size=4, max_size=4)
     slopes = st.lists(four, min_size=size, max_size=size)
-    seen = st.just(1) if equal else st.integers(0, 3)
+    some = st.integers(0, 3) if draw(st.integers(0, 3)) else st.just(0)  # of nobody
+    seen = st.just(1) if equal else some
     weights = st.lists(seen, min_size=size, max_size=size)
     return Moves(
         draw(st.lists(slopes, min_size=updates, max_size=updates)),

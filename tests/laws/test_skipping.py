@@ -161,6 +161,17 @@ def test_one_bad_element_on_one_rank_skips_that_update_on_all(
             assert differences(before, after) == []
 
 
+@transform
+class Notes:
+    """Count the updates whose gradients it sees."""
+
+    def init(self, state: af.TrainState) -> dict[str, int]:
+        return {"seen": 0}
+
+    def grads(self, grads: af.Grads, slot: Any, update: Update) -> Any:
+        return grads, {"seen": slot["seen"] + 1}
+
+
 @given(
     fault=FAULTS,
     skipping=SKIPPING,
@@ -172,7 +183,7 @@ def test_a_skipped_update_is_one_that_was_not(
     fault: Fault, skipping: Any, reducing: af.chain, size: int, seed: int
 ) -> None:
     """Training on is bitwise what it is without the batches whose updates were skipped."""
-    setup = af.chain(reducing, skipping, af.ema(0.5))
+    setup = af.chain(reducing, Notes(), skipping, af.ema(0.5))
     # a power of 2 in the place of another changes no bit of a gradient in float64
     with_bad, without = (
         simulate(

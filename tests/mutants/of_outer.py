@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in outer optimizers, in numbers of few bits, and in what is on its way."""
 
-from accelfn.base import codec, pending, tree
+from accelfn.base import pending, tree
 from accelfn.collectives import averages, few_bits, reductions, trees
 from accelfn.outer import exchange, fragments
 from accelfn.transforms import diloco as module
@@ -212,12 +212,6 @@ MUTANTS = [
         "or cut != axes → or False",
     ),
     Mutant(
-        "L45: what is on its way is each rank's part, and no file knows of what",
-        LAYOUT,
-        exchange._laid,
-        "_like(like[name], each) → each",
-    ),
-    Mutant(
         "L11: a step is twice as large",
         NEAREST,
         few_bits.encoded,
@@ -306,12 +300,6 @@ MUTANTS = [
         WEIGHT,
         trees.reduce,
         "[each.clone() for each in map(as_floats, leaves)] → [*map(as_floats, leaves)]",
-    ),
-    Mutant(
-        "L41: what is on its way is saved as none",
-        LOOKS,
-        codec.encode,
-        "tree.wait() if is_pending → {} if is_pending",
     ),
     Mutant(
         "L10: neighbours are those that stand apart",

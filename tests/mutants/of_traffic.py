@@ -64,7 +64,7 @@ MUTANTS = [
         "L10: local SGD averages more often than is foreseen of it",
         test_traffic.test_local_sgd_sends_what_ddp_sends_divided_by_its_period,
         local_sgd.local_sgd.after_update,
-        'if state.step - slot["since"] < self.sync_every: → if False:',
+        "if updates >= self.sync_every: → if True:",
     ),
     Mutant(
         "L49: a link of a larger latency is faster",
