@@ -14,7 +14,12 @@ from accelfn.base.shards import local
 from accelfn.collectives import average_
 from accelfn.definition.transform import transform
 from accelfn.engine.optimizer.trial import check_elements, counts_by_group
-from accelfn.errors import ArgumentError, CompositionError, OptimizerError
+from accelfn.errors import (
+    ArgumentError,
+    CompositionError,
+    OptimizerError,
+    StateError,
+)
 from accelfn.outer.exchange import Exchange, Tensors, met, moved, without
 from accelfn.outer.fragments import Fragments, together
 from accelfn.outer.stepping import Outer
@@ -113,6 +118,8 @@ class diloco:
         ArgumentError: an option is none, or there are fewer parameters than fragments.
         CompositionError: beside what evaluates other parameters, as `ema` does; when the state
             is made, a split model beside both `delay` and `bits`.
+        StateError: at an update, other `fragments` or `bits` than those with which what is not
+            exchanged yet was begun.
         OptimizerError: when the state is made, the outer optimizer is none that can be kept in
             a state; or of a split model, it does not go element by element.
 
@@ -177,21 +184,13 @@ class diloco:
         """Let the anchor be where all ranks begin."""
         self._check(state)
         anchor = tree.clone({name: state.params[name] for name in _owned(state)})
-        error = {} if self.bits == 32 else tree.tree_map(torch.zeros_like, anchor)
-        return {
-            "since": state.step,
-            "sent": [state.step] * self.fragments,
-            "weights": [0] * self.fragments,
-            "anchor": anchor,
-            "outer": {},
-            "error": error,
-            "flights": {},
-        }
+        return self._begun(anchor, {}, state.step)
 
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Count what this rank has seen; send, and use, the fragments whose turn it is."""
+        slot = self._fitted(slot, state.step - 1)
         slot = {**slot, "weights": [each + update.weight for each in slot["weights"]]}
         fragments, updates = self._fragments(state), state.step - slot["since"]
         for i in fragments.leaving(updates):
@@ -208,6 +207,7 @@ class diloco:
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Use what is on its way, exchange what was done since, and go to the anchor."""
+        slot = self._fitted(slot, state.step)
         for key in list(slot["flights"]):
             slot = self._landed(state, self._gone_on(state, slot, key), key)
         for i, names in enumerate(self._fragments(state).names):
@@ -238,6 +238,37 @@ class diloco:
     ) -> tuple[Mapping[str, torch.Tensor], Slot]:
         """Return the anchor."""
         return {**params, **slot["anchor"]}, slot
+
+    def _fitted(self, slot: Slot, step: int) -> Slot:
+        """Return a slot for these options, of one that may have been begun with others.
+
+        Raises:
+            StateError: it has them in use.
+        """
+        cut, kept = len(slot["sent"]) != self.fragments, bool(slot["error"])
+        if not cut and kept is (self.bits != 32):
+            return slot
+        if step > slot["since"]:
+            msg = (
+                f"{self!r}: what ranks have done since the last exchange was begun with other"
+                " fragments or bits. Call af.finalize with the setup that there was, then"
+                " state.with_setup."
+            )
+            raise StateError(msg)
+        return self._begun(slot["anchor"], slot["outer"], step)
+
+    def _begun(self, anchor: Any, outer: Any, step: int) -> Slot:
+        """Return the slot of ranks that are at the anchor."""
+        error = {} if self.bits == 32 else tree.tree_map(torch.zeros_like, anchor)
+        return {
+            "since": step,
+            "sent": [step] * self.fragments,
+            "weights": [0] * self.fragments,
+            "anchor": anchor,
+            "outer": outer,
+            "error": error,
+            "flights": {},
+        }
 
     def _check(self, state: TrainState) -> None:
         skeleton, layout = state.definition.skeleton, state.definition.layout

@@ -132,8 +132,13 @@ class local_sgd:
         """Count what this rank has seen; average when the period is over."""
         slot = {**slot, "weight": slot["weight"] + update.weight}
         if self.neighbours:
-            near = {key: w + update.weight for key, w in slot["near"].items()}
-            slot["near"] = near
+            # of parts that were not there yet, the period begins with that of all
+            seen = {f"{p}": slot["weight"] for p in self.neighbours}
+            before = slot.get("near", {})
+            slot["near"] = {
+                key: before[key] + update.weight if key in before else since
+                for key, since in seen.items()
+            }
         updates = state.step - slot["since"]
         if updates >= self.sync_every:
             return self.finalize(state, slot, update)
@@ -153,7 +158,7 @@ class local_sgd:
         weights = [float(slot["weight"]) for slot in slots]
         merged = {**slots[0], "weight": 0}
         if self.neighbours:
-            merged["near"] = dict.fromkeys(slots[0]["near"], 0)
+            merged["near"] = {f"{period}": 0 for period in self.neighbours}
         return weights, merged
 
     def eval_params(

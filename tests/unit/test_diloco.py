@@ -175,6 +175,45 @@ def test_frozen_parameters_stay_where_they_are() -> None:
     simulate(2, go)
 
 
+def test_other_options_begin_where_ranks_agree() -> None:
+    """After finalize a run goes on with other fragments and bits; before, it is told so."""
+
+    def go(world: af.World) -> None:
+        step = af.make_step(loss)
+        it = state(af.diloco(sync_every=4), world)
+        it, _ = step(it, torch.ones(2, 2) + world.rank)
+        other = af.diloco(sync_every=4, fragments=2, bits=8)
+        with pytest.raises(af.StateError, match="Call af.finalize"):
+            step(it.copy().with_setup(other), torch.ones(2, 2))
+        it = af.finalize(it).with_setup(other)
+        for _ in range(4):
+            it, _ = step(it, torch.ones(2, 2) + world.rank)
+        it = af.finalize(it).with_setup(af.diloco(sync_every=2))
+        for _ in range(2):
+            it, _ = step(it, torch.ones(2, 2) + world.rank)
+        af.assert_replicas_agree(it)
+
+    simulate(2, go)
+
+
+def test_neighbours_may_come_in_mid_run() -> None:
+    """Parts that were not there yet count what was seen since all met."""
+
+    def go(world: af.World) -> float:
+        step = af.make_step(loss)
+        it = state(af.local_sgd(sync_every=4), world)
+        it, _ = step(it, torch.ones(2, 2) + world.rank)
+        it = it.with_setup(af.local_sgd(sync_every=4, neighbours={2: 2}))
+        it, _ = step(it, torch.ones(2, 2) + world.rank)
+        assert it.slots["local_sgd"]["near"] == {"2": 0}
+        return it.params["bias"].item()
+
+    one, two, three, four = simulate(4, go)
+    assert one == two
+    assert three == four
+    assert two != three
+
+
 def test_two_factories_of_one_kind_are_one_value() -> None:
     """Setups with partials of the same function and arguments are equal."""
     one, two = (
