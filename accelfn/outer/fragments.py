@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fragments of a model: runs of parameters of about one size, each exchanged in its turn."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
 import attrs
@@ -13,38 +13,22 @@ _MIB = 1 << 20
 
 
 @attrs.frozen
-class Fragments:
-    """Which parameters cross the ranks together, and when.
+class Timetable:
+    """When each of some fragments is sent, and when what comes of it is used.
 
     Attributes:
-        names: of each fragment, in the order of the model.
+        fragments: how many there are.
         sync_every: updates between two exchanges of a fragment.
         delay: updates between an exchange and its use.
     """
 
-    names: Sequence[Sequence[str]]
+    fragments: int
     sync_every: int
     delay: int
 
-    @classmethod
-    def of(
-        cls, sizes: Mapping[str, int], count: int, *, sync_every: int, delay: int
-    ) -> "Fragments":
-        """Cut parameters, given by their sizes, into so many runs; some may be empty."""
-        whole = max(1, sum(sizes.values()))
-        ends = accumulate(sizes.values())
-        # by its middle, so that one large parameter does not take its neighbours with it
-        middles = (
-            end - size / 2 for end, size in zip(ends, sizes.values(), strict=True)
-        )
-        names: list[list[str]] = [[] for _ in range(count)]
-        for name, middle in zip(sizes, middles, strict=True):
-            names[min(count - 1, int(middle * count / whole))].append(name)
-        return cls(names, sync_every, delay)
-
     def leaving(self, updates: int) -> Iterator[int]:
         """Yield the fragments that are sent after so many updates."""
-        for i in range(len(self.names)):
+        for i in range(self.fragments):
             if updates and (updates - self._first(i)) % self.sync_every == 0:
                 yield i
 
@@ -57,7 +41,19 @@ class Fragments:
         return updates - sent == -(-self.delay // 2)
 
     def _first(self, i: int) -> int:
-        return i * self.sync_every // len(self.names)
+        return i * self.sync_every // self.fragments
+
+
+def cut(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Cut parameters, given by their sizes, into so many runs; some may be empty."""
+    whole = max(1, sum(sizes.values()))
+    ends = accumulate(sizes.values())
+    # by its middle, so that one large parameter does not take its neighbours with it
+    middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
+    names: list[list[str]] = [[] for _ in range(count)]
+    for name, middle in zip(sizes, middles, strict=True):
+        names[min(count - 1, int(middle * count / whole))].append(name)
+    return names
 
 
 def together(

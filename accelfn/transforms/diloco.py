@@ -21,7 +21,7 @@ from accelfn.errors import (
     StateError,
 )
 from accelfn.outer.exchange import Exchange, Tensors, met, moved, without
-from accelfn.outer.fragments import Fragments, together
+from accelfn.outer.fragments import Timetable, cut, together
 from accelfn.outer.stepping import Outer
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
@@ -192,14 +192,15 @@ class diloco:
         """Count what this rank has seen; send, and use, the fragments whose turn it is."""
         slot = self._fitted(slot, state.step - 1)
         slot = {**slot, "weights": [each + update.weight for each in slot["weights"]]}
-        fragments, updates = self._fragments(state), state.step - slot["since"]
-        for i in fragments.leaving(updates):
-            slot = self._exchanged(state, slot, i, fragments.names[i])
+        timetable = Timetable(self.fragments, self.sync_every, self.delay)
+        updates = state.step - slot["since"]
+        for i in timetable.leaving(updates):
+            slot = self._exchanged(state, slot, i, self._fragments(state)[i])
         for key, flight in list(slot["flights"].items()):
             sent = flight["sent"] - slot["since"]
-            if fragments.half_way(updates, sent):
+            if timetable.half_way(updates, sent):
                 slot = self._gone_on(state, slot, key)
-            if fragments.due(updates, sent):
+            if timetable.due(updates, sent):
                 slot = self._landed(state, slot, key)
         return state, slot
 
@@ -210,7 +211,7 @@ class diloco:
         slot = self._fitted(slot, state.step)
         for key in list(slot["flights"]):
             slot = self._landed(state, self._gone_on(state, slot, key), key)
-        for i, names in enumerate(self._fragments(state).names):
+        for i, names in enumerate(self._fragments(state)):
             if state.step > slot["sent"][i]:
                 slot = self._exchanged(state, slot, i, names, at_once=True)
         for name, each in slot["anchor"].items():
@@ -245,8 +246,8 @@ class diloco:
         Raises:
             StateError: it has them in use.
         """
-        cut, kept = len(slot["sent"]) != self.fragments, bool(slot["error"])
-        if not cut and kept is (self.bits != 32):
+        same, kept = len(slot["sent"]) == self.fragments, bool(slot["error"])
+        if same and kept is (self.bits != 32):
             return slot
         if step > slot["since"]:
             msg = (
@@ -294,7 +295,7 @@ class diloco:
                 " together, of which each fragment would be one. Leave out fragments."
             )
             raise OptimizerError(msg)
-        empty = sum(not names for names in self._fragments(state).names)
+        empty = sum(not names for names in self._fragments(state))
         if empty:
             msg = (
                 f"{self!r}: the model has too few parameters of a like size: {empty} fragments"
@@ -302,15 +303,14 @@ class diloco:
             )
             raise ArgumentError(msg)
 
-    def _fragments(self, state: TrainState) -> Fragments:
+    def _fragments(self, state: TrainState) -> list[list[str]]:
         skeleton = state.definition.skeleton
         sizes = {
             name: meta.numel()
             for name, meta in skeleton.module.named_parameters()
             if name in skeleton.once_trained
         }
-        every, delay = self.sync_every, self.delay
-        return Fragments.of(sizes, self.fragments, sync_every=every, delay=delay)
+        return cut(sizes, self.fragments)
 
     def _exchanged(
         self,

@@ -79,19 +79,19 @@ MUTANTS = [
     Mutant(
         "L11: an exchange is used an update late",
         PAPERS,
-        fragments.Fragments.due,
+        fragments.Timetable.due,
         "updates - sent == self.delay → updates - sent == self.delay + 1",
     ),
     Mutant(
         "L11: all fragments have their turn at once",
         PAPERS,
-        fragments.Fragments._first,
-        "i * self.sync_every // len(self.names) → 0",
+        fragments.Timetable._first,
+        "i * self.sync_every // self.fragments → 0",
     ),
     Mutant(
         "L11: a fragment has a parameter of its neighbour's",
         PAPERS,
-        fragments.Fragments.of.__func__,
+        fragments.cut,
         "int(middle * count / whole) → round(middle * count / whole)",
     ),
     Mutant(
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "L11: alone nothing is exchanged",
         PAPERS,
-        fragments.Fragments.leaving,
+        fragments.Timetable.leaving,
         "if updates and → if updates > 9 and",
     ),
     Mutant(
