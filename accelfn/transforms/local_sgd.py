@@ -104,10 +104,6 @@ class local_sgd:
     gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "between averages"}
     reduce: ClassVar[None] = None
 
-    tells: ClassVar[Mapping[str, Any]] = {
-        "draws_nothing": True,
-        "by_rank": ("weight", "near"),
-    }
     sync_every: int = attrs.field(
         validator=integer(1, "a number of updates"), kw_only=True
     )
@@ -119,6 +115,12 @@ class local_sgd:
     neighbours: Mapping[int, int] = attrs.field(
         default=_NONE, validator=_are_parts, hash=False, kw_only=True
     )
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """What of its slot is each rank's own."""
+        own = ("weight", "near") if self.neighbours else ("weight",)
+        return {"draws_nothing": True, "by_rank": own}
 
     def init(self, state: TrainState) -> Slot:
         """Start with ranks that agree, and with the groups of neighbours."""

@@ -97,13 +97,13 @@ class TestChains:
         size = data.draw(st.integers(0, 3))
         setup = data.draw(
             chains(include=[mine, order[0]], exclude=order[1:3], max_size=size)
-            if order[0] not in (af.wrap_ddp, af.local_sgd)
+            if order[0] not in (af.wrap_ddp, af.local_sgd, af.diloco)
             else chains(include=[mine], exclude=order[1:3], max_size=size)
         )
         assert mine in list(setup)
         assert len(setup) <= size + 2
         assert {type(each) for each in setup}.isdisjoint(order[1:3])
-        if order[0] not in (af.wrap_ddp, af.local_sgd):
+        if order[0] not in (af.wrap_ddp, af.local_sgd, af.diloco):
             assert order[0] in {type(each) for each in setup}
 
     @given(data=st.data(), field=st.sampled_from(FIELDS))
