@@ -66,7 +66,6 @@ CATALOG = [
         other={
             "sync_every": af.diloco(sync_every=3, bits=8),
             "mix": af.diloco(sync_every=2, bits=8, mix=0.5),
-            "bits": af.diloco(sync_every=2, bits=4),
             "delay": af.diloco(sync_every=2, bits=8, delay=1),
             "fragments": af.diloco(sync_every=2, bits=8, fragments=2),
         },

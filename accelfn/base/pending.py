@@ -4,7 +4,10 @@
 from collections.abc import Callable
 from typing import Any, Self
 
+from accelfn.base.calling import called
 
+
+@called
 class Pending:
     """Values on their way: what `af.start_reduce` returns, and a slot may keep.
 

@@ -180,8 +180,9 @@ def test_neighbours_meet_more_often(
         state, found = moves.state(world, setup), []
         for _ in moves.slopes:
             state = moves.step(state)
-            held = {n: p.clone() for n, p in state.params.items()}
-            found.append((held, dict(af.eval_params(state))))
+            both = state.params, af.eval_params(state)
+            held, view = ({n: p.clone() for n, p in e.items()} for e in both)
+            found.append((held, view))
         return found
 
     by_hand = Meetings(moves, {**near, every: moves.ranks})
