@@ -132,12 +132,32 @@ def _observed(
         if field == "hyper" and not returned[0]:  # it laid nothing over
             returned = value, returned[1]
         changed = first_difference(before, _named(field, *returned))
+        if changed and field == "after_update" and "apart" in facts_of(self):
+            # what ranks only count until they meet is not yet what the method is for
+            changed = any(
+                not each.startswith("slot")
+                for each in _differing(before, field, *returned)
+            )
         changed = changed or (field == "eval_params" and returned[0] is not value)
         if len(world.connection.activity.trail) > talked or changed:
             note(method_name(self, field, skipped=update.skipped), world.rank)
         return returned
 
     return call
+
+
+def _differing(
+    before: Mapping[str, Any], field: str, value: Any, slot: Any
+) -> list[str]:
+    """Return the paths at which something was changed."""
+    after = _named(field, value, slot)
+    return [
+        path
+        for path in {**before, **after}
+        if path not in before
+        or path not in after
+        or first_difference({path: before[path]}, {path: after[path]})
+    ]
 
 
 def _observed_wrapper(
