@@ -2,6 +2,7 @@
 """A step of an outer optimizer: a torch optimizer over the anchor, with its state as a value."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,6 +13,17 @@ from accelfn.base.shards import is_shard, local, with_local
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer, State
 
 Tensors = Mapping[str, torch.Tensor]
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""What DiLoCo has for an outer optimizer."""
+
+
+def as_value(factory: Any) -> Any:
+    """Return what two factories are compared by: of partials, function and arguments."""
+    if not isinstance(factory, partial):
+        return factory
+    made: partial[Any] = factory
+    return made.func, made.args, tuple(sorted(made.keywords.items()))
 
 
 @attrs.frozen(eq=False)

@@ -2,7 +2,6 @@
 """Train ranks apart, and let an outer optimizer step by how far they moved."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import attrs
@@ -22,7 +21,7 @@ from accelfn.errors import (
 )
 from accelfn.outer.exchange import Exchange, Tensors, met, moved, without
 from accelfn.outer.fragments import Timetable, cut, together
-from accelfn.outer.stepping import Outer
+from accelfn.outer.stepping import NESTEROV, Outer, as_value
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 from accelfn.structure.prototype import prototype_of
@@ -30,7 +29,6 @@ from accelfn.structure.prototype import prototype_of
 Slot: TypeAlias = dict[str, Any]
 
 _LABEL = "diloco"
-_NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def _is_factory(_owner: object, _field: object, value: object) -> None:
@@ -41,14 +39,6 @@ def _is_factory(_owner: object, _field: object, value: object) -> None:
             " such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
         )
         raise ArgumentError(msg)
-
-
-def _as_value(factory: Any) -> Any:
-    """Return what two factories are compared by: of partials, function and arguments."""
-    if not isinstance(factory, partial):
-        return factory
-    made: partial[Any] = factory
-    return made.func, made.args, tuple(sorted(made.keywords.items()))
 
 
 def _is_share(_owner: object, _field: object, value: Any) -> None:
@@ -145,7 +135,7 @@ class diloco:
         validator=integer(1, "a number of updates"), kw_only=True
     )
     outer: Callable[..., torch.optim.Optimizer] | None = attrs.field(
-        default=None, validator=_is_factory, eq=_as_value, kw_only=True
+        default=None, validator=_is_factory, eq=as_value, kw_only=True
     )
     fragments: int = attrs.field(default=1, validator=integer(1), kw_only=True)
     delay: int = attrs.field(
@@ -273,7 +263,7 @@ class diloco:
 
     def _check(self, state: TrainState) -> None:
         skeleton, layout = state.definition.skeleton, state.definition.layout
-        prototype, _ = prototype_of(self.outer or _NESTEROV, skeleton.module, skeleton)
+        prototype, _ = prototype_of(self.outer or NESTEROV, skeleton.module, skeleton)
         if any("train_mode" in group for group in prototype.param_groups):
             msg = (
                 f"{self!r}: {type(prototype).__name__} is schedule-free, and evaluated at"
@@ -384,7 +374,7 @@ class diloco:
     def _stepped(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
         """Step the anchor, and let this rank go on from there."""
         anchor = slot["anchor"]
-        after = Outer(self.outer or _NESTEROV, anchor).stepped(slot["outer"], means)
+        after = Outer(self.outer or NESTEROV, anchor).stepped(slot["outer"], means)
         for name in means:
             param, target = local(state.params[name]), local(anchor[name])
             if self.mix:

@@ -121,6 +121,37 @@ def both_views(state: af.TrainState) -> Found:
     return {**found, **{f"seen.{name}": value for name, value in views}}
 
 
+def gone_on(
+    run: Run, two: tuple[Apart, Apart], every: Any, updates: tuple[int, int]
+) -> tuple[list[Found], list[Found]]:
+    """Return what whole models by hand, and what the ranks, have after a load between two.
+
+    By hand, whole models are averaged by as many ranks as there had not been.
+    """
+    first, second = two
+    between = [] if first.same(second) else [Apart(first.copies + 1, 1)]
+    by_hand = [Apart(first.copies, 1), *between, Apart(second.copies, 1)]
+
+    def run_by(*through: Apart) -> list[Found]:
+        found: list[Found] = []
+        counts = [updates[0], *[0] * (len(through) - 2), updates[1]]
+        with tempfile.TemporaryDirectory() as folder:
+
+            def go_on(at: int, world: af.World) -> Found:
+                state = through[at].state(run, world, every)
+                if at:
+                    state = af.load(state, f"{folder}/{at - 1}")
+                state = through[at].stepped(run, state, counts[at])
+                af.save(state, f"{folder}/{at}")
+                return both_views(state)
+
+            for at, apart in enumerate(through):
+                found = list(apart.on_ranks(partial(go_on, at)))
+        return found
+
+    return run_by(*by_hand), run_by(first, second)
+
+
 every = st.builds(
     af.local_sgd,
     sync_every=st.integers(1, 3),
@@ -260,35 +291,10 @@ def test_only_averages_cross_copies(
 def test_a_period_goes_on_in_any_layout(
     run: Run, two: tuple[Apart, Apart], every: Any, updates: tuple[int, int]
 ) -> None:
-    """What copies held apart is each one's again, or averaged where they lie otherwise.
-
-    By hand, whole models are averaged by as many ranks as there had not been.
-    """
-    first, second = two
-    between = [] if first.same(second) else [Apart(first.copies + 1, 1)]
-    by_hand = [Apart(first.copies, 1), *between, Apart(second.copies, 1)]
-
-    def run_by(*through: Apart) -> list[Found]:
-        with tempfile.TemporaryDirectory() as folder:
-
-            def go_on(at: int, world: af.World) -> Found:
-                state = through[at].state(run, world, every)
-                if at:
-                    state = af.load(state, f"{folder}/{at - 1}")
-                count = updates[0] if at == 0 else updates[1]
-                if 0 < at < len(through) - 1:
-                    count = 0
-                state = through[at].stepped(run, state, count)
-                af.save(state, f"{folder}/{at}")
-                return both_views(state)
-
-            for at, apart in enumerate(through):
-                found = list(apart.on_ranks(partial(go_on, at)))
-        return found
-
-    alone = run_by(*by_hand)
-    for rank, found in enumerate(run_by(first, second)):
-        assert differences(alone[rank // second.ranks], found, within=1e-13) == []
+    """What copies held apart is each one's again, or averaged where they lie otherwise."""
+    alone, ranks = gone_on(run, two, every, updates)
+    for rank, found in enumerate(ranks):
+        assert differences(alone[rank // two[1].ranks], found, within=1e-13) == []
 
 
 @given(run=trainings, apart=apart, every=every | outer, updates=st.integers(0, 3))

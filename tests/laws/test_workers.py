@@ -3,7 +3,6 @@
 
 import tempfile
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ from tests.laws.test_split_copies import (
     Found,
     both_views,
     every,
+    gone_on,
     outer,
     some,
     trainings,
@@ -145,32 +145,9 @@ def test_a_period_goes_on_with_other_workers(
 
     By hand, ranks alone are averaged by as many ranks as there had not been.
     """
-    first, second = two
-    between = [] if first.same(second) else [Apart(first.copies + 1, 1)]
-    by_hand = [Apart(first.copies, 1), *between, Apart(second.copies, 1)]
-
-    def run_by(*through: Apart) -> list[Found]:
-        found: list[Found] = []
-        with tempfile.TemporaryDirectory() as folder:
-
-            def go_on(at: int, world: af.World) -> Found:
-                state = through[at].state(run, world, every)
-                if at:
-                    state = af.load(state, f"{folder}/{at - 1}")
-                count = updates[0] if at == 0 else updates[1]
-                if 0 < at < len(through) - 1:
-                    count = 0
-                state = through[at].stepped(run, state, count)
-                af.save(state, f"{folder}/{at}")
-                return both_views(state)
-
-            for at, apart in enumerate(through):
-                found = list(apart.on_ranks(partial(go_on, at)))
-        return found
-
-    alone = run_by(*by_hand)
-    for rank, found in enumerate(run_by(first, second)):
-        copy, _ = second.place(rank)
+    alone, ranks = gone_on(run, two, every, updates)
+    for rank, found in enumerate(ranks):
+        copy, _ = two[1].place(rank)
         assert differences(alone[copy], found, within=1e-13) == []
 
 
