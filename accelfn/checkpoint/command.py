@@ -15,7 +15,7 @@ from accelfn.checkpoint import commit, compare, disk, files
 from accelfn.checkpoint.contents import Place, Tensor, facts, leaves
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.keep import name_of, steps_in
-from accelfn.checkpoint.manifest import FORMAT, NAME, Manifest, read_manifest
+from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest
 from accelfn.checkpoint.to_torch import write_distributed
 from accelfn.errors import (
     CheckpointCorruptError,
@@ -77,7 +77,7 @@ def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
         for place, leaf in leaves(manifest, 0)
         if isinstance(leaf, Tensor)
     }
-    plain = {"directory": str(folder), "format": FORMAT, **facts(manifest)}
+    plain = {"directory": str(folder), "format": manifest.format, **facts(manifest)}
     plain["differing"] = list(manifest.differs)  # units of which each rank has its own
     if as_json:
         plain["kept"] = dict(manifest.kept)
@@ -91,7 +91,7 @@ def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
         first = seen.setdefault(each.name, path)
         what = f"{each}  {_bytes(each.size)}{_where(each, manifest)}"
         rows.append(f"  {path:{width}}  {f'is {first}' if first != path else what}")
-    rows += [f"  {name}  its SHA-256 alone" for name in manifest.kept]
+    rows += [f"  {name}  its {manifest.algorithm.name} alone" for name in manifest.kept]
     return rows, 0
 
 
@@ -146,9 +146,28 @@ def diff(first: str, second: str, *, bar: Bar) -> tuple[list[str], int]:
                 for each in zip(folders, manifests, tables, strict=True)
             )
             rows += [prefix + row for row in _compared(left, right, names)]
-    left, right = ({f"kept.{n}": v for n, v in each.kept.items()} for each in manifests)
-    rows += _differing(left, right, names)
+    rows += _kept_differing(one, other, names)
     return rows, int(bool(rows))
+
+
+def _kept_differing(
+    one: Manifest, other: Manifest, names: tuple[str, str]
+) -> Iterator[str]:
+    """Say which frozen parameters differ of which digests alone were kept."""
+    both = {*one.kept} & {*other.kept}
+    if both and one.algorithm != other.algorithm:
+        kinds = f"{one.algorithm.name} and {other.algorithm.name}"
+        yield f"kept: {len(both)} digests are {kinds}, which cannot be compared"
+        both = set[str]()
+    left, right = (
+        {
+            f"kept.{n}": v
+            for n, v in each.kept.items()
+            if n in both or n not in twin.kept
+        }
+        for each, twin in ((one, other), (other, one))
+    )
+    yield from _differing(left, right, names)
 
 
 @attrs.frozen

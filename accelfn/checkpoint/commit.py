@@ -13,7 +13,6 @@ Until the rename there is no checkpoint; behind it there is a whole one.
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ import attrs
 import torch
 
 from accelfn.checkpoint import disk, files
+from accelfn.checkpoint.digest import WRITTEN, Algorithm
 from accelfn.checkpoint.manifest import NAME, Manifest, rank_file
 from accelfn.checkpoint.slices import Slice
 from accelfn.errors import (
@@ -230,7 +230,7 @@ def _said(save: Save, contents: Contents) -> str:
         "slices": {
             name: {
                 "dtype": files.name_of(contents.tensors[name].dtype),
-                "sha256": of_parts.get(name),
+                "digest": of_parts.get(name),
             }
             | attrs.asdict(place)
             for name, place in contents.slices.items()
@@ -239,11 +239,13 @@ def _said(save: Save, contents: Contents) -> str:
     return json.dumps(said)
 
 
-def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return SHA-256 of each tensor's dtype, shape and values."""
+def digests(
+    tensors: Mapping[str, torch.Tensor], algorithm: Algorithm = WRITTEN
+) -> dict[str, str]:
+    """Return the digest of each tensor's dtype, shape and values."""
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
-        digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest = algorithm.begin(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(files.bytes_of(tensor))
         found[name] = digest.hexdigest()
     return found
@@ -282,7 +284,7 @@ def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
     digests: dict[str, set[str]] = {}
     for place in by_rank.values():
         box = str((place["offset"], place["size"]))
-        digests.setdefault(box, set()).add(place["sha256"])
+        digests.setdefault(box, set()).add(place["digest"])
     return len(set(copies)) > 1 and any(len(each) > 1 for each in digests.values())
 
 

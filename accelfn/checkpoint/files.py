@@ -4,11 +4,10 @@
 The format is safetensors' own, and its readers read these files. They are written here
 because its writer gives no digest and no flush, and holds a second copy of all tensors.
 
-A digest is SHA-256 of a file up to the end of each tensor, so the first that differs names
-the tensor that has changed, and the last is what `sha256sum` says of the file.
+A digest is that of a file up to the end of each tensor, so the first that differs names the
+tensor that has changed, and the last is what `b3sum` says of the file.
 """
 
-import hashlib
 import json
 import math
 from collections import deque
@@ -23,6 +22,7 @@ import attrs
 import torch
 
 from accelfn.checkpoint import disk
+from accelfn.checkpoint.digest import WRITTEN, Algorithm
 from accelfn.errors import CheckpointCorruptError
 
 _BLOCK = 1 << 18
@@ -64,14 +64,14 @@ class Entry:
         shape: of the tensor.
         begin: the byte of the file at which its values begin.
         end: the byte behind them.
-        sha256: of the file up to there.
+        digest: of the file up to there.
     """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
-    sha256: str
+    digest: str
 
     def empty(self) -> torch.Tensor:
         """Return a tensor into which it can be read."""
@@ -84,33 +84,60 @@ class File:
 
     Attributes:
         size: in bytes.
-        sha256: of the whole file.
-        header_sha256: of what stands before the first tensor.
+        digest: of the whole file.
+        header_digest: of what stands before the first tensor.
         tensors: by name, in the order in which they lie in the file.
+        algorithm: of its digests.
     """
 
     size: int
-    sha256: str
-    header_sha256: str
+    digest: str
+    header_digest: str
     tensors: Mapping[str, Entry]
+    algorithm: Algorithm = WRITTEN
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return attrs.asdict(self)
+        """Return it as plain data, in which digests are called by their algorithm."""
+        word = self.algorithm.word
+        return {
+            "size": self.size,
+            word: self.digest,
+            f"header_{word}": self.header_digest,
+            "tensors": {
+                name: {
+                    "dtype": each.dtype,
+                    "shape": each.shape,
+                    "begin": each.begin,
+                    "end": each.end,
+                    word: each.digest,
+                }
+                for name, each in self.tensors.items()
+            },
+        }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+    def from_plain(
+        cls, plain: Mapping[str, Any], algorithm: Algorithm = WRITTEN
+    ) -> Self:
         """Return what `to_plain` was called on.
 
         Raises:
             ValueError: its tensors are none, or do not fill the file.
         """
-        tensors: dict[str, Entry] = {}
-        for name, each in plain["tensors"].items():
-            entry: dict[str, Any] = {**each, "shape": tuple(each["shape"])}
-            tensors[name] = Entry(**entry)
-        given: dict[str, Any] = {**plain, "tensors": tensors}
-        file = cls(**given)
+        word = algorithm.word
+        tensors = {
+            name: Entry(
+                each["dtype"],
+                tuple(each["shape"]),
+                each["begin"],
+                each["end"],
+                each[word],
+            )
+            for name, each in plain["tensors"].items()
+        }
+        file = cls(
+            plain["size"], plain[word], plain[f"header_{word}"], tensors, algorithm
+        )
         at = min((each.begin for each in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:
             msg = f"its header is said to have {at} bytes"
@@ -150,13 +177,13 @@ def write(
     # the largest items first, so that each tensor lies at a multiple of its item's size
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, places = _header({name: tensors[name] for name in order}, metadata)
-    with ThreadPoolExecutor(1, "accelfn-sha256") as pool:
+    with ThreadPoolExecutor(1, "accelfn-digest") as pool:
         hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in order))
         values = (bytes_of(tensors[name]) for name in order)
         disk.write(path, chain([header], chain.from_iterable(map(_blocks, values))))
         first, *ends = hashed.result()
     entries = {
-        name: Entry(*places[name], sha256=end)
+        name: Entry(*places[name], digest=end)
         for name, end in zip(order, ends, strict=True)
     }
     size = max((entry.end for entry in entries.values()), default=len(header))
@@ -225,21 +252,21 @@ def _read_verified(
     found: dict[str, torch.Tensor] = {}
     stream.seek(0)
     begin = min((each.begin for each in file.tensors.values()), default=file.size)
-    with ThreadPoolExecutor(1, "accelfn-sha256") as pool:
-        hashing = _Hashing(pool, path)
+    with ThreadPoolExecutor(1, "accelfn-digest") as pool:
+        hashing = _Hashing(pool, path, file.algorithm)
 
         def fill(values: memoryview, what: str, expected: str) -> None:
             _fill(stream, values)
             told(len(values))
             hashing.add(values, what, expected)
 
-        fill(memoryview(bytearray(begin)), "its header", file.header_sha256)
+        fill(memoryview(bytearray(begin)), "its header", file.header_digest)
         for name, entry in file.tensors.items():
             tensor = entry.empty()
-            fill(bytes_of(tensor), name, entry.sha256)
+            fill(bytes_of(tensor), name, entry.digest)
             if name in wanted:
                 found[name] = tensor
-        fill(memoryview(b""), "the whole", file.sha256)
+        fill(memoryview(b""), "the whole", file.digest)
         hashing.finish()
     return found
 
@@ -247,10 +274,12 @@ def _read_verified(
 class _Hashing:
     """Hashes what was read of a file in another thread, many small tensors at once."""
 
-    def __init__(self, pool: ThreadPoolExecutor, path: Path) -> None:
-        """Take the thread, and the file's path."""
-        self._pool, self._path = pool, path
-        self._digest = hashlib.sha256()
+    def __init__(
+        self, pool: ThreadPoolExecutor, path: Path, algorithm: Algorithm
+    ) -> None:
+        """Take the thread, the file's path, and by what it was digested."""
+        self._pool, self._path, self._name = pool, path, algorithm.name
+        self._digest = algorithm.begin(b"")
         self._read: list[tuple[memoryview, str, str]] = []
         self._num_bytes = 0
         self._under_way: deque[Future[str | None]] = deque()
@@ -281,7 +310,7 @@ class _Hashing:
     def _differing(self, read: list[tuple[memoryview, str, str]]) -> str | None:
         for values, what, expected in read:
             self._digest.update(values)
-            if self._digest.copy().hexdigest() != expected:
+            if self._digest.hexdigest() != expected:
                 return what
         return None
 
@@ -289,19 +318,19 @@ class _Hashing:
         what = self._under_way.popleft().result()
         if what is not None:
             msg = (
-                f"{self._path} is not what was saved: {what} differs in its SHA-256. Load"
-                " another checkpoint."
+                f"{self._path} is not what was saved: {what} differs in its {self._name}."
+                " Load another checkpoint."
             )
             raise CheckpointCorruptError(msg)
 
 
 def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
-    """Return SHA-256 of a file up to the end of its header, and of each tensor."""
-    digest = hashlib.sha256(header)
+    """Return the digest of a file up to the end of its header, and of each tensor."""
+    digest = WRITTEN.begin(header)
     found = [digest.hexdigest()]
     for each in values:
         digest.update(each)
-        found.append(digest.copy().hexdigest())
+        found.append(digest.hexdigest())
     return found
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, cast
 
 from accelfn.base.codec import DEEPEST
+from accelfn.checkpoint.digest import FORMATS, Algorithm
 from accelfn.checkpoint.files import DTYPES, File
 from accelfn.checkpoint.slices import Slice, of_copies, tile
 
@@ -17,7 +18,7 @@ Rule: TypeAlias = Callable[[Any], None]
 """Raises `_UnexpectedError` of what may not stand there."""
 
 _FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63
 
 
@@ -35,14 +36,14 @@ def _refuse(expected: str, found: object) -> NoReturn:
     raise _UnexpectedError(expected, found)
 
 
-def check(plain: Any) -> None:
-    """Refuse what no save has written.
+def check(plain: Any, algorithm: Algorithm) -> None:
+    """Refuse what no save has written, with digests by this algorithm.
 
     Raises:
         ValueError: it says where what was found, and what is expected there.
     """
     try:
-        _manifest(plain)
+        _manifest[algorithm.word](plain)
     except _UnexpectedError as error:
         place = ".".join(reversed(error.place))
         msg = f"{place[:200] or 'it'} is {error.text}"
@@ -134,9 +135,9 @@ def _one_of(words: Any, expected: str) -> Rule:
     return rule
 
 
-def _sha256(value: Any) -> None:
-    if not isinstance(value, str) or not _SHA256.fullmatch(value):
-        _refuse("a SHA-256", value)
+def _digest(value: Any) -> None:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        _refuse("a digest of 64 digits", value)
 
 
 def _inside(rule: Rule, place: object, value: Any) -> None:
@@ -270,40 +271,44 @@ _UNITS: dict[str, Rule] = {
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
 _SHAPE = _each(_size)
-_manifest = _record(
-    step=_COUNT,
-    world_size=_COUNT,
-    optimizer=_TEXT,
-    transforms=_each(_TEXT),
-    data=_facts,
-    trees=_all_units,
-    trees_by_rank=_each(_units),
-    per_rank=_each(_TEXT),
-    copies=_each(_COUNT),
-    sharded=_table(
-        _record(
-            dtype=_DTYPE,
-            shape=_SHAPE,
-            slices=_table(_record(offset=_SHAPE, size=_SHAPE)),
-        )
-    ),
-    metrics=_table(_number),
-    kept=_table(_sha256),
-    persistent=_each(_TEXT),
-    files=_table(
-        _record(
-            size=_size,
-            sha256=_sha256,
-            header_sha256=_sha256,
-            tensors=_table(
-                _record(
-                    dtype=_DTYPE,
-                    shape=_SHAPE,
-                    begin=_size,
-                    end=_size,
-                    sha256=_sha256,
-                )
-            ),
-        )
-    ),
-)
+_file = {
+    each.word: _record(
+        size=_size,
+        tensors=_table(
+            _record(
+                dtype=_DTYPE,
+                shape=_SHAPE,
+                begin=_size,
+                end=_size,
+                **{each.word: _digest},
+            )
+        ),
+        **{each.word: _digest, f"header_{each.word}": _digest},
+    )
+    for each in FORMATS.values()
+}
+_manifest = {
+    word: _record(
+        step=_COUNT,
+        world_size=_COUNT,
+        optimizer=_TEXT,
+        transforms=_each(_TEXT),
+        data=_facts,
+        trees=_all_units,
+        trees_by_rank=_each(_units),
+        per_rank=_each(_TEXT),
+        copies=_each(_COUNT),
+        sharded=_table(
+            _record(
+                dtype=_DTYPE,
+                shape=_SHAPE,
+                slices=_table(_record(offset=_SHAPE, size=_SHAPE)),
+            )
+        ),
+        metrics=_table(_number),
+        kept=_table(_digest),
+        persistent=_each(_TEXT),
+        files=_table(file),
+    )
+    for word, file in _file.items()
+}

@@ -4,7 +4,6 @@
 The digest is on the second line, and that of all lines behind it.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -16,18 +15,18 @@ import attrs
 
 from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
+from accelfn.checkpoint.digest import FORMAT, FORMATS, Algorithm
 from accelfn.checkpoint.files import File
 from accelfn.checkpoint.others import reader_of
 from accelfn.checkpoint.slices import of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
-FORMAT = 1
 NAME = "manifest.json"
 _LARGEST = 1 << 28
 """Bytes of a manifest that are read; a million tensors have fewer."""
 _DEPTH = 4
 """Tables in tables that are broken into lines."""
-_SEAL = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",\n')
+_SEAL = re.compile(rb'\{\n "([a-z0-9]+)": "([0-9a-f]{64})",\n')
 
 
 @attrs.frozen(kw_only=True)
@@ -49,9 +48,10 @@ class Manifest:
             were trained apart; of what differed every copy's own is there. Empty where there
             were none.
         metrics: numbers that were given with it.
-        kept: SHA-256 of the frozen parameters that were not written.
+        kept: digests of the frozen parameters that were not written.
         persistent: the buffers that belong in an exported model.
         files: by name.
+        format: by which its digests were made.
     """
 
     step: int
@@ -68,6 +68,7 @@ class Manifest:
     persistent: tuple[str, ...]
     files: Mapping[str, File]
     copies: tuple[int, ...] = ()
+    format: int = FORMAT
 
     def to_bytes(self) -> bytes:
         """Return it as JSON, with a digest of it on its second line.
@@ -79,7 +80,7 @@ class Manifest:
         if not self.copies:
             del fields["copies"]
         plain = {
-            "format": FORMAT,
+            "format": fields.pop("format"),
             **fields,
             "metrics": {n: encode(v, Table()) for n, v in self.metrics.items()},
             "files": {name: file.to_plain() for name, file in self.files.items()},
@@ -88,7 +89,8 @@ class Manifest:
         if len(said) > _LARGEST - 100:
             msg = f"its manifest would have {len(said)} bytes; at most {_LARGEST} are read."
             raise CheckpointError(msg)
-        return b'{\n "sha256": "%s",\n' % _digest(said).encode() + said
+        word, digest = self.algorithm.word, self.algorithm.of(said)
+        return f'{{\n "{word}": "{digest}",\n'.encode() + said
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -101,34 +103,30 @@ class Manifest:
         try:
             plain = _table(json.loads(data, object_pairs_hook=_each_once))
             version = plain.pop("format")
-            plain.pop("sha256", None)
-        except (ValueError, RecursionError) as e:
-            msg = f"it is no manifest of a checkpoint: {e}"
-            raise CheckpointCorruptError(msg) from e
-        if type(version) is int and version != FORMAT:
-            msg = (
-                f"it has format {version}; this version of accelfn reads {FORMAT}. Load it"
-                " with the version that wrote it, or a newer one."
-            )
-            raise CheckpointError(msg)
-        seal = _SEAL.match(data)
-        if seal is None or seal[1].decode() != _digest(data[seal.end() :]):
-            msg = "it is not what was saved: its SHA-256 differs. Load another checkpoint."
-            raise CheckpointCorruptError(msg)
-        try:
             if type(version) is not int:
                 raise ValueError(f"its format is {version!r}")  # noqa: TRY301, TRY003, EM102
-            return cls._of(plain)
+            if version in FORMATS:
+                _compare(data, FORMATS[version])
+                del plain[FORMATS[version].word]
+                return cls._of(plain, version)
         except (ValueError, RecursionError) as error:
             msg = f"it is no manifest of a checkpoint: {error}"
             raise CheckpointCorruptError(msg) from error
+        known = " and ".join(map(str, FORMATS))
+        msg = (
+            f"it has format {version}; this version of accelfn reads {known}. Load it with"
+            " the version that wrote it, or a newer one."
+        )
+        raise CheckpointError(msg)
 
     @classmethod
-    def _of(cls, plain: dict[str, Any]) -> Self:
+    def _of(cls, plain: dict[str, Any], version: int) -> Self:
         plain.setdefault("copies", [])
-        grammar.check(plain)
+        algorithm = FORMATS[version]
+        grammar.check(plain, algorithm)
         files = {
-            name: File.from_plain(each) for name, each in plain.pop("files").items()
+            name: File.from_plain(each, algorithm)
+            for name, each in plain.pop("files").items()
         }
         grammar.check_files(plain["world_size"], files)
         grammar.check_copies(plain["copies"], plain["world_size"])
@@ -136,7 +134,7 @@ class Manifest:
         for name in ("transforms", "trees_by_rank", "per_rank", "persistent", "copies"):
             plain[name] = tuple(plain[name])
         metrics = {n: float(decode(v, {})) for n, v in plain.pop("metrics").items()}
-        manifest = cls(**plain, metrics=metrics, files=files)
+        manifest = cls(**plain, metrics=metrics, files=files, format=version)
         manifest._check_tensors()
         return manifest
 
@@ -181,6 +179,11 @@ class Manifest:
             msg = f"it names a tensor {tensor[:80]!r} that no file has."
             raise CheckpointCorruptError(msg)
         return first
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """By what its digests were made."""
+        return FORMATS[self.format]
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
@@ -315,8 +318,20 @@ def _table(plain: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", plain)
 
 
-def _digest(said: bytes) -> str:
-    return hashlib.sha256(said).hexdigest()
+def _compare(data: bytes, algorithm: Algorithm) -> None:
+    """Refuse a manifest that is not what its digest says.
+
+    Raises:
+        CheckpointCorruptError: it is not.
+    """
+    seal = _SEAL.match(data)
+    expected = (algorithm.word, algorithm.of(data[seal.end() :])) if seal else None
+    if seal is None or (seal[1].decode(), seal[2].decode()) != expected:
+        msg = (
+            f"it is not what was saved: its {algorithm.name} differs. Load another"
+            " checkpoint."
+        )
+        raise CheckpointCorruptError(msg)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

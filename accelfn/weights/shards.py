@@ -12,6 +12,7 @@ import torch
 
 from accelfn.base.arguments import is_integer
 from accelfn.checkpoint import disk, files
+from accelfn.checkpoint.digest import WRITTEN
 from accelfn.checkpoint.others import reader_of
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 
@@ -214,8 +215,8 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
             raise CheckpointError(msg)
     listed = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     tensors = {name: _entry(entry, first) for name, entry in listed}
-    plain = {"size": size, "sha256": "", "header_sha256": "", "tensors": tensors}
-    file = files.File.from_plain(plain)
+    blank = {WRITTEN.word: "", f"header_{WRITTEN.word}": ""}
+    file = files.File.from_plain({"size": size, **blank, "tensors": tensors})
     if min((each.begin for each in file.tensors.values()), default=first) != first:
         msg = "its tensors do not begin behind its header"
         raise ValueError(msg)
@@ -232,7 +233,7 @@ def _entry(entry: Mapping[str, Any], first: int) -> dict[str, Any]:
         "shape": entry["shape"],
         "begin": first + begin,
         "end": first + end,
-        "sha256": "",
+        WRITTEN.word: "",
     }
 
 

@@ -222,7 +222,7 @@ SUITE = (
         title="Loading, verified",
         how=(
             "The same state from files that the system holds in memory. The base reads the "
-            "file for its SHA-256, and loads it with safetensors, which maps it and "
+            "file for its BLAKE3, and loads it with safetensors, which maps it and "
             "copies nothing."
         ),
         targets=(("accelfn load", 1.2),),

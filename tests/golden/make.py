@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of format 1, and what they must load as, for ever.
+"""Checkpoints of each format, and what they must load as, for ever.
 
 `python -m tests.golden.make` made them: directories, and beside each a JSON file with the
-bytes of all that it holds. It makes none that is there. A new format gets new ones.
+bytes of all that it holds. It makes those of the newest format that are not there.
 """
 
 import json
@@ -17,7 +17,8 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 
-FOLDER = Path(__file__).parent / "format-1"
+FOLDERS = tuple(Path(__file__).parent / f"format-{number}" for number in (1, 2))
+FOLDER = FOLDERS[-1]
 CASES = {"one-rank": 1, "two-ranks": 2}
 FIELDS = (
     "params",

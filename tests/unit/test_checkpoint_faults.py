@@ -2,7 +2,6 @@
 """What is wrong with a checkpoint's files or contents is refused, and named (C5 to C24)."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -122,10 +122,10 @@ def plain_of(folder):
 
 def sealed(plain):
     """Return a manifest's bytes with a digest that is right."""
-    plain = {name: value for name, value in plain.items() if name != "sha256"}
+    plain = {name: value for name, value in plain.items() if name != "blake3"}
     said = json.dumps(plain, indent=1).encode().removeprefix(b"{\n")
-    seal = hashlib.sha256(said).hexdigest()
-    return b'{\n "sha256": "%s",\n' % seal.encode() + said
+    seal = blake3(said).hexdigest()
+    return b'{\n "blake3": "%s",\n' % seal.encode() + said
 
 
 def reseal(folder, change):
@@ -253,7 +253,7 @@ def test_c7_text_that_means_the_same(saved):
     for other in (text.replace("\n", ""), text + "\n", text.replace(": 0.9", ": 9e-1")):
         path.write_text(other)
         if other != text:
-            with pytest.raises(af.CheckpointCorruptError, match=r"SHA-256 differs"):
+            with pytest.raises(af.CheckpointCorruptError, match=r"BLAKE3 differs"):
                 read_manifest(saved)
 
 
@@ -262,10 +262,10 @@ def test_c7_digests_are_of_the_file(saved):
     for name, file in read_manifest(saved).files.items():
         content = (saved / name).read_bytes()
         begin = min(each.begin for each in file.tensors.values())
-        assert hashlib.sha256(content[:begin]).hexdigest() == file.header_sha256
+        assert blake3(content[:begin]).hexdigest() == file.header_digest
         for each in file.tensors.values():
-            assert hashlib.sha256(content[: each.end]).hexdigest() == each.sha256
-        assert hashlib.sha256(content).hexdigest() == file.sha256
+            assert blake3(content[: each.end]).hexdigest() == each.digest
+        assert blake3(content).hexdigest() == file.digest
         assert max(each.end for each in file.tensors.values()) == len(content)
 
 
@@ -832,7 +832,7 @@ JUNK = st.recursive(
 def test_c20_any_node_replaced(tmp_path_factory, original_of_two, data):
     """C20: with any node replaced or gone, a manifest is refused, or another state loads."""
     plain = plain_of(original_of_two)
-    path = data.draw(st.sampled_from([p for p in nodes(plain) if p != ("sha256",)]))
+    path = data.draw(st.sampled_from([p for p in nodes(plain) if p != ("blake3",)]))
     parent = parent_of(plain, path)
     others = st.sampled_from(list(nodes(plain))).map(
         lambda p: parent_of(plain, p)[p[-1]]
@@ -869,7 +869,7 @@ def is_typed(path):
 def test_c20_any_other_kind(original_of_two, data):
     """C20: a node of another kind is refused as such, with its place."""
     plain = plain_of(original_of_two)
-    typed = [path for path in nodes(plain) if path != ("sha256",) and is_typed(path)]
+    typed = [path for path in nodes(plain) if path != ("blake3",) and is_typed(path)]
     path = data.draw(st.sampled_from(typed))
     parent, kinds = parent_of(plain, path), [None, True, -5, 0.5, "x", [[]], {"x": {}}]
     old = parent[path[-1]]
@@ -925,7 +925,7 @@ WRONG = {
         {"slots.x": {"pairs": [[1, 1], [1, 2]]}}
     ),
     "no float": lambda p: p["trees"].update({"slots.x": {"float": "1"}}),
-    "no digest": lambda p: p["files"][FILE].update(sha256="0"),
+    "no digest": lambda p: p["files"][FILE].update(blake3="0"),
     "no format": lambda p: p.update(format="1"),
     "a true format": lambda p: p.update(format=True),
 }
@@ -1012,26 +1012,26 @@ def test_c20_copies_that_are_none(case, tmp_path):
 BOMBS = {
     "lists": b"[" * 1_000_000,
     "tables": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "a depth that json reads": b'{"format": 1, "data": '
+    "a depth that json reads": b'{"format": 2, "data": '
     + b"[" * 900
     + b"]" * 900
     + b"}",
-    "an integer": b'{"format": 1, "step": ' + b"9" * 100_000 + b"}",
+    "an integer": b'{"format": 2, "step": ' + b"9" * 100_000 + b"}",
     "an integer as its format": b'{"format": ' + b"9" * 100_000 + b"}",
-    "a name twice": b'{"format": 1, "step": 1, "step": 2}',
+    "a name twice": b'{"format": 2, "step": 1, "step": 2}',
     "a name a million times": b"{" + b'"a":0,' * 1_000_000 + b'"a":0}',
-    "a million names": b'{"format": 1'
+    "a million names": b'{"format": 2'
     + b"".join(b',"%d":0' % i for i in range(1_000_000))
     + b"}",
-    "half a character": b'{"format": 1, "x": "\\ud800"}',
-    "no UTF-8": b'{"format": 1, "x": "\xff"}',
+    "half a character": b'{"format": 2, "x": "\\ud800"}',
+    "no UTF-8": b'{"format": 2, "x": "\xff"}',
     "NUL": b"\0" * 1000,
     "a number": b"1",
     "null": b"null",
     "no object": b"[]",
-    "a list": b'["format", 1]',
+    "a list": b'["format", 2]',
     "empty": b"{}",
-    "only a format": b'{"format": 1}',
+    "only a format": b'{"format": 2}',
 }
 
 
@@ -1055,8 +1055,8 @@ def test_c20_sealed_depth(depth, saved):
         '"here"', '{"list": [' * depth + "1" + "]}" * depth
     )
     said = said.replace('"format"', '\n"format"').partition("\n")[2].encode()
-    seal = hashlib.sha256(said).hexdigest().encode()
-    (saved / MANIFEST).write_bytes(b'{\n "sha256": "%s",\n' % seal + said)
+    seal = blake3(said).hexdigest().encode()
+    (saved / MANIFEST).write_bytes(b'{\n "blake3": "%s",\n' % seal + said)
     with pytest.raises(af.CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
 
@@ -1083,16 +1083,35 @@ def test_c20_many_tensors(tmp_path):
     assert bits(value) == bits(round_trip(value, tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("version", [0, 2, 99])
+@pytest.mark.parametrize("version", [0, 3, 99])
 def test_c24_another_format(version, saved):
-    """C24: the numbers of both formats are told, whatever else it holds."""
+    """C24: the number of its format, and those that are read, are told, whatever else it holds."""
     (saved / MANIFEST).write_text(json.dumps({"format": version, "other": []}))
-    with pytest.raises(af.CheckpointError, match=rf"format {version};.*reads 1"):
+    with pytest.raises(af.CheckpointError, match=rf"format {version};.*reads 1 and 2"):
         af.load(fresh(), saved)
 
 
+@pytest.mark.parametrize("folder", golden.FOLDERS, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("case", golden.CASES)
-def test_c24_golden_checkpoints(case):
+def test_c24_golden_checkpoints(case, folder):
     """C24: what an earlier version wrote loads bitwise, for ever."""
-    expected = json.loads((golden.FOLDER / f"{case}.json").read_text())
-    assert expected == golden.loaded(case, golden.FOLDER / case)
+    expected = json.loads((folder / f"{case}.json").read_text())
+    assert expected == golden.loaded(case, folder / case)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_c24_no_format_passes_as_another(number, tmp_path):
+    """C24: each format is held to its own digests, in the manifest and in its files."""
+    folder = shutil.copytree(golden.FOLDERS[number - 1] / "one-rank", tmp_path / "it")
+    path, name = folder / MANIFEST, {1: "SHA-256", 2: "BLAKE3"}
+    text = path.read_text()
+    path.write_text(text.replace(f'"format": {number}', f'"format": {3 - number}'))
+    with pytest.raises(af.CheckpointCorruptError, match=f"its {name[3 - number]} diff"):
+        read_manifest(folder)
+    path.write_text(text)
+    file = folder / FILE
+    changed = bytearray(file.read_bytes())
+    changed[-1] ^= 1
+    file.write_bytes(changed)
+    with pytest.raises(af.CheckpointCorruptError, match=f"in its {name[number]}"):
+        af.load(golden.fresh(af.World.single()), folder)

@@ -170,7 +170,7 @@ def test_show_has_all_of_the_manifest(capsys):
     assert code == 0
     facts = {row.split()[0]: row.split(maxsplit=1)[1] for row in rows if row[0] != " "}
     assert facts["directory"] == str(ONE)
-    assert facts["format"] == "1"
+    assert facts["format"] == "2"
     assert facts["step"] == "2"
     assert facts["ranks"] == "1"
     assert facts["optimizer"] == "torch.optim.adamw.AdamW"
