@@ -72,6 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
             "test": _test,
             "checkpoint": _checkpoint,
             "report": _report,
+            "traffic": _traffic,
         }
         return commands[words.command](words)
     except Error as error:
@@ -137,7 +138,32 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     report.add_argument("run", metavar="RUN", help="a .jsonl, or a folder with one")
+    _add_traffic(commands)
     return parser
+
+
+def _add_traffic(commands: Any) -> None:
+    traffic = commands.add_parser(
+        "traffic",
+        help="foresee what a training sends on any number of ranks",
+        description=(
+            "Run functions of a world on a few simulated ranks, and print what an update of"
+            " each sends, by label, on any number of ranks."
+        ),
+        allow_abbrev=False,
+    )
+    traffic.add_argument(
+        "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains some updates"
+    )
+    traffic.add_argument("--ranks", default="2,8,64", metavar="N,N", help="on how many")
+    traffic.add_argument(
+        "--link", metavar="MBIT,MS", help="bandwidth and latency: seconds an update"
+    )
+    traffic.add_argument(
+        "--draw",
+        metavar="FILE",
+        help="a chart of time against bandwidth, as .svg or .png",
+    )
 
 
 def _add_launching(commands: Any) -> None:
@@ -296,6 +322,14 @@ def _report(words: argparse.Namespace) -> int:
     rows, code = report(words.run)
     sys.stdout.writelines(f"{row}\n" for row in rows)
     return code
+
+
+def _traffic(words: argparse.Namespace) -> int:
+    from accelfn.testing.traffic.command import foresee  # noqa: PLC0415  as above
+
+    given = {k: v for k, v in vars(words).items() if k != "command"}
+    sys.stdout.writelines(f"{row}\n" for row in foresee(**given))
+    return 0
 
 
 def _launch(words: argparse.Namespace) -> int:

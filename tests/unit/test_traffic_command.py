@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelfn traffic`: tables and a chart of what functions of a file send."""
+
+import sys
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.cli import main
+from accelfn.testing import communication
+
+NEIGHBOUR = """
+import torch
+
+import accelfn as af
+
+
+def averages(world):
+    af.reduce(torch.zeros(1000), world, "mean", label="an average")
+"""
+SCRIPT = """
+from dataclasses import dataclass
+
+from neighbour import averages
+
+
+@dataclass
+class Twice:
+    times: int = 2
+
+    def __call__(self, world):
+        for _ in range(self.times):
+            averages(world)
+
+
+twice, number = Twice(), 3
+if __name__ == "__main__":
+    raise SystemExit("the script was run")
+"""
+
+
+def averages(world):
+    """Do what the script's function does."""
+    af.reduce(torch.zeros(1000), world, "mean", label="an average")
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a script that imports what lies beside it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
+    monkeypatch.delitem(sys.modules, "neighbour", raising=False)
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return str(file)
+
+
+def test_it_prints_what_is_foreseen(script, capsys, tmp_path):
+    chart = tmp_path / "traffic.svg"
+    words = [f"{script}:averages", f"{script}:twice", "--ranks", "2,64"]
+    assert main(["traffic", *words, "--link", "8,5", "--draw", str(chart)]) == 0
+    said = capsys.readouterr().out
+    sent = communication(averages).bytes(64)["an average"]
+    assert f"{sent:,}" in said
+    assert f"{2 * sent:,}" in said
+    assert "seconds an update" in said
+    assert "on 64 ranks. At 1 Mbit/s" in said
+    assert "<svg" in chart.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere.py:train"], "no file nowhere.py"),
+        (["no_such_module:train"], "no module no_such_module"),
+        (["SCRIPT"], "names no program"),
+        (["SCRIPT:nothing"], "has no function 'nothing'"),
+        (["SCRIPT:number"], "has no function 'number'"),
+        (["SCRIPT:averages", "SCRIPT:averages"], "is there twice"),
+        (["SCRIPT:averages", "--ranks", "2,many"], "--ranks is '2,many'"),
+        (["SCRIPT:averages", "--ranks", "0"], "--ranks is '0'"),
+        (["SCRIPT:averages", "--link", "8"], "--link is '8'"),
+        (["SCRIPT:averages", "--link", "0,1"], "bandwidth"),
+        (["SCRIPT:averages", "--draw", "a.svg"], "--draw a.svg needs --link"),
+    ],
+)
+def test_a_mistake_is_a_sentence(words, told, script, capsys):
+    assert main(["traffic", *(word.replace("SCRIPT", script) for word in words)]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.startswith("accelfn traffic: ")
