@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from accelfn.base import draws, lists, tree
+from accelfn.base.contexts import NOTHING, span
 from accelfn.base.shards import is_shard
 from accelfn.collectives import check_replicas
 from accelfn.data.cursor import Cursor
@@ -142,12 +144,15 @@ class Engine:
         compression = self._compression if sync else None
         if compression is not None:
             compression.begin(state.slots.get(compression.name), loss_scale)
+        profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
             with draws.seeded(key, self._device, tried, num_before):
-                read = self._runner.forward(loss_fn, samples, sync=sync)
+                with span("accelfn forward") if profiled else NOTHING:
+                    read = self._runner.forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
                     refuse_taken()
-                averaged = self._backward(read, into, samples.lone, loss_scale)
+                with span("accelfn backward") if profiled else NOTHING:
+                    averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
             stepped = {} if live is None else live.done()
             tensors = self._found(stepped, reduced=averaged is not None)

@@ -9,6 +9,7 @@ from accelfn.base import words
 from accelfn.base.advice import advise
 from accelfn.base.arguments import is_integer
 from accelfn.base.calling import called
+from accelfn.base.contexts import span
 from accelfn.base.words import foreign
 from accelfn.data import Batch, Data
 from accelfn.data.cursor import Cursor
@@ -57,7 +58,13 @@ class Batches:
         """Yield batches, epoch after epoch; where none is left, an `af.Warning` says why."""
         self._say_none_is_left()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
-        yield from self.data.read(self.reading)
+        reader = self.data.read(self.reading)
+        while True:
+            with span("accelfn data"):
+                batch = next(reader, None)
+            if batch is None:
+                return
+            yield batch
 
     def _say_none_is_left(self) -> None:
         """Warn of a loop that does nothing, unless it is that of a job that was done.

@@ -3,7 +3,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from accelfn.base.calling import called
 from accelfn.base.contexts import is_profiled
 from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError, WorldError
+from accelfn.loop.breakdown import Breakdown, breakdown
 from accelfn.world import World
 
 _ONE_A_PROCESS = threading.Lock()
@@ -32,22 +33,25 @@ class Profiler:
     """
 
     def __init__(
-        self, path: Path, schedule: Callable[[int], Any], **recorded: Any
+        self,
+        path: Path,
+        schedule: Callable[[int], Any],
+        activities: list[torch_profiler.ProfilerActivity],
+        **recorded: Any,
     ) -> None:
         """Take the file to write, what becomes of each step, and what is recorded of it."""
         self.path = path
         self._has_shapes = recorded["record_shapes"] or recorded["with_flops"]
+        self._has_stacks = recorded["with_stack"]
         self.num_steps = 0
         self.is_written = False
-        known = torch_profiler.ProfilerActivity
-        # which has no entry for a make of device that it cannot look into
-        device: Any = getattr(known, accelerator.kind().upper(), known.CPU)
-        if device is known.CPU and accelerator.count():
-            device = known.PrivateUse1
-        activities = list(dict.fromkeys([known.CPU, device]))
+        # without it torch records stacks for the trace alone, and its sums have none
+        verbose = torch_profiler._ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
+        config = verbose(verbose=recorded["with_stack"])
         self._torch = torch_profiler.profile(
             activities=activities,
             schedule=schedule,
+            experimental_config=config,
             on_trace_ready=self._write,
             **recorded,
         )
@@ -57,30 +61,55 @@ class Profiler:
         self.num_steps += 1
         self._torch.step()
 
-    def key_averages(self, *, group_by_input_shape: bool = False) -> Any:
+    def key_averages(
+        self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
+    ) -> Any:
         """Return torch's sums over the steps that were written, an entry an operation.
 
         Args:
             group_by_input_shape: an entry for each operation and the shapes it was given.
+            group_by_stack_n: an entry for each operation and its innermost lines of code, as
+                many as this.
 
         Returns: torch's `EventList`, whose `table(sort_by=, row_limit=)` is text.
 
         Raises:
-            ArgumentError: no step is written yet, or shapes were not recorded.
+            ArgumentError: no step is written yet, or shapes or stacks were not recorded.
         """
-        if not self.is_written:
-            msg = (
-                "profiler.key_averages(): no step is written yet; call it when the `with`"
-                " block is over."
-            )
-            raise ArgumentError(msg)
+        self._check_written("key_averages()")
         if group_by_input_shape and not self._has_shapes:
             msg = (
                 "profiler.key_averages(group_by_input_shape=True): no shapes were recorded;"
                 " write af.profile(record_shapes=True)."
             )
             raise ArgumentError(msg)
-        return self._torch.key_averages(group_by_input_shape=group_by_input_shape)
+        if group_by_stack_n and not self._has_stacks:
+            msg = (
+                f"profiler.key_averages(group_by_stack_n={group_by_stack_n}): no stacks were"
+                " recorded; write af.profile(with_stack=True)."
+            )
+            raise ArgumentError(msg)
+        return self._torch.key_averages(group_by_input_shape, group_by_stack_n)
+
+    def breakdown(self) -> Breakdown:
+        """Return where the time of a step went, by accelfn's own spans; print it.
+
+        Times are those of the host, with what the profiler costs. An accelerator computes on
+        after a call has returned, and a span ends with the call.
+
+        Raises:
+            ArgumentError: no step is written yet, or none with the host's activity.
+        """
+        self._check_written("breakdown()")
+        return breakdown(self._torch.events() or [])
+
+    def _check_written(self, call: str) -> None:
+        if not self.is_written:
+            msg = (
+                f"profiler.{call}: no step is written yet; call it when the `with` block is"
+                " over."
+            )
+            raise ArgumentError(msg)
 
     def start(self) -> None:
         """Begin to count steps."""
@@ -106,14 +135,18 @@ def profile(
     active: int = 3,
     record_shapes: bool = False,
     profile_memory: bool = False,
+    with_stack: bool = False,
     with_flops: bool = False,
+    with_modules: bool = False,
+    activities: Iterable[torch_profiler.ProfilerActivity] | None = None,
 ) -> Generator[Profiler]:
     """Record some steps with torch's profiler, and write `directory/rank-N.json`.
 
     Call `profiler.step()` after each step. The first `wait` pass unrecorded, `warmup` are
     recorded and dropped, `active` are written, as soon as they are over; what comes after
     runs at full speed. Spans named "accelfn value_and_grad" and "accelfn apply_grads" show the
-    halves of a step, torch's own the forward of DistributedDataParallel and the optimizer.
+    halves of a step, those inside them, "accelfn forward" say, its parts, and torch's own the
+    forward of DistributedDataParallel and the optimizer.
     chrome://tracing and https://ui.perfetto.dev show the file.
 
     Args:
@@ -124,21 +157,27 @@ def profile(
         active: steps to write, 1 or more.
         record_shapes: whether to record the shapes that operations are given.
         profile_memory: whether to record what is allocated and freed.
+        with_stack: whether to record the lines of code from which operations are called.
         with_flops: whether to count the floating-point operations of products of matrices and
             convolutions, and record shapes for that.
+        with_modules: whether to record the modules of a TorchScript model.
+        activities: what torch is to look at, `torch.profiler.ProfilerActivity.CPU` say; by
+            default the host and its accelerator.
 
     Yields:
-        A record with `step()`, with `path`, the file that this rank writes, and with
-        `key_averages()`, torch's sums an operation, once that is written.
+        A record with `step()` and with `path`, the file that this rank writes. Once that is
+        written, `breakdown()` tells where a step's time went, and `key_averages()` has torch's
+        sums an operation.
 
     Law: the steps compute what they compute without it, bitwise.
 
     Cost: while steps are recorded, several microseconds an operation, and more with shapes,
-    memory or counts; else nothing.
+    memory, stacks or counts; else nothing.
 
     Raises:
-        ArgumentError: a number of steps that can have no meaning; or the block ended before
-            a step was recorded, so that nothing was written.
+        ArgumentError: a number of steps that can have no meaning; an activity that this torch
+            cannot look at; or the block ended before a step was recorded, so that nothing was
+            written.
         OSError: the directory cannot be made.
         WorldError: a profiler runs in this process already, an outer one or that of another
             simulated rank.
@@ -149,7 +188,7 @@ def profile(
             for batch in af.batches(state, epochs=1):
                 state, metrics = step(state, batch)
                 profiler.step()
-        af.print_in_order(world, profiler.path)
+        af.print_once(world, profiler.breakdown())
         ```
     """
     for name, value, least in (
@@ -161,12 +200,15 @@ def profile(
     recorded = {
         "record_shapes": record_shapes,
         "profile_memory": profile_memory,
+        "with_stack": with_stack,
         "with_flops": with_flops,
+        "with_modules": with_modules,
     }
     for name, value in recorded.items():
         if not isinstance(value, bool):
             msg = f"af.profile({name}={value!r}): expected True or False."
             raise ArgumentError(msg)
+    seen = _usual_activities() if activities is None else _checked(activities)
     check_world("af.profile(directory, world)", world)
     folder = as_path("af.profile(directory)", directory, "a directory")
     path = folder / f"rank-{world.rank}.json"
@@ -182,7 +224,7 @@ def profile(
         schedule = torch_profiler.schedule(
             wait=wait, warmup=warmup, active=active, repeat=1
         )
-        profiler = Profiler(path, schedule, **recorded)
+        profiler = Profiler(path, schedule, seen, **recorded)
         profiler.start()
         try:
             yield profiler
@@ -197,3 +239,27 @@ def profile(
             " more steps, and call profiler.step() after each."
         )
         raise ArgumentError(msg)
+
+
+def _usual_activities() -> list[torch_profiler.ProfilerActivity]:
+    """Return those of the host and its accelerator."""
+    known = torch_profiler.ProfilerActivity
+    # which has no entry for a make of device that it cannot look into
+    device: Any = getattr(known, accelerator.kind().upper(), known.CPU)
+    if device is known.CPU and accelerator.count():
+        device = known.PrivateUse1
+    return list(dict.fromkeys([known.CPU, device]))
+
+
+def _checked(activities: Any) -> list[torch_profiler.ProfilerActivity]:
+    """Return activities as a list, if torch has a look at each here; it would drop others."""
+    possible = torch_profiler.supported_activities()
+    shown = ", ".join(sorted(f"ProfilerActivity.{each.name}" for each in possible))
+    given = list(activities) if isinstance(activities, Iterable) else []
+    if not given or not all(each in possible for each in given):
+        msg = (
+            f"af.profile(activities={activities!r}): expected a list of what torch can look"
+            f" at here, of torch.profiler: {shown}."
+        )
+        raise ArgumentError(msg)
+    return given

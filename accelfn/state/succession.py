@@ -7,7 +7,9 @@ from typing import Any
 
 import attrs
 import torch
+from torch.autograd import profiler
 
+from accelfn.base.contexts import NOTHING, span
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import pair
 from accelfn.errors import ArgumentError
@@ -88,10 +90,12 @@ def through_state(field: str, state: TrainState, update: Update) -> TrainState:
         owners = [each for each in owners if "sees_skips" in facts_of(each)]
     if not owners:
         return state
+    profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     with shared_draws(state, field), torch.no_grad():
         for owner in owners:
             slot = update.slots.get(owner.name)
-            returned = getattr(owner, field)(state, slot, update)
+            with span("accelfn", field, owner.name) if profiled else NOTHING:
+                returned = getattr(owner, field)(state, slot, update)
             after, kept = pair(owner, field, returned, TrainState)
             if update.skipped and after is not state:
                 msg = (

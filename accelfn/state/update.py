@@ -6,7 +6,9 @@ from typing import Any
 
 import attrs
 import torch
+from torch.autograd import profiler
 
+from accelfn.base.contexts import NOTHING, span
 from accelfn.base.shards import have_shards
 from accelfn.definition.fields import pair
 from accelfn.errors import ArgumentError
@@ -110,10 +112,12 @@ def through(
         ArgumentError: one returned something else than a value of a kind, and a slot.
     """
     state = update.state
+    profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     with shared_draws(state, field), torch.no_grad():
         for owner in state.definition.setup.owners[field]:
             slot = update.slots.get(owner.name)
-            returned = getattr(owner, field)(value, slot, update)
+            with span("accelfn", field, owner.name) if profiled else NOTHING:
+                returned = getattr(owner, field)(value, slot, update)
             value, kept = pair(owner, field, returned, kind)
             if kept is not slot:
                 update = update.with_slot(owner.name, kept)

@@ -10,8 +10,9 @@ from typing import Any
 
 import attrs
 import torch
+from torch.autograd import profiler
 
-from accelfn.base.contexts import span
+from accelfn.base.contexts import NOTHING, span
 from accelfn.collectives import check_sums
 from accelfn.definition.facts import facts_of
 from accelfn.engine.engine import Engine, engine_of
@@ -130,9 +131,10 @@ def reduced(update: Update) -> Update:
         if definition.trains_apart:
             raise GradsError(_unreduced(definition.copy))
         return update
-    sums, update = through("reduce", grads, update, Grads)
-    if "apart" not in facts_of(owner):
-        _check_sums(owner, sums, update)
+    with span("accelfn reduce"):
+        sums, update = through("reduce", grads, update, Grads)
+        if "apart" not in facts_of(owner):
+            _check_sums(owner, sums, update)
     return update.with_grads(sums)
 
 
@@ -180,8 +182,10 @@ def _stepped(
 ) -> OptState | None:
     """Step the optimizer; from here on the state is given away."""
     begin_donation(state, ready.taken.update)
+    profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     try:
-        return engine.update(ready, planned, flag)
+        with span("accelfn optimizer") if profiled else NOTHING:
+            return engine.update(ready, planned, flag)
     except BaseException:
         _undo(state, engine)
         raise

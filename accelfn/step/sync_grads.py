@@ -5,7 +5,7 @@ import attrs
 import torch
 
 from accelfn.base.calling import called
-from accelfn.base.contexts import own_modes
+from accelfn.base.contexts import own_modes, span
 from accelfn.base.shards import cut_axes, local
 from accelfn.collectives import all_reduce_
 from accelfn.errors import GradsError
@@ -72,7 +72,8 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         told = [float(name in grads.tensors) for name in names]
         counts = torch.tensor([0.0, *told], dtype=torch.float64, device=ranks.device)
         counts[0] = taken.divisor
-        all_reduce_([*totals.values(), counts], ranks, label="sync_grads")
+        with span("accelfn reduce"):
+            all_reduce_([*totals.values(), counts], ranks, label="sync_grads")
         # a parameter that took part on no rank has no gradient
         if len(grads.tensors) < len(names):
             took_part = zip(names, counts[1:].tolist(), strict=True)

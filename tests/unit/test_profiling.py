@@ -3,6 +3,7 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -79,7 +80,13 @@ def test_a_profile_changes_nothing(tmp_path) -> None:
     assert all(torch.equal(seen[name], again[name]) for name in seen)
 
 
-OPTIONS = ["record_shapes", "profile_memory", "with_flops"]
+OPTIONS = [
+    "record_shapes",
+    "profile_memory",
+    "with_stack",
+    "with_flops",
+    "with_modules",
+]
 
 
 @pytest.mark.parametrize("option", [None, *OPTIONS])
@@ -97,6 +104,14 @@ def test_what_is_recorded_beside_times(tmp_path, option) -> None:
     assert (product.flops > 0) == (option == "with_flops")
     assert ("Input Dims" in arguments) == (option in ("record_shapes", "with_flops"))
     assert ("Total Allocated" in arguments) == (option == "profile_memory")
+    assert bool(product.stack) is False  # until it is asked for
+    if option == "with_stack":
+        by_line = profiler.key_averages(group_by_stack_n=40)
+        stacks = [each.stack for each in by_line if each.key == "aten::addmm"]
+        assert "test_profiling.py" in str(stacks)
+    else:
+        with pytest.raises(af.ArgumentError, match="with_stack=True"):
+            profiler.key_averages(group_by_stack_n=1)
 
 
 def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
@@ -121,6 +136,53 @@ def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
             profiler.step()
     with pytest.raises(af.ArgumentError, match="record_shapes=True"):
         profiler.key_averages(group_by_input_shape=True)
+
+
+CPU = torch.profiler.ProfilerActivity.CPU
+
+
+def test_what_is_looked_at_can_be_chosen(tmp_path) -> None:
+    """The host alone gives what is recorded by default here; others are refused by name."""
+    profiler, _ = profiled(tmp_path, activities=(CPU,))
+    assert names(profiler)["accelfn forward"] == 3
+    for wrong in ([], "cpu", 3, [CPU, "cuda"], [torch.profiler.ProfilerActivity.HPU]):
+        with pytest.raises(
+            af.ArgumentError, match=r"activities=.*ProfilerActivity\.CPU"
+        ):
+            profiled(tmp_path, activities=wrong)
+
+
+def test_where_time_went_is_told_after_the_block(tmp_path) -> None:
+    """Before a step is written there is nothing to tell; afterwards a table says it."""
+    with af.profile(tmp_path, ALONE, wait=0) as profiler:
+        with pytest.raises(
+            af.ArgumentError, match=r"breakdown\(\): no step is written"
+        ):
+            profiler.breakdown()
+        for _ in range(6):
+            profiler.step()
+    told = profiler.breakdown()
+    assert told.parts["outside"] == pytest.approx(told.whole)
+    assert str(told).splitlines()[-1].split()[::2] == ["outside", "ms", "%"]
+
+
+def test_gradients_that_cross_ranks_have_a_line(tmp_path) -> None:
+    """What `sync_grads` takes stands under reduce; on one rank there is nothing to reduce."""
+
+    def train(world):
+        state = linear_state(3, world=world)
+        compute = af.value_and_grad(lambda model, batch: model(batch).square().mean())
+        profile = af.profile(tmp_path, world) if world.is_main else nullcontext()
+        with profile as profiler:
+            for _ in range(6):
+                _, grads = compute(state, torch.ones(4, 3))
+                state = af.apply_grads(state, af.sync_grads(state, grads))
+                if profiler is not None:
+                    profiler.step()
+        return profiler and profiler.breakdown().parts["reduce"]
+
+    assert simulate(1, train)[0] == 0
+    assert simulate(2, train)[0] > 0
 
 
 def test_an_error_passes(tmp_path) -> None:
@@ -176,6 +238,8 @@ def test_a_rank_is_in_the_name(tmp_path) -> None:
         {"record_shapes": 1},
         {"profile_memory": None},
         {"with_flops": "yes"},
+        {"with_stack": 2},
+        {"with_modules": "no"},
     ],
 )
 def test_options_are_checked(tmp_path, options) -> None:

@@ -105,7 +105,9 @@ ARGUMENTS: Mapping[str, Words] = {
         "af.save": {"step": "the state has it; leave it out"},
         "af.profile": {
             "schedule": "write wait=, warmup= and active=",
-            "activities": "all that torch finds is recorded; leave it out",
+            "experimental_config execution_trace_observer acc_events use_cuda"
+            " custom_trace_id_callback post_processing_timeout_s": "use"
+            " torch.profiler.profile itself, in whose traces accelfn's spans stand, too",
             "on_trace_ready": "the trace is written to the directory; leave it out",
         },
         "af.schedules.warmup_cosine": {

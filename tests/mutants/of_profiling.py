@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in what a profile tells of a step."""
+
+from accelfn.engine.engine import Engine
+from accelfn.loop import breakdown
+from accelfn.state import succession
+from tests.laws import test_profiling as laws
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "what lies in another span counts for both",
+        laws.test_all_of_a_step_is_told,
+        breakdown.breakdown,
+        "microseconds[_part(open_spans[-1].name)] -= length → pass",
+    ),
+    Mutant(
+        "the backward pass counts as accelfn's own time",
+        laws.test_all_of_a_step_is_told,
+        Engine.value_and_grad,
+        'span("accelfn backward") → span("accelfn step")',
+    ),
+    Mutant(
+        "transforms that see the state after an update leave no span",
+        laws.test_all_of_a_step_is_told,
+        succession.through_state,
+        'span("accelfn", field, owner.name) → span("of a transform")',
+    ),
+]
