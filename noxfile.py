@@ -13,7 +13,10 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 WITH_TESTS = (
-    *("-e", ".[testing,examples,tensorboard,wandb,comet,mlflow,report,fp8,megatron]"),
+    *(
+        "-e",
+        ".[testing,examples,tensorboard,wandb,comet,mlflow,report,docs,fp8,megatron]",
+    ),
     *("sybil", "schedulefree", "lomo-optim", "pytest-xdist"),
     "openmpi",  # its mpirun
     *("ipykernel", "nbclient"),  # notebooks, executed
@@ -121,6 +124,13 @@ def docs(session: nox.Session) -> None:
     """Run every code block of the documentation and follow its links."""
     install_all(session)
     run(session, "pytest", "tests/test_docs.py", *session.posargs)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, into build/site."""
+    install(session, "-e", ".[docs,testing]")
+    run(session, "python", "docs/site/build.py", *session.posargs)
 
 
 @nox.session

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the site: `python docs/site/build.py [FOLDER]`, by default into build/site.
+
+Pages of docs/ are taken as they are, but for three things. What they name of the repository
+beyond docs/, such as a test or an example, becomes a page of its own, so that every link
+leads somewhere; a session of Python is marked as one, so that copying leaves prompts out;
+and pages of signatures are made from the docstrings.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import reference
+import tomlkit
+
+DOCS = Path(__file__).parents[1]
+ROOT = DOCS.parent
+CONFIG = DOCS / "site/zensical.toml"
+ELSEWHERE = {
+    ROOT / "examples/README.md": "examples/index.md",
+    ROOT / "CHANGELOG.md": "changes.md",
+}
+"""Pages that are not in docs/, and what they are called on the site."""
+PICTURES = {".svg", ".png"}
+UNSOUGHT = "---\nsearch:\n  exclude: true\n---\n"
+"""What keeps a page out of the search: lists of bugs and tests, which have all words."""
+PARTS = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+@cache
+def sources() -> dict[Path, str]:
+    """Return every page that somebody wrote, with its place on the site."""
+    pages = {page: page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    return {**pages, **ELSEWHERE}
+
+
+def build(folder: Path) -> Path:
+    """Build the site into a folder, which is emptied, and return where its pages are."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pages = folder / "docs"
+    for path in DOCS.rglob("*.*"):
+        if path.suffix in {*PICTURES, ".css"}:
+            kept = path.relative_to(DOCS / "site" if path.suffix == ".css" else DOCS)
+            _write(pages / kept, path.read_bytes())
+    named: set[Path] = set()
+    for source, place in sources().items():
+        _write(pages / place, _page(source, place, named))
+    for path in sorted(named):
+        _write(pages / _place(path), _shown(path))
+    for name, text in reference.pages().items():
+        _write(pages / f"api/{name}.md", text)
+    _write(folder / "zensical.toml", _config())
+    command = "-m", "zensical", "build", "--strict", "--clean"
+    done = subprocess.run(  # noqa: S603 - the generator
+        [sys.executable, *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    if done.returncode or "arning" in said:
+        msg = f"Zensical is not content with {pages}:\n{said}"
+        raise SystemExit(msg)
+    return folder / "site"
+
+
+def _config() -> str:
+    """Return the configuration, with what the package says of itself."""
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config = tomllib.loads(CONFIG.read_text())
+    config["project"]["copyright"] = f"accelfn {package['version']}, Apache-2.0"
+    addresses = {key.lower(): url for key, url in package.get("urls", {}).items()}
+    if "documentation" in addresses:
+        config["project"]["site_url"] = addresses["documentation"]
+    if source := addresses.get("source", addresses.get("repository")):
+        config["project"] |= {"repo_url": source, "edit_uri": "edit/main/docs/"}
+        config["project"]["theme"]["features"].append("content.action.edit")
+    return tomlkit.dumps(config)
+
+
+def _page(source: Path, place: str, named: set[Path]) -> str:
+    """Return a page as the site has it, and add to `named` what it names of the code."""
+    up = "../" * place.count("/")
+
+    def leads(found: re.Match[str]) -> str:
+        text, link, anchor = found[1], found[2], found[3] or ""
+        if "://" in link:
+            return found[0]
+        target = (source.parent / link).resolve()
+        if target not in sources() and target.suffix not in PICTURES:
+            named.add(target)
+        return f"{text}({up}{_place(target)}{anchor})"
+
+    text = "".join(
+        _session(part) if part.startswith("```") else LINK.sub(leads, part)
+        for part in PARTS.split(source.read_text())
+    )
+    return UNSOUGHT + text if place == "mutants.md" else text
+
+
+def _place(path: Path) -> str:
+    """Return where the site has a file of the repository."""
+    if path in sources():
+        return sources()[path]
+    if path.suffix in PICTURES:
+        return path.relative_to(DOCS).as_posix()
+    return f"{path.relative_to(ROOT).as_posix()}.md"
+
+
+def _session(block: str) -> str:
+    begins = block.startswith("```python\n>>> ")
+    return block.replace("```python", "```pycon", 1) if begins else block
+
+
+def _shown(path: Path) -> str:
+    """Return a page that shows a file, or what is in a folder."""
+    name = path.relative_to(ROOT).as_posix()
+    hidden = "" if name.startswith("examples/") else UNSOUGHT
+    if path.is_dir():
+        inside = sorted(each.name for each in path.iterdir() if each.suffix == ".py")
+        return f"{hidden}# {name}\n\n" + "".join(f"- `{each}`\n" for each in inside)
+    language = {".py": "python", ".toml": "toml"}.get(path.suffix, "text")
+    fence = "`" * 8
+    return f"{hidden}# {name}\n\n{fence}{language}\n{path.read_text()}\n{fence}\n"
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+if __name__ == "__main__":
+    print(build(Path(*sys.argv[1:] or [ROOT / "build/site"])))

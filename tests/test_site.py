@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The site is whole: it is built without a warning, and every link, picture and search leads on."""
+
+import http.server
+import json
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.waiting import HANGS
+
+ROOT = Path(__file__).parents[1]
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+WRITTEN_SOON = pytest.mark.xfail(reason="no page answers it yet")
+NEWCOMERS_WORDS = [
+    "resume",
+    "gradient accumulation",
+    "OneCycleLR",
+    pytest.param("hang", marks=WRITTEN_SOON),
+    "FSDP",
+    pytest.param("LoRA", marks=WRITTEN_SOON),
+    "NCCL timeout",
+    pytest.param("learning rate on N GPUs", marks=WRITTEN_SOON),
+    pytest.param("early stopping", marks=WRITTEN_SOON),
+    pytest.param("F1", marks=WRITTEN_SOON),
+    "notebook",
+    "TPU",
+    "DeepSpeed",
+    "save_pretrained",
+]
+FOR_USERS = re.compile(r"(how-to|reference|examples)/|tutorial/|compatibility/|#|$")
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
+    *("--no-first-run", "--disable-background-networking", "--disable-sync"),
+    *("--disable-component-update", "--window-size=1300,900"),
+    *("--enable-logging=stderr", "--remote-debugging-port=0"),
+)
+PAGES = "", "api/transforms/", "how-to/resume/"
+PROBE = """<!DOCTYPE html><title>probe</title><body><script>
+const told = {pages: {}};
+const until = async (found) => {
+  for (;;) {
+    const it = found();
+    if (it) return it;
+    await new Promise((go) => setTimeout(go, 20));
+  }
+};
+const shown = (page, width) => new Promise((done) => {
+  const frame = document.createElement("iframe");
+  Object.assign(frame, {src: page, width, height: 800, onload: () => done(frame)});
+  document.body.append(frame);
+});
+const within = (root) => [root, ...[...root.querySelectorAll("*")]
+  .filter((each) => each.shadowRoot).flatMap((each) => within(each.shadowRoot))];
+const all = (root, what) => within(root).flatMap((each) => [...each.querySelectorAll(what)]);
+onload = async () => {
+  for (const page of PAGES) for (const width of [360, 1200]) {
+    const inside = (await shown("/" + page, width)).contentDocument;
+    told.pages[page + " " + width] = {
+      wide: inside.documentElement.scrollWidth - width,
+      text: inside.querySelector("article").innerText,
+      back: inside.defaultView.getComputedStyle(inside.body).backgroundColor,
+    };
+  }
+  const front = (await shown("/", 1200)).contentDocument;
+  const code = front.querySelector(".highlight code");
+  code.dataset.mdCopying = "";
+  told.copied = code.innerText;
+  (await until(() => front.querySelector(".md-search__button"))).click();
+  const line = await until(() => all(front, "input[role=combobox]")[0]);
+  line.value = "wrap_fsdp";
+  line.dispatchEvent(new Event("input", {bubbles: true}));
+  const found = await until(() => {
+    const links = all(front, "a[role=option]");
+    return links.some((each) => each.href.includes("h=wrap_fsdp")) && links;
+  });
+  told.found = found.map((each) => new URL(each.href).pathname);
+  await fetch("/told", {method: "POST", body: JSON.stringify(told)});
+};
+</script>""".replace("PAGES", json.dumps(PAGES))
+
+
+class Page(HTMLParser):
+    """What a built page has: anchors, links, pictures, and what it loads."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.anchors, self.links, self.loads, self.pictures = set(), [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        has = dict(attrs)
+        self.anchors |= {has["id"]} if "id" in has else set()
+        if tag == "a" and "href" in has:
+            self.links.append(has["href"])
+        if tag == "link" and has["rel"] in {"stylesheet", "icon"}:
+            self.loads.append(has["href"])
+        if "src" in has:
+            self.loads.append(has["src"])
+        if tag == "img":
+            self.pictures.append(has)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Return the site, as `nox -s site` builds it; a warning of the generator fails it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = sys.executable, "docs/site/build.py", str(folder)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANGS
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    """Return each built page by its place."""
+    return {path: Page(path) for path in site.rglob("*.html") if path.stem != "404"}
+
+
+def target(site, path, link):
+    """Return the file that a link leads to, and the anchor in it."""
+    parts = urlsplit(link)
+    base = site if parts.path.startswith("/") else path.parent
+    place = base / unquote(parts.path).lstrip("/") if parts.path else path
+    place = place.resolve()
+    return place / "index.html" if place.is_dir() else place, unquote(parts.fragment)
+
+
+def test_every_page_is_in_the_navigation(site):
+    """A page that docs/ has, and no list in docs/site/zensical.toml, would not be found."""
+    built = site.parent / "docs"
+    config = tomllib.loads((ROOT / "docs/site/zensical.toml").read_text())
+    listed = re.findall(r"'([\w./-]+\.md)'", str(config["project"]["nav"]))
+    code = re.compile(r"(tests|accelfn)\b|.*\.(py|toml)\.md")
+    there = {path.relative_to(built).as_posix() for path in built.rglob("*.md")}
+    left_out = {each for each in there if not code.match(each)} - set(listed)
+    assert left_out == set(), f"add to nav in docs/site/zensical.toml: {left_out}"
+    assert set(listed) <= there, (
+        "nav in docs/site/zensical.toml lists what is not there"
+    )
+    assert sorted(set(listed)) == sorted(listed), "nav lists a page twice"
+
+
+def test_every_link_of_the_site_leads_somewhere(site, pages):
+    """It leads to a page that is there, and to an anchor that the page has."""
+    astray = set()
+    for path, page in pages.items():
+        for link in page.links:
+            if urlsplit(link).scheme:
+                continue
+            place, anchor = target(site, path, link)
+            known = pages[place].anchors if place in pages else set()
+            if not place.is_file() or (anchor and anchor not in known):
+                astray.add((path.relative_to(site).as_posix(), link))
+    assert astray == set()
+
+
+def test_a_page_loads_nothing_from_elsewhere(site, pages):
+    """Styles, scripts and pictures are the site's own, and are there."""
+    missing = {
+        (path.relative_to(site).as_posix(), link)
+        for path, page in pages.items()
+        for link in page.loads
+        if urlsplit(link).scheme or not target(site, path, link)[0].is_file()
+    }
+    assert missing == set()
+
+
+def test_every_picture_has_words(pages):
+    """Those who cannot see a picture are told what is in it."""
+    pictures = [each for page in pages.values() for each in page.pictures]
+    assert pictures
+    assert [each["src"] for each in pictures if len(each.get("alt") or "") < 40] == []
+
+
+def test_a_transform_has_the_signature_that_users_call(site):
+    """It is what `@transform` made, by keyword and with `name=`."""
+    page = (site.parent / "docs/api/transforms.md").read_text()
+    assert "af.ema(decay: float, *, name: str = 'ema')\n" in page
+    assert "    num_micro_batches: int | None = None,\n" in page
+    assert re.findall(r"^#+ .*\b_\w+|at 0x|<class|<function", page, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("words", NEWCOMERS_WORDS)
+def test_a_newcomers_search_is_answered(site, words):
+    """The site's own index has a section for users in which all the words stand."""
+    index = json.loads((site / "search.json").read_text())
+    parts = re.compile(index["config"]["separator"])
+
+    def tokens(text):
+        return {each.lower() for each in parts.split(re.sub(r"<[^>]*>", " ", text))}
+
+    asked = tokens(words) - {""}
+    assert any(
+        asked <= tokens(f"{section['title']} {section['text']}")
+        for section in index["items"]
+        if FOR_USERS.match(section["location"])
+    )
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_a_browser_shows_the_site(site, tmp_path, scheme):
+    """Pages fit, wide and narrow; a search finds; copies have no prompts; nothing is wrong."""
+    told, said = browsed(site, tmp_path, scheme)
+    assert re.findall(r".*CONSOLE.*", said) == []
+    for name, page in told["pages"].items():
+        assert page["wide"] <= 0, name
+        assert len(page["text"]) > 500, name
+        assert (brightness(page["back"]) > 0.5) == (scheme == "light"), name
+    assert "/reference/transforms/" in told["found"]
+    assert told["copied"].strip()
+    assert re.findall(r">>>|^\.\.\.|^\$ ", told["copied"], re.MULTILINE) == []
+
+
+def browsed(site, folder, scheme):
+    """Return what a browser tells of the site, and what it writes."""
+    answers = queue.Queue()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *said):
+            pass
+
+        def do_POST(self):
+            answers.put(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+
+    (site / "probe.html").write_text(PROBE)
+    serve = partial(Handler, directory=str(site))
+    log = folder / "said.txt"
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server,
+        log.open("w") as said,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        chrome = subprocess.Popen(
+            [
+                *(BROWSER, *QUIET, f"--user-data-dir={folder / 'profile'}"),
+                f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+                f"http://127.0.0.1:{server.server_port}/probe.html",
+            ],
+            stderr=said,
+        )
+        try:
+            told = json.loads(answers.get(timeout=HANGS))
+        finally:
+            chrome.terminate()
+            chrome.wait(HANGS)
+            server.shutdown()
+            (site / "probe.html").unlink()
+    return told, log.read_text()
+
+
+def brightness(colour):
+    """Return how bright a colour of CSS is, 0 to 1."""
+    red, green, blue = map(int, re.findall(r"\d+", colour)[:3])
+    return (0.299 * red + 0.587 * green + 0.114 * blue) / 255
