@@ -151,7 +151,9 @@ def memory_estimate(
 
     Law: the bytes are those of the tensors in a real state after an update, exactly. Left out
     is the memory of `compress("powersgd")`, which begins with the update from which it
-    compresses: about that of the gradients of what it does.
+    compresses: about that of the gradients of what it does; and what `diloco` keeps from its
+    first average on: the outer optimizer's state, which is as large as the parameters, and with
+    `delay` the fragment on its way.
 
     Cost: a few milliseconds a parameter tensor, and no memory.
 
