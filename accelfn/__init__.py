@@ -161,6 +161,7 @@ if _TYPE_CHECKING:
     from accelfn.transforms.skip import skip_nonfinite as skip_nonfinite
     from accelfn.transforms.sync_batchnorm import sync_batchnorm as sync_batchnorm
     from accelfn.transforms.tensor_parallel import tensor_parallel as tensor_parallel
+    from accelfn.weights.empty import empty_weights as empty_weights
     from accelfn.weights.export import export_model as export_model
     from accelfn.weights.export import full_params as full_params
     from accelfn.weights.export import save_pretrained as save_pretrained
@@ -216,6 +217,7 @@ _LATER = {
     "accelfn.transforms.skip": ("skip_nonfinite",),
     "accelfn.transforms.sync_batchnorm": ("sync_batchnorm",),
     "accelfn.transforms.tensor_parallel": ("tensor_parallel",),
+    "accelfn.weights.empty": ("empty_weights",),
     "accelfn.weights.export": ("export_model", "full_params", "save_pretrained"),
     "accelfn.weights.import_state": ("import_state",),
     "accelfn.weights.importing": ("import_model",),

@@ -11,6 +11,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accelfn.errors import ModelError
+
 Moved: TypeAlias = Callable[[nn.Parameter, nn.Parameter], object]
 """A function of a parameter as it was registered, and of what stands for it on meta."""
 
@@ -23,16 +25,24 @@ def parameters_on_meta(seen: Moved | None = None) -> Generator[None]:
 
     Args:
         seen: told of each parameter, before its values are gone.
+
+    Raises:
+        ModelError: a parameter is lazy.
     """
     ours, known = threading.get_ident(), WeakIdKeyDictionary()
 
     def moved(
-        _module: nn.Module, _name: str, param: nn.Parameter | None
+        module: nn.Module, name: str, param: nn.Parameter | None
     ) -> nn.Parameter | None:
         if param is None or param.is_meta or threading.get_ident() != ours:
             return None
-        if is_lazy(param):  # it has no shape yet
-            return None
+        if is_lazy(param):
+            msg = (
+                f"{type(module).__name__} has lazy parameters without a shape before a first"
+                f" call: {name}. Write the layer with its sizes, as nn.Linear(in_features,"
+                " out_features)."
+            )
+            raise ModelError(msg)
         if param not in known:  # one tensor in two places stays one
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
             vars(empty).update(vars(param))

@@ -281,7 +281,8 @@ def _check(module: nn.Module, *, drawn: bool) -> None:
         msg = (
             f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"
             f" hold no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}."
-            " Load them first (module.to_empty, then load_state_dict), or draw a factory's"
+            " Load them first (af.import_model(module, files), or module.to_empty, then"
+            " load_state_dict), or draw a factory's"
             ' module by module: init="shard". What it would take needs no values:'
             " af.memory_estimate(model, setup, optimizer=...), and setup.explain()."
         )

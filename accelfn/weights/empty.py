@@ -8,18 +8,46 @@ second time like that, from its configuration.
 """
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
 
 from accelfn.base.arguments import why_not
+from accelfn.base.calling import called
 from accelfn.errors import ModelError
 from accelfn.structure.on_meta import parameters_on_meta
 
 M = TypeVar("M", bound=nn.Module)
 Source: TypeAlias = M | Callable[[], M]
+
+
+@called
+@contextmanager
+def empty_weights() -> Generator[None]:
+    """Let modules that are built in a `with` block have parameters without values.
+
+    Each parameter goes to the meta device as soon as a module registers it, so at most one
+    has memory at a time, which no initialiser writes into. Buffers are what the module's code
+    makes them: no file has those that are not persistent, as tables of rotary angles.
+    `af.import_model` gives the parameters their values.
+
+    It acts in its own thread, on what is registered there and then; a parameter that is in two
+    places stays one, and is as trainable as it was. Nothing of torch is patched, and nothing
+    is left behind, whatever the block raises. Blocks may stand in one another.
+
+    Law: `af.import_model(model, files)` into a model of such a block has the parameters and
+    buffers, ties included, of the model that wrote the files, bitwise.
+
+    Cost: the memory of one parameter, which nothing is written to.
+
+    Raises:
+        ModelError: a module is lazy, so its parameters have no shape either.
+    """
+    with parameters_on_meta():
+        yield
 
 
 def built(caller: str, source: Source[M]) -> M:

@@ -33,8 +33,9 @@ def import_model(
 
     Args:
         model: is changed. It may be on the meta device: then its tensors are made as they are
-            read. Or a factory, such as `lambda: Net(...)`, which is run with its parameters
-            on meta. Tied parameters stay tied, whichever of their names a file has.
+            read; `with af.empty_weights():` builds one. Or a factory, such as
+            `lambda: Net(...)`, which is run in such a block. Tied parameters stay tied,
+            whichever of their names a file has.
         source: a `.safetensors` file, a folder with `model.safetensors` or with
             `model.safetensors.index.json`, or such an index.
         device_map: the device of each module, by the beginning of its name, `""` for all; the
@@ -51,7 +52,8 @@ def import_model(
 
     Raises:
         CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that
-            are not floating-point; no file is there. The model is as it was.
+            are not floating-point; no file is there; a tensor on meta would be left there. The
+            model is as it was.
         CheckpointCorruptError: a file or index is cut off, or something else.
         ModelError: a buffer on the meta device is in no file, for it is not persistent, and
             the model is none of Transformers, whose buffers are made again.

@@ -181,9 +181,10 @@ def _remade(
     if left:
         msg = (
             f"{compare.some(left)}: on the meta device, and not in the model's state dict, so"
-            " no file has values for it. Give a factory instead of the model, as"
-            " af.import_model(lambda: Net(...), ...), which makes all but the parameters; or"
-            " give it values first: module.register_buffer(name, values, persistent=False)."
+            " no file has values for it. Build the model in `with af.empty_weights():`, which"
+            " makes all but the parameters, or give a factory, as"
+            " af.import_model(lambda: Net(...), ...); or give it values first:"
+            " module.register_buffer(name, values, persistent=False)."
         )
         raise ModelError(msg)
     return empty, made
@@ -228,9 +229,33 @@ def _paired(
     told = found.told(f"{incoming.where}: tensors", "the model's")
     if found.shapes or found.dtypes or (found and strict):
         raise CheckpointError(told)
+    _check_given(targets, pairs, incoming.where)
     if found:
         advise(told)
     return pairs
+
+
+def _check_given(
+    targets: list[Target], pairs: Mapping[str, Target], where: str
+) -> None:
+    """Refuse to leave a tensor on meta, which the files have no values for.
+
+    Raises:
+        CheckpointError: one would be.
+    """
+    given = {target.names for target in pairs.values()}
+    left = [
+        each.names[0]
+        for each in targets
+        if each.names not in given and each.tensors[0].is_meta
+    ]
+    if left:
+        msg = (
+            f"{where}: {compare.some(left)}: without values in the model, on the meta device,"
+            " and not in the files. Build the model with values, not in"
+            " af.empty_weights(), and what strict=False leaves keeps them."
+        )
+        raise CheckpointError(msg)
 
 
 def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> None:

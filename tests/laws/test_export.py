@@ -63,7 +63,7 @@ def made(kind: str, how: str) -> nn.Module | Callable[[], nn.Module]:
     """Return a model with other values, or without any, or what makes one."""
     if how == "factory":
         return partial(Net, kind)
-    with torch.device(how):
+    with af.empty_weights() if how == "empty" else torch.device(how):
         return Net(kind)
 
 
@@ -83,7 +83,7 @@ def same(one: Tensors, two: Tensors) -> bool:
     setup=st.sampled_from(AVERAGING),
     limit=LIMITS,
     at=st.sampled_from(["train", "eval"]),
-    how=st.sampled_from(["cpu", "meta", "factory"]),
+    how=st.sampled_from(["cpu", "meta", "factory", "empty"]),
 )
 def test_what_is_exported_is_imported(
     size: int,

@@ -6,7 +6,7 @@ from accelfn.state.views import params_at
 from accelfn.structure.on_meta import parameters_on_meta
 from accelfn.weights.placing import Placement, _set
 from accelfn.weights.shards import divided
-from tests.laws import test_export
+from tests.laws import test_empty_weights, test_export
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -28,6 +28,24 @@ MUTANTS = [
         test_export.test_what_is_exported_is_imported,
         parameters_on_meta,
         "param is None or param.is_meta or → param is None or",
+    ),
+    Mutant(
+        "L41: a parameter that was frozen is trained after it had no values",
+        test_empty_weights.test_a_block_acts_in_itself_alone,
+        parameters_on_meta,
+        "requires_grad=param.requires_grad → requires_grad=True",
+    ),
+    Mutant(
+        "L41: another thread's modules lose their values, too",
+        test_empty_weights.test_a_block_acts_in_itself_alone,
+        parameters_on_meta,
+        "param.is_meta or threading.get_ident() != ours: → param.is_meta:",
+    ),
+    Mutant(
+        "L41: modules that are built after a block have no values either",
+        test_empty_weights.test_a_block_acts_in_itself_alone,
+        parameters_on_meta,
+        "handle.remove() → None",
     ),
     Mutant(
         "L41: what is read is converted, though nobody asked for it",

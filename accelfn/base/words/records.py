@@ -217,8 +217,8 @@ NAMES = _each(
         "find_executable_batch_size": "write af.find_batch_size(fn, start, world)",
         "load_checkpoint_in_model load_checkpoint_and_dispatch from_pretrained": "write"
         " af.import_model(model, directory, device_map=...)",
-        "init_empty_weights": "write af.import_model(factory, directory), which makes the model"
-        " without memory for its weights",
+        "init_empty_weights": "write with af.empty_weights(): model = Net(...), then"
+        " af.import_model(model, directory)",
         "save_state save_checkpoint save_model": "write af.save(state, directory), or"
         " af.export_model(state, directory)",
         "load_state load_checkpoint": "write state = af.load(state, directory)",

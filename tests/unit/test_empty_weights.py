@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are built without values, and real ones of Transformers among them."""
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import accelfn as af
+
+
+def test_a_lazy_layer_is_refused_where_it_is_built():
+    """Section C: it has no shape, and the sentence says what to write."""
+    with (
+        pytest.raises(
+            af.ModelError, match=r"LazyLinear has lazy.*weight.*nn.Linear\(in_f"
+        ),
+        af.empty_weights(),
+    ):
+        nn.LazyLinear(2)
+    assert nn.LazyLinear(2)(torch.ones(1, 3)).shape == (1, 2)
+
+
+def test_what_would_be_left_without_values_is_named(tmp_path):
+    """Section D: strict=False leaves no parameter on meta, and touches nothing before."""
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"weight": torch.ones(2, 2)}, path)
+    with af.empty_weights():
+        model = nn.Linear(2, 2)
+    with pytest.raises(
+        af.CheckpointError, match=r"bias: without values.*empty_weights"
+    ):
+        af.import_model(model, path, strict=False)
+    assert model.weight.is_meta
+    real = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="missing bias"):
+        af.import_model(real, path, strict=False)
+    assert torch.equal(torch.ones(2, 2), real.weight)
+
+
+def test_integers_stay_as_they_are(tmp_path):
+    """Quantised weights are not converted by dtype=, which is for floating-point tensors."""
+
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            codes = torch.arange(6, dtype=torch.int8).reshape(2, 3)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.scale = nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    model, path = Quantised(), tmp_path / "a.safetensors"
+    safetensors.torch.save_file(model.state_dict(), path)
+    with af.empty_weights():
+        empty = Quantised()
+    assert (empty.codes.is_meta, empty.codes.dtype) == (True, torch.int8)
+    af.import_model(empty, path, dtype=torch.bfloat16)
+    assert torch.equal(model.codes, empty.codes)
+    assert not empty.codes.requires_grad
+    assert empty.scale.dtype == torch.bfloat16
+
+
+def test_a_parametrised_layer_comes_back(tmp_path):
+    """weight_norm, which replaces a parameter by two of its own, has those of the file."""
+
+    def build():
+        return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+
+    model, path = build(), tmp_path / "a.safetensors"
+    safetensors.torch.save_file(model.state_dict(), path)
+    with af.empty_weights():
+        empty = build()
+    af.import_model(empty, path)
+    x = torch.randn(4, 3)
+    assert torch.equal(model(x), empty(x))
+
+
+def test_no_state_is_made_of_a_model_without_values():
+    """Section D: the error says which function gives it some."""
+    with af.empty_weights():
+        model = nn.Linear(2, 2)
+    with pytest.raises(
+        af.ModelError, match=r"hold no values: weight, bias.*import_model"
+    ):
+        af.TrainState.create(model=model, optimizer=torch.optim.SGD)
+
+
+DECODER = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64}
+BERT = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
+T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2}
+VIT = {
+    k: v for k, v in BERT.items() if k not in {"vocab_size", "max_position_embeddings"}
+}
+REAL = {
+    "LlamaForCausalLM": ("LlamaConfig", DECODER),
+    "MistralForCausalLM": ("MistralConfig", DECODER),
+    "Qwen2ForCausalLM": ("Qwen2Config", {**DECODER, "tie_word_embeddings": True}),
+    "PhiForCausalLM": ("PhiConfig", DECODER),
+    "GemmaForCausalLM": ("GemmaConfig", {**DECODER, "head_dim": 4}),
+    "GPT2LMHeadModel": ("GPT2Config", GPT2),
+    "BertForMaskedLM": ("BertConfig", BERT),
+    "T5ForConditionalGeneration": ("T5Config", {**T5, "num_heads": 4}),
+    "MixtralForCausalLM": ("MixtralConfig", {**DECODER, "num_local_experts": 4}),
+    "ViTForImageClassification": (
+        "ViTConfig",
+        {**VIT, "image_size": 8, "patch_size": 4},
+    ),
+}
+"""What are built of which configurations."""
+
+
+def real(name):
+    """Return what makes a small model of Transformers, and an input for it."""
+    import transformers
+
+    config_name, options = REAL[name]
+    config = getattr(transformers, config_name)(**options)
+    ids = torch.arange(10).reshape(2, 5)
+    inputs = {"input_ids": ids}
+    if name.startswith("T5"):
+        inputs["decoder_input_ids"] = ids[:, :3]
+    if name.startswith("ViT"):
+        inputs = {"pixel_values": torch.linspace(-1, 1, 192).reshape(1, 3, 8, 8)}
+    return lambda: getattr(transformers, name)(config).eval(), inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_come_back_bitwise(name, parts, tmp_path):
+    """Section D: save_pretrained, empty_weights, import_model: the same tensors and outputs."""
+    make, inputs = real(name)
+    torch.manual_seed(1)
+    model = make()
+    size = "8KB" if parts else "5GB"
+    model.save_pretrained(tmp_path, max_shard_size=size, save_original_format=False)
+    with af.empty_weights():
+        empty = make()
+    assert all(param.is_meta for param in empty.parameters())
+    found = af.import_model(empty, tmp_path)
+    assert (
+        dict(model.named_parameters()).keys() == dict(found.named_parameters()).keys()
+    )
+    for one, two in zip(model.parameters(), found.parameters(), strict=True):
+        assert torch.equal(one, two)
+    for one, two in zip(model.buffers(), found.buffers(), strict=True):
+        assert torch.equal(one, two)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, found(**inputs).logits)
