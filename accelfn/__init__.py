@@ -12,7 +12,9 @@ tutorial, or start here:
 """
 
 from importlib import import_module as _import_module
+from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
+from types import ModuleType as _Module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import schedules as schedules
@@ -226,10 +228,27 @@ _LATER = {
 _MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
 
 
+_PUBLIC_MODULES = "megatron", "orders", "schedules", "track"
+
+
+def _installed_version() -> str:
+    """Return the version that pip knows; a tree that is only on the path has none."""
+    try:
+        return _version("accelfn")
+    except _NotFound:
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> object:
     """Import a name that costs time."""
     if name == "__version__":
-        return _version("accelfn")
+        return _installed_version()
+    if (
+        name == "__all__"
+    ):  # what `from accelfn import *` takes: the public names, no rooms
+        public = {each for each in globals() if not each.startswith("_")}
+        rooms = {each for each in public if isinstance(globals()[each], _Module)}
+        return sorted({*(public - rooms), *_MODULE_OF, *_PUBLIC_MODULES})
     if name not in _MODULE_OF:
         advice = f": {_NAMES[name]}" if name in _NAMES else ""
         msg = f"module {__name__!r} has no attribute {name!r}{advice}."

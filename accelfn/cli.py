@@ -166,6 +166,9 @@ def _add_traffic(commands: Any) -> None:
     )
 
 
+_SHORT = {"nproc": "-n"}  # as of mpirun and srun
+
+
 def _add_launching(commands: Any) -> None:
     launch = commands.add_parser(
         "launch",
@@ -179,8 +182,12 @@ def _add_launching(commands: Any) -> None:
     )
     for name, option in settings.OPTIONS.items():
         default = "" if option.default is None else f" (default {option.default})"
+        short = [_SHORT[name]] if name in _SHORT else []
         launch.add_argument(
-            settings.flag(name), metavar=option.metavar, help=option.help + default
+            *short,
+            settings.flag(name),
+            metavar=option.metavar,
+            help=option.help + default,
         )
     _add_file(launch)
     launch.add_argument(

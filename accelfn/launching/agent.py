@@ -8,10 +8,11 @@ to end is not started again, and that a rank which was stopped is found, and end
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch.distributed as dist
 from attrs import frozen
@@ -23,6 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accelfn.errors import LaunchError
 from accelfn.launching.failures import Failure, all_left_on_signal, by_cause, report
+from accelfn.launching.lines import PREFIX, WholeLines
 from accelfn.launching.rendezvous import handler_of
 from accelfn.launching.watch import Watch
 
@@ -72,8 +74,9 @@ class Agent(LocalElasticAgent):
         say: Callable[[str], None],
     ) -> None:
         """Take what to run, where its output goes, and how to say what happens."""
-        super().__init__(spec, logs_specs, log_line_prefix_template="[rank ${rank}] ")
+        super().__init__(spec, logs_specs, log_line_prefix_template=PREFIX)
         self._say = say
+        self._lines = WholeLines(sys.stdout), WholeLines(sys.stderr)
         self._started = time.time()
         self._watch: Watch | None = None
         self.ended: Ended | None = None
@@ -83,7 +86,16 @@ class Agent(LocalElasticAgent):
         """Whether the machines have met, and ranks were started."""
         return self._pcontext is not None
 
-    # torch's own is wrapped by a decorator without types
+    # torch's own are wrapped by a decorator without types
+    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> dict[int, Any]:
+        start: Any = super()._start_workers
+        out, err = cast("tuple[TextIO, TextIO]", self._lines)
+        # torch takes the process's streams now, and shows on them what ranks write
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return start(worker_group)
+
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
@@ -93,6 +105,8 @@ class Agent(LocalElasticAgent):
         watch.question()
         looked: Any = super()._monitor_workers
         result: RunResult = looked(worker_group)
+        if result.failures or result.state is WorkerState.SUCCEEDED:
+            self._end_lines()
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
         if result.failures:
             failures = tuple(by_cause(result.failures, watch))
@@ -111,12 +125,17 @@ class Agent(LocalElasticAgent):
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30
     ) -> None:
         super()._shutdown(death_sig, timeout)
+        self._end_lines()
         # torch leaves the files open that ranks wrote to
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         for handler in handlers.values():
             for stream in (handler._stdout, handler._stderr):
                 if stream is not None:
                     stream.close()
+
+    def _end_lines(self) -> None:
+        for each in self._lines:
+            each.end()
 
     def _next_attempt(self) -> str:
         most = self._worker_group.spec.max_restarts

@@ -48,9 +48,10 @@ def main() -> int:
     """Run what the command line names; see the module's docstring."""
     launcher, *words = sys.argv[1:]
     end_with(int(launcher))
-    # Whole lines: those of several ranks share one terminal.
+    # Whole lines: those of several ranks share one terminal. With PYTHONUNBUFFERED, too, where
+    # Python would write each word by itself.
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()  # a crash in C code shows its Python stack
     answer_where()
     try:

@@ -5,6 +5,7 @@ from accelfn.launching import (
     config,
     environment,
     failures,
+    lines,
     machines,
     rendezvous,
     script,
@@ -13,7 +14,7 @@ from accelfn.launching import (
     worker,
 )
 from accelfn.launching.function import _check_device
-from tests.laws import test_launch_calls
+from tests.laws import test_launch_calls, test_shown_lines
 from tests.mutants.mutant import Mutant
 from tests.unit import (
     test_answers,
@@ -58,6 +59,18 @@ MUTANTS = [
         test_launch_calls.test_the_cause_of_a_failure_comes_first,
         failures.Failure.exit_code,
         "128 - self.status → -self.status",
+    ),
+    Mutant(
+        "L55: a line that a rank is writing has the words of another",
+        test_shown_lines.test_what_ranks_write_is_shown_in_whole_lines,
+        lines.WholeLines.write,
+        'if line.endswith("\\n"): → if line:',
+    ),
+    Mutant(
+        "L55: what a rank wrote last, without a line's end, is lost",
+        test_shown_lines.test_what_ranks_write_is_shown_in_whole_lines,
+        lines.WholeLines.end,
+        "while self._begun: → while False:",
     ),
     Mutant(
         "L55: a rank that was merely ended is blamed beside the one that raised",

@@ -63,6 +63,33 @@ def test_module_finds_what_python_gives_it(capfd, monkeypatch):
     assert found == expected
 
 
+def test_no_line_has_the_words_of_two_ranks(capfd, tmp_path, monkeypatch):
+    """Ranks that flush in mid-line, or do not buffer, are shown by the line; and -n is --nproc."""
+    script = tmp_path / "stammers.py"
+    script.write_text(STAMMERS)
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    assert main(["launch", "-n", "3", str(script)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == sorted(
+        f"{prefix}{word} {i}"
+        for prefix in ("", "[rank 1] ", "[rank 2] ")
+        for i in range(3)
+        for word in ("a b c", "d e")
+        if prefix or word == "a b c"
+    )
+
+
+STAMMERS = """
+import os, time
+for i in range(3):
+    print("a", "b", "c", i)
+    if os.environ["RANK"] != "0":
+        print("d", end=" ", flush=True)
+        time.sleep(0.15)  # the launcher looks ten times a second
+        print("e", i, flush=True)
+"""
+
+
 def test_ranks_have_torchruns_environment_and_a_prefix(capfd):
     """Rank 0's lines come as written, rank 1's say whose they are."""
     assert launch(2, SCRIPTS / "tells.py") == 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A torch process group in memory, so that torch's own code runs on it unchanged.
 
-It has the methods by which `torch.distributed` and DistributedDataParallel of torch 2.13
-call a group, and makes of each what all have in common: calls, with copies of what the rank
-gives, and a work that fills what it gets.
+It has the methods by which `torch.distributed` and DistributedDataParallel of torch 2.13 to
+2.15 call a group, and makes of each what all have in common: calls, with copies of what the
+rank gives, and a work that fills what it gets.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,6 +65,15 @@ class SimulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
         """Return the name that torch prints."""
         return "simulated"
+
+    def _get_backend(self, device: torch.device) -> "SimulatedGroup":
+        """Return what torch asks for whether it can coalesce: this group, for any device."""
+        return self
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether calls are to be held and posted as one: no, each is a call of its own."""
+        return False
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce each tensor over all ranks, in place."""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as others get it: its front page on an index, its names, a tree, a wheel."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import accelfn as af
+from tests.budget import at_night
+from tests.waiting import HANGS
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+RELATIVE = re.compile(r"\]\((?!https?://)")
+
+
+def run(*words, **named):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        **named,
+    ).stdout
+
+
+def front_page(text):
+    """Return the README as an index shows it."""
+    hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    for each in hook["substitutions"]:
+        text = re.sub(each["pattern"], each["replacement"], text)
+    return text
+
+
+def test_no_link_of_the_front_page_on_an_index_is_dead():
+    """Links into the repository leave their words; code, and links to the web, stay."""
+    readme = (ROOT / "README.md").read_text()
+    shown = front_page(readme)
+    assert RELATIVE.search(readme)
+    assert not RELATIVE.search(shown)
+    words = re.compile(r"[\w`]+")
+    bare = re.sub(r"\]\((?!https?://)[^)]*\)", "]", readme)
+    assert words.findall(shown) == words.findall(bare)
+
+
+def test_a_star_takes_the_public_names():
+    """`from accelfn import *` has every public name, and none of the rooms."""
+    names: dict[str, object] = {}
+    exec("from accelfn import *", names)  # noqa: S102 - nowhere else may it stand
+    del names["__builtins__"]
+    assert af.__all__ == sorted(names)
+    assert {"World", "ema", "schedules", "track"} <= set(names)
+    assert set() == {"base", "cli", "errors", "loop"} & set(names)
+
+
+def test_a_tree_that_is_not_installed_can_be_imported(tmp_path):
+    """Its version is unknown, and says so; the command line works."""
+    (tmp_path / "accelfn").symlink_to(ROOT / "accelfn")
+    code = (
+        "import sys; from importlib import metadata\n"
+        "def unknown(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = unknown\n"
+        "import accelfn; print(accelfn.__version__, accelfn.__file__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    version, file = run("-c", code, cwd=tmp_path, env=environment).split()
+    assert version == "0+unknown"
+    assert Path(file).is_relative_to(tmp_path)
+
+
+@pytest.mark.skipif(not at_night(), reason="builds a wheel, by pip: at night")
+def test_the_front_page_runs_from_the_wheel(tmp_path):
+    """The built wheel, by itself, holds what the README's first block needs, and its types."""
+    run("-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(tmp_path / "site")
+    names = {path.name for path in (tmp_path / "site").iterdir()}
+    assert {"accelfn", "pytest_accelfn.py"} == {
+        n for n in names if "dist-info" not in n
+    }
+    (metadata,) = (tmp_path / "site").glob("*.dist-info/METADATA")
+    _, _, shown = metadata.read_text().partition("\n\n")
+    assert front_page((ROOT / "README.md").read_text()).split() == shown.split()
+    assert (tmp_path / "site/accelfn/py.typed").exists()
+    script = tmp_path / "train.py"
+    block = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    script.write_text(f"{block[1]}\nprint(af.__file__)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    *_, losses, file = run(script, cwd=tmp_path, env=environment).splitlines()
+    assert "'loss': " in losses
+    assert Path(file).is_relative_to(tmp_path / "site")
