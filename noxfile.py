@@ -136,6 +136,7 @@ def site(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure a step against other loops, and write docs/benchmarks.md."""
-    install(session, "-e", ".[bench]", *BUILDS_DEEPSPEED)
+    install(session, "-e", ".[bench,testing]", *BUILDS_DEEPSPEED)
     install_deepspeed(session)
     run(session, "python", "tests/bench/run.py", *session.posargs)
+    run(session, "python", "docs/pictures/draw.py")

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the pictures of the documentation: `python docs/pictures/draw.py [FOLDER]`.
+
+What they show was run or measured: the calls are what `explain` prints, the collectives
+those of simulated ranks, and the times those of docs/benchmarks.md.
+"""
+
+import sys
+from pathlib import Path
+
+import axes
+import benchmarks
+import step
+import torch
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(*sys.argv[1:] or [Path(__file__).parent])
+    for module in (step, axes, benchmarks):
+        (folder / f"{module.__name__}.svg").write_text(module.draw(), encoding="utf-8")
