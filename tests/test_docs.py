@@ -110,7 +110,7 @@ def front_page(tmp_path_factory):
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(["-m", "accelfn.cli", "launch", "--nproc", "2"], id="accelfn"),
+        pytest.param(["-m", "accelfn", "launch", "--nproc", "2"], id="accelfn"),
         pytest.param(
             ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
             id="torchrun",
@@ -131,7 +131,7 @@ def test_a_port_from_accelerate_is_warned_of_nothing(tmp_path):
     port, *_ = (e.parsed for e in BLOCKS.parse(page) if "from_env" in str(e.parsed))
     script = tmp_path / "port.py"
     script.write_text(port)
-    assert printed_losses(["-m", "accelfn.cli", "launch", "--nproc", "2"], script) == []
+    assert printed_losses(["-m", "accelfn", "launch", "--nproc", "2"], script) == []
 
 
 def printed_losses(launcher: list[str], script: Path) -> list[float]:

@@ -28,7 +28,7 @@ from tests.waiting import HANGS, is_gone, wait_until
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
 WEIGHTS = "model.safetensors"
-LAUNCH_2 = ["-m", "accelfn.cli", "launch", "--nproc", "2"]
+LAUNCH_2 = ["-m", "accelfn", "launch", "--nproc", "2"]
 LAUNCHERS = {"launch": LAUNCH_2, **({"python": []} if at_night() else {})}
 by_launcher = pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
 """Alone, a script does by day what it also does before it asks others."""

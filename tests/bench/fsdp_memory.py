@@ -25,7 +25,7 @@ import accelfn as af
 
 LAYERS, WIDTH = 10, 2048  # 10 * 2048 * 2049 = 42 million
 STEPS = 3
-LAUNCH = "-m", "accelfn.cli", "launch", "--nproc", "2"
+LAUNCH = "-m", "accelfn", "launch", "--nproc", "2"
 
 
 class Layers(nn.Module):

@@ -55,7 +55,7 @@ def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:
     """Run a benchmark in processes of its own, and return what it found."""
     start = [sys.executable]
     if benchmark.nproc > 1:
-        start += ["-m", "accelfn.cli", "launch", "--nproc", str(benchmark.nproc)]
+        start += ["-m", "accelfn", "launch", "--nproc", str(benchmark.nproc)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "figures.json")
         words = [str(HERE / "child.py"), benchmark.module, str(rounds), str(file)]

@@ -60,14 +60,27 @@ def row(ranks: int, way: str, seen: dict[str, list[float]]) -> str:
     """Return a line of the table."""
     megabytes, seconds = (statistics.mean(seen[key]) for key in ("MB", "seconds"))
     cells = ranks, way, spread(seen["loss"], ".3f"), spread(seen["accuracy"], ".1%")
-    told = (*cells, f"{min(seen['accuracy']):.1%}", f"{megabytes:.1f}", f"{seconds:.1f}")
+    told = (
+        *cells,
+        f"{min(seen['accuracy']):.1%}",
+        f"{megabytes:.1f}",
+        f"{seconds:.1f}",
+    )
     return "| " + " | ".join(map(str, told)) + " |"
 
 
 def main() -> None:
     """Write the table between its marks."""
     torch.set_num_threads(1)
-    head = "ranks", "what crosses", "held-out loss", "right", "least", "MB of a rank", "s"
+    head = (
+        "ranks",
+        "what crosses",
+        "held-out loss",
+        "right",
+        "least",
+        "MB of a rank",
+        "s",
+    )
     lines = ["| " + " | ".join(head) + " |", "| ---" * len(head) + " |"]
     talking = example()
     for ranks in RANKS:

@@ -13,7 +13,8 @@ from types import FunctionType
 from typing import Any
 
 import accelfn as af
-from accelfn import cli, testing, track
+from accelfn import testing, track
+from accelfn.cli.words import parser as command_line
 from accelfn.data import orders
 from accelfn.launching import settings
 from accelfn.transforms import compress, precision
@@ -62,7 +63,7 @@ def defaults() -> dict[str, dict[str, Any]]:
         given = {p.name: p.default for p in parameters if p.default is not p.empty}
         if given:
             found[name] = given
-    for name, parser in commands(cli._parser()):
+    for name, parser in commands(command_line()):
         options = (each for each in parser._actions if each.option_strings)
         found[name] = {
             each.option_strings[-1]: each.default

@@ -174,9 +174,9 @@ def test_the_command_line_replays_a_script(tmp_path: Path) -> None:
     first = run([sys.executable, "train.py"], check=False)
     assert "AssertionError: a five" in first.stderr
     assert "crash/rank-0000" in first.stderr
-    again = run([sys.executable, "-m", "accelfn.cli", "replay", "crash"], check=False)
+    again = run([sys.executable, "-m", "accelfn", "replay", "crash"], check=False)
     assert again.returncode == 1
     assert "AssertionError: a five" in again.stderr
-    none = run([sys.executable, "-m", "accelfn.cli", "replay", "no"], check=False)
+    none = run([sys.executable, "-m", "accelfn", "replay", "no"], check=False)
     assert none.returncode == 2
     assert "no crash bundle" in none.stderr

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks(2)
 
 SCRIPT = Path(__file__).parent / "scripts" / "trains.py"
 LAUNCHERS = {
-    "accelfn launch": ["-m", "accelfn.cli", "launch", "--nproc", "2"],
+    "accelfn launch": ["-m", "accelfn", "launch", "--nproc", "2"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
 }
 DDP = af.chain(af.shard_data(), af.wrap_ddp())

@@ -34,7 +34,7 @@ def started(
 
 
 def launched(*words: object) -> subprocess.Popen[str]:
-    return started(["-m", "accelfn.cli", "launch", *words])
+    return started(["-m", "accelfn", "launch", *words])
 
 
 def ended(runs: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
@@ -58,7 +58,7 @@ GONE = "failed, left or did not arrive"
 
 def test_the_launchers_axes_are_the_worlds() -> None:
     """`--axes` reaches `World.from_env()` in each rank, before a variable that was set."""
-    words = ["-m", "accelfn.cli", "launch", "--nproc", 2, "--axes", "dp_shard=-1"]
+    words = ["-m", "accelfn", "launch", "--nproc", 2, "--axes", "dp_shard=-1"]
     run = started([*words, SCRIPTS / "axes.py"], {"ACCELFN_AXES": "tp=2"})
     ((code, out, error),) = ended([run])
     assert code == 0, error

@@ -70,7 +70,7 @@ def killed(run: subprocess.Popen[bytes], ranks: list[int]) -> None:
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     """They are asked to end, as the launcher would ask: those that can save have saved."""
-    words = ["-m", "accelfn.cli", "launch", "--nproc", 2, SCRIPTS / "outlives.py"]
+    words = ["-m", "accelfn", "launch", "--nproc", 2, SCRIPTS / "outlives.py"]
     killed(*started([*words, tmp_path], tmp_path))
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
 

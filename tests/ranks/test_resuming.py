@@ -26,7 +26,7 @@ def test_fresh_processes_go_on_bitwise(tmp_path: Path) -> None:
     for what in ("save", "resume"):
         words = ["launch", "--nproc", "2", str(SCRIPT), str(tmp_path), what]
         subprocess.run(
-            [sys.executable, "-m", "accelfn.cli", *words],
+            [sys.executable, "-m", "accelfn", *words],
             check=True,
             capture_output=True,
             timeout=HANGS,

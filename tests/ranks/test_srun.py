@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.ranks(2),
     pytest.mark.skipif(bool(slurm.MISSING), reason=f"no {', '.join(slurm.MISSING)}"),
 ]
-LAUNCH = [sys.executable, "-m", "accelfn.cli", "launch"]
+LAUNCH = [sys.executable, "-m", "accelfn", "launch"]
 ONE_MACHINE = ["0 of 2, 0 of 2 on machine 0", "1 of 2, 1 of 2 on machine 0"]
 TWO_MACHINES = ["0 of 2, 0 of 1 on machine 0", "1 of 2, 0 of 1 on machine 1"]
 REFUSED = "WorldError: SLURM_NTASKS=2, but this is no rank of srun's"

@@ -24,7 +24,7 @@ def launched(
     """Start the launcher of one host."""
     options = {"--nproc": 2, "--num-machines": 2, "--join-timeout": 60, **meets}
     flat = [str(word) for option in options.items() for word in option]
-    command = [sys.executable, "-m", "accelfn.cli", "launch", *flat, str(SCRIPT)]
+    command = [sys.executable, "-m", "accelfn", "launch", *flat, str(SCRIPT)]
     return subprocess.Popen(
         host.command(*command, *map(str, words)),
         stdout=subprocess.PIPE,

@@ -511,7 +511,7 @@ def test_mistakes_in_the_command_line(words, capsys):
 
 def test_as_a_process():
     """The exit code is the process's."""
-    words = ["-m", "accelfn.cli", "checkpoint", "diff", ONE, TWO]
+    words = ["-m", "accelfn", "checkpoint", "diff", ONE, TWO]
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         capture_output=True,

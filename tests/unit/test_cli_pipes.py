@@ -19,7 +19,7 @@ def into_a_closed_pipe(words, folder, *, unbuffered):
     os.close(reads)
     try:
         return subprocess.run(
-            [sys.executable, "-m", "accelfn.cli", *words],
+            [sys.executable, "-m", "accelfn", *words],
             cwd=folder,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             stdout=writes,

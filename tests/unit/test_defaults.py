@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn import schedules
-from accelfn.cli import _parser
+from accelfn.cli.words import parser
 from accelfn.launching.settings import OPTIONS
 from accelfn.testing import (
     Corrupt,
@@ -85,8 +85,8 @@ def test_help_states_the_defaults() -> None:
     """Where a command's help says a default, it is that."""
     said = [
         (f"{name} {action.option_strings[-1]}", action.help, action.default)
-        for name, parser in commands(_parser())
-        for action in parser._actions
+        for name, command in commands(parser())
+        for action in command._actions
         if action.option_strings and action.default not in (None, False)
     ]
     said += [(name, each.help, each.default) for name, each in OPTIONS.items()]

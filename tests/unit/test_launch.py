@@ -278,7 +278,7 @@ def test_the_one_report_is_ours(capfd, caplog):
 def test_signal_ends_all_and_rank_0_has_the_terminal(number):
     """Ctrl-C and SIGTERM end every rank, without a traceback of the launcher."""
     here, there = pty.openpty()
-    words = ["-m", "accelfn.cli", "launch", "--nproc", "2", SCRIPTS / "waits.py"]
+    words = ["-m", "accelfn", "launch", "--nproc", "2", SCRIPTS / "waits.py"]
     command = subprocess.Popen(
         [sys.executable, *words], stdout=there, stderr=there, start_new_session=True
     )

@@ -1,85 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `accelfn`: its words, and what each of them calls."""
-
-from __future__ import annotations
+"""The words of the command line `accelfn`, and what its help says of each."""
 
 import argparse
 import difflib
-import os
-import select
-import signal
-import sys
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launching import settings
-from accelfn.launching.script import launch_script, planned, say
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default this process's own.
-
-    Args:
-        argv: the words after `accelfn`.
-
-    Returns:
-        The exit code: 2 for a mistake in the command line, 130 after Ctrl-C; 1 where
-        checkpoints differ, or one is not what was saved; of `launch` and `test`, that of
-        the rank that failed first; 141, as of SIGPIPE, where the reader of what is printed
-        left before its end.
-
-    Example:
-        >>> main(["launch", "--nproc", "0", "train.py"])
-        2
-    """
-    try:
-        try:
-            return _run(argv)
-        finally:
-            sys.stdout.flush()  # here, and not at the interpreter's end
-    except BrokenPipeError:
-        if not _reader_left():
-            raise
-        return 128 + signal.SIGPIPE
-
-
-def _reader_left() -> bool:
-    """Return whether nobody reads what is printed; the rest of it then goes nowhere."""
-    try:
-        out = sys.stdout.fileno()
-    except OSError:  # it is kept in this process
-        return False
-    asks = select.poll()
-    asks.register(out, 0)  # errors are always told
-    if not asks.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
-    return True
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    words = _parser().parse_args(argv)
-    try:
-        commands = {
-            "replay": _replay,
-            "launch": _launch,
-            "config": _config,
-            "env": _env,
-            "test": _test,
-            "checkpoint": _checkpoint,
-            "report": _report,
-            "traffic": _traffic,
-        }
-        return commands[words.command](words)
-    except Error as error:
-        sys.stderr.write(f"accelfn {words.command}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,12 +31,13 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = _Parser(
         prog="accelfn", description="Train PyTorch models.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    made.add_argument("--version", action="version", version=_version())
+    commands = made.add_subparsers(dest="command", required=True, metavar="command")
     _add_launching(commands)
     replay = commands.add_parser(
         "replay",
@@ -139,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("run", metavar="RUN", help="a .jsonl, or a folder with one")
     _add_traffic(commands)
-    return parser
+    return made
 
 
 def _add_traffic(commands: Any) -> None:
@@ -300,130 +228,8 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
     )
 
 
-def _replay(words: argparse.Namespace) -> int:
-    from accelfn.testing.bundle import replay  # noqa: PLC0415  seconds that only this needs
-
-    sys.path.insert(0, "")  # as `python script.py` finds the script's neighbours
-    replay(words.directory)
-    return 0
-
-
-def _checkpoint(words: argparse.Namespace) -> int:
-    from accelfn.checkpoint import command  # noqa: PLC0415  as above
-    from accelfn.track.progress import bar_of_bytes  # noqa: PLC0415  as above
-
-    given = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
-    if words.act in ("verify", "diff", "export"):  # which read all of it
-        given["bar"] = bar_of_bytes
-    try:
-        rows, code = getattr(command, words.act)(**given)
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
-    sys.stdout.writelines(f"{row}\n" for row in rows)
-    return code
-
-
-def _report(words: argparse.Namespace) -> int:
-    from accelfn.track.report import report  # noqa: PLC0415  as above
-
-    rows, code = report(words.run)
-    sys.stdout.writelines(f"{row}\n" for row in rows)
-    return code
-
-
-def _traffic(words: argparse.Namespace) -> int:
-    from accelfn.testing.traffic.command import foresee  # noqa: PLC0415  as above
-
-    given = {k: v for k, v in vars(words).items() if k != "command"}
-    sys.stdout.writelines(f"{row}\n" for row in foresee(**given))
-    return 0
-
-
-def _launch(words: argparse.Namespace) -> int:
-    chosen = _settings(words.config, vars(words))
-    machines = chosen.machines()
-    nproc = _num_processes(chosen["nproc"])
-    # what other machines start is theirs to say; their ranks check the product
-    axes = chosen.axes_of(nproc if machines.most == 1 else None)
-    if words.show:
-        rows = [*chosen.lines(), *planned(nproc=nproc, machines=machines, axes=axes)]
-        sys.stdout.writelines(f"{row}\n" for row in rows)
-        return 0
-    if words.script is None:
-        msg = "there is no script; name a Python file, or a module after -m."
-        raise LaunchError(msg)
-    _say_whose(words.args, words.script)
-    return launch_script(
-        words.script,
-        words.args,
-        nproc=nproc,
-        module=words.module,
-        machines=machines,
-        max_restarts=chosen["max_restarts"],
-        axes=axes,
-    )
-
-
-def _say_whose(args: Sequence[str], script: str) -> None:
-    """Say that options of accelfn which stand behind the script are the script's."""
-    flags = [settings.flag(name) for name in settings.OPTIONS]
-    own = [word for word in args if word.partition("=")[0] in flags]
-    if own:
-        say(
-            f"{script} gets {' and '.join(own)}, which stands behind it; options of"
-            " accelfn stand before the script."
-        )
-
-
-def _settings(named: str | None, given: Mapping[str, Any]) -> settings.Settings:
-    file = settings.find(named)
-    written = {} if file is None else settings.read(file)
-    return settings.Settings.of(given, written, str(file))
-
-
-def _num_processes(nproc: int | str) -> int:
-    if nproc == "auto":
-        # a second, for torch, that only this word needs
-        from accelfn.base import accelerator  # noqa: PLC0415
-
-        return max(1, accelerator.count())
-    return int(nproc)
-
-
-def _config(words: argparse.Namespace) -> int:
-    from accelfn.launching.config import configure  # noqa: PLC0415  as above
-
-    file = configure(words.config, words.assignments, default=words.default)
-    sys.stdout.write(f"{file} says:\n{file.read_text(encoding='utf-8')}")
-    return 0
-
-
-def _env(words: argparse.Namespace) -> int:
-    from accelfn.launching.environment import describe  # noqa: PLC0415  as above
-
-    sys.stdout.write(describe(settings.find(words.config), as_json=words.as_json))
-    return 0
-
-
-def _test(words: argparse.Namespace) -> int:
-    try:
-        nproc = int(words.nproc)
-    except ValueError:
-        msg = f"--nproc is {words.nproc!r}; give a whole number, 1 or more."
-        raise LaunchError(msg) from None
-    test = "accelfn.testing.selftest"
-    code = launch_script(test, [str(nproc)], nproc=nproc, module=True)
-    verdict = "This machine passes." if code == 0 else "This machine fails, as above."
-    sys.stdout.write(f"{verdict}\n")
-    return code
-
-
 def _version() -> str:
     try:
         return f"accelfn {metadata.version('accelfn')}"
     except metadata.PackageNotFoundError:
         return "accelfn, from a source tree that is not installed"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
