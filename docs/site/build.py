@@ -14,6 +14,7 @@ import sys
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import reference
 import tomlkit
@@ -73,16 +74,23 @@ def build(folder: Path) -> Path:
 
 def _config() -> str:
     """Return the configuration, with what the package says of itself."""
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     config = tomllib.loads(CONFIG.read_text())
-    config["project"]["copyright"] = f"accelfn {package['version']}, Apache-2.0"
-    addresses = {key.lower(): url for key, url in package.get("urls", {}).items()}
-    if "documentation" in addresses:
-        config["project"]["site_url"] = addresses["documentation"]
-    if source := addresses.get("source", addresses.get("repository")):
-        config["project"] |= {"repo_url": source, "edit_uri": "edit/main/docs/"}
-        config["project"]["theme"]["features"].append("content.action.edit")
+    config["project"]["copyright"] = f"accelfn {package()['version']}, Apache-2.0"
+    if url := address("documentation"):
+        config["project"]["site_url"] = url
     return tomlkit.dumps(config)
+
+
+@cache
+def package() -> dict[str, Any]:
+    """Return what pyproject.toml says of the package."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def address(what: str) -> str | None:
+    """Return one of the project's addresses, where it has one."""
+    known = {key.lower(): url for key, url in package().get("urls", {}).items()}
+    return known.get(what)
 
 
 def _page(source: Path, place: str, named: set[Path]) -> str:
@@ -99,9 +107,11 @@ def _page(source: Path, place: str, named: set[Path]) -> str:
         return f"{text}({up}{_place(target)}{anchor})"
 
     text = "".join(
-        _session(part) if part.startswith("```") else LINK.sub(leads, part)
+        _block(part) if part.startswith("```") else LINK.sub(leads, part)
         for part in PARTS.split(source.read_text())
     )
+    if url := address("source"):
+        text += f"\n[Edit this page]({url}/edit/main/{source.relative_to(ROOT)})\n"
     return UNSOUGHT + text if place == "mutants.md" else text
 
 
@@ -114,9 +124,14 @@ def _place(path: Path) -> str:
     return f"{path.relative_to(ROOT).as_posix()}.md"
 
 
-def _session(block: str) -> str:
-    begins = block.startswith("```python\n>>> ")
-    return block.replace("```python", "```pycon", 1) if begins else block
+def _block(block: str) -> str:
+    """Return a block as the site has it.
+
+    What draws Mermaid's diagrams would be fetched from elsewhere: their arrows stay text.
+    """
+    if block.startswith("```python\n>>> "):
+        return block.replace("```python", "```pycon", 1)
+    return block.replace("```mermaid\nflowchart TD\n", "```text\n")
 
 
 def _shown(path: Path) -> str:

@@ -122,7 +122,7 @@ def _type(annotation: Any, before: str) -> str:
     if annotation is inspect.Signature.empty:
         return ""
     text = inspect.formatannotation(annotation).strip("'")
-    return before + _HOME.sub("", text).replace("NoneType", "None")
+    return before + _HOME.sub("", text).replace("NoneType", "None").replace("~", "")
 
 
 def _default(value: Any) -> str:
