@@ -60,7 +60,9 @@ def loop(act: Callable[[], object]) -> Callable[[int], None]:
 @contextmanager
 def folder() -> Iterator[tuple[Path, Callable[[], None]]]:
     """Lend a folder on the disk of this directory, and what empties it."""
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+    there = Path.cwd() / "build"  # which git ignores, also where this is cut off
+    there.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=there) as name:
         root = Path(name)
 
         def clear() -> None:
