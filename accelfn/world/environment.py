@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank of how many this process is, as its launcher says in the environment.
 
-torchrun and `accelfn launch`, MPI and SLURM each say it in their own words. The words of
-one launcher must be complete and agree with each other; what is missing is not guessed.
+torchrun and `accelfn launch`, MPI and SLURM each say it in their own words, and Ray Train
+and Kubeflow in those of torchrun. The words of one launcher must be complete and agree with
+each other; what is missing is not guessed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def read_place(env: Environment) -> Place | None:
         return slurm.place_of(env)
     if "SLURM_JOB_ID" in env:  # the shell of salloc
         slurm.refuse_unstarted(env)
+    torchrun.refuse_unstarted(env)
     return None
 
 

@@ -17,6 +17,7 @@ from accelfn.world.place import (
     derived_port,
     given_port,
     integer,
+    machine_of,
 )
 
 
@@ -97,7 +98,7 @@ def place_of(env: Environment, words: Words) -> Place:
         node_rank=0,
     )
     check_place(place, words.names)
-    place = evolve(place, node_rank=_machine_of(env, place))
+    place = evolve(place, node_rank=machine_of(env, place))
     if size == 1:
         return place
     address = _address(env, words, place)
@@ -129,19 +130,3 @@ def _port_of_run(env: Environment, words: Words, place: Place) -> int:
         f" {words.export.format('MASTER_PORT', 29500)}."
     )
     raise WorldError(msg)
-
-
-def _machine_of(env: Environment, place: Place) -> int:
-    """Return the number of this machine, where ranks fill one after the other, all alike."""
-    if "GROUP_RANK" in env:
-        return integer(env, "GROUP_RANK")
-    machine, left = divmod(place.rank - place.local_rank, place.local_size)
-    if left or machine < 0 or place.size % place.local_size:
-        msg = (
-            f"Rank {place.rank} of {place.size} has local rank {place.local_rank} of"
-            f" {place.local_size}: the ranks do not fill one machine after the other, as"
-            " many on each. Have mpirun map them by slot, or set GROUP_RANK to the number"
-            " of each machine."
-        )
-        raise WorldError(msg)
-    return machine

@@ -63,6 +63,29 @@ def check_place(place: Place, names: tuple[str, ...]) -> None:
         raise WorldError(msg)
 
 
+def machine_of(env: Environment, place: Place) -> int:
+    """Return the number of this machine, where ranks fill one after the other, all alike.
+
+    `GROUP_RANK` (torchrun) or `NODE_RANK` (Ray Train, Lightning) says it of any others.
+
+    Raises:
+        WorldError: the ranks do not fill their machines so, and neither is given.
+    """
+    for name in ("GROUP_RANK", "NODE_RANK"):
+        if name in env:
+            return integer(env, name)
+    machine, left = divmod(place.rank - place.local_rank, place.local_size)
+    if left or machine < 0 or place.size % place.local_size:
+        msg = (
+            f"Rank {place.rank} of {place.size} has local rank {place.local_rank} of"
+            f" {place.local_size}: the ranks do not fill one machine after the other, as"
+            " many on each. Have mpirun map them by slot, or set GROUP_RANK to the number"
+            " of each machine."
+        )
+        raise WorldError(msg)
+    return machine
+
+
 def given_port(env: Environment) -> int:
     """Return the port that somebody has chosen."""
     port = integer(env, "MASTER_PORT")

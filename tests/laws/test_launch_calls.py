@@ -216,13 +216,16 @@ MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
 
 
 def by_torchrun(rank: int, local: int, node: int, tasks: list[int]) -> dict[str, str]:
-    return numbers(
+    found = numbers(
         RANK=rank,
         WORLD_SIZE=sum(tasks),
         LOCAL_RANK=local,
         LOCAL_WORLD_SIZE=tasks[node],
-        GROUP_RANK=node,
     )
+    if len(set(tasks)) == 1:  # ranks that fill machines alike need not be told
+        return found
+    name = "GROUP_RANK" if len(tasks) % 2 else "NODE_RANK"  # torchrun's, Ray Train's
+    return found | {name: str(node)}
 
 
 def by_open_mpi(rank: int, local: int, node: int, tasks: list[int]) -> dict[str, str]:

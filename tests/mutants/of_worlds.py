@@ -103,9 +103,29 @@ MUTANTS = [
         'if "LOCAL_RANK" in env else rank → if "LOCAL_RANK" in env else 0',
     ),
     Mutant(
+        "L55: all ranks of Ray Train are on the first machine",
+        test_launch_calls.test_a_rank_is_where_its_launcher_says,
+        place.machine_of,
+        'in ("GROUP_RANK", "NODE_RANK") → in ("GROUP_RANK",)',
+    ),
+    Mutant(
+        "each pod of a PyTorchJob takes a GPU that another pod has",
+        test_place.test_a_rank_of_a_cluster,
+        torchrun._only_one_of_pod,
+        "return 0, 1 → return integer(env, 'RANK'), size",
+        args={"env": test_place.PYTORCH_JOB, "where": (2, 3, 0, 1, 2)},
+    ),
+    Mutant(
+        "each pod of a TrainJob trains alone, and nobody is told",
+        test_place.test_pods_that_were_to_run_torchrun,
+        environment.read_place,
+        "torchrun.refuse_unstarted(env) → pass",
+        args={"pods": test_place.PODS},
+    ),
+    Mutant(
         "of an mpirun with seven ranks on two machines some are on the wrong one",
         test_place.test_contradictory_mpi_environment,
-        mpi._machine_of,
+        place.machine_of,
         "if left or machine < 0 or place.size % place.local_size:"
         " → if left or machine < 0:",
         args={

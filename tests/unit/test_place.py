@@ -114,6 +114,89 @@ def test_ranks_that_were_started_by_hand_are_of_one_machine():
     assert numbers(read_place(TORCHRUN)) == (1, 2, 1, 2, 0)
 
 
+PODS = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "2"}
+PYTORCH_JOB = {"RANK": "2", "WORLD_SIZE": "3", **MASTER, **PODS}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+RAY = {"RANK": "3", "WORLD_SIZE": "4", **LOCAL, "NODE_RANK": "1", **MASTER}
+SAGEMAKER = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    **LOCAL,
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "algo-1",
+    "MASTER_PORT": "7777",
+    "SM_HOSTS": '["algo-1","algo-2"]',
+    "SM_CURRENT_HOST": "algo-2",
+    "SM_NUM_GPUS": "2",
+}
+INDEXED_JOB = {
+    "JOB_COMPLETION_INDEX": "2",
+    "RANK": "2",
+    "WORLD_SIZE": "3",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    **MASTER,
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "where"),
+    [
+        pytest.param(PYTORCH_JOB, (2, 3, 0, 1, 2), id="PyTorchJob, python"),
+        pytest.param(
+            {**PYTORCH_JOB, **RAY, "GROUP_RANK": "1"},
+            (3, 4, 1, 2, 1),
+            id="PyTorchJob, torchrun",
+        ),
+        pytest.param(INDEXED_JOB, (2, 3, 0, 1, 2), id="Indexed Job"),
+        pytest.param({**OPEN_MPI, **MASTER}, (5, 8, 1, 4, 1), id="MPIJob"),
+        pytest.param(RAY, (3, 4, 1, 2, 1), id="Ray Train"),
+        pytest.param(SAGEMAKER, (3, 4, 1, 2, 1), id="SageMaker"),
+    ],
+)
+def test_a_rank_of_a_cluster(env, where):
+    """What each system sets in the environment gives the place that it means."""
+    assert numbers(read_place(env)) == where
+    assert asked_size(env)[1] == where[1]
+
+
+@pytest.mark.parametrize(
+    "pods",
+    [
+        PODS,
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"},
+        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto"},
+    ],
+)
+def test_pods_that_were_to_run_torchrun(pods):
+    """A pod of a TrainJob that runs Python by itself does not train alone in silence."""
+    with pytest.raises(WorldError, match=r"PET_N.* is none of them.*`torchrun"):
+        read_place(pods)
+    assert asked_size(pods)[1] == 1  # World.single() may
+
+
+@pytest.mark.parametrize(
+    "pods", [{"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}, {"PET_NNODES": "1:4"}]
+)
+def test_a_pod_that_may_be_alone(pods):
+    """One process is a world of 1; what torchrun alone would know is not guessed."""
+    assert read_place(pods) is None
+
+
+def test_a_pod_of_several_ranks_that_runs_python():
+    """WORLD_SIZE counts the ranks and RANK the pods, so torchrun is to be started."""
+    with pytest.raises(WorldError, match=r"PET_NNODES=3 and WORLD_SIZE=6.*`torchrun"):
+        read_place({**PYTORCH_JOB, "WORLD_SIZE": "6", "PET_NPROC_PER_NODE": "2"})
+
+
+def test_ranks_that_do_not_fill_their_machines_are_told_apart():
+    """Of uneven machines the number cannot be told from the ranks, and is asked for."""
+    env = {**TORCHRUN, "WORLD_SIZE": "3", **LOCAL, "RANK": "2"}
+    with pytest.raises(WorldError, match="do not fill.*GROUP_RANK"):
+        read_place(env)
+    assert numbers(read_place({**env, "NODE_RANK": "1"})) == (2, 3, 1, 2, 1)
+
+
 @pytest.mark.parametrize(
     "env",
     [
