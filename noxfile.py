@@ -34,6 +34,16 @@ SAMPLED = (  # of these CI runs a part
     "tests/test_examples.py",
 )
 
+ASKS_MOST_OF_TORCH = (  # where other versions broke so far
+    *("tests/simulation", "tests/unit/test_collectives.py", "tests/unit/test_step.py"),
+    *(
+        "tests/unit/test_compile.py",
+        "tests/unit/test_launch.py",
+        "tests/unit/test_data.py",
+    ),
+    *("tests/unit/test_workers.py", "tests/unit/test_checkpoint.py"),
+)
+
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Install the versions that accelfn is tested with, and no others."""
@@ -140,3 +150,31 @@ def bench(session: nox.Session) -> None:
     install_deepspeed(session)
     run(session, "python", "tests/bench/run.py", *session.posargs)
     run(session, "python", "docs/pictures/draw.py")
+
+
+@nox.session
+def compare(session: nox.Session) -> None:
+    """Train one task by hand, with Accelerate, Fabric and accelfn, and print them side by side."""
+    install(session, "-e", ".[bench,examples]")
+    run(session, "python", "tests/compare/compare.py", *session.posargs)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Run tests on the newest torch that pip finds; several GB, by hand and before a release."""
+    on_another_torch(session, "torch", *session.posargs)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Run tests on the oldest torch that accelfn takes; several GB, as above."""
+    on_another_torch(session, "torch==2.13.*", *session.posargs)
+
+
+def on_another_torch(session: nox.Session, torch: str, *words: str) -> None:
+    """Run tests, by default those that ask most of torch, beside nothing that pins torch."""
+    session.install("-U", torch, "-e", ".[testing,examples]", "sybil", "pytest-xdist")
+    session.run(
+        "python", "-c", "import sys, torch; print(sys.version, torch.__version__)"
+    )
+    run(session, "pytest", "--hypothesis-profile=ci", *(words or ASKS_MOST_OF_TORCH))
