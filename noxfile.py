@@ -20,7 +20,7 @@ WITH_TESTS = (
     *("sybil", "schedulefree", "lomo-optim", "pytest-xdist"),
     "openmpi",  # its mpirun
     *("ipykernel", "nbclient"),  # notebooks, executed
-    *("accelerate", "datasets", "transformers"),  # what others read and write
+    *("accelerate", "datasets", "transformers", "peft"),  # what others read and write
 )
 
 # DeepSpeed is built where torch is there already, and none of its kernels, which are compiled

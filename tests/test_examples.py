@@ -244,6 +244,35 @@ def test_a_transformers_model(tmp_path: Path, launcher: list[str]) -> None:
     assert saved >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
+def test_adapters_alone_are_trained(tmp_path: Path) -> None:
+    """They lower the loss on another text; Transformers alone reads the merged model."""
+    noise = r"torchao|torch/utils/_pytree|is_gradient_checkpointing|^  warnings\.warn"
+    printed = output_of(tmp_path, "20_lora.py", noise=noise)
+    before, after = map(float, re.findall(r"(?:loss|adapters) ([\d.]+)", printed))
+
+    assert after < before - 0.05
+    assert "a model like any other: LlamaForCausalLM 64 32 128" in printed
+    with safe_open(
+        tmp_path / "python-help-lora/adapter_model.safetensors", "pt"
+    ) as file:
+        assert all("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
+
+
+def test_adapters_are_those_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, under DDP and under FSDP, the losses before and after are the same."""
+    losses: list[float] = []
+    train = partial(example("20_lora.py").train, updates=2)
+    for size, parts in ((1, None), (2, af.wrap_ddp()), (2, af.wrap_fsdp())):
+        folder = tmp_path / f"{size} {parts}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        losses.extend(simulate(size, partial(train, parts=parts))[0])
+
+    assert pytest.approx(losses[:2] * 3, **ROUNDING) == losses
+
+
 WATCHED = """\
 import sys, zlib
 from importlib.util import module_from_spec, spec_from_file_location

@@ -11,7 +11,7 @@ from accelfn.checkpoint.commit import Contents, Save
 from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.options import check_frozen, check_path
 from accelfn.checkpoint.slices import is_sharded
-from accelfn.collectives import gather_text
+from accelfn.collectives import by_calls, gather_text
 from accelfn.state.state import TrainState, check_state
 from accelfn.structure.prototype import kind_of
 
@@ -40,7 +40,8 @@ def save(
 
     Cost: one reading of all tensors, to the disk and through SHA-256; nothing is copied but
     from a GPU, a tensor at a time. On several ranks each hashes all that it has, and writes
-    its part.
+    its part. With "hash", frozen parameters of which each rank has a part are gathered, 32 MiB
+    at a time.
 
     Raises:
         CheckpointWriteError: on every rank, if any rank could not write; the reason is named
@@ -79,12 +80,10 @@ def contents_of(
     fields, kept = fields_of(state), dict[str, str]()
     if frozen == "hash":
         trained = state.definition.skeleton.once_trained
-        held = {
-            name: param
-            for name, param in fields["params"].items()
-            if name not in trained and not is_sharded(param)
-        }
-        kept = commit.digests(held)
+        held = {n: p for n, p in fields["params"].items() if n not in trained}
+        kept = commit.digests({n: p for n, p in held.items() if not is_sharded(p)})
+        for some in by_calls(held, state.world, label="hash frozen parameters"):
+            kept |= commit.digests(some)
         fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}
     units, tensors = encoded(fields)
     copies = state.definition.copy_of_each

@@ -267,6 +267,20 @@ def _check(module: nn.Module, *, drawn: bool) -> None:
             " modules), or copy.deepcopy(model) before the first."
         )
         raise ModelError(msg)
+    hooked = [
+        name
+        for name, param in module.named_parameters()
+        if param._backward_hooks  # pyright: ignore[reportPrivateUsage]
+        or getattr(param, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        msg = (
+            f"{type(module).__name__} has hooks on {len(hooked)} parameters:"
+            f" {', '.join(hooked[:5])}. A state trains copies of these, which would not call"
+            " them. Change gradients in a transform that has `grads`; hooks of modules, as of"
+            " register_forward_hook, stay."
+        )
+        raise ModelError(msg)
     named = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's users
 
 import accelfn as af
 from accelfn.structure.skeleton import materialize
+from accelfn.testing import simulate
 from tests.states import bits
 
 torch.set_num_threads(1)
@@ -127,6 +128,59 @@ def test_module_with_computed_tensors():
         af.ModelError, match=r"cannot be copied for its 'computed'.*buffers"
     ):
         af.TrainState.create(model=model, optimizer=SGD)
+
+
+@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(kind):
+    """A state trains copies, which would not call them: before they were lost in silence."""
+    model = nn.Linear(3, 1)
+    getattr(model.weight, f"register_{kind}")(lambda _: None)
+    with pytest.raises(
+        af.ModelError, match=r"hooks on 1 parameters: weight\..*`grads`"
+    ):
+        af.TrainState.create(model=model, optimizer=SGD)
+    model.weight._backward_hooks = None
+
+
+@pytest.mark.parametrize("setup", [af.wrap_ddp(), af.wrap_fsdp()])
+def test_hooks_of_modules_are_those_of_the_hand_written_loop(setup):
+    """What modules' hooks do to a forward and a backward pass, a step does on 1 and 2 ranks."""
+
+    def model():
+        made = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+        made[0].register_forward_hook(lambda *each: each[2] * 2)
+        made[2].register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+        made[2].register_full_backward_hook(lambda _, given, __: (given[0] * 3,))
+        return made
+
+    rows = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(8, 3).cos()
+    loss_fn = lambda model, batch: (model(batch) - batch).square().mean()  # noqa: E731
+    before = []
+
+    def trained(world):
+        state = af.TrainState.create(
+            model=model,
+            optimizer=SGD,
+            data=af.Data(rows, batch_size=4),
+            setup=af.chain(af.shard_data(), setup),
+            world=world,
+        )
+        before.append(af.full_params(state))
+        step = af.make_step(loss_fn)
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+        return af.full_params(state)
+
+    found = [*simulate(1, trained), *simulate(2, trained)]
+    plain = model()
+    plain.load_state_dict(before[0])
+    optimizer = SGD(plain.parameters())
+    for batch in rows.split(4):
+        optimizer.zero_grad()
+        loss_fn(plain, batch).backward()
+        optimizer.step()
+    for params in found:
+        torch.testing.assert_close(params, dict(plain.named_parameters()))
 
 
 def test_factory_that_raises():

@@ -5,10 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn, optim
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import bits
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 
@@ -226,3 +228,36 @@ def test_a_donated_state():
     STEP(state, X)
     with pytest.raises(af.StateDonatedError):
         state.with_trainable(in_head)
+
+
+def test_hashes_of_parts(tmp_path):
+    """D: where each rank has a part, `frozen="hash"` writes none of what was never trained."""
+
+    def model():
+        made = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+        made[0].requires_grad_(requires_grad=False)
+        return made
+
+    def trained(world, setup, *, load=False):
+        state = af.TrainState.create(
+            model=model,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=af.Data(X, batch_size=8),
+            setup=af.chain(af.shard_data(), setup),
+            world=world,
+        )
+        if load:
+            return af.full_params(af.load(state, tmp_path / "saved"))
+        state, _ = STEP(state, next(iter(af.batches(state))))
+        af.save(state, tmp_path / "saved", frozen="hash")
+        return af.full_params(state)
+
+    (saved, _) = simulate(2, partial(trained, setup=af.wrap_fsdp()))
+    files = [load_file(path) for path in (tmp_path / "saved").glob("*.safetensors")]
+    assert {name for file in files for name in file} == {
+        "params.1.weight",
+        "params.1.bias",
+    }
+    for size, setup in ((1, af.wrap_ddp()), (2, af.wrap_ddp()), (3, af.wrap_fsdp())):
+        for loaded in simulate(size, partial(trained, setup=setup, load=True)):
+            assert bits(saved) == bits(loaded)
