@@ -112,6 +112,7 @@ if _TYPE_CHECKING:
     from accelfn.checkpoint import load as load
     from accelfn.checkpoint import load_part as load_part
     from accelfn.checkpoint import save as save
+    from accelfn.checkpoint import with_world as with_world
     from accelfn.data.gather_valid import gather_valid as gather_valid
     from accelfn.data.split import split as split
     from accelfn.launching.function import launch as launch
@@ -175,7 +176,14 @@ if _TYPE_CHECKING:
 # bears too is not among them, for the import of the module would stand in its place
 _LATER = {
     "accelfn": ("track",),
-    "accelfn.checkpoint": ("CheckpointStore", "Loaded", "load", "load_part", "save"),
+    "accelfn.checkpoint": (
+        "CheckpointStore",
+        "Loaded",
+        "load",
+        "load_part",
+        "save",
+        "with_world",
+    ),
     "accelfn.data.gather_valid": ("gather_valid",),
     "accelfn.data.split": ("split",),
     "accelfn.launching.function": ("launch",),

@@ -61,6 +61,41 @@ class Contents:
 
 
 @attrs.frozen(kw_only=True)
+class Division:
+    """Who writes what, once all ranks have said what they hold.
+
+    Attributes:
+        mine: the tensors that this rank writes.
+        per_rank: as a manifest's, and those below.
+        trees_by_rank: of every rank.
+        sharded: which slices there are.
+        copies: of the model.
+    """
+
+    mine: Mapping[str, torch.Tensor]
+    per_rank: tuple[str, ...]
+    trees_by_rank: tuple[dict[str, Any], ...]
+    sharded: Mapping[str, Any]
+    copies: tuple[int, ...]
+
+    def manifest(
+        self, contents: Contents, written: Sequence[files.File], *, step: int
+    ) -> Manifest:
+        """Return what is there when every rank has written its file."""
+        return Manifest(
+            **contents.facts,
+            step=step,
+            world_size=len(written),
+            trees=contents.units,
+            trees_by_rank=self.trees_by_rank,
+            per_rank=self.per_rank,
+            sharded=self.sharded,
+            copies=self.copies,
+            files={rank_file(rank): file for rank, file in enumerate(written)},
+        )
+
+
+@attrs.frozen(kw_only=True)
 class Save:
     """Where a checkpoint is written, and by whom.
 
@@ -160,18 +195,8 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
         CheckpointWriteError: on every rank, if any rank could not.
     """
     said = save.agreed(exchange, "say what it holds", lambda: _said(save, contents))
-    ranks = [json.loads(text) for text in said]
-    copies = tuple(each["copy"] for each in ranks if each["copy"] is not None)
-    sharded = _sharded(ranks, copies or (0,) * save.size)
-    per_rank, trees_by_rank = _differing(ranks, sharded)
-    held = [each["tensors"] for each in ranks]
-    first = copies.index(copies[save.rank]) if copies else save.rank
-    own = [
-        name
-        for name in per_rank
-        if first == save.rank or held[first].get(name) != held[save.rank].get(name)
-    ]
-    mine = _mine(save, contents.tensors, per_rank, own, sharded)
+    division = divided(contents, list(map(json.loads, said)), save.rank)
+    mine = division.mine
     name = rank_file(save.rank)
 
     def write_file() -> str:
@@ -187,20 +212,8 @@ def write(save: Save, contents: Contents, exchange: Exchange) -> None:
     def name_it() -> None:
         if save.rank:
             return
-        manifest = Manifest(
-            **contents.facts,
-            step=save.step,
-            world_size=save.size,
-            trees=contents.units,
-            trees_by_rank=trees_by_rank,
-            per_rank=per_rank,
-            sharded=sharded,
-            copies=copies,
-            files={
-                rank_file(rank): files.File.from_plain(json.loads(text))
-                for rank, text in enumerate(written)
-            },
-        )
+        each = [files.File.from_plain(json.loads(text)) for text in written]
+        manifest = division.manifest(contents, each, step=save.step)
         disk.write(save.partial / NAME, [manifest.to_bytes()])
         disk.flush(save.partial)
         disk.rename(save.partial, save.final)
@@ -220,12 +233,17 @@ def _said(save: Save, contents: Contents) -> str:
             " directory, on a disk that all see."
         )
         raise CheckpointError(msg)
+    return json.dumps(said_of(contents, is_alone=save.size == 1))
+
+
+def said_of(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
+    """Return what tells this rank's values from another's, and which slices it holds."""
     whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
     parts = {n: t for n, t in contents.tensors.items() if n in contents.slices}
     of_parts = digests(parts) if contents.copy is not None else {}
-    said = {
+    return {
         "units": contents.units,
-        "tensors": digests(whole) if save.size > 1 else dict.fromkeys(whole),
+        "tensors": dict.fromkeys(whole) if is_alone else digests(whole),
         "copy": contents.copy,
         "slices": {
             name: {
@@ -236,7 +254,6 @@ def _said(save: Save, contents: Contents) -> str:
             for name, place in contents.slices.items()
         },
     }
-    return json.dumps(said)
 
 
 def digests(
@@ -249,6 +266,29 @@ def digests(
         digest.update(files.bytes_of(tensor))
         found[name] = digest.hexdigest()
     return found
+
+
+def divided(
+    contents: Contents, ranks: Sequence[Mapping[str, Any]], rank: int
+) -> Division:
+    """Return who writes what, of what all ranks have said."""
+    copies = tuple(each["copy"] for each in ranks if each["copy"] is not None)
+    sharded = _sharded(ranks, copies or (0,) * len(ranks))
+    per_rank, trees_by_rank = _differing(ranks, sharded)
+    held = [each["tensors"] for each in ranks]
+    first = copies.index(copies[rank]) if copies else rank
+    own = [
+        name
+        for name in per_rank
+        if first == rank or held[first].get(name) != held[rank].get(name)
+    ]
+    return Division(
+        mine=_mine(contents.tensors, per_rank, own, sharded, place=(rank, len(ranks))),
+        per_rank=per_rank,
+        trees_by_rank=trees_by_rank,
+        sharded=sharded,
+        copies=copies,
+    )
 
 
 def _sharded(
@@ -309,22 +349,24 @@ def _differing(
 
 
 def _mine(
-    save: Save,
     tensors: Mapping[str, torch.Tensor],
     per_rank: Sequence[str],
     own: Sequence[str],
     sharded: Mapping[str, Any],
+    *,
+    place: tuple[int, int],
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that this rank writes: its own, and its part of what all have."""
+    rank, size = place
     common = sorted(tensors.keys() - set(per_rank) - sharded.keys())
     sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in common]
     total, before, mine = max(sum(sizes), 1), 0, set(own)
-    mine |= {n for n, at in sharded.items() if rank_file(save.rank) in at["slices"]}
-    for name, size in zip(common, sizes, strict=True):
-        place = (2 * before + size) * save.size // (2 * total)
-        if min(place, save.size - 1) == save.rank:
+    mine |= {n for n, at in sharded.items() if rank_file(rank) in at["slices"]}
+    for name, num_bytes in zip(common, sizes, strict=True):
+        writer = (2 * before + num_bytes) * size // (2 * total)
+        if min(writer, size - 1) == rank:
             mine.add(name)
-        before += size
+        before += num_bytes
     return {name: tensor for name, tensor in tensors.items() if name in mine}
 
 

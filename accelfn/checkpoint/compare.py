@@ -92,7 +92,7 @@ def _near(name: str, others: Iterable[str]) -> str:
     return f" (near {near[0]})" if near else ""
 
 
-def check_optimizer(state: TrainState, manifest: Manifest, folder: Path) -> None:
+def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
     """Refuse the state of another optimizer."""
     if manifest.optimizer != optimizer_name(state):
         msg = (
@@ -102,7 +102,7 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path) -> None
         raise CheckpointError(msg)
 
 
-def check_transforms(state: TrainState, manifest: Manifest, folder: Path) -> None:
+def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
     """Refuse slots of transforms that are gone, and transforms whose slot is missing."""
     mine = {each.name for each in state.setup}
     saved = manifest.slots
@@ -119,7 +119,7 @@ def check_transforms(state: TrainState, manifest: Manifest, folder: Path) -> Non
 
 
 def check_data(
-    state: TrainState, manifest: Manifest, folder: Path, allow: Sequence[str]
+    state: TrainState, manifest: Manifest, folder: Path | str, allow: Sequence[str]
 ) -> None:
     """Refuse to go on with other data."""
     saved = manifest.data

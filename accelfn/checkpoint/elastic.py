@@ -24,7 +24,7 @@ class Source:
     """A checkpoint as one rank reads it.
 
     Attributes:
-        folder: where it is.
+        folder: where it is; of one in memory, what errors call it.
         manifest: what it holds.
         rank: as which rank it is read.
         device: on which tensors are to be.
@@ -34,9 +34,10 @@ class Source:
         sharded: the state's DTensors, by name.
         slots: those that take the place of the ranks' own, where there is a mean.
         told: how many bytes have been read since it was last called.
+        held: the tensors of each file, where they are in memory and not in a folder.
     """
 
-    folder: Path
+    folder: Path | str
     manifest: Manifest
     rank: int = 0
     device: str = "cpu"
@@ -45,6 +46,7 @@ class Source:
     slots: Mapping[str, Any] = attrs.field(factory=dict)
     sharded: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     told: files.Told = files.unheard
+    held: Mapping[str, Mapping[str, torch.Tensor]] | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all fields."""
@@ -86,16 +88,25 @@ class Source:
         """Return tensors by file and name, each file read once."""
         found: dict[tuple[str, str], torch.Tensor] = {}
         for file in sorted({file for file, _ in places}):
-            tensors = files.read(
-                self.folder / file,
-                self.manifest.files[file],
-                {name for each, name in places if each == file},
-                device=self.device,
-                verify=self.verify,
-                told=self.told,
+            tensors = self._read_file(
+                file, {name for each, name in places if each == file}
             )
             found |= {(file, name): tensor for name, tensor in tensors.items()}
         return found
+
+    def _read_file(self, file: str, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+        """Return tensors of a file in memory of their own, as each reading gives."""
+        if self.held is not None:
+            held = self.held[file]
+            return {name: held[name].to(self.device, copy=True) for name in names}
+        return files.read(
+            Path(self.folder) / file,
+            self.manifest.files[file],
+            names,
+            device=self.device,
+            verify=self.verify,
+            told=self.told,
+        )
 
     def _resliced(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors of which slices were saved, or are wanted."""
@@ -162,9 +173,14 @@ class _Plan:
 
 
 def source_of(
-    state: TrainState, manifest: Manifest, folder: Path, *, verify: bool
+    state: TrainState,
+    manifest: Manifest,
+    folder: Path | str,
+    *,
+    verify: bool = True,
+    held: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> Source:
-    """Return how this rank reads a checkpoint.
+    """Return how this rank reads a checkpoint, from its folder or out of memory.
 
     Raises:
         CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
@@ -175,6 +191,7 @@ def source_of(
         manifest=manifest,
         device=str(world.device),
         verify=verify,
+        held=held,
         sharded=_sharded(state, manifest),
     )
     # ranks that have copies together are none that have one each

@@ -2,7 +2,7 @@
 """`load`: the state that was saved; `load_part`: what of it is asked for."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,32 @@ def load(
     """
     folder = _folder("af.load", state, directory)
 
+    def opened() -> Source:
+        return _opened(state, folder, verify=verify)
+
+    return restored(state, folder, opened, _several(allow))
+
+
+def restored(
+    state: TrainState,
+    where: Path | str,
+    opened: Callable[[], Source],
+    allow: Sequence[str] = (),
+) -> TrainState:
+    """Return the state that a source has, with the definition of the given one.
+
+    Args:
+        state: says model, optimizer, setup, data and world.
+        where: what errors call the source.
+        opened: gives it.
+        allow: as `load`'s.
+    """
+
     def read() -> tuple[Source, dict[str, Any]]:
-        source = _opened(state, folder, verify=verify)
-        compare.check_transforms(state, source.manifest, folder)
-        compare.check_optimizer(state, source.manifest, folder)
-        compare.check_data(state, source.manifest, folder, _several(allow))
+        source = opened()
+        compare.check_transforms(state, source.manifest, where)
+        compare.check_optimizer(state, source.manifest, where)
+        compare.check_data(state, source.manifest, where, allow)
         return source, source.fields()
 
     source, saved = together(state, read)
@@ -68,7 +89,7 @@ def load(
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         found = compare.differences(saved[field], current)
         if found:
-            raise CheckpointError(found.told(f"{folder}: {field}"))
+            raise CheckpointError(found.told(f"{where}: {field}"))
     return with_fields(state, saved)
 
 

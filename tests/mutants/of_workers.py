@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "L45: each rank of a worker writes what all have",
         ONCE,
-        commit.write,
-        "if first == save.rank or → if True or",
+        commit.divided,
+        "if first == rank or → if True or",
     ),
     Mutant(
         "L10: the first period begins with the run, whenever ranks begin to train apart",

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`with_world`: a state moved to another world, as by a checkpoint, and without a disk.
+
+What each rank would write it sends, and what it would read it has been sent. So all that
+decides who writes what, and what another number of ranks makes of it, is that of checkpoints.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from accelfn.base import tree
+from accelfn.base.calling import called
+from accelfn.checkpoint import commit, files
+from accelfn.checkpoint.elastic import source_of
+from accelfn.checkpoint.load import restored
+from accelfn.checkpoint.manifest import Manifest, rank_file
+from accelfn.checkpoint.save import contents_of
+from accelfn.checkpoint.slices import is_sharded
+from accelfn.collectives import broadcast_, broadcast_object, gather_text
+from accelfn.definition.definition import check_axes
+from accelfn.definition.transform import chain
+from accelfn.errors import ArgumentError, CheckpointCorruptError, StateError
+from accelfn.state.lease import Lease
+from accelfn.state.state import TrainState, check_state
+from accelfn.world import World
+
+T = TypeVar("T")
+Held = Mapping[str, Mapping[str, torch.Tensor]]
+"""The tensors of each file that a save would have written."""
+
+_CALL = "af.with_world(state, world)"
+_AT_ONCE = 25_000_000
+"""Bytes that are sent together, at least where tensors are small."""
+
+
+@called
+def with_world(
+    state: TrainState,
+    world: World,
+    *,
+    among: World | None = None,
+    newcomer: bool = False,
+) -> TrainState:
+    """Return the state as it goes on in another world; call it on all ranks of that world.
+
+    The ranks that have a state hand it over, and newcomers take it. What was a rank's own,
+    as between two averages of `local_sgd`, each rank gets back where as many ranks go on as
+    handed over; else all get the mean, as `load` gives it. What is in flight arrives first.
+
+    Args:
+        state: not donated; it stays as it is. A newcomer's is a fresh one, of the same model,
+            optimizer, setup and data: it says what the state is a state of, and no number of
+            it is taken.
+        world: in which the state is to go on; it may have more ranks than the state's, fewer
+            or as many, and other axes.
+        among: whose ranks call it, where these are more than those of `world`: so those that
+            will not go on in it hand over what is theirs. `world` is a part of it.
+        newcomer: whether this rank has nothing to hand over.
+
+    Law: bitwise what `load` gives on the ranks of `world` of what those that hand over have
+    saved. There and back, to a world of as many ranks, is nothing.
+
+    Cost: SHA-256 of what a rank has, as a save; then what that save would write is sent to
+    all ranks, a file after the other, and each rank keeps it in the host's memory until it
+    returns. So what all have alike travels once, and what is each rank's own for each.
+
+    Raises:
+        StateError: nobody hands over a state, those that do have not all parts of a model
+            that is split, or a rank could not say or take it; on all ranks.
+        CheckpointError: ranks differed in what has no mean, or a newcomer's state is of
+            something else.
+        WorldError: ranks along an axis of the world would all do the same.
+        ArgumentError: `world` is none, or no part of `among`.
+    """
+    check_state(_CALL, state)
+    state.lease.check()
+    meeting = _checked(world, world if among is None else among)
+    check_axes(state.setup, world)
+
+    def say() -> commit.Contents | None:
+        return None if newcomer else contents_of(state, "write")
+
+    contents, said = _all_do("say what it holds", meeting, say, _said)
+    manifest, held = _handed_over(contents, list(map(json.loads, said)), meeting, state)
+    where = f"the state of update {manifest.step}"
+
+    def take() -> TrainState:
+        fresh = _begun(state, world)
+        return restored(
+            fresh, where, lambda: source_of(fresh, manifest, where, held=held)
+        )
+
+    return _all_do("take the state over", meeting, take, lambda _: "")[0]
+
+
+def _checked(world: World, among: World) -> World:
+    """Return the world whose ranks meet, once both are worlds, one a part of the other."""
+    for each in (world, among):
+        if not isinstance(each, World):
+            msg = (
+                f"{_CALL}: expected an af.World, got {each!r}. Take a part of yours, as"
+                " world.split(size=...), or make one with af.World.from_env()."
+            )
+            raise ArgumentError(msg)
+    if among is not world and among.whole is not world.whole:
+        msg = (
+            f"{_CALL}: the world of {world.size} ranks is no part of the world of"
+            f" {among.size} ranks that was given as among=."
+        )
+        raise ArgumentError(msg)
+    return among
+
+
+def _all_do(
+    what: str, world: World, act: Callable[[], T], told: Callable[[T], str]
+) -> tuple[T, list[str]]:
+    """Act on every rank; return what this one made, and what all say of theirs, or raise.
+
+    Raises:
+        StateError: another rank could not.
+        Exception: what was raised on this rank.
+    """
+    outcome: T | Exception
+    try:
+        outcome = act()
+        text = f"ok {told(outcome)}"
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
+        outcome, text = error, f"failed {commit.told(error)}"
+    texts = gather_text(text, world, label=f"with_world: {what}")
+    if isinstance(outcome, Exception):
+        raise outcome
+    for rank, each in enumerate(texts):
+        if not each.startswith("ok "):
+            why = each.partition(" ")[2]
+            msg = f"{_CALL}: rank {rank} of {world.size} could not {what}: {why}"
+            raise StateError(msg)
+    return outcome, [each.partition(" ")[2] for each in texts]
+
+
+def _said(contents: commit.Contents | None) -> str:
+    return json.dumps(contents and commit.said_of(contents))
+
+
+def _handed_over(
+    contents: commit.Contents | None,
+    said: Sequence[Mapping[str, Any] | None],
+    world: World,
+    state: TrainState,
+) -> tuple[Manifest, Held]:
+    """Return what a save of the ranks that have a state would have written.
+
+    Raises:
+        StateError: no rank has one, or they have not all of a model that is split.
+    """
+    givers = [rank for rank, each in enumerate(said) if each is not None]
+    if not givers:
+        msg = (
+            f"{_CALL}: all {world.size} ranks are newcomers, so there is no state to take"
+            " over. Load one: af.load(state, directory)."
+        )
+        raise StateError(msg)
+    mine: Mapping[str, torch.Tensor] = {}
+    division = None
+    if contents is not None:
+        ranks = _numbered([each for each in said if each is not None])
+        division = commit.divided(contents, ranks, givers.index(world.rank))
+        mine = division.mine
+    text = json.dumps(files.unwritten(mine).to_plain())
+    listed = gather_text(text, world, label="with_world: list tensors")
+    written = [files.File.from_plain(json.loads(listed[rank])) for rank in givers]
+    plain = None
+    if world.rank == givers[0] and division is not None and contents is not None:
+        plain = (
+            division.manifest(contents, written, step=state.step).to_bytes().decode()
+        )
+    plain = broadcast_object(
+        plain, world, root=givers[0], label="with_world: say what there is"
+    )
+    try:
+        manifest = Manifest.from_bytes(plain.encode())
+    except CheckpointCorruptError as error:
+        msg = (
+            f"{_CALL}: the {len(givers)} ranks that have a state have not all of it:"
+            f" {error}. Go on from the last checkpoint."
+        )
+        raise StateError(msg) from error
+    held = {
+        rank_file(place): _sent(written[place], mine, root=root, world=world)
+        for place, root in enumerate(givers)
+    }
+    return manifest, held
+
+
+def _numbered(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what ranks said with copies numbered anew: some may be gone."""
+    copies = sorted({each["copy"] for each in ranks if each["copy"] is not None})
+    return [
+        {**each, "copy": None if each["copy"] is None else copies.index(each["copy"])}
+        for each in ranks
+    ]
+
+
+def _sent(
+    file: files.File, mine: Mapping[str, torch.Tensor], *, root: int, world: World
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file that rank `root` has, on all ranks, on the host."""
+    held: dict[str, torch.Tensor] = {}
+    for names in _some_at_once(file):
+        if world.rank == root:
+            tensors = [mine[name].detach().to(world.device) for name in names]
+        else:
+            tensors = [file.tensors[name].empty().to(world.device) for name in names]
+        broadcast_(tensors, world, root=root, label="with_world: hand over")
+        held |= {n: t.cpu() for n, t in zip(names, tensors, strict=True)}
+    return held
+
+
+def _some_at_once(file: files.File) -> Iterator[list[str]]:
+    names: list[str] = []
+    begin = 0
+    for name, entry in file.tensors.items():
+        begin = begin if names else entry.begin
+        names.append(name)
+        if entry.end - begin >= _AT_ONCE:
+            yield names
+            names = []
+    if names:
+        yield names
+
+
+def _begun(state: TrainState, world: World) -> TrainState:
+    """Return a state of the same definition in a world, to be loaded into.
+
+    Where the setup says how the model lies, everything lies as it does in that world.
+    """
+    definition = attrs.evolve(state.definition, world=world)
+    owners = state.setup.owners["layout"]
+    if not owners:
+        return attrs.evolve(state, definition=definition)
+    layout = definition.layout
+    params: dict[str, torch.Tensor] = {}
+    for name, param in state.params.items():
+        zeros = torch.zeros(param.shape, dtype=param.dtype)
+        laid = zeros if layout is None else layout.cut(name, zeros)
+        params[name] = laid if is_sharded(laid) else laid.to(world.device)
+    transforms = {each.name for each in state.setup}
+    own = {
+        name: slot
+        for name, slot in state.slots.items()
+        if name not in transforms and not any(map(is_sharded, tree.tree_leaves(slot)))
+    }
+    fresh = attrs.evolve(
+        state,
+        params=params,
+        buffers={n: b.to(world.device) for n, b in state.buffers.items()},
+        opt_state={},
+        slots=own,
+        definition=attrs.evolve(definition, setup=chain(*owners)),
+        lease=Lease(),
+    )
+    return fresh.with_setup(state.setup)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state moved to another world is the one that was saved and loaded there, bitwise."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.errors import DeadlockError
+from accelfn.testing import simulate
+from tests.laws.worlds import params
+from tests.strategies import Run, differences, runs, tensors
+
+POWER = af.compress("powersgd", start_powerSGD_iter=0, min_compression_rate=0)
+SETUPS = {
+    "ddp": (af.wrap_ddp(find_unused_parameters=True), af.ema(0.5)),
+    "powersgd": (
+        af.wrap_ddp(),
+        af.compress("powersgd", start_powerSGD_iter=0, min_compression_rate=0),
+    ),
+    "local sgd": (af.local_sgd(sync_every=3), af.clip_grad_norm(0.5)),
+    "diloco": (af.diloco(sync_every=4, fragments=2, delay=1, bits=8),),
+    "fsdp": (af.wrap_fsdp(), af.ema(0.5)),
+}
+WORLDS = [  # ranks in all, ranks that have a state, ranks that go on together
+    *[(2, 2, 2), (2, 2, 1), (2, 1, 2), (3, 3, 1), (3, 1, 3)],
+    *[(4, 4, 2), (4, 2, 4), (4, 2, 2), (6, 3, 2), (6, 2, 3)],
+]
+
+
+@given(
+    run=runs(),
+    kind=st.sampled_from(["plain", "tied", "norm", "dropout"]),
+    setup=st.sampled_from(sorted(SETUPS)),
+    sizes=st.sampled_from(WORLDS),
+    at=st.integers(0, 4),
+)
+@example(Run(n=24, optimizer="adamw"), "plain", "fsdp", (4, 4, 2), 2)
+@example(Run(n=24, optimizer="adamw"), "dropout", "diloco", (6, 2, 3), 3)
+def test_a_state_that_is_moved_was_saved_and_loaded(
+    run: Run, kind: str, setup: str, sizes: tuple[int, int, int], at: int
+) -> None:
+    """On more, fewer or as many ranks it is what a load gives them, and goes on so."""
+    chosen = af.chain(af.shard_data(), *SETUPS[setup])
+    # batch norm needs two samples on every rank
+    run = attrs.evolve(
+        run, kind=kind, setup=chosen, n=max(run.n, 24), batch_size=12, dyadic=False
+    )
+    total, givers, size = sizes
+
+    def fn(world: af.World) -> list[list[str]]:
+        old, new = world.split(size=givers), world.split(size=size)
+        gives = world.rank < givers
+        state = run.state(old)
+        if gives:
+            state, _ = run.train(state, at)
+            af.save(state, to)
+        af.barrier(world)
+        loaded = af.load(run.state(new), to)
+        among = None if size == total else world
+        moved = af.with_world(state, new, among=among, newcomer=not gives)
+        assert moved.world is new
+        same, had = differences(tensors(loaded), tensors(moved)), tensors(state.copy())
+        ends = [tensors(run.train(each, 2)[0]) for each in (loaded, moved)]
+        return [same, differences(*ends), differences(had, tensors(state))]
+
+    with tempfile.TemporaryDirectory() as folder:
+        to = str(Path(folder) / "saved")
+        assert simulate(total, fn).results == ([[], [], []],) * total
+
+
+COPIES = {"dp_replicate": 2, "dp_shard": 2}
+
+
+def apart(world: af.World, at: int) -> af.TrainState:
+    """Return the state of copies of two ranks each, which train apart, after some updates."""
+    setup = af.chain(af.shard_data(), af.wrap_fsdp(), af.local_sgd(sync_every=9))
+    run = Run(n=24, batch_size=8, dyadic=False, optimizer="momentum", setup=setup)
+    return run.train(run.state(world), at)[0]
+
+
+@given(at=st.sampled_from([0, 2]), copy=st.integers(0, 1))
+def test_a_copy_that_is_left_is_what_all_go_on_from(at: int, copy: int) -> None:
+    """Where all ranks of the other copy are new, what one copy holds is all there is."""
+
+    def fn(world: af.World) -> tuple[bool, dict[str, torch.Tensor]]:
+        stays = world.rank // 2 == copy
+        state = apart(world, at)  # what newcomers have of it is not looked at
+        had = params(tensors(state))
+        moved = af.with_world(state, world, newcomer=not stays)
+        assert moved.step == at
+        found = params(tensors(moved))
+        return not stays or differences(had, found) == [], found
+
+    ranks = simulate(4, fn, axes=COPIES)
+    assert all(same for same, _ in ranks)
+    for rank, (_, found) in enumerate(ranks):
+        assert differences(ranks[(rank + 2) % 4][1], found) == []
+
+
+def test_parts_of_a_model_that_are_gone_are_missed() -> None:
+    """Ranks that have not all of a model between them are told so, and go on nowhere."""
+
+    def fn(world: af.World) -> None:
+        state = apart(world, 1)
+        with pytest.raises(af.StateError, match="have not all of it"):
+            af.with_world(state, world.across(size=2))
+
+    simulate(4, fn, axes=COPIES)
+
+
+@given(size=st.integers(2, 4), bad=st.integers(0, 3), gives=st.booleans())
+def test_a_rank_that_fails_is_told_of_on_all(size: int, bad: int, gives: bool) -> None:
+    """Whatever a rank cannot say or take, no rank goes on as if nothing had been."""
+    bad %= size
+
+    def fn(world: af.World) -> str:
+        run = Run(n=12, optimizer="adamw" if world.rank == bad else "sgd")
+        state = run.state(world)
+        if gives and world.rank == bad:
+            state = attrs.evolve(state, slots={"mine": object()})
+        newcomer = not gives and world.rank == bad
+        with pytest.raises(af.Error) as raised:
+            af.with_world(state, world, newcomer=newcomer)
+        return str(raised.value)
+
+    for rank, text in enumerate(simulate(size, fn)):
+        assert rank == bad or f"rank {bad} of {size} could not" in text
+
+
+def test_what_a_rank_lacks_is_refused() -> None:
+    """A world that is none, one that is no part, no state at all, and no word of its own."""
+
+    def fn(world: af.World) -> None:
+        state = Run(n=12).state(world)
+        not_a_world: Any = 2
+        with pytest.raises(af.ArgumentError, match=r"expected an af\.World, got 2"):
+            af.with_world(state, not_a_world)
+        with pytest.raises(af.ArgumentError, match="is no part of the world"):
+            af.with_world(state, af.World(), among=world)
+        with pytest.raises(af.StateError, match="all 2 ranks are newcomers"):
+            af.with_world(state, world, newcomer=True)
+        own = state.with_slot("mine", world.rank)
+        assert af.with_world(own, world).slots["mine"] == world.rank
+        with pytest.raises(
+            af.CheckpointError, match=r"2 ranks whose slots\.mine differ"
+        ):
+            af.with_world(own, world.split(size=1), among=world)
+
+    simulate(2, fn)
+
+
+def test_a_rank_that_does_not_call_is_missed() -> None:
+    """The others are told who did not come, and in what they waited."""
+
+    def fn(world: af.World) -> None:
+        state = Run(n=12).state(world)
+        if world.rank:
+            af.with_world(state, world)
+
+    with pytest.raises(DeadlockError, match="with_world: say what it holds"):
+        simulate(2, fn)

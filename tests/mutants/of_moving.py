@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in how a state goes on in another world."""
+
+from accelfn.checkpoint import elastic, moving
+from tests.laws import test_with_world
+from tests.mutants.mutant import Mutant
+
+MOVED = test_with_world.test_a_state_that_is_moved_was_saved_and_loaded
+FAILS = test_with_world.test_a_rank_that_fails_is_told_of_on_all
+
+MUTANTS = [
+    Mutant(
+        "L45: a state that is moved stays in the world that it was in",
+        MOVED,
+        moving._begun,
+        "attrs.evolve(state.definition, world=world) → state.definition",
+    ),
+    Mutant(
+        "L45: every rank sends what is the first one's to send",
+        MOVED,
+        moving._handed_over,
+        "givers.index(world.rank)) → 0)",
+    ),
+    Mutant(
+        "L45: a state that is moved shares tensors with the one that it was",
+        MOVED,
+        elastic.Source._read_file,
+        "copy=True → copy=False",
+    ),
+    Mutant(
+        "L45: newcomers hand over what they begin with",
+        MOVED,
+        moving.with_world,
+        "None if newcomer else contents_of → contents_of",
+    ),
+    Mutant(
+        "L45: a copy that is left has the number that it had among others",
+        test_with_world.test_a_copy_that_is_left_is_what_all_go_on_from,
+        moving._numbered,
+        'else copies.index(each["copy"]) → else each["copy"]',
+    ),
+    Mutant(
+        "L54: a rank that cannot take a state over is alone with it",
+        FAILS,
+        moving._all_do,
+        "raise StateError(msg) → pass",
+    ),
+    Mutant(
+        "L54: a world is taken for a part of another that it is not",
+        test_with_world.test_what_a_rank_lacks_is_refused,
+        moving._checked,
+        "among.whole is not world.whole → False",
+    ),
+]
