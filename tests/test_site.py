@@ -21,14 +21,13 @@ from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[1]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-WRITTEN_SOON = pytest.mark.xfail(reason="the page is not written yet")
 NEWCOMERS_WORDS = [
     "resume",
     "gradient accumulation",
     "OneCycleLR",
     "hang",
     "FSDP",
-    pytest.param("LoRA", marks=WRITTEN_SOON),
+    "LoRA",
     "NCCL timeout",
     "learning rate on N GPUs",
     "early stopping",

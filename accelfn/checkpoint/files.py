@@ -33,7 +33,7 @@ _AHEAD = 2
 """As often; what waits to be hashed."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
-_NO_SHA256 = "0" * 64
+_NONE = "0" * 64
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -195,9 +195,9 @@ def unwritten(tensors: Mapping[str, torch.Tensor]) -> File:
     """Return what a file of tensors would be; its digests are none, for it is not written."""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header, places = _header({name: tensors[name] for name in order}, {})
-    entries = {name: Entry(*places[name], sha256=_NO_SHA256) for name in order}
+    entries = {name: Entry(*places[name], digest=_NONE) for name in order}
     size = max((entry.end for entry in entries.values()), default=len(header))
-    return File(size, _NO_SHA256, _NO_SHA256, entries)
+    return File(size, _NONE, _NONE, entries)
 
 
 def unheard(_count: int) -> None:

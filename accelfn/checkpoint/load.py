@@ -44,7 +44,7 @@ def load(
     Where each rank has a part of the model, all ranks load or none does: a file that one
     cannot read is an error on all, which names it.
 
-    Cost: one reading of the files that this rank needs, and SHA-256 of them; of a model in
+    Cost: one reading of the files that this rank needs, and BLAKE3 of them; of a model in
     parts two small gathers, and one of its frozen parameters that were saved by hash.
 
     Raises:

@@ -64,7 +64,7 @@ def with_world(
     Law: bitwise what `load` gives on the ranks of `world` of what those that hand over have
     saved. There and back, to a world of as many ranks, is nothing.
 
-    Cost: SHA-256 of what a rank has, as a save; then what that save would write is sent to
+    Cost: BLAKE3 of what a rank has, as a save; then what that save would write is sent to
     all ranks, a file after the other, and each rank keeps it in the host's memory until it
     returns. So what all have alike travels once, and what is each rank's own for each.
 

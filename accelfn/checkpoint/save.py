@@ -38,7 +38,7 @@ def save(
     Law: `load(save(s))` is `s`, bitwise, and a step from either is the same. Saving twice
     writes the same bytes.
 
-    Cost: one reading of all tensors, to the disk and through SHA-256; nothing is copied but
+    Cost: one reading of all tensors, to the disk and through BLAKE3; nothing is copied but
     from a GPU, a tensor at a time. On several ranks each hashes all that it has, and writes
     its part. With "hash", frozen parameters of which each rank has a part are gathered, 32 MiB
     at a time.
