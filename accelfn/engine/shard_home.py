@@ -29,6 +29,11 @@ from accelfn.state.grads import Grads
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 
+# whether sums in another dtype than a parameter's have a place of their own; from torch 2.15 on
+# the whole parameter's gradient has it, and the name only reads that
+_ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
+
+
 class Noting(FSDPParam):
     """A parameter of torch's FSDP that notes whether a backward pass came by it.
 
@@ -298,7 +303,8 @@ class ShardHome:
             split.sharded_param.grad = None
             if hasattr(split, "_unsharded_param"):
                 split._unsharded_param.grad = None
-            split.unsharded_accumulated_grad = None
+            if _ACCUMULATES_APART:
+                split.unsharded_accumulated_grad = None
 
 
 def lent_in_parts(
@@ -322,7 +328,9 @@ def _held(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:
 def _put_whole(split: FSDPParam, grad: torch.Tensor) -> None:
     """Put a gradient to where torch adds those of further passes."""
     whole = getattr(split, "_unsharded_param", None)
-    if whole is not None and whole.dtype == grad.dtype:
+    if not _ACCUMULATES_APART:
+        split.unsharded_param.grad = grad
+    elif whole is not None and whole.dtype == grad.dtype:
         whole.grad = grad
     else:  # it is computed in another dtype than it is reduced in
         split.unsharded_accumulated_grad = grad

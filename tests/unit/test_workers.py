@@ -272,7 +272,7 @@ def test_a_batch_that_cannot_be_sent(capfd):
         with pytest.raises(af.DataError, match=r"\d s.*cannot be sent to another"):
             read(data)
         said += capfd.readouterr().err
-        if "pickle" in said:
+        if "pickle" in said.lower():  # Python 3.13 names the pickler, not the act
             return
     pytest.fail(said)
 
@@ -306,4 +306,4 @@ def test_more_workers_than_cores(size):
         af.Warning, match=rf"may use {cores} cores(.|\n)*={cores} or"
     ) as told:
         simulate(size, lambda world: read(data(num_workers=cores + 1), world=world))
-    assert len(told) == 1
+    assert len([each for each in told if issubclass(each.category, af.Warning)]) == 1
