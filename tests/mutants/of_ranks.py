@@ -247,13 +247,13 @@ options['bucket_cap_mb'] = None
         stages.reduced,
         """\
 return update
-    sums,
+    with span
 →
 from accelfn.collectives import average_
         mine = list(grads.tensors.values())
         average_(mine, grads.weight, definition.world, label="mutant")
         return update
-    sums,
+    with span
 """,
     ),
     Mutant(
