@@ -134,6 +134,9 @@ if _TYPE_CHECKING:
     from accelfn.loop.run import epochs as epochs
     from accelfn.loop.run import run as run
     from accelfn.loop.salvage import salvage as salvage
+    from accelfn.placing.placed import placed as placed
+    from accelfn.placing.plan import DeviceMap as DeviceMap
+    from accelfn.placing.plan import place as place
     from accelfn.structure.lomo import lomo as lomo
     from accelfn.transforms.accumulate import accumulate as accumulate
     from accelfn.transforms.accumulate import micro_batches as micro_batches
@@ -204,6 +207,8 @@ _LATER = {
     "accelfn.loop.profiling": ("profile",),
     "accelfn.loop.run": ("epochs", "run"),
     "accelfn.loop.salvage": ("salvage",),
+    "accelfn.placing.placed": ("placed",),
+    "accelfn.placing.plan": ("DeviceMap", "place"),
     "accelfn.structure.lomo": ("lomo",),
     "accelfn.transforms.accumulate": ("accumulate", "micro_batches"),
     "accelfn.transforms.activations": ("checkpoint_activations",),

@@ -19,6 +19,7 @@ from accelfn.base import draws
 from accelfn.base.arguments import why_not
 from accelfn.errors import ModelError, StateError
 from accelfn.structure.given import refuse_given, seal_model
+from accelfn.structure.placed import refuse_placed
 
 _GIVEN = WeakIdKeyDictionary()  # parameters that a state took
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -151,6 +152,7 @@ def check_module(module: object, source: object, *, drawn: bool = True) -> None:
         )
         raise ModelError(msg)
     refuse_given(module)
+    refuse_placed(module)
     _check(module, drawn=drawn)
     _check_in_one_place(module)
 

@@ -26,7 +26,7 @@ _LARGEST = 100_000_000
 """Bytes of a header or an index that are read; safetensors' own limit."""
 
 
-def bytes_in(size: object) -> int:
+def bytes_in(size: object, where: str | None = None) -> int:
     """Return a number of bytes that is given as one, or as text: "5GB", "100MiB".
 
     Raises:
@@ -39,8 +39,9 @@ def bytes_in(size: object) -> int:
         base = 1024 if unit.endswith("i") else 1000
         found = int(float(match[1]) * base ** _UNITS.get(unit[:1], 0))
     if found < 1:
+        where = where or f"max_shard_size={size!r}"
         msg = (
-            f"max_shard_size={size!r}: expected a number of bytes, or one with its unit,"
+            f"{where}: expected a number of bytes, or one with its unit,"
             ' such as "5GB" or "100MiB".'
         )
         raise ArgumentError(msg)

@@ -4,6 +4,7 @@
 import threading
 from contextlib import suppress
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -23,11 +24,9 @@ class Registered(nn.Module):
 
     def __init__(self, step):
         super().__init__()
-        self.first = nn.Parameter(
-            nn.Linear(2, 2).weight, requires_grad=step != "frozen"
-        )
+        self.first = nn.Parameter(torch.randn(2, 2), requires_grad=step != "frozen")
         self.second = self.first
-        self.register_buffer("table", nn.Linear(2, 2).bias.new_ones(2, device="cpu"))
+        self.register_buffer("table", torch.ones(2))
 
 
 def build(step, *, empty):

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`place`: which part of a model goes where, as a value."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import attrs
+import torch
+from torch import nn
+
+from accelfn.base.arguments import as_path
+from accelfn.base.calling import called
+from accelfn.base.sizes import shown
+from accelfn.errors import ArgumentError, ModelError
+from accelfn.placing.units import Part, units_of
+from accelfn.weights.shards import bytes_in, size_of
+
+DISK = "disk"
+
+
+@attrs.frozen
+class Unit:
+    """Modules that are in one place.
+
+    Attributes:
+        names: of the modules; several where they have tensors in common.
+        num_bytes: of its parameters and buffers, each once.
+        buffer_bytes: of its buffers, which are where it computes.
+        device: where it is: a device, or "disk".
+    """
+
+    names: tuple[str, ...]
+    num_bytes: int = attrs.field(kw_only=True)
+    buffer_bytes: int = attrs.field(kw_only=True)
+    device: str = attrs.field(kw_only=True)
+
+    @property
+    def shown(self) -> str:
+        """Its name in a table."""
+        return " + ".join(name or "(the model's own)" for name in self.names)
+
+
+@called
+@attrs.frozen
+class DeviceMap:
+    """Where each unit of a model is; `print` shows it as a table.
+
+    Attributes:
+        units: in the order of the model.
+        budgets: bytes by device, and a folder for "disk".
+    """
+
+    units: tuple[Unit, ...]
+    budgets: Mapping[str, int | Path] = attrs.field(kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a map whose devices would hold more than they may."""
+        for device, budget in self.budgets.items():
+            needed = self.needed(device)
+            if isinstance(budget, int) and needed > budget:
+                largest = max(
+                    self._offloaded() or self.units, key=lambda u: u.num_bytes
+                )
+                coming = (
+                    f", the largest offloaded unit among it, {largest.shown} of"
+                    f" {shown(largest.num_bytes)}, while it computes"
+                    if device == self.computes and self._offloaded()
+                    else ""
+                )
+                msg = (
+                    f"af.place(budgets={{{device!r}: ...}}): {shown(budget)} is too small: it"
+                    f" would hold {shown(needed)}{coming}. Units are never split."
+                )
+                raise ArgumentError(msg)
+
+    @property
+    def computes(self) -> str:
+        """Where units that are offloaded compute: the first accelerator, or the CPU."""
+        devices = [each for each in self.budgets if each not in {"cpu", DISK}]
+        return devices[0] if devices else "cpu"
+
+    def needed(self, device: str) -> int:
+        """Return how many bytes a device holds at most, while the model computes."""
+        here = sum(unit.num_bytes for unit in self.units if unit.device == device)
+        if device != self.computes:
+            return here
+        away = self._offloaded()
+        coming = max((unit.num_bytes - unit.buffer_bytes for unit in away), default=0)
+        return here + coming + sum(unit.buffer_bytes for unit in away)
+
+    def moved(self, name: str, device: str) -> "DeviceMap":
+        """Return a map in which one unit is elsewhere.
+
+        Args:
+            name: of one of its modules.
+            device: one of the budgets.
+
+        Raises:
+            ArgumentError: there is no such unit, no budget for the device, or it is too small.
+        """
+        if device not in self.budgets:
+            msg = f"moved({name!r}, {device!r}): there is a budget for {[*self.budgets]} only."
+            raise ArgumentError(msg)
+        if not any(name in unit.names for unit in self.units):
+            names = [each for unit in self.units for each in unit.names]
+            msg = f"moved({name!r}, ...): no unit of this name; there are {names[:20]}."
+            raise ArgumentError(msg)
+        units = [
+            attrs.evolve(unit, device=device) if name in unit.names else unit
+            for unit in self.units
+        ]
+        return attrs.evolve(self, units=tuple(units))
+
+    def __str__(self) -> str:
+        """Return a table of units, sizes and devices."""
+        rows = [(unit.shown, shown(unit.num_bytes), unit.device) for unit in self.units]
+        widths = [max(len(row[i]) for row in [*rows, ("unit",) * 3]) for i in range(2)]
+        head = ("unit", "size", "where")
+        return "\n".join(
+            f"{name:<{widths[0]}}  {size:>{widths[1]}}  {where}"
+            for name, size, where in [head, *rows]
+        )
+
+    def _offloaded(self) -> list[Unit]:
+        away = {DISK} if self.computes == "cpu" else {"cpu", DISK}
+        return [unit for unit in self.units if unit.device in away]
+
+
+@called
+def place(
+    model: nn.Module, budgets: Mapping[str, int | str | os.PathLike[str]]
+) -> DeviceMap:
+    """Return where each unit of a model goes, so that no device holds more than its budget.
+
+    Units fill the devices in the order of both. A unit is a block, a member of an
+    `nn.ModuleList` or of a class in the model's `_no_split_modules`; or a largest module without
+    blocks; or the tensors that a module around these has itself. Units with a tensor in common
+    are one, and none is split. The first accelerator computes what is on the CPU or the disk,
+    without accelerators the CPU does, and its budget has room for the largest such unit.
+
+    Args:
+        model: is not changed; it may be one of `empty_weights`.
+        budgets: bytes, or text as "20GiB", by device, as "cuda:0" and "cpu"; for "disk" a
+            folder that exists.
+
+    Cost: reads sizes alone.
+
+    Raises:
+        ArgumentError: a budget is too small for a unit, is no size, or of no device.
+        ModelError: the model is none.
+    """
+    if not isinstance(model, nn.Module):
+        msg = f"af.place(model={model!r}): expected a torch.nn.Module."
+        raise ModelError(msg)
+    limits = _limits(budgets)
+    units = [_unit(parts) for parts in units_of(model)]
+    empty = DeviceMap((), budgets=limits)
+    order = sorted(limits, key=lambda device: device == DISK)
+    reserved = order[-1] != empty.computes
+    found, at = list[Unit](), 0
+    for number, unit in enumerate(units):
+        while True:
+            if at == len(order):
+                raise ArgumentError(_too_small(unit, limits))
+            device, limit = order[at], limits[order[at]]
+            here = attrs.evolve(unit, device=device)
+            rest = units[number + 1 :] if reserved and device == empty.computes else []
+            if not isinstance(limit, int) or _fits([*found, here], rest, device, limit):
+                found.append(here)
+                break
+            at += 1
+    return DeviceMap(tuple(found), budgets=limits)
+
+
+def _fits(found: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
+    """Whether a device has room for its units, and all others of the rest or the largest."""
+    here = sum(unit.num_bytes for unit in found if unit.device == device)
+    if here + sum(unit.num_bytes for unit in rest) <= limit:
+        return True
+    coming = max((unit.num_bytes - unit.buffer_bytes for unit in rest), default=0)
+    return here + coming + sum(unit.buffer_bytes for unit in rest) <= limit
+
+
+def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:
+    said = ", ".join(
+        f"{n!r}: {shown(b)}" for n, b in limits.items() if isinstance(b, int)
+    )
+    return (
+        f"af.place(budgets={{{said}}}): too small for the unit {unit.shown!r} of"
+        f" {shown(unit.num_bytes)}, after those before it. Units are never split; give more,"
+        ' or "disk": a folder.'
+    )
+
+
+def _unit(parts: Iterable[Part]) -> Unit:
+    tensors = {id(t): t for part in parts for t in part.tensors.values()}
+    buffers = [t for t in tensors.values() if not isinstance(t, nn.Parameter)]
+    return Unit(
+        tuple(part.name for part in parts),
+        num_bytes=sum(map(size_of, tensors.values())),
+        buffer_bytes=sum(map(size_of, buffers)),
+        device="",
+    )
+
+
+def _limits(budgets: object) -> dict[str, int | Path]:
+    if not isinstance(budgets, Mapping) or not budgets or {*budgets} == {DISK}:
+        msg = (
+            f'af.place(budgets={budgets!r}): expected bytes by device, as {{"cuda:0": "20GiB",'
+            ' "cpu": "60GiB", "disk": folder}; one at least computes.'
+        )
+        raise ArgumentError(msg)
+    limits: dict[str, int | Path] = {}
+    for name, budget in budgets.items():
+        where = f"af.place(budgets={{{name!r}: {budget!r}}})"
+        if name == DISK:
+            limits[DISK] = folder = as_path(where, budget, "a folder")
+            if not folder.is_dir():
+                msg = f"{where}: there is no such folder."
+                raise ArgumentError(msg)
+            continue
+        try:
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+            msg = f"{where}: {name!r} is no device that is here: {error}"
+            raise ArgumentError(msg) from error
+        if device.type == "meta":
+            msg = f"{where}: meta tensors have no values."
+            raise ArgumentError(msg)
+        limits[str(device)] = bytes_in(budget, where)
+    return limits

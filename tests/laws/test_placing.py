@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose parts are elsewhere computes what it does whole, and is as it was after."""
+
+import tempfile
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+
+WIDTH = 4
+KINDS = ["linear", "norm", "own", "list", "tied", "twice", "two inputs"]
+TREES = st.recursive(
+    st.tuples(st.sampled_from(KINDS), st.just(())),
+    lambda inner: st.tuples(st.sampled_from(KINDS), st.lists(inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+class Node(nn.Module):
+    """A part of a drawn model: something of its own, and others inside."""
+
+    def __init__(self, tree, first=None):
+        super().__init__()
+        self.kind, inside = tree
+        self.register_buffer("calls", torch.zeros(()))
+        self.layer = nn.BatchNorm1d(WIDTH) if self.kind == "norm" else nn.Linear(4, 4)
+        first = first or self
+        if self.kind == "tied" and isinstance(first.layer, nn.Linear):
+            self.layer.weight = first.layer.weight
+        if self.kind == "own":
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+        nodes = [Node(each, first) for each in inside]
+        listed = self.kind == "list"
+        self.inside = nn.ModuleList(nodes) if listed else nn.Sequential(*nodes)
+
+    def forward(self, x, *, scale=1.0):
+        self.calls += 1
+        x = self.layer(x)
+        for each in self.inside:
+            x = each(x, scale=0.5) if self.kind == "two inputs" else each(x)
+            if self.kind == "twice":
+                x = each(x)
+        return (x * self.scale if self.kind == "own" else x) * scale
+
+
+def look(model):
+    """Return what must be as it was: objects, memory's device, hooks, modes."""
+    hooks = [
+        (len(each._forward_hooks), len(each._forward_pre_hooks))
+        for each in model.modules()
+    ]
+    return [*map(id, model.parameters()), *map(id, model.buffers())], hooks
+
+
+def values(model):
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+def same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+@given(
+    tree=TREES,
+    share=st.integers(0, 100),
+    moves=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=3),
+    empty=st.booleans(),
+    training=st.booleans(),
+    seed=st.integers(0, 9),
+    raises=st.booleans(),
+)
+def test_a_placed_model_computes_the_same(
+    tree, share, moves, empty, training, seed, raises
+):
+    """For any tree, budget and moves: bitwise outputs and buffers, then the same objects."""
+    torch.manual_seed(seed)
+    model, x = Node(tree).train(training), torch.randn(3, WIDTH)
+    total = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder) / "export"
+        if empty:
+            af.export_model(
+                af.TrainState.create(model=lambda: model, optimizer=SGD), state
+            )
+            twin = Node(tree)
+            af.import_model(twin, state)
+            with af.empty_weights():
+                model = Node(tree).train(training)
+            for name, buffer in model.named_buffers():
+                buffer.copy_(twin.get_buffer(name))
+            twin.train(training)
+        else:
+            torch.manual_seed(seed)
+            twin = Node(tree).train(training)
+        largest = max(unit.num_bytes for unit in whole(model, folder).units)
+        budget = largest + total * share // 100 + sum(b.nbytes for b in model.buffers())
+        plan = af.place(model, {"cpu": budget, "disk": folder})
+        assert sum(unit.num_bytes for unit in plan.units) == total
+        for number, is_disk in moves:
+            name = plan.units[number % len(plan.units)].names[0]
+            with suppress(af.ArgumentError):
+                plan = plan.moved(name, "disk" if is_disk else "cpu")
+        assert held(model, plan) <= budget
+        before = look(model)
+        catching = pytest.raises(ZeroDivisionError) if raises else nullcontext()
+        with (
+            catching,
+            af.placed(model, plan, weights=state if empty else None) as lent,
+            torch.no_grad(),
+        ):
+            for _ in range(2):
+                assert torch.equal(twin(x), lent(x))
+            assert away(model, plan, folder)
+            if raises:
+                raise ZeroDivisionError
+        assert before == look(model)
+        assert (
+            sorted(path.name for path in Path(folder).iterdir()) == ["export"] * empty
+        )
+    if empty:
+        assert all(param.is_meta for param in model.parameters())
+        assert same(dict(twin.named_buffers()), dict(model.named_buffers()))
+    else:
+        assert same(values(twin), values(model))
+        assert torch.equal(twin(x), model(x))
+
+
+SGD = torch.optim.SGD
+
+
+def whole(model, folder):
+    return af.place(model, {"cpu": "1GiB", "disk": folder})
+
+
+def held(model, plan):
+    """Count what the host may hold: what stays, all buffers, and the largest that comes."""
+    sizes = [(unit.num_bytes - unit.buffer_bytes, unit.device) for unit in plan.units]
+    stays = sum(size for size, device in sizes if device == "cpu")
+    comes = max((size for size, device in sizes if device == "disk"), default=0)
+    return stays + comes + sum(b.nbytes for b in model.buffers())
+
+
+def away(model, plan, folder):
+    """Whether what is offloaded is in pages of files, by the system's own account."""
+    maps = [
+        [int(n, 16) for n in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if str(Path(folder).resolve()) in line
+    ]
+    devices = {name: unit.device for unit in plan.units for name in unit.names}
+    for name, module in model.named_modules():
+        if name in devices and not any(True for _ in module.children()):
+            for param in module.parameters(recurse=False):
+                inside = any(a <= param.data_ptr() < b for a, b in maps)
+                if inside != (devices[name] == "disk"):
+                    return False
+    return True
+
+
+def test_the_order_of_units_is_filled():
+    """Devices are filled in the order of the units, which the largest of the rest follows."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))})
+    size = 80
+    with tempfile.TemporaryDirectory() as folder:
+        for budget, here in ((4, 4), (3, 2), (2, 1), (1, 0)):
+            plan = af.place(model, {"cpu": budget * size, "disk": folder})
+            devices = [unit.device for unit in plan.units]
+            assert devices == ["cpu"] * here + ["disk"] * (4 - here)
+    assert attrs.evolve(plan) == plan

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of where a model is: what they say, what they refuse, and real models in them."""
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from tests.unit.test_empty_weights import REAL, real
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_plan_is_a_table(tmp_path):
+    """It is printed, changed, and compared as a value; tied modules are one unit."""
+    plan = af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    table = (
+        "unit           size  where\n"
+        "embed + head  128 B  cpu\n"
+        "blocks.0       80 B  cpu\n"
+        "blocks.1       80 B  cpu"
+    )
+    assert table == str(plan)
+    moved = plan.moved("head", "disk").moved("blocks.1", "disk")
+    assert [unit.device for unit in moved.units] == ["disk", "cpu", "disk"]
+    assert moved != plan == moved.moved("embed", "cpu").moved("blocks.1", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        (
+            {"cpu": 100},
+            r"'cpu': 100 B.*too small for the unit 'embed \+ head' of 128 B",
+        ),
+        (
+            {"cpu": 100, "disk": "."},
+            r"100 B is too small.*128 B.*largest.*embed \+ head",
+        ),
+        ({"cpu": "1 apple"}, r"'1 apple'.*expected a number of bytes"),
+        ({"cpu": 0}, "expected a number of bytes"),
+        ({"gpu": 9}, "'gpu' is no device that is here"),
+        ({"cuda:99": 9}, "'cuda:99' is no device that is here"),
+        ({"meta": 9}, "have no values"),
+        ({"disk": "."}, "one at least computes"),
+        ({}, "expected bytes by device"),
+        (3, "expected bytes by device"),
+        ({"cpu": 9, "disk": "./no/such"}, "no such folder"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused(budgets, said):
+    """Each with what was given, and the sizes where one is too small."""
+    with pytest.raises(af.ArgumentError, match=said):
+        af.place(Net(), budgets)
+
+
+def test_moves_that_make_no_sense_are_refused(tmp_path):
+    """An unknown unit, a device without budget, one whose budget is too small."""
+    plan = af.place(Net(), {"cpu": 300, "disk": tmp_path})
+    with pytest.raises(af.ArgumentError, match=r"no unit of this name.*blocks.0"):
+        plan.moved("block", "cpu")
+    with pytest.raises(af.ArgumentError, match=r"budget for \['cpu', 'disk'\] only"):
+        plan.moved("embed", "cuda:0")
+    small = af.place(Net(), {"cpu": 208, "disk": tmp_path}).moved("embed", "disk")
+    with pytest.raises(
+        af.ArgumentError, match="208 B is too small: it would hold 288 B"
+    ):
+        small.moved("blocks.0", "cpu").moved("blocks.1", "cpu")
+
+
+def test_plans_of_other_models_are_refused(tmp_path):
+    """What a plan leaves out is named, and what the model does not have."""
+    net, plan = Net(), af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    net.more = nn.Linear(1, 1)
+    with pytest.raises(af.ArgumentError, match="leaves out more"), af.placed(net, plan):
+        pass
+    smaller = Net()
+    del smaller.blocks[1]
+    with (
+        pytest.raises(af.ArgumentError, match="has blocks.1"),
+        af.placed(smaller, plan),
+    ):
+        pass
+    with (
+        pytest.raises(af.ArgumentError, match=r"expected what af.place"),
+        af.placed(net, {}),
+    ):
+        pass
+    with af.empty_weights():
+        empty = Net()
+    with (
+        pytest.raises(af.ModelError, match="embed.weight.*no values"),
+        af.placed(empty, plan),
+    ):
+        pass
+
+
+def test_a_placed_model_is_for_its_forward_alone(tmp_path):
+    """No state is made of it, it is not placed twice, and gradients are refused."""
+    net = Net()
+    plan = af.place(net, {"cpu": 400, "disk": tmp_path}).moved("blocks.0", "disk")
+    ids = torch.arange(4)
+    with af.placed(net, plan) as model:
+        with pytest.raises(af.ModelError, match="is placed by af.placed"):
+            af.TrainState.create(model=model, optimizer=torch.optim.SGD)
+        with pytest.raises(af.ModelError, match="is placed"), af.placed(model, plan):
+            pass
+        with (
+            pytest.raises(af.ModelError, match="gradients are on"),
+            torch.enable_grad(),
+        ):
+            model(ids)
+        assert not model(ids).requires_grad
+    assert net(ids).requires_grad
+    af.TrainState.create(model=net, optimizer=torch.optim.SGD)
+
+
+def test_memory_that_is_shared_is_refused_on_the_disk(tmp_path):
+    """Two parameters over one memory would be two afterwards."""
+    net = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)})
+    net["a"].weight = nn.Parameter(net["b"].weight.data)
+    plan = af.place(net, {"cpu": 99, "disk": tmp_path}).moved("a", "disk")
+    with pytest.raises(af.ModelError, match="shares its memory"), af.placed(net, plan):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_real_models_compute_from_the_disk(name, tmp_path):
+    """Section D: a model whose blocks are in files computes bitwise what it does whole."""
+    make, inputs = real(name)
+    torch.manual_seed(1)
+    model = make()
+    model.save_pretrained(tmp_path, save_original_format=False)
+    with af.empty_weights():
+        empty = make()
+    units = af.place(empty, {"cpu": "1GiB", "disk": tmp_path}).units
+    budget = 2 * max(unit.num_bytes for unit in units)
+    plan = af.place(empty, {"cpu": budget, "disk": tmp_path})
+    assert "disk" in {unit.device for unit in plan.units}
+    with torch.no_grad(), af.placed(empty, plan, weights=tmp_path) as lent:
+        assert torch.equal(model(**inputs).logits, lent(**inputs).logits)
