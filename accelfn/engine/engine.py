@@ -116,6 +116,13 @@ class Engine:
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
 
+    def _begins(self, update: int) -> None:
+        """Say at which update this rank is."""
+        activity = self._activity
+        activity.step, activity.is_between = update, False
+        if activity.on_update is not None:
+            activity.on_update(update)
+
     def value_and_grad(
         self,
         state: TrainState,
@@ -129,8 +136,8 @@ class Engine:
     ) -> tuple[Metrics, Grads]:
         """Run the loss forward and backward, adding to `into`; the state stays as it was."""
         self.bind(state)
-        activity, tried = self._activity, state.num_tried
-        activity.step, activity.is_between = tried, False
+        tried = state.num_tried
+        self._begins(tried)
         self._take_in(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches

@@ -47,7 +47,8 @@ def simulate(
             counted from the rank whose turn it was. When they end, and by default, the
             first.
         faults: what goes wrong, and where: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
-            `Terminate`. Those that found no place to happen are in `Run.missed`.
+            `Terminate`. Those that found no place to happen are in `Run.missed`; of one
+            whose place is an update alone, that is an error.
         sums: in which order what is reduced is added up, on which the last bits of a float
             depend: "ranks", from the first to the last; "ring", each piece of a buffer from
             another rank on, as Gloo and NCCL do; "tree", by pairs. On 2 ranks all are one.
@@ -61,6 +62,7 @@ def simulate(
     Raises:
         CollectiveMismatchError: ranks met in different collectives; a table says which.
         WorldError: the device is not there.
+        SimulationError: a fault was planned for an update that its rank did not begin.
         DeadlockError: ranks wait for what no rank will do.
         RankCrashedError: a rank crashed, as was planned.
         Exception: what a rank raised first, with a note on how to repeat the run.

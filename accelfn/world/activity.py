@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Activity`: what a rank is doing, for errors, crash bundles and the logs of simulations."""
 
+from __future__ import annotations
+
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Activity:
@@ -16,9 +22,13 @@ class Activity:
         is_between: whether that update is over.
         num_updates: how many it has ended.
         trail: the latest collectives, each with its update.
+        on_update: called with the update that begins, where ranks are simulated.
     """
 
-    __slots__ = ("is_between", "label", "num_updates", "step", "structure", "trail")
+    __slots__ = (
+        *("is_between", "label", "num_updates", "on_update", "step"),
+        *("structure", "trail"),
+    )
 
     def __init__(self) -> None:
         """Begin with nothing done."""
@@ -28,3 +38,4 @@ class Activity:
         self.is_between = False
         self.num_updates = 0
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
+        self.on_update: Callable[[int], None] | None = None

@@ -3,7 +3,9 @@
 
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -12,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.errors import DeadlockError, PeerFailedError, RankCrashedError
+from accelfn.errors import (
+    DeadlockError,
+    PeerFailedError,
+    RankCrashedError,
+    SimulationError,
+)
 from accelfn.testing import Crash, Leave, Raise, Stall, simulate
 from accelfn.testing.simulation.faults import Fault, RankFaultError
 from tests.laws.worlds import DDP, Found
@@ -206,3 +213,38 @@ def test_a_save_in_which_a_rank_fails_leaves_nothing_or_all(
         loaded = simulate(size, lambda world: tensors(af.load(run.state(world), to)))
         for one, two in zip(log, loaded, strict=True):
             assert differences(one, two) == []
+
+
+@given(
+    kind=st.sampled_from(FAULTS),
+    size=st.integers(1, 3),
+    at=st.integers(0, 3),
+    taken=st.integers(0, 3),
+)
+def test_an_update_alone_is_a_place(
+    kind: type[Any], size: int, at: int, taken: int
+) -> None:
+    """A fault happens as its update begins, without a collective; else it is named."""
+    setup = af.chain(af.shard_data(), af.local_sgd(sync_every=9))
+    run = Run(n=24, batch_size=12, setup=setup, dyadic=False)
+    fault, begun = kind(size - 1, step=at), list[int]()
+
+    def fn(world: af.World) -> None:
+        state = run.state(world)
+        for _ in range(taken):
+            if world.rank == size - 1:
+                begun.append(state.num_tried)
+            state, _ = run.train(state, 1)
+
+    if at < taken:
+        with suppress(RankFaultError, RankCrashedError, PeerFailedError, DeadlockError):
+            ended = simulate(size, fn, faults=[fault])
+            assert ended.missed == ()
+            assert kind in (Leave, Stall)
+            assert ended.clock == 0.0 or kind is Stall
+        assert kind is Stall or begun == list(range(at + 1))
+    else:
+        with pytest.raises(
+            SimulationError, match=re.escape(f"{fault!r} did not happen")
+        ):
+            simulate(size, fn, faults=[fault])

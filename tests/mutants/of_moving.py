@@ -51,4 +51,16 @@ MUTANTS = [
         moving._checked,
         "among.whole is not world.whole → False",
     ),
+    Mutant(
+        "L54: parts of a model that are gone are a manifest that has changed",
+        test_with_world.test_parts_of_a_model_that_are_gone_are_missed,
+        moving._handed_over,
+        "except CheckpointCorruptError as error: → except ZeroDivisionError as error:",
+    ),
+    Mutant(
+        "L55: who waits for a rank that does not move its state is not told in what",
+        test_with_world.test_a_rank_that_does_not_call_is_missed,
+        moving._all_do,
+        'label=f"with_world: {what}" → label="with_world"',
+    ),
 ]

@@ -29,6 +29,7 @@ from tests.kit import (
     test_snapshot,
     test_states,
 )
+from tests.laws import test_faults as faults_law
 from tests.mutants.mutant import Mutant
 from tests.ranks import test_differential, test_processes
 from tests.simulation import (
@@ -148,6 +149,18 @@ MUTANTS = [
         test_faults.test_places,
         faults.due,
         "faults.remove(fault) → faults.index(fault)",
+    ),
+    Mutant(
+        "L55: a fault that was planned for an update alone happens as the first one begins",
+        faults_law.test_an_update_alone_is_a_place,
+        faults.due_as_begins,
+        "(fault.rank, fault.step) == (rank, update) → fault.rank == rank",
+    ),
+    Mutant(
+        "L55: an update that was planned to fail, and never began, is not missed",
+        faults_law.test_an_update_alone_is_a_place,
+        exchange.Exchange.check_reached,
+        "if missed: → if False:",
     ),
     Mutant(
         "a fault that was planned for an update happens at the first one",

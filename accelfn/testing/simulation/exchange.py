@@ -23,6 +23,8 @@ from accelfn.testing.simulation.faults import (
     Unwound,
     delay,
     due,
+    due_as_begins,
+    is_of_update,
     strike,
 )
 from accelfn.testing.simulation.meetings import Meeting, Meetings
@@ -122,7 +124,7 @@ class Exchange:
         self._num_asked = 0
         self._standings.enters(call)
         if self.faults:
-            self._strike(call)
+            self._strike(call.rank, due(self.faults, call, received=False))
         call.at = self.clocks[call.rank]
         meeting, is_complete = self._meetings.join(call)
         if is_complete:
@@ -286,13 +288,31 @@ class Exchange:
         )
         self._standings.goes_on(call.rank)
 
-    def _strike(self, call: Call) -> None:
-        for fault in due(self.faults, call, received=False):
-            self.clocks[call.rank] += delay(fault)
+    def begins(self, rank: int, update: int) -> None:
+        """Let faults happen as a rank begins an update, with a collective or without."""
+        self._strike(rank, due_as_begins(self.faults, rank, update))
+
+    def check_reached(self) -> None:
+        """Refuse a run in which an update was planned to fail, and none began it.
+
+        Raises:
+            SimulationError: it names the first such fault.
+        """
+        missed = [fault for fault in self.faults if is_of_update(fault)]
+        if missed:
+            msg = (
+                f"{missed[0]!r} did not happen: rank {missed[0].rank} of {self.size} began no"
+                f" update {missed[0].step}. Plan it for an update that the rank takes."
+            )
+            raise SimulationError(msg)
+
+    def _strike(self, rank: int, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            self.clocks[rank] += delay(fault)
             try:
-                strike(fault, call)
+                strike(fault)
             except Unwound as gone:
-                self._gone[call.rank] = gone
+                self._gone[rank] = gone
                 raise
 
     def _carry_out(self, meeting: Meeting) -> None:

@@ -3,7 +3,9 @@
 
 A fault is a record. It happens once, as its `rank` enters a collective: the one that `at`
 names by its index among the rank's own, from 0, or the first that has the label `at`; and
-if `step` is given, only at that update of the state.
+if `step` is given, only at that update of the state. With `step` alone it happens as that
+update begins, be there a collective in it or not; what is received then is that of its first.
+Without either it happens at the first collective.
 """
 
 import signal
@@ -53,7 +55,7 @@ def _is_count(_: object, attribute: "attrs.Attribute[int]", value: object) -> No
 
 def _is_place(_: object, __: object, value: object) -> None:
     is_index = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if not is_index and not isinstance(value, str):
+    if value is not None and not is_index and not isinstance(value, str):
         msg = (
             f"at={value!r}: expected the index of one of the rank's collectives, 0 or"
             " more, or a label."
@@ -90,7 +92,7 @@ class Raise:
     """
 
     rank: int = attrs.field(validator=_is_count)
-    at: int | str = attrs.field(default=0, validator=_is_place)
+    at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     error: Exception | type[Exception] = attrs.field(
         default=RankFaultError, kw_only=True, validator=_is_error, repr=_named
@@ -102,7 +104,7 @@ class Leave:
     """The rank leaves early, as if its function had returned None."""
 
     rank: int = attrs.field(validator=_is_count)
-    at: int | str = attrs.field(default=0, validator=_is_place)
+    at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
@@ -111,7 +113,7 @@ class Crash:
     """The rank is gone, as if killed: `except Exception` does not see it."""
 
     rank: int = attrs.field(validator=_is_count)
-    at: int | str = attrs.field(default=0, validator=_is_place)
+    at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
@@ -120,7 +122,7 @@ class Stall:
     """The rank is late by virtual seconds; by more than the world's timeout, it is lost."""
 
     rank: int = attrs.field(validator=_is_count)
-    at: int | str = attrs.field(default=0, validator=_is_place)
+    at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     seconds: float = attrs.field(
         default=float("inf"), kw_only=True, validator=_is_duration
@@ -139,7 +141,7 @@ class Corrupt:
     """
 
     rank: int = attrs.field(validator=_is_count)
-    at: int | str = attrs.field(default=0, validator=_is_place)
+    at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     element: int = attrs.field(default=0, kw_only=True, validator=_is_count)
 
@@ -154,7 +156,7 @@ class Terminate:
     """
 
     rank: int = attrs.field(validator=_is_count)
-    at: int | str = attrs.field(default=0, validator=_is_place)
+    at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
@@ -176,13 +178,31 @@ def due(faults: list[Fault], call: "Call", *, received: bool) -> list[Fault]:
     return found
 
 
+def due_as_begins(faults: list[Fault], rank: int, update: int) -> list[Fault]:
+    """Return the faults that happen as a rank begins an update, and take them out."""
+    found = [
+        fault
+        for fault in faults
+        if is_of_update(fault) and (fault.rank, fault.step) == (rank, update)
+    ]
+    for fault in found:
+        faults.remove(fault)
+    return found
+
+
+def is_of_update(fault: Fault) -> bool:
+    """Whether its place is an update alone, and no collective."""
+    alone = fault.at is None and fault.step is not None
+    return alone and not isinstance(fault, Corrupt)
+
+
 def delay(fault: Fault) -> float:
     """Return by how many virtual seconds a fault makes its rank late."""
     return fault.seconds if isinstance(fault, Stall) else 0.0
 
 
-def strike(fault: Fault, call: "Call") -> None:
-    """Let a fault happen: to the rank, or to what it received.
+def strike(fault: Fault, call: "Call | None" = None) -> None:
+    """Let a fault happen: to the rank, or to what it received in a call.
 
     Raises:
         Unwound: the rank leaves or crashes here.
@@ -202,7 +222,7 @@ def strike(fault: Fault, call: "Call") -> None:
             raise Crashed(how)
         case Terminate():
             _terminate()
-        case Corrupt():
+        case Corrupt() if call is not None:
             _corrupt(call.fills, fault.element)
         case _:  # a Stall delays, and no more
             pass
@@ -213,7 +233,9 @@ def _fits(fault: Fault, call: "Call") -> bool:
         return False
     if isinstance(fault, Corrupt) and not _is_corruptible(call):
         return False
-    return fault.at == (call.label if isinstance(fault.at, str) else call.index)
+    if fault.at is None and fault.step is not None:
+        return isinstance(fault, Corrupt)
+    return (fault.at or 0) == (call.label if isinstance(fault.at, str) else call.index)
 
 
 def _is_corruptible(call: "Call") -> bool:

@@ -59,6 +59,9 @@ def _run(plan: Plan) -> Run[Any]:
     groups = [
         SimulatedGroup(rank, everyone, post, exchange.log) for rank in range(plan.size)
     ]
+    if plan.faults:
+        for rank, group in enumerate(groups):
+            group.activity.on_update = partial(exchange.begins, rank)
     run = _Run(exchange)
     registries = [Registry.of(group) for group in groups]
     ambient = Ambient(plan.seed, registries, plan.device)
@@ -99,6 +102,7 @@ def _run(plan: Plan) -> Run[Any]:
         errors.append((None, unnoticed))
     if errors:
         _raise(plan, errors)
+    exchange.check_reached()
     clock = max(exchange.clocks)
     updates = max(group.activity.num_updates for group in groups)
     log, missed = tuple(exchange.log), tuple(exchange.faults)
