@@ -69,14 +69,14 @@ def placed(
     the device of its inputs.
 
     At the end the model is as it was: the same parameters, with their values where they were,
-    and no hooks. Buffers have the values that its forward gave them.
+    and no hooks. Buffers have the values that its forward gave them, or `weights`.
 
     Args:
         model: with values, which what goes to the disk is written from; or without, as
             `empty_weights` builds it, and `weights` has them.
         plan: that `af.place` made for this model, or one moved.
         weights: a safetensors file, a folder with some, or their index, for parameters
-            without values; mapped as they are.
+            without values; mapped as they are. Buffers that belong to them are read.
 
     Law: outputs are bitwise those of the model where it was, on the same kind of device.
 
@@ -86,8 +86,10 @@ def placed(
     Raises:
         ModelError: the model is placed already, or has parameters that share memory without
             being one; in a forward, gradients are on.
-        ArgumentError: the plan is not of this model; what it leaves out is named.
-        CheckpointError: a parameter without values is not in `weights`, or otherwise there.
+        ArgumentError: the plan is not of this model, and what it leaves out is named; or the
+            model has values, and `weights` are given.
+        CheckpointError: a parameter without values, or a buffer that belongs to them, is not
+            in `weights`, or otherwise there.
     """
     if not isinstance(model, nn.Module):
         msg = f"af.placed(model={model!r}, plan): expected a torch.nn.Module."
@@ -149,6 +151,13 @@ def _values(
 ) -> dict[int, Mapped]:
     """Return, by identity, the values of what has none in the model."""
     empty = [name for name, tensor in named.items() if tensor.is_meta]
+    if not empty and weights is not None:
+        msg = (
+            f"af.placed(weights={str(weights)!r}): {type(model).__name__} has values of its"
+            " own, which are placed. Leave out weights=, or build it under"
+            " af.empty_weights()."
+        )
+        raise ArgumentError(msg)
     if not empty:
         return {}
     if weights is None:
@@ -173,7 +182,30 @@ def _values(
                 " what is mapped is not converted."
             )
             raise CheckpointError(msg)
+    _fill_buffers(model, found, weights)
     return values
+
+
+def _fill_buffers(
+    model: nn.Module, found: Mapping[str, Mapped], weights: str | os.PathLike[str]
+) -> None:
+    """Read what belongs to the weights beside parameters, as running statistics.
+
+    Raises:
+        CheckpointError: it is not there, or of another shape.
+    """
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in saved or buffer.is_meta:
+            continue
+        if name not in found or found[name].tensor.shape != buffer.shape:
+            has = found[name].tensor.shape if name in found else None
+            msg = (
+                f"{weights}: no values for the buffer {name} of {tuple(buffer.shape)}, which"
+                f" belongs to the weights; it has {'none' if has is None else tuple(has)}."
+            )
+            raise CheckpointError(msg)
+        buffer.copy_(found[name].tensor)
 
 
 @contextmanager

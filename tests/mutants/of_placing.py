@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in where the parts of a model go, and in how they come for a forward."""
 
-from accelfn.placing.placed import _given, _Guest, _hook, _read_back, _settle
+from accelfn.placing.placed import (
+    _fill_buffers,
+    _given,
+    _Guest,
+    _hook,
+    _read_back,
+    _settle,
+)
 from accelfn.placing.plan import DeviceMap, _fits
 from accelfn.placing.units import units_of
 from tests.laws import test_placing
@@ -27,6 +34,12 @@ MUTANTS = [
         LAW,
         _given,
         "setattr(module, name, param) → None",
+    ),
+    Mutant(
+        "L41: statistics that belong to the weights are not read with them",
+        LAW,
+        _fill_buffers,
+        "buffer.copy_(found[name].tensor) → pass",
     ),
     Mutant(
         "L41: what was offloaded does not go back to its home",

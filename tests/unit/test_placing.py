@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import accelfn as af
@@ -154,3 +155,25 @@ def test_real_models_compute_from_the_disk(name, tmp_path):
     assert "disk" in {unit.device for unit in plan.units}
     with torch.no_grad(), af.placed(empty, plan, weights=tmp_path) as lent:
         assert torch.equal(model(**inputs).logits, lent(**inputs).logits)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    """Statistics that the files lack are named; values that the model has are not ignored."""
+    with af.empty_weights():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plan = af.place(model, {"cpu": "1MiB", "disk": tmp_path})
+    held = {f"0.{n}": t for n, t in nn.Linear(2, 2).state_dict().items()}
+    held |= {f"1.{n}": torch.ones(2) for n in ("weight", "bias")}
+    save_file(held, tmp_path / "model.safetensors")
+    with (
+        pytest.raises(af.CheckpointError, match="buffer 1.running_mean .* it has none"),
+        af.placed(model, plan, weights=tmp_path),
+    ):
+        pass
+    whole = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plan = af.place(whole, {"cpu": "1MiB", "disk": tmp_path})
+    with (
+        pytest.raises(af.ArgumentError, match="has values of its own"),
+        af.placed(whole, plan, weights=tmp_path),
+    ):
+        pass
