@@ -81,7 +81,7 @@ def main() -> None:
         "MB of a rank",
         "s",
     )
-    lines = ["| " + " | ".join(head) + " |", "| ---" * len(head) + " |"]
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     talking = example()
     for ranks in RANKS:
         for way in talking.WAYS:
