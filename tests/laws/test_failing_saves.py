@@ -38,7 +38,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "write its file": (files, "write", lambda path, *_: int(path.name[5:10])),
     "write the manifest": (disk, "rename", lambda *_: 0),
     "read it back": (keep, "verify", lambda *_: 0),
-    "divide": (commit, "_mine", lambda job, *_: job.rank),
+    "divide": (commit, "divided", lambda _contents, _ranks, rank: rank),
 }
 
 

@@ -67,6 +67,12 @@ MUTANTS = [
         'if line.endswith("\\n"): → if line:',
     ),
     Mutant(
+        "L55: the launcher's own words are kept back",
+        test_shown_lines.test_what_is_no_ranks_passes_as_it_is,
+        lines.WholeLines.write,
+        "return self._stream.write(text) → return len(text)",
+    ),
+    Mutant(
         "L55: what a rank wrote last, without a line's end, is lost",
         test_shown_lines.test_what_ranks_write_is_shown_in_whole_lines,
         lines.WholeLines.end,

@@ -9,19 +9,19 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "what lies in another span counts for both",
+        "L43: what lies in another span counts for both",
         laws.test_all_of_a_step_is_told,
         breakdown.breakdown,
         "microseconds[_part(open_spans[-1].name)] -= length → pass",
     ),
     Mutant(
-        "the backward pass counts as accelfn's own time",
+        "L43: the backward pass counts as accelfn's own time",
         laws.test_all_of_a_step_is_told,
         Engine.value_and_grad,
         'span("accelfn backward") → span("accelfn step")',
     ),
     Mutant(
-        "transforms that see the state after an update leave no span",
+        "L43: transforms that see the state after an update leave no span",
         laws.test_all_of_a_step_is_told,
         succession.through_state,
         'span("accelfn", field, owner.name) → span("of a transform")',

@@ -644,7 +644,7 @@ def test_what_a_simulated_world_has_not_is_refused(call, message):
 )
 def test_what_torch_refuses_itself(call):
     """torch's own errors, of what needs another backend or no group before."""
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
         simulate(2, call)
 
 
