@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import attrs
 import torch
 from torch import nn
 
@@ -17,6 +16,7 @@ from accelfn.base.calling import called
 from accelfn.base.tree import tensor_leaves, to_device
 from accelfn.checkpoint import files
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
+from accelfn.placing.guests import Guest, let_in
 from accelfn.placing.mapped import Mapped, mapped
 from accelfn.placing.plan import DISK, DeviceMap
 from accelfn.placing.units import Part, units_of
@@ -24,35 +24,6 @@ from accelfn.structure.placed import PLACED, refuse_placed
 from accelfn.weights.shards import shards_at
 
 M = TypeVar("M", bound=nn.Module)
-_ALIGNED = 64
-"""Bytes at which torch begins a tensor; a kernel may round otherwise at another place."""
-
-
-@attrs.define(eq=False)
-class _Guest:
-    """A parameter that comes for a forward, and how often it is in use."""
-
-    param: torch.Tensor
-    home: torch.Tensor
-    device: torch.device
-    file: Mapped | None = None
-    uses: int = 0
-
-    def come(self) -> None:
-        self.uses += 1
-        if self.uses == 1:
-            away = self.home.device != self.device
-            if away:
-                self.param.data = self.home.to(self.device)
-            elif self.home.data_ptr() % _ALIGNED:
-                self.param.data = self.home.clone()
-
-    def go(self) -> None:
-        self.uses -= 1
-        if not self.uses:
-            self.param.data = self.home
-            if self.file is not None:
-                self.file.drop()
 
 
 @called
@@ -262,7 +233,7 @@ def _settle(
             continue
         homes = _homes(stack, params, place, plan, there)
         guests = {
-            id(param): _Guest(param, home, runs, file)
+            id(param): Guest(param, home, runs, file)
             for param, (home, file) in zip(params.values(), homes, strict=True)
         }
         for guest in guests.values():  # Ctrl-C may have left one away from home
@@ -271,7 +242,7 @@ def _settle(
             some = {
                 id(t): guests[id(t)] for t in part.tensors.values() if id(t) in guests
             }
-            _hook(stack, part.module, list(some.values()))
+            let_in(stack, part.module, list(some.values()))
 
 
 def _move(
@@ -341,28 +312,6 @@ def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
                 " and cannot go to the disk alone. Make them one nn.Parameter, or clone it."
             )
             raise ModelError(msg)
-
-
-def _hook(stack: ExitStack, module: nn.Module, guests: list[_Guest]) -> None:
-    """Let guests come before a module's forward, and go after it, whatever it raises."""
-
-    def before(_module: nn.Module, _args: Any) -> None:
-        for guest in guests:
-            guest.come()
-        if torch.is_grad_enabled():
-            msg = (
-                "af.placed: gradients are on in its block, and parameters are gone before"
-                " a backward pass. Leave out torch.enable_grad(); a model that is trained over"
-                " several devices is split by af.wrap_fsdp()."
-            )
-            raise ModelError(msg)
-
-    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-        for guest in guests:
-            guest.go()
-
-    stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-    stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
 def _follow(

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in where the parts of a model go, and in how they come for a forward."""
 
+from accelfn.placing.guests import Guest, let_in
 from accelfn.placing.placed import (
     _fill_buffers,
     _given,
-    _Guest,
-    _hook,
     _read_back,
     _settle,
 )
@@ -19,7 +18,7 @@ MUTANTS = [
     Mutant(
         "L41: a hook stays on a model after it was placed",
         LAW,
-        _hook,
+        let_in,
         "stack.callback(module.register_forward_hook(after, always_call=True).remove)"
         " → module.register_forward_hook(after, always_call=True)",
     ),
@@ -44,7 +43,7 @@ MUTANTS = [
     Mutant(
         "L41: what was offloaded does not go back to its home",
         LAW,
-        _Guest.go,
+        Guest.go,
         "self.param.data = self.home → self.param.data = self.home.clone()",
     ),
     Mutant(

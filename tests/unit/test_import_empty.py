@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from tests.real_models import DECODER
 from tests.states import linear_state
 
 
@@ -122,15 +123,6 @@ def test_what_makes_no_model_is_refused(read, tmp_path):
         read(lambda: 3, tmp_path)
 
 
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 KINDS = {
     "Llama": {},
     "Mistral": {},
@@ -144,7 +136,7 @@ def tiny(name):
     """Return what makes a small model of Transformers."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**TINY, **KINDS[name])
+    config = getattr(transformers, f"{name}Config")(**DECODER, **KINDS[name])
     kind = getattr(transformers, f"{name}ForCausalLM")
     return lambda: kind(config)
 

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import accelfn as af
-from tests.unit.test_empty_weights import REAL, real
+from tests.real_models import REAL, real
 
 
 class Net(nn.Module):
