@@ -250,7 +250,7 @@ def _read_some(
         stream.seek(entry.begin)
         found[name] = entry.empty()
         for block in _blocks(bytes_of(found[name])):
-            _fill(stream, block)
+            read_into(stream, block)
             told(len(block))
     return found
 
@@ -266,7 +266,7 @@ def _read_verified(
         hashing = _Hashing(pool, path, file.algorithm)
 
         def fill(values: memoryview, what: str, expected: str) -> None:
-            _fill(stream, values)
+            read_into(stream, values)
             told(len(values))
             hashing.add(values, what, expected)
 
@@ -387,7 +387,8 @@ def _header(
     return len(text).to_bytes(8, "little") + text, places
 
 
-def _fill(stream: Any, buffer: memoryview) -> None:
+def read_into(stream: Any, buffer: memoryview) -> None:
+    """Read what comes next into all of a buffer."""
     at = 0
     while at < len(buffer):
         got = stream.readinto(buffer[at:])

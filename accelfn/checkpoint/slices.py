@@ -73,6 +73,11 @@ class Slice:
             tuple(end - begin for begin, end in zip(begins, ends, strict=True)),
         )
 
+    def inside(self, other: "Slice") -> "Slice":
+        """Return this part of another box as a box of the tensor that the other is of."""
+        corner = (a + b for a, b in zip(self.offset, other.offset, strict=True))
+        return Slice(other.shape, tuple(corner), self.size)
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether it lies in a tensor of this shape."""
         if not len(shape) == len(self.offset) == len(self.size):

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 
-from accelfn.checkpoint.slices import Slice
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.weights import shards, torch_files
 from accelfn.weights.pieces import Piece
@@ -24,12 +23,8 @@ def weights_of(folder: Path) -> dict[str, Piece]:
         held = torch_files.state_dict_of(folder)
         return {name: Piece.of(tensor) for name, tensor in held.items()}
     there = shards.shards_at(folder)
-
-    def read(name: str, box: Slice) -> torch.Tensor:
-        return Piece.of(there.read(name)).read(box)
-
     return {
-        name: Piece(meta.dtype, tuple(meta.shape), partial(read, name))
+        name: Piece(meta.dtype, tuple(meta.shape), partial(there.read_box, name))
         for name, meta in there.tensors().items()
     }
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import attrs
 import torch
@@ -20,6 +20,7 @@ import torch
 from accelfn.checkpoint import disk
 from accelfn.checkpoint.slices import Slice, assembled, tile
 from accelfn.errors import CheckpointCorruptError, CheckpointError
+from accelfn.weights.boxes import read_box
 from accelfn.weights.pieces import Found, Piece
 
 METADATA = ".metadata"
@@ -68,15 +69,25 @@ class _Chunk:
     begin: int
     length: int
 
-    def read(self) -> torch.Tensor:
+    def read(self, part: Slice) -> torch.Tensor:
+        """Return a part of the box, given as one of a tensor that is the box."""
         try:
             with disk.open_plain(self.path) as stream:
-                stream.seek(self.begin)
-                data = io.BytesIO(stream.read(self.length))
-            found = torch.load(data, map_location="cpu", weights_only=True)
+                window = _Window(stream, self.begin, self.length)
+                meta = _loaded(window, "meta")  # what it is, and no values
+                self._check(meta)
+                first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
+                if first is not None and meta.is_contiguous():
+                    at = self.begin + first + meta.storage_offset() * meta.itemsize
+                    return read_box(stream, at, meta.dtype, part)
+                return part.of(_loaded(window, "cpu"))
+        except CheckpointCorruptError:
+            raise
         except Exception as error:  # bytes at random end in any of them
             msg = f"{self.path} cannot be read at byte {self.begin}: {error}"
             raise CheckpointCorruptError(msg) from error
+
+    def _check(self, found: Any) -> None:
         shape = getattr(found, "shape", None)
         if shape != torch.Size(self.box.size):
             msg = (
@@ -84,7 +95,42 @@ class _Chunk:
                 f" {self.box.size}."
             )
             raise CheckpointCorruptError(msg)
-        return found
+
+
+def _loaded(window: "_Window", device: str) -> torch.Tensor:
+    window.seek(0)
+    return torch.load(cast("Any", window), map_location=device, weights_only=True)
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a file, as a file of which no more is read than is asked for."""
+
+    def __init__(self, stream: BinaryIO, begin: int, length: int) -> None:
+        """Take the file, without a buffer, and where the bytes begin and how many they are."""
+        super().__init__()
+        self._stream, self._begin, self._length, self._at = stream, begin, length, 0
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return that it can be read anywhere."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place, which is not before the first byte."""
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}
+        self._at = max(bases[whence] + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer, no further than the last byte."""
+        wanted = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        self._stream.seek(self._begin + self._at)
+        count = cast("Any", self._stream).readinto(wanted)
+        self._at += count
+        return count
 
 
 def pieces_of(folder: Path) -> tuple[dict[str, Piece], list[str]]:
@@ -143,8 +189,11 @@ def _piece(
     dtype = said.properties.dtype
 
     def read(box: Slice) -> torch.Tensor:
-        near = (chunk for chunk in chunks if box.within(chunk.box) is not None)
-        return assembled(box, dtype, ((each.box, each.read()) for each in near))
+        shared = ((each, each.box.within(box)) for each in chunks)
+        parts = (
+            (part.inside(each.box), each.read(part)) for each, part in shared if part
+        )
+        return assembled(box, dtype, parts)
 
     return Piece(dtype, shape, read)
 

@@ -14,7 +14,9 @@ from accelfn.base.arguments import is_integer
 from accelfn.checkpoint import disk, files
 from accelfn.checkpoint.digest import WRITTEN
 from accelfn.checkpoint.others import reader_of
+from accelfn.checkpoint.slices import Slice
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
+from accelfn.weights.boxes import read_box
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -113,6 +115,21 @@ class Shards:
         """Return a tensor, in memory of its own."""
         path = self.places[name]
         return files.read(path, self.tables[path], {name}, verify=False)[name]
+
+    def read_box(self, name: str, box: Slice) -> torch.Tensor:
+        """Return a box of a tensor, in memory of its own, of which no more is read.
+
+        Raises:
+            CheckpointCorruptError: the file is not there, or ends before.
+        """
+        path = self.places[name]
+        entry = self.tables[path].tensors[name]
+        try:
+            with disk.open_plain(path) as stream:
+                return read_box(stream, entry.begin, files.DTYPES[entry.dtype], box)
+        except OSError as error:
+            msg = f"{path} cannot be read: {error}"
+            raise CheckpointCorruptError(msg) from error
 
 
 def shards_at(source: Path) -> Shards:
