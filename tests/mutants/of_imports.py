@@ -3,8 +3,11 @@
 
 from accelfn.checkpoint import to_torch
 from accelfn.weights import accelerate, deepspeed, distributed, entries, import_state
+from accelfn.weights.boxes import read_box
 from accelfn.weights.pieces import Piece
+from accelfn.weights.shards import Shards
 from tests.laws import test_import_deepspeed as zero
+from tests.laws import test_import_parts as parts
 from tests.laws import test_import_state as laws
 from tests.mutants.mutant import Mutant
 from tests.unit import test_import_deepspeed as zero_unit
@@ -35,6 +38,25 @@ MUTANTS = [
         import_state._laid,
         "slice_of(own) or Slice.whole(own.shape)"
         " → attrs.evolve(slice_of(own) or Slice.whole(own.shape), offset=(0,) * own.ndim)",
+    ),
+    Mutant(
+        "L45: a rank reads the whole of each tensor of which it has a part",
+        parts.test_a_rank_reads_what_it_has,
+        Shards.read_box,
+        "read_box(stream, entry.begin, files.DTYPES[entry.dtype], box)"
+        " → box.of(self.read(name)).clone()",
+    ),
+    Mutant(
+        "L45: a rank reads the whole of each box that torch saved",
+        parts.test_a_rank_reads_what_it_has,
+        distributed._Chunk.read,
+        "if first is not None and meta.is_contiguous(): → if False:",
+    ),
+    Mutant(
+        "L45: of a tensor that is cut in its last dim the first runs are read",
+        parts.test_a_rank_reads_what_it_has,
+        read_box,
+        "(begin + start * dtype.itemsize) → (begin + number * num_bytes)",
     ),
     Mutant(
         "L42: an optimizer of all parameters goes by their order from the last",

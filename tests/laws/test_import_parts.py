@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that has parts of a model reads these parts of what others saved, and no more."""
+
+import tempfile
+import warnings
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.base.shards import local
+from accelfn.testing import simulate
+
+WIDE, NARROW = 2048, 16
+SLACK = 50_000
+"""Bytes: headers, metadata and small tensors."""
+LAYOUTS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
+    "fsdp of 2": ((af.shard_data(), af.wrap_fsdp()), {"dp_shard": 2}),
+    "fsdp of 3": ((af.shard_data(), af.wrap_fsdp()), {"dp_shard": 3}),
+    "layers": ((af.tensor_parallel({"up": "column", "down": "row"}),), {"tp": 2}),
+    "both": (
+        (
+            af.shard_data(),
+            af.tensor_parallel({"up": "column", "down": "row"}),
+            af.wrap_fsdp(),
+        ),
+        {"dp_shard": 2, "tp": 2},
+    ),
+}
+
+
+class Net(nn.Module):
+    """Two layers, and a filter of four dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(NARROW, WIDE)
+        self.down = nn.Linear(WIDE, NARROW)
+        self.filter = nn.Conv2d(12, 64, 7)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu()) + self.filter.weight.sum()
+
+
+def write(model: nn.Module, folder: str, kind: str) -> None:
+    """Write a model's state dict as one process does."""
+    held = dict(model.state_dict())
+    if kind == "safetensors":
+        safetensors.torch.save_file(held, Path(folder) / "model.safetensors")
+        return
+    with warnings.catch_warnings():  # torch says that it is told of no ranks
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({"model": held}, checkpoint_id=folder, no_dist=True)
+
+
+def bytes_read() -> int:
+    """Return how many bytes this thread has read, of all files."""
+    said = Path("/proc/thread-self/io").read_text().split()
+    return int(said[said.index("rchar:") + 1])
+
+
+def imported(
+    world: af.World, *, folder: str, setup: tuple[Any, ...]
+) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Return all parameters, the bytes that this rank has of them, and those it read."""
+    state = af.TrainState.create(
+        model=Net, optimizer=torch.optim.SGD, setup=af.chain(*setup), world=world
+    )
+    af.import_state(state, folder)  # reads modules of torch, too, the first time
+    before = bytes_read()
+    state = af.import_state(state, folder).state
+    count = bytes_read() - before
+    has = sum(local(each).nbytes for each in state.params.values())
+    return af.full_params(state), has, count
+
+
+@given(
+    seed=st.integers(0, 9),
+    kind=st.sampled_from(["safetensors", "torch"]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+)
+def test_a_rank_reads_what_it_has(seed: int, kind: str, layout: str) -> None:
+    """Under FSDP and in layers that are split, the bytes read are those of its parts."""
+    torch.manual_seed(seed)
+    model, (setup, axes) = Net(), LAYOUTS[layout]
+    with tempfile.TemporaryDirectory() as folder:
+        write(model, folder, kind)
+        run = partial(imported, folder=folder, setup=setup)
+        for found, has, count in simulate(prod(axes.values()), run, axes=axes):
+            assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+            assert has <= count + 8 * 16 <= has + SLACK
