@@ -10,10 +10,9 @@ tensor that has changed, and the last is what `b3sum` says of the file.
 
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias, cast
@@ -23,14 +22,13 @@ import torch
 
 from accelfn.checkpoint import disk
 from accelfn.checkpoint.digest import WRITTEN, Algorithm
+from accelfn.checkpoint.hashing import Hashing
 from accelfn.errors import CheckpointCorruptError
 
 _BLOCK = 1 << 18
 """Bytes that are read, or written, at once."""
-_TOGETHER = 1 << 20
-"""Bytes that are handed over to be hashed, at least: a small tensor's hash takes less time."""
-_AHEAD = 2
-"""As often; what waits to be hashed."""
+ALIGNED = 64
+"""Bytes at a multiple of which torch begins a tensor; kernels may round otherwise elsewhere."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
 _NONE = "0" * 64
@@ -175,8 +173,7 @@ def write(
     It is hashed in a thread beside. Of tensors that are elsewhere or not in one piece, each
     of the two copies one at a time.
     """
-    # the largest items first, so that each tensor lies at a multiple of its item's size
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = _ordered(tensors)
     header, places = _header({name: tensors[name] for name in order}, metadata)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
         hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in order))
@@ -193,7 +190,7 @@ def write(
 
 def unwritten(tensors: Mapping[str, torch.Tensor]) -> File:
     """Return what a file of tensors would be; its digests are none, for it is not written."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = _ordered(tensors)
     header, places = _header({name: tensors[name] for name in order}, {})
     entries = {name: Entry(*places[name], digest=_NONE) for name in order}
     size = max((entry.end for entry in entries.values()), default=len(header))
@@ -263,7 +260,7 @@ def _read_verified(
     stream.seek(0)
     begin = min((each.begin for each in file.tensors.values()), default=file.size)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
-        hashing = _Hashing(pool, path, file.algorithm)
+        hashing = Hashing(pool, path, file.algorithm)
 
         def fill(values: memoryview, what: str, expected: str) -> None:
             read_into(stream, values)
@@ -279,59 +276,6 @@ def _read_verified(
         fill(memoryview(b""), "the whole", file.digest)
         hashing.finish()
     return found
-
-
-class _Hashing:
-    """Hashes what was read of a file in another thread, many small tensors at once."""
-
-    def __init__(
-        self, pool: ThreadPoolExecutor, path: Path, algorithm: Algorithm
-    ) -> None:
-        """Take the thread, the file's path, and by what it was digested."""
-        self._pool, self._path, self._name = pool, path, algorithm.name
-        self._digest = algorithm.begin(b"")
-        self._read: list[tuple[memoryview, str, str]] = []
-        self._num_bytes = 0
-        self._under_way: deque[Future[str | None]] = deque()
-
-    def add(self, values: memoryview, what: str, expected: str) -> None:
-        """Take what comes next, and the digest up to its end."""
-        self._read.append((values, what, expected))
-        self._num_bytes += len(values)
-        if self._num_bytes >= _TOGETHER:
-            self._hand_over()
-            while len(self._under_way) > _AHEAD:
-                self._compare()
-
-    def finish(self) -> None:
-        """Return once all is known to be what was saved.
-
-        Raises:
-            CheckpointCorruptError: it is not; what differs first is named.
-        """
-        self._hand_over()
-        while self._under_way:
-            self._compare()
-
-    def _hand_over(self) -> None:
-        self._under_way.append(self._pool.submit(self._differing, self._read))
-        self._read, self._num_bytes = [], 0
-
-    def _differing(self, read: list[tuple[memoryview, str, str]]) -> str | None:
-        for values, what, expected in read:
-            self._digest.update(values)
-            if self._digest.hexdigest() != expected:
-                return what
-        return None
-
-    def _compare(self) -> None:
-        what = self._under_way.popleft().result()
-        if what is not None:
-            msg = (
-                f"{self._path} is not what was saved: {what} differs in its {self._name}."
-                " Load another checkpoint."
-            )
-            raise CheckpointCorruptError(msg)
 
 
 def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
@@ -365,6 +309,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast("Any", flat.view(torch.uint8).numpy()))
 
 
+def _ordered(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return names in the order in which tensors lie in a file.
+
+    First those that fill whole lines, which then all begin at one; then the largest items, so
+    that each tensor lies at a multiple of its item's size.
+    """
+
+    def place(name: str) -> tuple[bool, int, str]:
+        each = tensors[name]
+        size = each.numel() * each.dtype.itemsize
+        return size % ALIGNED > 0, -each.dtype.itemsize, name
+
+    return sorted(tensors, key=place)
+
+
 def _header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[str, tuple[int, ...], int, int]]]:
@@ -378,7 +337,7 @@ def _header(
     for name, (dtype, shape, begin, end) in table.items():
         listed[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(listed, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNED)
     first = 8 + len(text)
     places = {
         name: (dtype, shape, begin + first, end + first)

@@ -3,6 +3,7 @@
 
 from accelfn.base import codec
 from accelfn.checkpoint import commit, disk, elastic, fields, files
+from accelfn.checkpoint.hashing import Hashing
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.data import cut, epoch, fetch, permutation, plan, read, reading
 from accelfn.data.orders import order
@@ -219,13 +220,13 @@ if not merging:
     Mutant(
         "L41: a file that has changed on the disk is loaded",
         test_storage.test_any_change_of_a_file_is_noticed,
-        files._Hashing._differing,
+        Hashing._differing,
         "if self._digest.hexdigest() != expected: → if False:",
     ),
     Mutant(
         "L41: small tensors at the end of a file are read and not hashed",
         test_storage.test_any_change_of_a_file_is_noticed,
-        files._Hashing.finish,
+        Hashing.finish,
         "self._hand_over() → pass",
     ),
     Mutant(

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hashing what is read of a file, while more of it is read."""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from accelfn.checkpoint.digest import Algorithm
+from accelfn.errors import CheckpointCorruptError
+
+_TOGETHER = 1 << 20
+"""Bytes that are handed over to be hashed, at least: a small tensor's hash takes less time."""
+_AHEAD = 2
+"""As often; what waits to be hashed."""
+
+
+class Hashing:
+    """Hashes what was read of a file in another thread, many small tensors at once."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, path: Path, algorithm: Algorithm
+    ) -> None:
+        """Take the thread, the file's path, and by what it was digested."""
+        self._pool, self._path, self._name = pool, path, algorithm.name
+        self._digest = algorithm.begin(b"")
+        self._read: list[tuple[memoryview, str, str]] = []
+        self._num_bytes = 0
+        self._under_way: deque[Future[str | None]] = deque()
+
+    def add(self, values: memoryview, what: str, expected: str) -> None:
+        """Take what comes next, and the digest up to its end."""
+        self._read.append((values, what, expected))
+        self._num_bytes += len(values)
+        if self._num_bytes >= _TOGETHER:
+            self._hand_over()
+            while len(self._under_way) > _AHEAD:
+                self._compare()
+
+    def finish(self) -> None:
+        """Return once all is known to be what was saved.
+
+        Raises:
+            CheckpointCorruptError: it is not; what differs first is named.
+        """
+        self._hand_over()
+        while self._under_way:
+            self._compare()
+
+    def _hand_over(self) -> None:
+        self._under_way.append(self._pool.submit(self._differing, self._read))
+        self._read, self._num_bytes = [], 0
+
+    def _differing(self, read: list[tuple[memoryview, str, str]]) -> str | None:
+        for values, what, expected in read:
+            self._digest.update(values)
+            if self._digest.hexdigest() != expected:
+                return what
+        return None
+
+    def _compare(self) -> None:
+        what = self._under_way.popleft().result()
+        if what is not None:
+            msg = (
+                f"{self._path} is not what was saved: {what} differs in its {self._name}."
+                " Load another checkpoint."
+            )
+            raise CheckpointCorruptError(msg)
