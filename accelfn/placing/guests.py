@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from accelfn.errors import ModelError
-from accelfn.placing.mapped import Mapped
-
-_ALIGNED = 64
-"""Bytes at which torch begins a tensor; a kernel may round otherwise at another place."""
+from accelfn.weights.mapped import Mapped, is_aligned
 
 
 @attrs.define(eq=False)
@@ -32,7 +29,7 @@ class Guest:
             away = self.home.device != self.device
             if away:
                 self.param.data = self.home.to(self.device)
-            elif self.home.data_ptr() % _ALIGNED:
+            elif not is_aligned(self.home):
                 self.param.data = self.home.clone()
 
     def go(self) -> None:

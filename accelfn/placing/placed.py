@@ -17,10 +17,10 @@ from accelfn.base.tree import tensor_leaves, to_device
 from accelfn.checkpoint import files
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.placing.guests import Guest, let_in
-from accelfn.placing.mapped import Mapped, mapped
 from accelfn.placing.plan import DISK, DeviceMap
 from accelfn.placing.units import Part, units_of
 from accelfn.structure.placed import PLACED, refuse_placed
+from accelfn.weights.mapped import Mapped, mapped
 from accelfn.weights.shards import shards_at
 
 M = TypeVar("M", bound=nn.Module)

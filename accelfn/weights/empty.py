@@ -19,6 +19,7 @@ from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
 from accelfn.errors import ModelError
 from accelfn.structure.on_meta import parameters_on_meta
+from accelfn.weights.undrawn import Undrawn
 
 M = TypeVar("M", bound=nn.Module)
 Source: TypeAlias = M | Callable[[], M]
@@ -46,7 +47,7 @@ def empty_weights() -> Generator[None]:
     Raises:
         ModelError: a module is lazy, so its parameters have no shape either.
     """
-    with parameters_on_meta():
+    with parameters_on_meta(), Undrawn():
         yield
 
 
@@ -69,7 +70,7 @@ def built(caller: str, source: Source[M]) -> M:
         name = getattr(source, "__name__", "factory")
         msg = f"{said} that takes no argument: {error}. Write functools.partial({name}, ...)."
         raise ModelError(msg) from error
-    with parameters_on_meta():
+    with empty_weights():
         made = source()
     if not isinstance(made, nn.Module):
         msg = f"{said}; it returned {type(made).__name__}."
@@ -91,7 +92,7 @@ def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
         wanted = [n for n in names if n.startswith(begin) and n not in found]
         if wanted and isinstance(part, library.PreTrainedModel):
             kind: Any = type(part)
-            with parameters_on_meta():
+            with empty_weights():
                 twin = kind(part.config)
             buffers = dict(cast("nn.Module", twin).named_buffers())
             found |= {

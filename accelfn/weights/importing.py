@@ -11,6 +11,7 @@ from torch import nn
 from accelfn.base.arguments import as_path
 from accelfn.base.calling import called
 from accelfn.weights.empty import Source, built
+from accelfn.weights.mapped import Maps
 from accelfn.weights.placing import Incoming, fill, placement
 from accelfn.weights.shards import shards_at
 
@@ -25,6 +26,7 @@ def import_model(
     device_map: Mapping[str, torch.device | str | int] | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    mapped: bool = False,
 ) -> M:
     """Give a model the weights that safetensors files hold, and return it.
 
@@ -43,6 +45,13 @@ def import_model(
         dtype: of the floating-point tensors; default the model's own. All others are never
             converted.
         strict: False only warns about names that are missing or unexpected.
+        mapped: True leaves tensors in the files, where the model has them on meta and they
+            stay on the CPU in the files' dtype: nothing is read before it is used, and what
+            is written goes to memory of the process, never to a file. The mapping holds the
+            file, which may be replaced or removed, until the last of its tensors is gone; who
+            writes into it changes the model, and who cuts it off ends the process. What
+            begins at no multiple of 64 bytes in its file, where kernels round otherwise, is
+            copied; `export_model` writes tensors at such multiples, others mostly do not.
 
     Law: a state's `export_model`, imported into its model, gives its evaluated parameters and
     its buffers, bitwise; so does one imported into its factory.
@@ -63,6 +72,7 @@ def import_model(
     module = built("af.import_model", model)
     place = placement("af.import_model", module, device_map, dtype)
     shards = shards_at(path)
-    incoming = Incoming(str(source), shards.tensors(), shards.read)
+    read = Maps(shards).read if mapped else shards.read
+    incoming = Incoming(str(source), shards.tensors(), read)
     fill(module, incoming, place, strict=strict)
     return module

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors mapped from safetensors files: no memory but the pages that were read."""
 
+import math
 import mmap
 from collections.abc import Mapping
+from pathlib import Path
 
 import attrs
 import torch
 
-from accelfn.checkpoint import disk
+from accelfn.checkpoint import disk, files
 from accelfn.weights.shards import Shards
 
 
@@ -35,23 +37,47 @@ class Mapped:
             self.file.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def mapped(shards: Shards) -> Mapping[str, Mapped]:
-    """Return the tensors of files, by name; nothing is read."""
-    opened: dict[object, mmap.mmap] = {}
-    found: dict[str, Mapped] = {}
-    for name, meta in shards.tensors().items():
-        path = shards.places[name]
-        entry = shards.tables[path].tensors[name]
-        if path not in opened:
+@attrs.frozen(eq=False)
+class Maps:
+    """Files that are mapped, each when the first of its tensors is.
+
+    Attributes:
+        shards: where the tensors lie.
+    """
+
+    shards: Shards
+    _opened: dict[Path, mmap.mmap] = attrs.field(factory=dict, init=False)
+
+    def mapped(self, name: str) -> Mapped:
+        """Return a tensor, of which nothing is read."""
+        path = self.shards.places[name]
+        entry = self.shards.tables[path].tensors[name]
+        if path not in self._opened:
             with disk.open_plain(path) as stream:
                 # a private mapping: what is written into it never goes to the file
-                opened[path] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        file = opened[path]
-        values = torch.empty(meta.shape, dtype=meta.dtype)
-        if meta.numel():
-            flat = torch.frombuffer(
-                file, dtype=meta.dtype, count=meta.numel(), offset=entry.begin
-            )
-            values = flat.view(meta.shape)
-        found[name] = Mapped(values, file, entry.begin, entry.end)
-    return found
+                file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._opened[path] = file
+        file, dtype = self._opened[path], files.DTYPES[entry.dtype]
+        count = math.prod(entry.shape)
+        if not count:  # torch would not begin behind the end
+            values = torch.empty(entry.shape, dtype=dtype)
+        else:
+            flat = torch.frombuffer(file, dtype=dtype, count=count, offset=entry.begin)
+            values = flat.view(entry.shape)
+        return Mapped(values, file, entry.begin, entry.end)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, copied where torch would have begun it at another place."""
+        values = self.mapped(name).tensor
+        return values if is_aligned(values) else values.clone()
+
+
+def mapped(shards: Shards) -> Mapping[str, Mapped]:
+    """Return the tensors of files, by name; nothing is read."""
+    maps = Maps(shards)
+    return {name: maps.mapped(name) for name in shards.places}
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins where torch lets one begin; a kernel may round otherwise else."""
+    return tensor.data_ptr() % files.ALIGNED == 0
