@@ -29,6 +29,7 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_import_parts::test_a_rank_reads_what_it_has",
         "laws.test_import_state::test_what_ranks_saved_in_parts_goes_on",
         "laws.test_faults::test_an_update_alone_is_a_place",
         "laws.test_with_world::test_a_rank_that_fails_is_told_of_on_all",

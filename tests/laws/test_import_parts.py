@@ -18,6 +18,7 @@ from torch import nn
 import accelfn as af
 from accelfn.base.shards import local
 from accelfn.testing import simulate
+from tests.laws.bytes_read import bytes_read
 
 WIDE, NARROW = 2048, 16
 SLACK = 50_000
@@ -60,12 +61,6 @@ def write(model: nn.Module, folder: str, kind: str) -> None:
     with warnings.catch_warnings():  # torch says that it is told of no ranks
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.save({"model": held}, checkpoint_id=folder, no_dist=True)
-
-
-def bytes_read() -> int:
-    """Return how many bytes this thread has read, of all files."""
-    said = Path("/proc/thread-self/io").read_text().split()
-    return int(said[said.index("rchar:") + 1])
 
 
 def imported(

@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in reading what other libraries saved, and in writing what they read."""
 
-from accelfn.checkpoint import to_torch
-from accelfn.weights import accelerate, deepspeed, distributed, entries, import_state
+from accelfn.checkpoint import files, to_torch
+from accelfn.weights import (
+    accelerate,
+    deepspeed,
+    distributed,
+    entries,
+    import_state,
+    importing,
+)
 from accelfn.weights.boxes import read_box
+from accelfn.weights.mapped import Maps
 from accelfn.weights.pieces import Piece
 from accelfn.weights.shards import Shards
 from tests.laws import test_import_deepspeed as zero
 from tests.laws import test_import_parts as parts
 from tests.laws import test_import_state as laws
+from tests.laws import test_mapped as mapped
 from tests.mutants.mutant import Mutant
 from tests.unit import test_import_deepspeed as zero_unit
 from tests.unit import test_import_state as unit
@@ -57,6 +66,30 @@ MUTANTS = [
         parts.test_a_rank_reads_what_it_has,
         read_box,
         "(begin + start * dtype.itemsize) → (begin + number * num_bytes)",
+    ),
+    Mutant(
+        "L41: what begins anywhere in its file is computed with as it lies there",
+        mapped.test_a_model_in_its_file_is_one_in_memory,
+        Maps.read,
+        "return values if is_aligned(values) else values.clone() → return values",
+    ),
+    Mutant(
+        "L41: tensors of an export begin wherever the one before ends",
+        mapped.test_a_model_in_its_file_is_one_in_memory,
+        files._ordered,
+        "return size % ALIGNED > 0, → return False,",
+    ),
+    Mutant(
+        "L41: the first tensor of a file begins wherever its header ends",
+        mapped.test_a_model_in_its_file_is_one_in_memory,
+        files._header,
+        "(-(8 + len(text)) % ALIGNED) → (-len(text) % 8)",
+    ),
+    Mutant(
+        "L41: a model that stays in its file is read at once",
+        mapped.test_nothing_is_read_before_it_is_used,
+        importing.import_model,
+        "Maps(shards).read if mapped → shards.read if mapped",
     ),
     Mutant(
         "L42: an optimizer of all parameters goes by their order from the last",
