@@ -230,6 +230,71 @@ SUITE = (
         quick_rounds=3,
     ),
     Benchmark(
+        name="load_model",
+        module="load_model",
+        title="Making a model and giving it the weights of a file",
+        how=(
+            "A Llama of 136 million parameters, 542 MB, on the CPU, in a file that the system "
+            "holds in memory and save_pretrained wrote; in the last line export_model did. Time "
+            "is the processor's, until the model is there, whose output is compared before, "
+            "bitwise. Transformers maps the file and reads nothing yet; so does accelfn with "
+            "mapped=True, as far as tensors begin at multiples of 64 bytes in the file. Accelerate "
+            "maps it too, and collects garbage."
+        ),
+        targets=(("accelfn, mapped=True, of export_model", 1.0),),
+        rounds=24,
+        quick_rounds=4,
+    ),
+    Benchmark(
+        name="load_model_used",
+        module="load_model_used",
+        title="The same, with a first forward pass",
+        how=(
+            "The models of the benchmark before, with a forward pass over 16 tokens, for which "
+            "all weights are read. Time is the processor's."
+        ),
+        targets=(("accelfn, mapped=True, of export_model", 1.0),),
+        rounds=24,
+        quick_rounds=4,
+    ),
+    Benchmark(
+        name="load_model_memory",
+        module="load_model_memory",
+        title="Memory at the peak of loading a model",
+        how=(
+            "The same loads, each with a forward pass over 16 tokens and in a process of its own: "
+            "MiB that it had at most, beyond what it had before. The base is computed: the bytes "
+            "of the model's parameters and of the largest of them."
+        ),
+        targets=(
+            ("accelfn import_model", 1.0),
+            ("accelfn import_model, into values", 1.0),
+            ("accelfn, mapped=True, of export_model", 1.0),
+        ),
+        rounds=4,
+        quick_rounds=2,
+        unit="MiB",
+    ),
+    Benchmark(
+        name="offload",
+        module="offload",
+        title="A forward pass of a model that is offloaded",
+        how=(
+            "The same model, all of whose layers lie on the disk, or on the host, and compute on "
+            "the CPU; 16 tokens. Accelerate's disk_offload writes files of its own, and its "
+            "cpu_offload is the base of the second half; accelfn's af.placed maps what "
+            "save_pretrained or export_model wrote. Outputs are compared before, bitwise. Time is "
+            "the processor's."
+        ),
+        targets=(
+            ("disk: accelfn", 1.0),
+            ("disk: accelfn, of export_model", 1.0),
+            ("host: accelfn", 1.0),
+        ),
+        rounds=40,
+        quick_rounds=4,
+    ),
+    Benchmark(
         name="ddp",
         module="ddp",
         title="A step of DistributedDataParallel on two processes",

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder of 136 million parameters, 542 MB, in files: as accelfn and as others write it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from checkpoint import folder
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+import accelfn as af
+
+CONFIG = LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    vocab_size=16_000,
+    max_position_embeddings=512,
+)
+IDS = torch.arange(16).reshape(1, 16)
+network = partial(LlamaForCausalLM, CONFIG)
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+
+@contextmanager
+def written() -> Iterator[tuple[Path, Path, torch.Tensor]]:
+    """Lend folders that accelfn and Transformers wrote, and what the model says of IDS."""
+    torch.manual_seed(0)
+    with folder() as (root, _):
+        model = network().eval()
+        expected = output(model)
+        model.save_pretrained(root / "others")
+        CONFIG.save_pretrained(root / "ours")
+        state = af.TrainState.create(model=model, optimizer=torch.optim.SGD)
+        af.export_model(state, root / "export")
+        (root / "export" / "model.safetensors").rename(
+            root / "ours" / "model.safetensors"
+        )
+        yield root / "ours", root / "others", expected
+
+
+def output(model: nn.Module) -> torch.Tensor:
+    """Return what a model says of IDS."""
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def check(model: nn.Module, expected: torch.Tensor) -> None:
+    """Raise if a model does not compute what the one in memory did, bitwise.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not torch.equal(output(model.eval()), expected):
+        msg = "it computes something else"
+        raise ValueError(msg)
