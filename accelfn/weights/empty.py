@@ -19,7 +19,7 @@ from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
 from accelfn.errors import ModelError
 from accelfn.structure.on_meta import parameters_on_meta
-from accelfn.weights.undrawn import Undrawn
+from accelfn.weights.valueless import Valueless
 
 M = TypeVar("M", bound=nn.Module)
 Source: TypeAlias = M | Callable[[], M]
@@ -47,7 +47,7 @@ def empty_weights() -> Generator[None]:
     Raises:
         ModelError: a module is lazy, so its parameters have no shape either.
     """
-    with parameters_on_meta(), Undrawn():
+    with parameters_on_meta(), Valueless():
         yield
 
 

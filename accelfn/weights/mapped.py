@@ -67,9 +67,9 @@ class Maps:
         return Mapped(values, file, entry.begin, entry.end)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, copied where torch would have begun it at another place."""
+        """Return a tensor, read where torch would have begun it at another place."""
         values = self.mapped(name).tensor
-        return values if is_aligned(values) else values.clone()
+        return values if is_aligned(values) else self.shards.read(name)
 
 
 def mapped(shards: Shards) -> Mapping[str, Mapped]:

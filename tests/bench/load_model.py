@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Making a model and giving it the weights of a file: the time."""
 
+import ctypes
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +25,7 @@ def by_accelerate(where: Path) -> nn.Module:
     """Load as Accelerate's guide to big models does."""
     with init_empty_weights(include_buffers=False):
         model = network()
-    return load_checkpoint_and_dispatch(model, where, device_map={"": "cpu"})
+    return load_checkpoint_and_dispatch(model, str(where), device_map={"": "cpu"})
 
 
 def loads(ours: Path, others: Path) -> dict[str, Load]:
@@ -43,15 +45,19 @@ def loads(ours: Path, others: Path) -> dict[str, Load]:
     }
 
 
-def measure(rounds: int, base: str = "Transformers from_pretrained") -> list[Figure]:
+def settle() -> None:
+    """Give the system the memory that a model had, for which the next one would pay."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def measure(rounds: int) -> list[Figure]:
     """Return the time that each one's processor took until the model is there."""
     with written() as (ours, others, expected):
         made = loads(ours, others)
         for load in made.values():
             check(load(), expected)
-        loops = {name: loop(made[name]) for name in sorted(made, key=base.__ne__)}
-        taken = timed(loops, rounds=rounds, steps=1, clock=time.process_time)
-        return compared(taken)
+        return _timed(made, rounds)
 
 
 def measure_used(rounds: int) -> list[Figure]:
@@ -61,6 +67,10 @@ def measure_used(rounds: int) -> list[Figure]:
             name: (lambda load=load: output(load()))
             for name, load in loads(ours, others).items()
         }
-        loops = {name: loop(act) for name, act in made.items()}
-        taken = timed(loops, rounds=rounds, steps=1, clock=time.process_time)
-        return compared(taken)
+        return _timed(made, rounds)
+
+
+def _timed(acts: Mapping[str, Callable[[], object]], rounds: int) -> list[Figure]:
+    loops = {name: loop(act) for name, act in acts.items()}
+    clock = time.process_time
+    return compared(timed(loops, rounds=rounds, steps=1, settle=settle, clock=clock))

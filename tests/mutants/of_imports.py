@@ -71,7 +71,7 @@ MUTANTS = [
         "L41: what begins anywhere in its file is computed with as it lies there",
         mapped.test_a_model_in_its_file_is_one_in_memory,
         Maps.read,
-        "return values if is_aligned(values) else values.clone() → return values",
+        "return values if is_aligned(values) else self.shards.read(name) → return values",
     ),
     Mutant(
         "L41: tensors of an export begin wherever the one before ends",
