@@ -26,14 +26,14 @@ def measure(rounds: int) -> list[Figure]:
     with written() as (ours, others, _):
         taken = {name: list[float]() for name in (LIMIT, *loads(ours, others), FILLED)}
         for _ in range(rounds):
-            for name in taken:
+            for name, peaks in taken.items():
                 done = subprocess.run(
                     [sys.executable, Path(__file__), name, ours, others],
                     capture_output=True,
                     text=True,
                     check=True,
                 )
-                taken[name].append(float(done.stdout.splitlines()[-1]))
+                peaks.append(float(done.stdout.splitlines()[-1]))
     return compared(taken)
 
 

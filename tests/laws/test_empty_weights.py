@@ -26,7 +26,8 @@ class Registered(nn.Module):
         super().__init__()
         self.first = nn.Parameter(torch.randn(2, 2), requires_grad=step != "frozen")
         self.second = self.first
-        self.register_buffer("table", torch.ones(2))
+        self.register_buffer("table", nn.init.normal_(torch.zeros(2), 1.0, 0.0))
+        nn.init.normal_(self.first)
 
 
 def build(step, *, empty):

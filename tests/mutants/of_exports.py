@@ -6,10 +6,25 @@ from accelfn.state.views import params_at
 from accelfn.structure.on_meta import parameters_on_meta
 from accelfn.weights.placing import Placement, _set
 from accelfn.weights.shards import divided
+from accelfn.weights.valueless import Valueless
 from tests.laws import test_empty_weights, test_export
 from tests.mutants.mutant import Mutant
+from tests.unit import test_empty_weights as unit_empty
 
 MUTANTS = [
+    Mutant(
+        "L41: buffers that are drawn in a block without weights are not drawn",
+        test_empty_weights.test_a_block_acts_in_itself_alone,
+        Valueless.__torch_function__,
+        "if tensor.is_meta: → if True:",
+    ),
+    Mutant(
+        "torch passes over what it cannot do without values, and makes another model",
+        unit_empty.test_a_layer_that_asks_for_values_is_named,
+        Valueless.__torch_function__,
+        "raise ModelError(_needs_values(name, error)) from error → raise",
+        args={"rows": 3, "function": "geqrf"},
+    ),
     Mutant(
         "L41: parameters are exported as they are trained, and no average of them",
         test_export.test_what_is_exported_is_imported,

@@ -5,6 +5,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal
 
 import accelfn as af
 from tests.real_models import REAL, real
@@ -20,6 +21,28 @@ def test_a_lazy_layer_is_refused_where_it_is_built():
     ):
         nn.LazyLinear(2)
     assert nn.LazyLinear(2)(torch.ones(1, 3)).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "function"), [(4, "allclose"), (3, "geqrf")], ids=["square", "tall"]
+)
+def test_a_layer_that_asks_for_values_is_named(rows, function, tmp_path):
+    """One that is parametrized by its own values is refused, and built with values it is read."""
+
+    def build():
+        return nn.Sequential(orthogonal(nn.Linear(4, rows)))
+
+    model, path = build(), tmp_path / "a.safetensors"
+    safetensors.torch.save_file(
+        {n: t.contiguous() for n, t in model.state_dict().items()}, path
+    )
+    said = f"_Orthogonal takes values .* by {function}, .*import_model\\(Net"
+    with pytest.raises(af.ModelError, match=said):
+        af.import_model(build, path)
+    with pytest.raises(af.ModelError, match=said), af.empty_weights():
+        build()
+    read = af.import_model(build(), path)
+    assert torch.equal(model[0].weight, read[0].weight)
 
 
 def test_what_would_be_left_without_values_is_named(tmp_path):
