@@ -37,7 +37,8 @@ def empty_weights() -> Generator[None]:
 
     It acts in its own thread, on what is registered there and then; a parameter that is in two
     places stays one, and is as trainable as it was. Nothing of torch is patched, and nothing
-    is left behind, whatever the block raises. Blocks may stand in one another.
+    is left behind, whatever the block raises. Blocks may stand in one another. torch's
+    initialisers leave parameters alone that have no values.
 
     Law: `af.import_model(model, files)` into a model of such a block has the parameters and
     buffers, ties included, of the model that wrote the files, bitwise.
@@ -45,7 +46,8 @@ def empty_weights() -> Generator[None]:
     Cost: the memory of one parameter, which nothing is written to.
 
     Raises:
-        ModelError: a module is lazy, so its parameters have no shape either.
+        ModelError: a module is lazy, so its parameters have no shape either; or it takes values
+            of its parameters as it is built, as `parametrizations.orthogonal` does.
     """
     with parameters_on_meta(), Valueless():
         yield

@@ -65,8 +65,9 @@ def import_state(
     Law: the state goes on as the training that was saved does, whatever the layout of either:
     bitwise where one process saved and one goes on.
 
-    Cost: each rank reads what it has a part of, a tensor at a time; Accelerate's optimizer is
-    read as a whole. DeepSpeed's files, of all ranks, are mapped.
+    Cost: each rank reads the bytes of its own parts, a tensor at a time; where these are runs
+    of less than 4 KiB, as in a tensor that is cut finely in its last dim, what lies between
+    them too. What `torch.save` wrote alone, as an optimizer or DeepSpeed's files, is mapped.
 
     Raises:
         CheckpointError: names, shapes or the optimizer differ, and the nearest are given;

@@ -54,10 +54,12 @@ def import_model(
             copied; `export_model` writes tensors at such multiples, others mostly do not.
 
     Law: a state's `export_model`, imported into its model, gives its evaluated parameters and
-    its buffers, bitwise; so does one imported into its factory.
+    its buffers, bitwise; so does one imported into its factory. With `mapped` it computes and
+    trains bitwise so, too.
 
     Cost: one reading, a tensor at a time: beside the model there is never more than one
     tensor, or two while it is converted. A factory takes memory for one parameter at a time.
+    With `mapped` no reading, and a page of memory for each that was written to.
 
     Raises:
         CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that
