@@ -58,8 +58,9 @@ def import_model(
     trains bitwise so, too.
 
     Cost: one reading, a tensor at a time: beside the model there is never more than one
-    tensor, or two while it is converted. A factory takes memory for one parameter at a time.
-    With `mapped` no reading, and a page of memory for each that was written to.
+    tensor, or two while it is converted; none where the model has memory that fits. A factory
+    takes memory for one parameter at a time. With `mapped` no reading, and a page of memory
+    for each that was written to.
 
     Raises:
         CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that
@@ -75,6 +76,6 @@ def import_model(
     place = placement("af.import_model", module, device_map, dtype)
     shards = shards_at(path)
     read = Maps(shards).read if mapped else shards.read
-    incoming = Incoming(str(source), shards.tensors(), read)
+    incoming = Incoming(str(source), shards.tensors(), read, shards.read_to)
     fill(module, incoming, place, strict=strict)
     return module

@@ -2,7 +2,7 @@
 """Giving a model's tensors their values, one at a time, wherever and however they lie."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -16,6 +16,9 @@ from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.weights.empty import remade
 
+_Places: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
+"""Modules, and their attributes, by the identity of the tensor that stands there."""
+
 
 @attrs.frozen(eq=False)
 class Incoming:
@@ -25,11 +28,13 @@ class Incoming:
         where: from where, as errors say it.
         tensors: their dtypes and shapes, by name; no values are taken from these.
         read: gives one by name, in memory that is then the model's.
+        read_to: reads one by name into memory that there is; None, if that cannot be.
     """
 
     where: str
     tensors: Mapping[str, torch.Tensor]
     read: Callable[[str], torch.Tensor]
+    read_to: Callable[[str, torch.Tensor], None] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -66,10 +71,21 @@ class Placement:
 
     def placed(self, value: torch.Tensor, name: str, old: torch.Tensor) -> torch.Tensor:
         """Return a tensor on its device and in its dtype."""
-        dtype = value.dtype
-        if value.is_floating_point():
-            dtype = old.dtype if self.dtype is None else self.dtype
-        return value.to(self.device(name, old), dtype)
+        return value.to(self.device(name, old), self._dtype(value, old))
+
+    def has_room(self, value: torch.Tensor, name: str, old: torch.Tensor) -> bool:
+        """Whether there is memory on the host that a tensor goes to byte by byte."""
+        return (
+            old.device == torch.device("cpu") == self.device(name, old)
+            and old.dtype == value.dtype == self._dtype(value, old)
+            and old.is_contiguous()
+            and not (old.is_conj() or old.is_neg() or old.is_inference())
+        )
+
+    def _dtype(self, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
+        if not value.is_floating_point():
+            return value.dtype
+        return old.dtype if self.dtype is None else self.dtype
 
 
 def placement(
@@ -122,10 +138,7 @@ def fill(
         for name in incoming.tensors:
             target = pairs.get(name)
             if target is not None:
-                old = target.tensors[0]
-                value = place.placed(incoming.read(name), target.names[0], old)
-                for each in target.tensors:
-                    _set(each, value, places.get(id(each), []))
+                _give(target, incoming, name, place, places)
         for name, value in made.items():
             old = empty[name]
             _set(old, value.to(place.device(name, old)), places.get(id(old), []))
@@ -133,6 +146,20 @@ def fill(
         for name, left in _named(model).items():
             if id(left) not in given and not left.is_meta and place.device_map:
                 left.data = left.data.to(place.device(name, left))
+
+
+def _give(
+    target: Target, incoming: Incoming, name: str, place: Placement, places: _Places
+) -> None:
+    """Give a tensor its values; none of them is held when it returns, for the next to come."""
+    own, old = target.names[0], target.tensors[0]
+    if incoming.read_to and place.has_room(incoming.tensors[name], own, old):
+        incoming.read_to(name, old)
+        torch.autograd.graph.increment_version(old)  # as a copy does
+        return
+    value = place.placed(incoming.read(name), own, old)
+    for each in target.tensors:
+        _set(each, value, places.get(id(each), []))
 
 
 def _targets(model: nn.Module) -> list[Target]:
@@ -276,9 +303,9 @@ def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> N
             advise(msg)
 
 
-def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def _places(model: nn.Module) -> _Places:
     """Return the modules and attributes that hold each tensor of a model."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    found: _Places = {}
     for module in model.modules():
         for name, tensor in _own(module):
             found.setdefault(id(tensor), []).append((module, name))

@@ -116,6 +116,21 @@ class Shards:
         path = self.places[name]
         return files.read(path, self.tables[path], {name}, verify=False)[name]
 
+    def read_to(self, name: str, tensor: torch.Tensor) -> None:
+        """Read a tensor into another's memory, of its dtype and shape and in one piece.
+
+        Raises:
+            CheckpointCorruptError: the file is not there, or ends before.
+        """
+        path = self.places[name]
+        try:
+            with disk.open_plain(path) as stream:
+                stream.seek(self.tables[path].tensors[name].begin)
+                files.read_into(stream, files.bytes_of(tensor))
+        except OSError as error:
+            msg = f"{path} cannot be read: {error}"
+            raise CheckpointCorruptError(msg) from error
+
     def read_box(self, name: str, box: Slice) -> torch.Tensor:
         """Return a box of a tensor, in memory of its own, of which no more is read.
 

@@ -9,6 +9,7 @@ from accelfn.weights import (
     entries,
     import_state,
     importing,
+    placing,
 )
 from accelfn.weights.boxes import read_box
 from accelfn.weights.mapped import Maps
@@ -20,6 +21,7 @@ from tests.laws import test_import_state as laws
 from tests.laws import test_mapped as mapped
 from tests.mutants.mutant import Mutant
 from tests.unit import test_import_deepspeed as zero_unit
+from tests.unit import test_import_memory as memory
 from tests.unit import test_import_state as unit
 
 MUTANTS = [
@@ -84,6 +86,12 @@ MUTANTS = [
         mapped.test_a_model_in_its_file_is_one_in_memory,
         files._header,
         "(-(8 + len(text)) % ALIGNED) → (-len(text) % 8)",
+    ),
+    Mutant(
+        "what a model has memory for is read into other memory first",
+        memory.test_one_tensor_at_a_time,
+        placing.Placement.has_room,
+        "and old.is_contiguous() → and False",
     ),
     Mutant(
         "L41: a model that stays in its file is read at once",
