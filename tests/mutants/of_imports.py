@@ -22,6 +22,7 @@ from tests.laws import test_mapped as mapped
 from tests.mutants.mutant import Mutant
 from tests.unit import test_import_deepspeed as zero_unit
 from tests.unit import test_import_memory as memory
+from tests.unit import test_import_model as unit_model
 from tests.unit import test_import_state as unit
 
 MUTANTS = [
@@ -92,6 +93,18 @@ MUTANTS = [
         memory.test_one_tensor_at_a_time,
         placing.Placement.has_room,
         "and old.is_contiguous() → and False",
+    ),
+    Mutant(
+        "memory in another order is taken for what lies in the file",
+        unit_model.test_memory_in_another_order_is_filled,
+        placing.Placement.has_room,
+        "and old.is_contiguous() → and True",
+    ),
+    Mutant(
+        "a graph does not hear that its values were replaced by an import",
+        unit_model.test_a_graph_of_what_was_there_is_told,
+        placing._give,
+        "torch.autograd.graph.increment_version(old) → pass",
     ),
     Mutant(
         "L41: a model that stays in its file is read at once",

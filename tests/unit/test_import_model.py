@@ -128,6 +128,27 @@ def test_what_has_memory_keeps_it(tmp_path):
         assert param.data_ptr() == before[name][1]
 
 
+def test_memory_in_another_order_is_filled(tmp_path):
+    """A parameter that is a transposed view has the file's values, where it lies."""
+    path = saved(nn.Linear(3, 2), tmp_path / "a.safetensors")
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.zeros(3, 2).t())
+    before = model.weight.data_ptr()
+    af.import_model(model, path)
+    assert torch.equal(safetensors.torch.load_file(path)["weight"], model.weight)
+    assert model.weight.data_ptr() == before
+
+
+def test_a_graph_of_what_was_there_is_told(tmp_path):
+    """torch refuses a backward pass through values that an import has replaced."""
+    path = saved(nn.Linear(3, 2), tmp_path / "a.safetensors")
+    model = nn.Linear(3, 2)
+    loss = model(torch.ones(1, 3, requires_grad=True)).sum()
+    af.import_model(model, path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("meta", [False, True])
 def test_what_was_read_does_not_depend_on_the_file(meta, tmp_path):
     """The file may be overwritten and removed: the model's tensors are its own."""
