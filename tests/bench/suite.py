@@ -324,6 +324,24 @@ SUITE = (
     _over_a_link(1, rounds=8),
     _over_a_link(4, rounds=16),
     Benchmark(
+        name="streaming",
+        module="streaming",
+        title="Exchanges beside computation, over a link of 4 Mbit per second",
+        how=(
+            "The same two hosts and cable, and the four transformer layers of the first "
+            "benchmark, 134,858 parameters, AdamW(fused=True), 32 rows a rank. DiLoCo sends 8 "
+            "bits a number every 64 updates, whole or a quarter at a time; with delay=14 ranks "
+            "go on for 14 updates before they use what came. Without communication is "
+            "local_sgd that never averages. One block is 64 updates, from one barrier to the "
+            "next."
+        ),
+        targets=(("diloco in fragments, with delay", 1.10),),
+        rounds=16,
+        quick_rounds=4,
+        nproc=2,
+        megabits=4,
+    ),
+    Benchmark(
         name="collectives",
         module="collectives",
         title="The sum of 100 small tensors over two processes",
