@@ -298,7 +298,8 @@ SUITE = (
         how=(
             "Three updates of a model of 42 million parameters, batch 32, AdamW, two processes "
             "joined by Gloo. Each ratio is to DeepSpeed by hand at the same stage. MiB that rank "
-            "0 had at most, beyond what it had before the model was made."
+            "0 had at most, beyond what it had before the model was made; what is freed goes back "
+            "to the system at once, by MALLOC_MMAP_THRESHOLD_."
         ),
         targets=tuple((f"stage {stage}, accelfn", 1.05) for stage in (1, 2, 3)),
         rounds=4,
