@@ -22,7 +22,7 @@ from zero import STAGES, by_accelfn, by_hand
 import accelfn as af
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
-"""Else the C library keeps some of what is freed, how much is chance, and that would be compared."""
+"""Else the C library keeps some of what is freed, and how much is chance."""
 
 batches = in_turn(width=WIDTH)
 LOOPS: dict[str, Callable[[int, af.World], Loop]] = {
