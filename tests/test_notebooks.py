@@ -50,8 +50,8 @@ def errors(cell: Any) -> list[str]:
 
 def shown(cell: Any, kind: str) -> list[Any]:
     """Return what a cell shows as data of a kind."""
-    datas = (out.get("data", {}) for out in cell.outputs)
-    return [data[kind] for data in datas if kind in data]
+    found = (out.get("data", {}) for out in cell.outputs)
+    return [data[kind] for data in found if kind in data]
 
 
 @pytest.fixture(scope="module")
