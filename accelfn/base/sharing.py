@@ -12,10 +12,10 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     state's tensors could not do that, for `state_dict()`, `detach()` and slices make tensors
     that it would not know of.
 
-    Copied at once is what torch cannot share in this way: memory that others look at, as
-    numpy's, a file's or another process's; a part of a larger memory, for the whole would be
-    copied for each part; and on a device, where torch copies on its default stream, which does
-    not wait for the one that writes.
+    Copied at once is memory that others look at, as numpy's, a file's or another process's,
+    which torch cannot share in this way; a part of a larger memory, for the whole would be
+    copied for each part; and what is on a device, where kernels of another stream may still
+    write when the copy is made, which nobody has tried.
     """
     plain = tensor.detach()
     if plain.device.type != "cpu" or not _fills_its_memory(plain):

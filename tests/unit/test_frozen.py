@@ -2,7 +2,9 @@
 """`af.frozen`: memory is shared until one of the two is written, and never seen to be."""
 
 import gc
+import threading
 from functools import partial
+from queue import Queue
 
 import numpy as np
 import pytest
@@ -124,6 +126,28 @@ def test_memory_of_others_is_copied_at_once(model):
     after = state.params["weight"].clone()
     module.weight.fill_(7)
     assert torch.equal(state.params["weight"], after)
+
+
+def test_another_thread_may_evaluate_it():
+    """Its outputs stay the same while the state trains on, in the moment of copying too."""
+    state, lent, seen = make(optimizer=partial(torch.optim.SGD, lr=0.001)), Queue(), []
+
+    def evaluate():
+        for module, expected in iter(lent.get, None):
+            seen.extend(torch.equal(module(X), expected) for _ in range(20))
+
+    others = [threading.Thread(target=evaluate) for _ in range(2)]
+    for each in others:
+        each.start()
+    for _ in range(100):
+        module = af.frozen(state)
+        lent.put((module, module(X)))
+        state, _ = STEP(state, X)
+    for _ in others:
+        lent.put(None)
+    for each in others:
+        each.join()
+    assert seen == [True] * 2000
 
 
 def test_a_compiled_step_writes_into_none():
