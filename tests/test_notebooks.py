@@ -21,8 +21,11 @@ class Reader(NotebookClient):
     """Presses Stop in cells that are tagged so, once their bar has moved."""
 
     def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
-        """See the bar of a cell being drawn anew."""
-        moved = msg["msg_type"] == "update_display_data"
+        """See the bar of a cell being drawn anew, and no older one that ends only now."""
+        kind, output = msg["msg_type"], msg["content"].get("transient")
+        if kind == "display_data":
+            self.newest = output
+        moved = kind == "update_display_data" and output == self.newest
         if moved and "stop" in tags(cell) and "stopped" not in tags(cell):
             tags(cell).append("stopped")
             self.stopping = asyncio.ensure_future(self.km.interrupt_kernel())
