@@ -32,6 +32,8 @@ _NUMBERS = {
         "laws.test_import_parts::test_a_rank_reads_what_it_has",
         "laws.test_import_state::test_what_ranks_saved_in_parts_goes_on",
         "laws.test_faults::test_an_update_alone_is_a_place",
+        "laws.test_frozen::test_what_is_frozen_on_ranks_stays",
+        "laws.test_frozen::test_what_is_frozen_stays",
         "laws.test_with_world::test_a_rank_that_fails_is_told_of_on_all",
         "laws.test_with_world::test_a_state_that_is_moved_was_saved_and_loaded",
         "laws.test_traffic::test_local_sgd_sends_what_ddp_sends_divided_by_its_period",
