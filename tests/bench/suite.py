@@ -271,7 +271,7 @@ SUITE = (
             ("accelfn import_model, into values", 1.0),
             ("accelfn, mapped=True, of export_model", 1.0),
         ),
-        rounds=4,
+        rounds=2,
         quick_rounds=2,
         unit="MiB",
     ),
