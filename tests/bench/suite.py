@@ -236,7 +236,7 @@ SUITE = (
         how=(
             "A Llama of 136 million parameters, 542 MB, on the CPU, in a file that the system "
             "holds in memory and save_pretrained wrote; in the last line export_model did. Time "
-            "is the processor's, until the model is there, whose output is compared before, "
+            "is the processor's, for other programs ran beside, until the model is there, whose output is compared before, "
             "bitwise. Transformers maps the file and reads nothing yet; so does accelfn with "
             "mapped=True, as far as tensors begin at multiples of 64 bytes in the file. Accelerate "
             "maps it too, and collects garbage."
@@ -251,7 +251,7 @@ SUITE = (
         title="The same, with a first forward pass",
         how=(
             "The models of the benchmark before, with a forward pass over 16 tokens, for which "
-            "all weights are read. Time is the processor's."
+            "all weights are read. Time is the processor's: other programs ran beside."
         ),
         targets=(("accelfn, mapped=True, of export_model", 1.0),),
         rounds=12,
@@ -284,7 +284,7 @@ SUITE = (
             "the CPU; 16 tokens. Accelerate's disk_offload writes files of its own, and its "
             "cpu_offload is the base of the second half; accelfn's af.placed maps what "
             "save_pretrained or export_model wrote. Outputs are compared before, bitwise. Time is "
-            "the processor's."
+            "the processor's: other programs ran beside."
         ),
         targets=(
             ("disk: accelfn", 1.0),
