@@ -236,7 +236,8 @@ SUITE = (
         how=(
             "A Llama of 136 million parameters, 542 MB, on the CPU, in a file that the system "
             "holds in memory and save_pretrained wrote; in the last line export_model did. Time "
-            "is the processor's, for other programs ran beside, until the model is there, whose output is compared before, "
+            "is the processor's, for other programs ran beside, until the model is there, whose "
+            "output is compared before, "
             "bitwise. Transformers maps the file and reads nothing yet; so does accelfn with "
             "mapped=True, as far as tensors begin at multiples of 64 bytes in the file. Accelerate "
             "maps it too, and collects garbage."
