@@ -62,6 +62,11 @@ class SimulatedGroup(dist.ProcessGroup):
         self.log = log
         self.activity = Activity() if activity is None else activity
 
+    @property
+    def rank_of_run(self) -> int:
+        """This rank among all of the run."""
+        return self._rank
+
     def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
         """Return the name that torch prints."""
         return "simulated"
