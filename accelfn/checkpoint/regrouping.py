@@ -45,7 +45,7 @@ def regroup(state: TrainState) -> TrainState:
         PeerFailedError: what is in flight does not arrive, a rank that is alive did not come
             within the world's timeout, or fewer are left than may go on.
         StateError: those that are left have not all parts of a model that is split.
-        WorldError: the run is not elastic, or the state's world is a part of one.
+        WorldError: the run is not elastic, or the state's world has axes, or is a part of one.
 
     Example:
         >>> import accelfn as af
@@ -70,7 +70,7 @@ def regroup(state: TrainState) -> TrainState:
         try:
             said = "" if newcomer else str(state.step)
             steps = gather_text(said, met, label="regroup: who has the newest state")
-            newest = max(int(each) for each in steps if each)
+            newest = max((int(each) for each in steps if each), default=0)
             behind = newcomer or state.step < newest
             return with_world(state, met, newcomer=behind)
         except PeerFailedError:  # another is gone; the rest of these meet again
@@ -87,6 +87,12 @@ def _regrouping_of(world: World) -> Regrouping:
         msg = (
             f"{_CALL}: the state is in a part of a world, of {world.size} ranks. Regroup a"
             " state of the whole: af.with_world(state, world.whole)."
+        )
+        raise WorldError(msg)
+    if world.axes:
+        msg = (
+            f"{_CALL}: the world has axes, {dict(world.axes)}, and without a rank they are not"
+            " whole. Leave them out, or go on from the last checkpoint."
         )
         raise WorldError(msg)
     regrouping = world.connection.regrouping

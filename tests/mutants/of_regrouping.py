@@ -64,8 +64,7 @@ MUTANTS = [
         "L45: ranks that are behind keep what they have",
         test_regroup.test_the_newest_state_is_what_all_go_on_from,
         regrouping.regroup,
-        "max(int(each) for each in steps if each) →"
-        " min(int(each) for each in steps if each)",
+        "max((int(each) → min((int(each)",
     ),
     Mutant(
         "L43: ranks make another world though all are there",

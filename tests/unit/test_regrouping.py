@@ -11,6 +11,7 @@ import accelfn as af
 from accelfn.world.connection import Connection
 from accelfn.world.listening import open_store
 from accelfn.world.regrouping import Launched, Words
+from tests.strategies import Run
 from tests.waiting import wait_until
 
 LONG = timedelta(seconds=30)
@@ -81,3 +82,26 @@ def test_a_newcomer_waits_until_it_is_taken_in() -> None:
         assert met.result().size == 1
     assert not process.is_awaited()
     assert not process.is_newcomer
+
+
+def test_a_world_with_axes_is_not_regrouped() -> None:
+    """Without a rank its axes would not be whole."""
+    _, process, _ = launched(timeout=30.0)
+    world = af.World(axes={"dp_shard": 1}, group=Connection(None, regrouping=process))
+    state = Run(n=4).state(world)
+    with pytest.raises(af.WorldError, match=r"the world has axes, \{'dp_shard': 1\}"):
+        af.regroup(state)
+
+
+def test_newcomers_alone_have_nothing_to_go_on_with() -> None:
+    """Whoever was let in, and lost all who could hand a state over, is told so."""
+    world, process, words = launched(timeout=30.0)
+    process.is_newcomer = True
+    state = Run(n=4).state(world)
+    with ThreadPoolExecutor(1) as threads:
+        regrouped = threads.submit(af.regroup, state)
+        wait_until(process.is_awaited)
+        words.call(3, ["0.0"])
+        words.take_in("0.0", 3)
+        with pytest.raises(af.StateError, match="ranks are newcomers"):
+            regrouped.result()

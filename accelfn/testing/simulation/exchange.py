@@ -6,8 +6,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import attrs
-
 from accelfn.collectives.calls import table
 from accelfn.errors import (
     CollectiveMismatchError,
@@ -17,6 +15,7 @@ from accelfn.errors import (
     SimulationError,
 )
 from accelfn.testing.simulation.calls import Call, differing
+from accelfn.testing.simulation.entries import Entry, entry_of
 from accelfn.testing.simulation.faults import (
     Crashed,
     Fault,
@@ -44,46 +43,6 @@ TIMEOUT = 1800.0
 _PATIENCE = 100
 """How often a rank may call after the world has broken, before it is unwound; and how often
 ranks may ask whether a call is done while nothing happens, before that is a dead-lock."""
-
-
-@attrs.frozen(kw_only=True)
-class Entry:
-    """One collective that was carried out, as the log keeps it.
-
-    Attributes:
-        kind: torch's name of it, as "all_reduce".
-        label: what the ranks were doing, where accelfn's own collectives say it.
-        step: the update at which it happened, where a state's step called it.
-        num_bytes: how much one rank gave, the most of all ranks.
-        shapes: of what the ranks have in common, with dtypes.
-        op: the reduction, or None.
-        root: the one rank that sends or receives, or None.
-        ranks: who took part.
-        group: the name of their group, as "tp"; empty where it is the world's own.
-        site: file and line of the user's code, of the first of them, or of a sender.
-        for_others: by rank, in the order of `ranks`, how many bytes of what it gave are for
-            others to have, be it as they are or in a sum.
-    """
-
-    kind: str
-    label: str | None
-    step: int | None
-    num_bytes: int
-    shapes: str
-    op: str | None
-    root: int | None
-    ranks: tuple[int, ...]
-    site: str
-    group: str = ""
-    for_others: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """Show it on a line."""
-        label = "" if self.label is None else f" {self.label!r}"
-        step = "" if self.step is None else f" at update {self.step}"
-        what = " ".join(each for each in (self.kind, self.op, self.shapes) if each)
-        among = f" among {_listed(self.ranks)} ({self.group})" if self.group else ""
-        return f"{what}{among}, {self.num_bytes} bytes{label}{step} ({self.site})"
 
 
 class Exchange:
@@ -385,7 +344,7 @@ class Exchange:
             return
         meeting.ends_at = late.at
         meeting.results = results(calls, self._sums)
-        self.log.append(_entry(calls))
+        self.log.append(entry_of(calls))
 
     def _break(self, failure: Callable[[int], Exception]) -> None:
         """Let every call raise what this returns for its rank; the first break counts."""
@@ -413,28 +372,6 @@ class Exchange:
             return "No collective was completed before."
         lines = "".join(f"\n  {entry}" for entry in self.log[-5:])
         return f"Completed before, latest last:{lines}"
-
-
-def _entry(calls: Sequence[Call]) -> Entry:
-    first = calls[0]
-    in_order = sorted(calls, key=lambda call: call.rank)
-    return Entry(
-        kind=first.kind,
-        label=first.label,
-        step=first.step,
-        num_bytes=max(call.num_bytes for call in calls),
-        shapes=first.shapes,
-        op=first.op,
-        root=first.root,
-        ranks=tuple(call.rank for call in in_order),
-        site=first.site,
-        group=first.group.name,
-        for_others=tuple(call.num_bytes_for_others for call in in_order),
-    )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _repr(error: BaseException) -> str:

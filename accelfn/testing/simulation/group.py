@@ -23,7 +23,7 @@ from accelfn.testing.simulation.operations import can_carry_out
 from accelfn.world.activity import Activity
 
 if TYPE_CHECKING:
-    from accelfn.testing.simulation.exchange import Entry
+    from accelfn.testing.simulation.entries import Entry
 
 # torch's stubs name the same parameter differently from method to method
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false

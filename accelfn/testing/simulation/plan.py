@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from accelfn.errors import ArgumentError
-from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.faults import Crash, Fault
 from accelfn.testing.simulation.sums import Sums
 from accelfn.testing.simulation.wire import Algorithm, check_algorithm, cost, given
