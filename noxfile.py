@@ -42,6 +42,7 @@ ASKS_MOST_OF_TORCH = (  # where other versions broke so far
         "tests/unit/test_data.py",
     ),
     *("tests/unit/test_workers.py", "tests/unit/test_checkpoint.py"),
+    "tests/unit/test_frozen.py",
 )
 
 
@@ -124,9 +125,10 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every example and see that it learns."""
+    """Run every example and see that it learns, the notebook among them."""
     install_all(session)
-    run(session, "pytest", "tests/test_examples.py", *session.posargs)
+    scripts = "tests/test_examples.py", "tests/test_notebooks.py"
+    run(session, "pytest", *scripts, *session.posargs)
 
 
 @nox.session

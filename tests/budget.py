@@ -36,6 +36,8 @@ _NUMBERS = {
         "laws.test_regroup::test_what_is_each_rank_s_own_it_keeps",
         "laws.test_regroup::test_each_epoch_is_covered_once",
         "laws.test_regroup::test_the_newest_state_is_what_all_go_on_from",
+        "laws.test_frozen::test_what_is_frozen_on_ranks_stays",
+        "laws.test_frozen::test_what_is_frozen_stays",
         "laws.test_with_world::test_a_rank_that_fails_is_told_of_on_all",
         "laws.test_with_world::test_a_state_that_is_moved_was_saved_and_loaded",
         "laws.test_traffic::test_local_sgd_sends_what_ddp_sends_divided_by_its_period",

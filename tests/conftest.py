@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis profiles, one torch thread, a warm import of what the tests use."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -51,3 +52,12 @@ def pytest_collection_modifyitems(
             if file.startswith("tests/ranks/"):
                 group = "ranks that wait" if Path(file).stem in WAIT else "ranks"
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish() -> None:
+    """Take all that was imported out of what each garbage collection looks through.
+
+    The search for a batch size, the end of a world and Python itself collect thousands of times.
+    """
+    gc.collect()
+    gc.freeze()

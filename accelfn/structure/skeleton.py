@@ -6,6 +6,7 @@ copies that structure around tensors of a state, without copying the tensors.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Self, TypeAlias, cast
 
@@ -21,6 +22,7 @@ from accelfn.errors import ModelError, StateError
 from accelfn.structure.given import refuse_given, seal_model
 from accelfn.structure.placed import refuse_placed
 
+_TABLES = dict, OrderedDict, set
 _GIVEN = WeakIdKeyDictionary()  # parameters that a state took
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module]
 
@@ -64,6 +66,12 @@ class Skeleton:
             memo[id(meta)] = made.requires_grad_(name in trained)
         for name, meta in self.module.named_buffers():
             memo[id(meta)] = buffers[name].detach()
+        # a module has a dozen tables of hooks and the like, nearly all of them empty, and a
+        # deep copy of one takes as long as that of a full one
+        for each in self.module.modules():
+            for table in vars(each).values():
+                if type(table) in _TABLES and not table:
+                    memo[id(table)] = type(table)()
         return copy.deepcopy(self.module, memo)
 
 

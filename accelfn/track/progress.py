@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`progress`: a bar for long work, where somebody is looking."""
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TypeVar
 
 from rich import progress as bars
@@ -14,15 +16,18 @@ from accelfn.world import World
 
 T = TypeVar("T")
 _TIMES = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
+_EVERY = 0.1
+"""Seconds between two looks of a bar in a notebook, as rich has them on a terminal."""
 
 
 @called
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
-    """Yield what `work` yields, with a bar on rank 0's terminal.
+    """Yield what `work` yields, with a bar on rank 0's terminal, or in a notebook's cell.
 
-    It goes to standard error, with what is printed meanwhile above it. Where that is no
-    terminal (a file, a pipe, a scheduler's log), and on other ranks, nothing is written. How
-    long the work is, is its `len`; where it has none, the bar shows what was done alone.
+    It goes to standard error, with what is printed meanwhile above it; in a notebook it is one
+    output of the cell, drawn anew in its place. Where there is neither (a file, a pipe, a
+    scheduler's log), and on other ranks, nothing is written. How long the work is, is its
+    `len`; where it has none, the bar shows what was done alone.
 
     Args:
         work: such as `af.batches(state, epochs=3)`.
@@ -41,7 +46,7 @@ def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]
 
 def _shown(work: Iterable[T], label: str) -> Iterator[T]:
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not (console.is_terminal or console.is_jupyter):
         yield from work
         return
     try:
@@ -54,9 +59,32 @@ def _shown(work: Iterable[T], label: str) -> Iterator[T]:
         bars.MofNCompleteColumn(),
         *_TIMES,
     )
+    if console.is_jupyter:
+        yield from _in_cell(work, bars.Progress(*columns, disable=True), total, label)
+        return
     with bars.Progress(*columns, console=console) as shown:
         # its iterator, for rich asks anything else for a length
         yield from shown.track(iter(work), total=total, description=label)
+
+
+def _in_cell(
+    work: Iterable[T], shown: bars.Progress, total: int | None, label: str
+) -> Iterator[T]:
+    """Show a bar as an output of the cell, which rich alone can with widgets' package only."""
+    task = shown.add_task(label, total=total)
+    drawn, done = time.monotonic(), 0
+    output = import_module("IPython.display").display(shown, display_id=True)
+    try:
+        for each in work:
+            yield each
+            done += 1
+            if time.monotonic() - drawn >= _EVERY:
+                drawn = time.monotonic()
+                shown.update(task, completed=done)
+                output.update(shown)
+    finally:
+        shown.update(task, completed=done)
+        output.update(shown)
 
 
 @contextmanager

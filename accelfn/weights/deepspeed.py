@@ -1,47 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that DeepSpeed's ZeRO wrote: parts of flat groups, put together by name.
+"""Folders that DeepSpeed's ZeRO wrote: where the newest is, and what a training finds there.
 
-Stages 1 and 2 lay the parameters of a group one behind the other, padded, and each rank keeps
-an equal part of that. Stage 3 cuts every parameter in as many flat parts as there are ranks, and
-a rank lays its parts one behind the other. What an optimizer keeps lies as its weights do. In
-which order, and in which shapes, a file of the model says.
-
-DeepSpeed itself is not needed: the few classes of it that such files mention stay shut.
+In which order and in which shapes parameters lie in flat groups, a file of the model says.
 """
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
-import attrs
 import torch
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.weights import torch_files
 from accelfn.weights.pieces import Found, Piece
+from accelfn.weights.zero_groups import put_together, shapes_of
+from accelfn.weights.zero_parts import PART_FILE, WHOLE, Part, loaded, parts_of
 
 LATEST = "latest"
 _SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}
-_PART = re.compile(
-    r"(?:\w+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
-)
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
 )
-_SHUT = (
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
-"""Classes of what is not read: scalers of losses, and what the files say otherwise, too."""
-_ADVICE = (
-    "Save with a client_state and schedulers of plain data; or write the weights alone, with the"
-    " zero_to_fp32.py beside it, for af.import_torch_weights, if you trust who wrote it."
-)
-_WHOLE = "Copy the folder as a whole, with the files of all machines."
 _COUNTED = {
     *("module", "buffer_names", "optimizer", "param_shapes", "shared_params"),
     *("frozen_param_shapes", "frozen_param_fragments", "ds_config", "ds_version"),
@@ -49,32 +29,6 @@ _COUNTED = {
     *("mp_world_size", "checkpoint_parallel_dimensions"),
 }
 """What a file of the model has of its own; the rest are schedulers, and what users add."""
-
-_Place: TypeAlias = tuple[int, int, int]
-"""A run of elements: the rank that has it, where it begins there, and how many they are."""
-
-
-@attrs.frozen(eq=False)
-class _Part:
-    """What a rank saved of an optimizer.
-
-    Attributes:
-        file: in which it is.
-        cuts_each: whether every parameter is cut, as in stage 3.
-        counts: in how many parts each group was cut.
-        masters: the rank's weights, a flat tensor a group.
-        entries: what the optimizer keeps of each of these.
-        paddings: how many elements are behind each parameter of a group; () where none are.
-        is_scaled: whether a scale of losses, which is not read, changes.
-    """
-
-    file: Path
-    cuts_each: bool
-    counts: frozenset[int]
-    masters: tuple[torch.Tensor, ...]
-    entries: tuple[Mapping[str, Any], ...]
-    paddings: tuple[tuple[int, ...], ...]
-    is_scaled: bool
 
 
 def parts_at(folder: Path) -> Path | None:
@@ -133,9 +87,9 @@ def found_in(
     files = sorted(each.name for each in tag.iterdir())
     _check_kind(tag, files)
     try:
-        parts = _parts(tag, files)
+        parts = parts_of(tag, files)
         model, weights = _model(tag, parts)
-        masters, kept = _put_together(tag, parts, model["param_shapes"])
+        masters, kept = put_together(tag, parts, model["param_shapes"])
         steps = int(model["global_steps"]) - int(model["skipped_steps"])
         shared = dict(model.get("shared_params") or {})
     except CheckpointError:
@@ -147,7 +101,7 @@ def found_in(
     weights |= {name: weights[own] for name, own in shared.items() if own in weights}
     left = [str(key) for key in model if key not in _COUNTED and model[key] is not None]
     left += ["loss_scaler"] if any(part.is_scaled for part in parts) else []
-    left += [n for n in files if not (_PART.fullmatch(n) or _MODEL.fullmatch(n))]
+    left += [n for n in files if not (PART_FILE.fullmatch(n) or _MODEL.fullmatch(n))]
     if tag != folder:
         beside = {each.name for each in folder.iterdir()} - {LATEST, tag.name}
         left += sorted(beside - _SCRIPTS)
@@ -166,7 +120,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
     Raises:
         CheckpointError: and it says by what.
     """
-    matches = [_PART.fullmatch(name) or _MODEL.fullmatch(name) for name in files]
+    matches = [PART_FILE.fullmatch(name) or _MODEL.fullmatch(name) for name in files]
     several = {match["mp"] for match in matches if match and int(match["mp"])}
     said = ""
     if any(each.startswith("expp_rank_") or "_expert_" in each for each in files):
@@ -179,7 +133,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
         )
     elif "offloaded_tensors" in files:
         said = "has an optimizer whose tensors were on NVMe, in files of their own"
-    elif "zero" in files and not any(_PART.fullmatch(each) for each in files):
+    elif "zero" in files and not any(PART_FILE.fullmatch(each) for each in files):
         said = "is a universal checkpoint; the folder it was made from is read"
     if said:
         msg = (
@@ -190,88 +144,8 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
         raise CheckpointError(msg)
 
 
-def _parts(tag: Path, files: Iterable[str]) -> list[_Part]:
-    """Return the parts of all ranks, by rank.
-
-    Raises:
-        CheckpointError: there are none.
-        CheckpointCorruptError: one is missing, or one too many.
-    """
-    by_rank = {int(m["rank"]): m[0] for m in map(_PART.fullmatch, files) if m}
-    if not by_rank:
-        msg = (
-            f"{tag} has no *_optim_states.pt: it was saved at stage 0, or is cut off. Of ZeRO"
-            " stages 1, 2 and 3 are read; " + _WHOLE
-        )
-        raise CheckpointError(msg)
-    ranks = sorted(by_rank)
-    parts = [_part(tag / by_rank[rank]) for rank in ranks]
-    for part in parts:
-        count = max(part.counts)
-        missing = sorted({*range(count)} - {*ranks})
-        if missing:
-            name = by_rank[ranks[0]].replace(f"rank_{ranks[0]}_", f"rank_{missing[0]}_")
-            msg = (
-                f"{part.file} is one of {count} parts, and those of ranks {ranks} are there:"
-                f" {name} is missing. {_WHOLE}"
-            )
-            raise CheckpointCorruptError(msg)
-        if part.counts != {len(parts)} or part.cuts_each != parts[0].cuts_each:
-            said = sorted(part.counts)
-            msg = (
-                f"{part.file} is one of {said[0] if len(said) == 1 else said} parts, and"
-                f" {tag} has {len(parts)}: some are another save's, of another number of"
-                " ranks. Remove these, or take a folder that was written once."
-            )
-            raise CheckpointCorruptError(msg)
-    return parts
-
-
-def _part(file: Path) -> _Part:
-    held = torch_files.loaded(file, _ADVICE, shut=_SHUT)["optimizer_state_dict"]
-    cuts_each = "fp32_flat_groups" in held
-    key = "fp32_flat_groups" if cuts_each else "single_partition_of_fp32_groups"
-    if key not in held:
-        msg = f"{file} has no part of the weights: {key!r} is not among {sorted(held)}."
-        raise CheckpointCorruptError(msg)
-    masters = tuple(held[key])
-    inner = held["optimizer_state_dict" if cuts_each else "base_optimizer_state"]
-    entries = tuple(_entries_of_groups(inner))
-    count = held["partition_count"]
-    counts = frozenset(map(int, count if isinstance(count, list) else [count]))
-    flat = all(isinstance(each, torch.Tensor) and each.ndim == 1 for each in masters)
-    if not flat or len(entries) != len(masters) or not counts:
-        msg = (
-            f"{file} has {len(masters)} parts of weights, and {len(entries)} of what its"
-            " optimizer keeps: it is not as ZeRO writes it."
-        )
-        raise CheckpointCorruptError(msg)
-    paddings = held.get("param_alignment_paddings") or ()
-    return _Part(
-        file=file,
-        cuts_each=cuts_each,
-        counts=counts,
-        masters=masters,
-        entries=entries,
-        paddings=tuple(tuple(map(int, each)) for each in paddings),
-        is_scaled=bool(held.get("dynamic_loss_scale")),
-    )
-
-
-def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield what an optimizer keeps of each flat tensor; some count in their groups."""
-    if isinstance(inner, list):  # ZeRO calls it elastic
-        yield from cast("list[dict[str, Any]]", inner)
-        return
-    for group in inner["param_groups"]:
-        counted = {"step": group["step"]} if "step" in group else {}
-        for place in group["params"]:
-            entry = inner["state"].get(place)
-            yield {**counted, **entry} if entry else {}
-
-
 def _model(
-    tag: Path, parts: Sequence[_Part]
+    tag: Path, parts: Sequence[Part]
 ) -> tuple[Mapping[str, Any], dict[str, Piece]]:
     """Return what is said of the model, and what of it no optimizer has."""
     cuts_each = parts[0].cuts_each
@@ -280,9 +154,9 @@ def _model(
     names = names if cuts_each else ["mp_rank_00_model_states.pt"]
     for name in names:
         if not (tag / name).exists():
-            msg = f"{tag} has no {name}, which a rank wrote of the model. {_WHOLE}"
+            msg = f"{tag} has no {name}, which a rank wrote of the model. {WHOLE}"
             raise CheckpointCorruptError(msg)
-    model = _loaded(tag / names[0])
+    model = loaded(tag / names[0])
     if model.get("param_shapes") is None:
         msg = (
             f"{tag / names[0]} does not say how parameters lie; it has {sorted(model)}."
@@ -292,9 +166,9 @@ def _model(
     if not cuts_each:
         return model, {name: Piece.of(tensor) for name, tensor in module.items()}
     weights = {name: Piece.of(module[name]) for name in model["buffer_names"]}
-    shapes = _shapes(model.get("frozen_param_shapes") or {})
+    shapes = shapes_of(model.get("frozen_param_shapes") or {})
     if shapes:
-        others = [_loaded(tag / name) for name in names[1:]]
+        others = [loaded(tag / name) for name in names[1:]]
         held = [said["frozen_param_fragments"] for said in (model, *others)]
         for name, shape in shapes.items():
             runs, open_ = list[torch.Tensor](), math.prod(shape)
@@ -303,134 +177,3 @@ def _model(
                 open_ -= len(runs[-1])
             weights[name] = Piece.of_runs(shape, runs)
     return model, weights
-
-
-def _loaded(file: Path) -> Mapping[str, Any]:
-    return torch_files.loaded(file, _ADVICE, shut=_SHUT)
-
-
-def _shapes(said: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
-    return {str(name): tuple(map(int, shape)) for name, shape in said.items()}
-
-
-def _put_together(
-    tag: Path, parts: Sequence[_Part], said: Sequence[Mapping[str, Iterable[int]]]
-) -> tuple[dict[str, Piece], dict[str, dict[str, Any]]]:
-    """Return the weights and what the optimizer keeps of them, by the parameters' names.
-
-    Raises:
-        CheckpointCorruptError: groups, or their sizes, are not those of the model.
-    """
-    weights: dict[str, Piece] = {}
-    entries: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        if len(part.masters) != len(said):
-            msg = (
-                f"{part.file} has {len(part.masters)} groups, and the model's file names"
-                f" {len(said)}: they are of different saves."
-            )
-            raise CheckpointCorruptError(msg)
-    for index, group in enumerate(said):
-        shapes = _shapes(group)
-        masters = [part.masters[index] for part in parts]
-        sizes = [len(each) for each in masters]
-        if parts[0].cuts_each:
-            places = _cut_each(shapes, len(parts))
-            wanted = [sum(-(-math.prod(s) // len(parts)) for s in shapes.values())]
-            fits = sizes == wanted * len(parts)
-        else:
-            paddings = parts[0].paddings[index] if parts[0].paddings else ()
-            places = _cut_across(shapes, sizes, paddings)
-            # what is left behind the last is for alignment
-            wanted = [sum(map(math.prod, shapes.values())) + sum(paddings)]
-            fits = 0 <= sum(sizes) - wanted[0] < 2 * len(parts)
-        if not fits:
-            msg = (
-                f"{tag}: ranks have {sizes} elements of group {index}, and its parameters,"
-                f" {[*shapes][:3]} and so on, take {wanted[0]}: they are of different saves."
-            )
-            raise CheckpointCorruptError(msg)
-        kept = [part.entries[index] for part in parts]
-        for name, runs in places.items():
-            weights[name] = _piece(shapes[name], masters, runs)
-            found = _entry(tag, kept, sizes, shapes[name], runs)
-            if found:
-                entries[name] = found
-    return weights, entries
-
-
-def _cut_across(
-    shapes: Mapping[str, tuple[int, ...]],
-    sizes: Sequence[int],
-    paddings: Sequence[int],
-) -> dict[str, list[_Place]]:
-    """Return where parameters lie that are one behind the other, over all ranks."""
-    places: dict[str, list[_Place]] = {}
-    at = 0
-    for index, (name, shape) in enumerate(shapes.items()):
-        end = at + math.prod(shape)
-        places[name] = []
-        begin = 0
-        for rank, size in enumerate(sizes):
-            first, last = max(at, begin), min(end, begin + size)
-            if first < last:
-                places[name].append((rank, first - begin, last - first))
-            begin += size
-        at = end + (paddings[index] if paddings else 0)
-    return places
-
-
-def _cut_each(
-    shapes: Mapping[str, tuple[int, ...]], num_ranks: int
-) -> dict[str, list[_Place]]:
-    """Return where parameters lie of which each rank has a part, padded to equal lengths."""
-    places: dict[str, list[_Place]] = {}
-    at = 0
-    for name, shape in shapes.items():
-        count = math.prod(shape)
-        size = -(-count // num_ranks)
-        own = [max(0, min(size, count - rank * size)) for rank in range(num_ranks)]
-        places[name] = [(rank, at, length) for rank, length in enumerate(own)]
-        at += size
-    return places
-
-
-def _piece(
-    shape: tuple[int, ...], held: Sequence[torch.Tensor], places: Iterable[_Place]
-) -> Piece:
-    runs = [held[rank].narrow(0, begin, length) for rank, begin, length in places]
-    return Piece.of_runs(shape, runs)
-
-
-def _entry(
-    tag: Path,
-    kept: Sequence[Mapping[str, Any]],
-    sizes: Sequence[int],
-    shape: tuple[int, ...],
-    places: Iterable[_Place],
-) -> dict[str, Any]:
-    """Return what an optimizer keeps of a parameter: parts of what is flat, and numbers.
-
-    Raises:
-        CheckpointCorruptError: ranks do not keep alike.
-    """
-    found: dict[str, Any] = {}
-    for key, first in kept[0].items():
-        values = [each.get(key) for each in kept]
-        if isinstance(first, torch.Tensor) and first.ndim:
-            for value, size in zip(values, sizes, strict=True):
-                # an optimizer keeps the padding behind a group, too
-                if getattr(value, "ndim", 0) != 1 or len(cast("Any", value)) < size:
-                    shapes = [tuple(getattr(each, "shape", ())) for each in values]
-                    msg = (
-                        f"{tag}: of {key!r} ranks have {shapes}, and of the weights {sizes}:"
-                        " an optimizer that keeps such is not read."
-                    )
-                    raise CheckpointCorruptError(msg)
-            found[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
-        elif key == "step":
-            step = torch.as_tensor(first, dtype=torch.float32)
-            found[key] = Piece.of(step)
-        else:
-            found[key] = Piece.of(first) if isinstance(first, torch.Tensor) else first
-    return found

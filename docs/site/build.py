@@ -7,6 +7,7 @@ leads somewhere; a session of Python is marked as one, so that copying leaves pr
 and pages of signatures are made from the docstrings.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ ROOT = DOCS.parent
 CONFIG = DOCS / "site/zensical.toml"
 ELSEWHERE = {
     ROOT / "examples/README.md": "examples/index.md",
+    ROOT / "examples/21_notebook.ipynb": "examples/21_notebook.md",
     ROOT / "CHANGELOG.md": "changes.md",
 }
 """Pages that are not in docs/, and what they are called on the site."""
@@ -108,11 +110,23 @@ def _page(source: Path, place: str, named: set[Path]) -> str:
 
     text = "".join(
         _block(part) if part.startswith("```") else LINK.sub(leads, part)
-        for part in PARTS.split(source.read_text())
+        for part in PARTS.split(_text(source))
     )
     if url := address("source"):
         text += f"\n[Edit this page]({url}/edit/main/{source.relative_to(ROOT)})\n"
     return UNSOUGHT + text if place == "mutants.md" else text
+
+
+def _text(source: Path) -> str:
+    """Return a page as Markdown, a notebook too."""
+    text = source.read_text()
+    if source.suffix != ".ipynb":
+        return text
+    cells = [(cell, "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(
+        f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
+        for cell, text in cells
+    )
 
 
 def _place(path: Path) -> str:

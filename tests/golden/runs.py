@@ -32,7 +32,6 @@ from accelfn.testing.comparing.entries import entries
 NUM_PROGRAMS = 200
 FOLDER = Path(__file__).parents[2] / "examples"
 Run: TypeAlias = dict[str, Any]
-VARIES = {"13_transformers.py": "trains a tokenizer, of which no two are alike"}
 
 
 def digest_into(sha: Any, value: Any) -> None:
@@ -169,7 +168,6 @@ def write(file: str) -> None:
     examples: list[Run] = [
         {"example": script.name, "processes": processes}
         for script in sorted(FOLDER.glob("[0-9]*.py"))
-        if script.name not in VARIES
         for processes in (1, 2)
     ]
     found = [{**run, "bits": bits_of(run)} for run in [*drawn_programs(), *examples]]

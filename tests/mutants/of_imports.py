@@ -2,7 +2,15 @@
 """Bugs in reading what other libraries saved, and in writing what they read."""
 
 from accelfn.checkpoint import to_torch
-from accelfn.weights import accelerate, deepspeed, distributed, entries, import_state
+from accelfn.weights import (
+    accelerate,
+    deepspeed,
+    distributed,
+    entries,
+    import_state,
+    zero_groups,
+    zero_parts,
+)
 from accelfn.weights.pieces import Piece
 from tests.laws import test_import_deepspeed as zero
 from tests.laws import test_import_state as laws
@@ -99,19 +107,19 @@ MUTANTS = [
     Mutant(
         "L42: what ZeRO has put between parameters is taken for the next of them",
         zero.test_what_zero_saved_is_all_there,
-        deepspeed._cut_across,
+        zero_groups._cut_across,
         "(paddings[index] if paddings else 0) → 0",
     ),
     Mutant(
         "L42: of what ZeRO's ranks have one behind the other each begins with its first",
         zero.test_what_zero_saved_is_all_there,
-        deepspeed._cut_across,
+        zero_groups._cut_across,
         "(rank, first - begin, last - first) → (rank, 0, last - first)",
     ),
     Mutant(
         "L42: parts that ranks have of each parameter lie at their beginning",
         zero.test_what_zero_saved_is_all_there,
-        deepspeed._cut_each,
+        zero_groups._cut_each,
         "(rank, at, length) → (rank, 0, length)",
     ),
     Mutant(
@@ -148,21 +156,21 @@ MUTANTS = [
     Mutant(
         "a folder of ZeRO is read without one of its ranks' files",
         zero_unit.test_a_rank_s_file_that_is_missing_is_named,
-        deepspeed._parts,
+        zero_parts.parts_of,
         "if missing: → if False:",
         args={"stage": 1},
     ),
     Mutant(
         "parts of two saves of ZeRO are put together",
         zero_unit.test_parts_of_two_saves_are_told,
-        deepspeed._parts,
+        zero_parts.parts_of,
         "part.counts != {len(parts)} → False",
         args={"stage": 1},
     ),
     Mutant(
         "a group of ZeRO may have more elements than its parameters take",
         zero_unit.test_sizes_that_do_not_fit_are_told,
-        deepspeed._put_together,
+        zero_groups.put_together,
         "if not fits: → if False:",
         args={"stage": 3},
     ),
@@ -186,7 +194,7 @@ MUTANTS = [
     Mutant(
         "fused optimizers of DeepSpeed count from 0",
         zero_unit.test_a_step_that_a_group_counts,
-        deepspeed._entries_of_groups,
+        zero_parts._entries_of_groups,
         '{"step": group["step"]} if "step" in group else {} → {}',
     ),
 ]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a state is between its steps: what transforms draw, who may still use it."""
 
-from accelfn.base import draws
+from accelfn.base import draws, sharing
 from accelfn.engine.optimizer import in_backward
 from accelfn.loop import salvage
-from accelfn.state import lease, shared_draws, state, succession, update
+from accelfn.state import lease, shared_draws, state, succession, update, views
 from accelfn.step import apply_grads, holding, stages
 from accelfn.structure import given, skeleton
 from tests.laws import (
     test_ctrl_c,
+    test_frozen,
     test_given,
     test_interrupted,
     test_randomness,
@@ -16,6 +17,8 @@ from tests.laws import (
     test_threads,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_frozen as cases_of_frozen
+from tests.unit import test_views
 
 MUTANTS = [
     Mutant(
@@ -221,5 +224,51 @@ MUTANTS = [
         test_threads.test_draws_that_are_broken_off_let_others_draw,
         draws.Held.__init__,
         "= weakref.ref(self) → = lambda: self",
+    ),
+    Mutant(
+        "L22: a frozen module has the state's own parameters",
+        test_frozen.test_what_is_frozen_stays,
+        views.frozen,
+        "apart(each) for name, each in all_of_it.items()"
+        " → each for name, each in all_of_it.items()",
+    ),
+    Mutant(
+        "L22: a frozen module has the state's own parameters, on ranks",
+        test_frozen.test_what_is_frozen_on_ranks_stays,
+        views.frozen,
+        "apart(each) for name, each in all_of_it.items()"
+        " → each for name, each in all_of_it.items()",
+    ),
+    Mutant(
+        "L22: a frozen module has the state's own buffers",
+        test_frozen.test_what_is_frozen_stays,
+        views.frozen,
+        "name: apart(each) for name, each in state.buffers.items() → **state.buffers",
+    ),
+    Mutant(
+        "L22: what is asked to be frozen where it trains is what is evaluated",
+        test_frozen.test_what_is_frozen_stays,
+        views.frozen,
+        'params_at(state, "af.frozen(state)", at) → eval_params(state)',
+    ),
+    Mutant(
+        "a frozen module is a copy from the beginning",
+        cases_of_frozen.test_nothing_is_copied_until_a_step,
+        sharing.apart,
+        "return torch._lazy_clone(plain)  # pyright: ignore[reportPrivateUsage]"
+        " → return plain.clone()",
+    ),
+    Mutant(
+        "a slice that is frozen takes the memory of the whole with it",
+        cases_of_frozen.test_memory_of_others_is_copied_at_once,
+        sharing.apart,
+        'plain.device.type != "cpu" or not _fills_its_memory(plain) → plain.is_meta',
+        args={"model": cases_of_frozen.of_slices},
+    ),
+    Mutant(
+        "all modules that are lent have one table of hooks",
+        test_views.test_bound_module_is_never_the_engines,
+        skeleton.Skeleton.build,
+        "memo[id(table)] = type(table)() → memo[id(table)] = table",
     ),
 ]

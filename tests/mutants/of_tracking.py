@@ -194,7 +194,8 @@ MUTANTS = [
         "a scheduler's log is full of the terminal's codes",
         test_track.test_a_bar_is_shown_on_a_terminal_alone,
         _shown,
-        "if not console.is_terminal: → if console.is_dumb_terminal:",
+        "if not (console.is_terminal or console.is_jupyter):"
+        " → if console.is_dumb_terminal:",
         args={"stream": io.StringIO},
     ),
     Mutant(

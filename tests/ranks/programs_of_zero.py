@@ -13,6 +13,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
 from accelfn.engine.engine import engine_of
@@ -516,6 +517,21 @@ def released(world: af.World, each: Trained) -> None:
     assert {p.numel() for p in zero._engine.module.parameters()} == {0}
     assert {flat.numel() for flat in zero.flats} == {0}
     assert differences(after, tensors(stepped(each, state, 1))) == []
+
+
+def forgotten(world: af.World, each: Trained) -> None:
+    """Check that the memory of a state goes with it, while the engine steps another."""
+    torch.set_num_threads(1)
+    state = stepped(each, each.state(world), 2)
+    other = state.copy()
+    kept = [t for entry in state._opt_state.held.values() for t in entry.values()]
+    held = [*state._params.flats.values(), *kept]
+    memory = [StorageWeakRef(t.untyped_storage()) for t in held if torch.is_tensor(t)]
+    other = stepped(each, other, 1)
+    del state, kept, held
+    gc.collect()
+    assert [each.expired() for each in memory] == [True] * len(memory)
+    assert other.step == 3
 
 
 def _holds_parts(optimizer: Any) -> bool:

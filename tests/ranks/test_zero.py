@@ -24,6 +24,7 @@ from tests.ranks.programs_of_zero import (
     buffers,
     calls,
     clipped,
+    forgotten,
     frozen,
     histories,
     judged,
@@ -285,6 +286,12 @@ def test_what_is_frozen_keeps_its_moments(stage: int) -> None:
 def test_an_engine_that_is_released_keeps_nothing(stage: int) -> None:
     """But states have what they had, and go on."""
     run_ranks(2, released, Trained(RUN, af.wrap_deepspeed(stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_memory_of_a_state_goes_with_it(stage: int) -> None:
+    """An engine that steps another state has no views of it."""
+    run_ranks(2, forgotten, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

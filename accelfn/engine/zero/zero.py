@@ -47,8 +47,15 @@ class Zero:
         self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
         self._coalesces = self._flushes = False
-        if self.stage == 3:  # the flat tensors are views of it
+        self._drop_views()
+
+    def _drop_views(self) -> None:
+        """Let go of what would keep the memory of flat tensors that others take the place of."""
+        if self.stage == 3:
             self._optimizer.lp_param_buffer = None
+        else:
+            for param in self._params:
+                param._hp_mapping = None
 
     @property
     def base(self) -> Optimizer:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notebook of the examples, run in a real kernel as a reader runs it: twice, and stopped."""
+
+import asyncio
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.waiting import HANGS
+
+FOLDER = Path(__file__).parents[1] / "examples"
+NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+
+
+class Reader(NotebookClient):
+    """Presses Stop in cells that are tagged so, once their bar has moved."""
+
+    def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+        """See the bar of a cell being drawn anew, and no older one that ends only now."""
+        kind, output = msg["msg_type"], msg["content"].get("transient")
+        if kind == "display_data":
+            self.newest = output
+        moved = kind == "update_display_data" and output == self.newest
+        if moved and "stop" in tags(cell) and "stopped" not in tags(cell):
+            tags(cell).append("stopped")
+            self.stopping = asyncio.ensure_future(self.km.interrupt_kernel())
+        return super().process_message(msg, cell, cell_index)
+
+
+def tags(cell: Any) -> list[str]:
+    """Return the tags of a cell."""
+    return cell.metadata.get("tags", [])
+
+
+def said(cell: Any) -> str:
+    """Return what a cell shows as text."""
+    texts = [
+        out.get("text", "") + out.get("data", {}).get("text/plain", "")
+        for out in cell.outputs
+    ]
+    return "".join(texts)
+
+
+def errors(cell: Any) -> list[str]:
+    """Return the kinds of errors that a cell shows."""
+    return [out.ename for out in cell.outputs if out.output_type == "error"]
+
+
+def shown(cell: Any, kind: str) -> list[Any]:
+    """Return what a cell shows as data of a kind."""
+    found = (out.get("data", {}) for out in cell.outputs)
+    return [data[kind] for data in found if kind in data]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Execute the notebook; return its cells by what they begin with, second runs apart."""
+    (path,) = NOTEBOOKS
+    notebook, cells = nbformat.read(path, as_version=4), []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if "twice" in tags(cell):
+            again = copy.deepcopy(cell)
+            again.id, again.metadata["tags"] = f"{cell.id}-again", ["raises-exception"]
+            cells.append(again)
+    notebook.cells = cells
+    folder = str(tmp_path_factory.mktemp("notebook"))
+    Reader(notebook, timeout=HANGS, kernel_name="python3").execute(cwd=folder)
+    found: dict[str, Any] = {}
+    for cell in cells:
+        name = cell.source.splitlines()[0]
+        found[f"{name} again" if name in found else name] = cell
+    return found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_as_git_likes_it(path: Path) -> None:
+    """It is valid, short, and without outputs, which each run would change."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    assert [([], None)] * len(code) == [
+        (cell.outputs, cell.execution_count) for cell in code
+    ]
+    assert sum(len(cell.source.splitlines()) for cell in code) < 100
+    assert path.read_text(encoding="utf-8") == nbformat.writes(notebook) + "\n"
+
+
+def test_a_bar_and_a_curve_stand_in_their_place(done: dict[str, Any]) -> None:
+    """Each is one output of its cell, however often it was drawn; the bar ends full."""
+    cell = done["figure, axes = plt.subplots(figsize=(6, 2.5))"]
+
+    assert errors(cell) == []
+    assert len(shown(cell, "image/png")) == 1
+    (bar,) = shown(cell, "text/html")
+    assert "training" in bar
+    assert "115/115" in bar
+    (right,) = re.findall(r"([\d.]+)% right", said(cell))
+    assert float(right) > 90
+
+
+def test_a_training_cell_that_is_run_twice_says_what_is_left(
+    done: dict[str, Any],
+) -> None:
+    """The second run trains nothing, warns, and leaves the state as it is."""
+    first = done["figure, axes = plt.subplots(figsize=(6, 2.5))"]
+    second = done["figure, axes = plt.subplots(figsize=(6, 2.5)) again"]
+
+    assert errors(second) == []
+    assert "epochs=5" in said(second)
+    assert "Warning" in said(second)
+    assert said(second).splitlines()[-1] == said(first).splitlines()[-1]
+
+
+def test_a_state_that_is_given_twice_says_what_to_write(done: dict[str, Any]) -> None:
+    """The first run goes on; the second one's error says which way there is."""
+    first, second = (
+        done[f"later, metrics = step(trial, batch){n}"] for n in ("", " again")
+    )
+    assert errors(first) == []
+    assert errors(second) == ["StateDonatedError"]
+    (error,) = second.outputs
+    assert "update 115" in error.evalue
+    assert "Go on with the state that the step returned" in error.evalue
+    assert "donate=False" in error.evalue
+
+
+def test_stop_loses_nothing(done: dict[str, Any]) -> None:
+    """After Stop the state stands where the bar stood, and is used in the next cells."""
+    stopped = [cell for cell in done.values() if "stop" in tags(cell)]
+
+    assert [errors(cell) for cell in stopped] == [["KeyboardInterrupt"]] * 2
+    for name in ("print(state)", "trained = af.salvage(given)"):
+        (step,) = map(int, re.findall(r"step (\d+), epoch", said(done[name])))
+        assert 0 < step < 600 * 23
+        assert "donated" not in said(done[name])
+        assert errors(done[name]) == []
+
+
+def test_a_launch_from_a_cell(done: dict[str, Any]) -> None:
+    """Two ranks train a function of the notebook, and what one process trains."""
+    cell = done["def train(world, epochs):"]
+
+    assert errors(cell) == []
+    assert said(cell).endswith("two ranks trained what one does\n")
