@@ -111,6 +111,7 @@ if _TYPE_CHECKING:
     from accelfn.checkpoint import Loaded as Loaded
     from accelfn.checkpoint import load as load
     from accelfn.checkpoint import load_part as load_part
+    from accelfn.checkpoint import regroup as regroup
     from accelfn.checkpoint import save as save
     from accelfn.checkpoint import with_world as with_world
     from accelfn.data.gather_valid import gather_valid as gather_valid
@@ -184,6 +185,7 @@ _LATER = {
         "Loaded",
         "load",
         "load_part",
+        "regroup",
         "save",
         "with_world",
     ),

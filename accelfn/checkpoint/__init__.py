@@ -5,5 +5,6 @@ from accelfn.checkpoint.load import load as load
 from accelfn.checkpoint.load import load_part as load_part
 from accelfn.checkpoint.moving import with_world as with_world
 from accelfn.checkpoint.partial import Loaded as Loaded
+from accelfn.checkpoint.regrouping import regroup as regroup
 from accelfn.checkpoint.save import save as save
 from accelfn.checkpoint.store import CheckpointStore as CheckpointStore

@@ -123,11 +123,15 @@ def _traffic(words: argparse.Namespace) -> int:
 def _launch(words: argparse.Namespace) -> int:
     chosen = _settings(words.config, vars(words))
     machines = chosen.machines()
-    nproc = _num_processes(chosen["nproc"])
+    least, most = chosen.elastic
+    nproc = _num_processes(chosen["nproc"] if most is None else most)
     # what other machines start is theirs to say; their ranks check the product
     axes = chosen.axes_of(nproc if machines.most == 1 else None)
     if words.show:
-        rows = [*chosen.lines(), *planned(nproc=nproc, machines=machines, axes=axes)]
+        rows = [
+            *chosen.lines(),
+            *planned(nproc=nproc, machines=machines, axes=axes, least=least),
+        ]
         sys.stdout.writelines(f"{row}\n" for row in rows)
         return 0
     if words.script is None:
@@ -142,6 +146,7 @@ def _launch(words: argparse.Namespace) -> int:
         machines=machines,
         max_restarts=chosen["max_restarts"],
         axes=axes,
+        least=least,
     )
 
 

@@ -49,10 +49,13 @@ class naming:
         """Name the failure, if it is one of the connection."""
         activity = self._world.connection.activity
         activity.label, activity.structure = self._outer, None
+        if isinstance(error, PeerFailedError):
+            self._world.whole.connection.is_broken = True
         if not isinstance(error, RuntimeError) or isinstance(error, Error):
             return
         if any(sign in str(error) for sign in _PEER_SIGNS):
             whole = self._world.whole
+            whole.connection.is_broken = True
             from accelfn.collectives.missing import missing  # noqa: PLC0415 - rarely needed
 
             msg = (

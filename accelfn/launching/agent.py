@@ -23,9 +23,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accelfn.errors import LaunchError
+from accelfn.launching.crew import Crew
 from accelfn.launching.failures import Failure, all_left_on_signal, by_cause, report
 from accelfn.launching.lines import PREFIX, WholeLines
-from accelfn.launching.rendezvous import handler_of
+from accelfn.launching.rendezvous import NumberedRendezvous, handler_of
 from accelfn.launching.watch import Watch
 
 if TYPE_CHECKING:
@@ -72,13 +73,15 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         logs_specs: DefaultLogsSpecs,
         say: Callable[[str], None],
+        least: int | None = None,
     ) -> None:
-        """Take what to run, where its output goes, and how to say what happens."""
+        """Take what to run, where its output goes, how to say what happens, how few go on."""
         super().__init__(spec, logs_specs, log_line_prefix_template=PREFIX)
         self._say = say
         self._lines = WholeLines(sys.stdout), WholeLines(sys.stderr)
         self._started = time.time()
         self._watch: Watch | None = None
+        self._least, self._crew = least, cast("Crew | None", None)
         self.ended: Ended | None = None
 
     @property
@@ -94,11 +97,23 @@ class Agent(LocalElasticAgent):
         out, err = cast("tuple[TextIO, TextIO]", self._lines)
         # torch takes the process's streams now, and shows on them what ranks write
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            return start(worker_group)
+            pids = start(worker_group)
+        handler = worker_group.spec.rdzv_handler
+        if self._least is not None and isinstance(handler, NumberedRendezvous):
+            self._crew = Crew(
+                cast("Any", self._pcontext),
+                worker_group.workers,
+                least=self._least,
+                store=handler.store,
+                say=self._say,
+            )
+        return pids
 
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
+        if self._crew is not None:
+            self._crew.look()
         watch = self._watching()
         if not watch.may_end():
             return RunResult(state=WorkerState.HEALTHY)
@@ -161,6 +176,7 @@ def run_ranks(
     log_dir: str,
     follow_all: bool,
     say: Callable[[str], None],
+    least: int | None = None,
 ) -> Ended:
     """Run a command of Python in `nproc` processes of this machine, to their end.
 
@@ -173,6 +189,7 @@ def run_ranks(
         follow_all: whether the first rank's output is shown by this process too; else
             it has the terminal.
         say: how to tell of what happens before the end.
+        least: how many ranks may go on without those that were killed; None: none may.
 
     Raises:
         LaunchError: the machines did not meet.
@@ -194,7 +211,7 @@ def run_ranks(
     )
     first = 0 if follow_all else 1
     tee = dict.fromkeys(range(first, nproc), Std.ALL)
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=log_dir, tee=tee), say)
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=log_dir, tee=tee), say, least)
     is_over = False
     try:
         agent.run()

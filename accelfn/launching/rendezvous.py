@@ -86,20 +86,26 @@ class NumberedRendezvous(RendezvousHandler):
         return NUMBERED
 
     @property
+    def store(self) -> TCPStore:
+        """The store at which machines have met, and ranks of the first attempt do."""
+        if self._agents is None:
+            self._agents = self._meet()
+        return self._agents
+
+    @property
     def use_agent_store(self) -> bool:
         """Whether ranks find a store, and start none."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other machines, and return what ranks meet at."""
-        if self._agents is None:
-            self._agents = self._meet()
-        attempt, port = f"attempt {self._attempt}", self._agents.port
+        agents = self.store
+        attempt, port = f"attempt {self._attempt}", agents.port
         if self._attempt:
-            port = self._port_of(attempt, self._agents)
+            port = self._port_of(attempt, agents)
         self._attempt += 1
         return RendezvousInfo(
-            PrefixStore(attempt, self._agents),
+            PrefixStore(attempt, agents),
             self._rank,
             self._machines.most,
             RendezvousStoreInfo(self._host, port),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from accelfn.errors import LaunchError
 from accelfn.launching.machines import Machines, interface_of
 from accelfn.world.axes import VARIABLE
+from accelfn.world.regrouping import VARIABLE as ELASTIC
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _ALONE = "the ranks of one machine talk on its loopback"
 _ASKED = "the axes that were asked for"
+_MAY_GO = "ranks may be killed, and others take their places"
 
 
 def launch_script(
@@ -43,6 +45,7 @@ def launch_script(
     machines: Machines | None = None,
     max_restarts: int = 0,
     axes: str | None = None,
+    least: int | None = None,
 ) -> int:
     """Run a script in several processes on this machine, one rank each.
 
@@ -59,6 +62,8 @@ def launch_script(
         machines: those of the run; default this one alone.
         max_restarts: how often all ranks start again after one has failed.
         axes: of the ranks' world, as text.
+        least: how many ranks may go on where others were killed, whose places others take;
+            they meet anew in `af.regroup`. None: none may.
 
     Returns:
         The exit code for the command: 0; that of the rank that failed first; or
@@ -86,6 +91,7 @@ def launch_script(
             machines=machines,
             max_restarts=max_restarts,
             axes=axes,
+            least=least,
         )
     except SignalException as error:
         say(f"ended by {error.sigval.name}, and its workers with it.")
@@ -102,6 +108,7 @@ def run_here(
     machines: Machines | None = None,
     max_restarts: int = 0,
     axes: str | None = None,
+    least: int | None = None,
     follow_all: bool = False,
 ) -> Ended:
     """Run ranks as `run_ranks` does, and leave this process as it was.
@@ -112,14 +119,18 @@ def run_here(
         machines: those of the run; default this one alone.
         max_restarts: how often all start again after one has failed.
         axes: of their world, as text.
+        least: how many may go on where others were killed.
         follow_all: as of `run_ranks`.
     """
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
     machines = Machines() if machines is None else machines
-    variables = _variables(nproc, machines, axes)
+    variables = _variables(nproc, machines, axes, least)
     for name, (value, why) in variables.items():
-        if why not in (_ALONE, _ASKED) and (name, value) != ("OMP_NUM_THREADS", "1"):
+        if why not in (_ALONE, _ASKED, _MAY_GO) and (name, value) != (
+            "OMP_NUM_THREADS",
+            "1",
+        ):
             say(f"{name}={value} ({why}).")
     lent = {name: value for name, (value, _) in variables.items()}
     with (
@@ -136,6 +147,7 @@ def run_here(
             log_dir=log_dir,
             follow_all=follow_all,
             say=say,
+            least=least,
         )
 
 
@@ -156,11 +168,12 @@ def _check(script: str, *, nproc: int, module: bool) -> None:
 
 
 def _variables(
-    nproc: int, machines: Machines, axes: str | None
+    nproc: int, machines: Machines, axes: str | None, least: int | None
 ) -> dict[str, tuple[str, str]]:
     """Return the variables that ranks get beside torchrun's: each value, and why."""
     return {
         **({} if axes is None else {VARIABLE: (axes, _ASKED)}),
+        **({} if least is None else {ELASTIC: ("0", _MAY_GO)}),
         **_shared_threads(nproc),
         **_gloo_interface(machines),
         **_own_stores(machines),
@@ -207,7 +220,9 @@ def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
     return {name: ("1", "ranks that start again need a store of their own")}
 
 
-def planned(*, nproc: int, machines: Machines, axes: str | None) -> list[str]:
+def planned(
+    *, nproc: int, machines: Machines, axes: str | None, least: int | None = None
+) -> list[str]:
     """Return in lines what a launch would do."""
     what = "1 process" if nproc == 1 else f"{nproc} processes"
     lines = [f"starts {what} on this machine"]
@@ -218,7 +233,9 @@ def planned(*, nproc: int, machines: Machines, axes: str | None) -> list[str]:
     elif machines.most > 1:
         counts = f"{machines.fewest} to {machines.most}"
         lines.append(f"meets {counts} machines at {machines.endpoint}")
-    variables = _variables(nproc, machines, axes)
+    if least is not None:
+        lines.append(f"goes on where ranks are killed, as long as {least} are left")
+    variables = _variables(nproc, machines, axes, least)
     return lines + [
         f"sets {name}={value} ({why})" for name, (value, why) in variables.items()
     ]

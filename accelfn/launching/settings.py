@@ -87,6 +87,10 @@ _NPROC = Kind(
     lambda v: v == "auto" or _is_whole(v, 1),
     _number,
 )
+_SPAN = Kind(
+    "'MIN:MAX', two whole numbers, 1 or more",
+    lambda v: isinstance(v, str) and _is_range(v),
+)
 _MACHINES = Kind("a whole number, 1 or more, or 'FEWEST:MOST'", _is_range, _number)
 
 
@@ -139,6 +143,12 @@ OPTIONS: dict[str, Option] = {
     ),
     "max_restarts": Option(
         _INDEX, "N", "how often all ranks start again after one has failed", 0
+    ),
+    "elastic": Option(
+        _SPAN,
+        "MIN:MAX",
+        "how many processes, of this machine alone: MAX are started, MIN may go on, by"
+        " af.regroup, where others are killed, and each is replaced by one that comes in",
     ),
 }
 NUMBERED = ("machine_rank", "main_address", "main_port")
@@ -196,6 +206,7 @@ class Settings:
                 found[name] = Setting(option.default, DEFAULT)
         settings = cls(found)
         settings._check_exclusive()
+        settings._check_elastic()
         if is_whole:
             settings._check_whole()
         return settings
@@ -236,6 +247,26 @@ class Settings:
         elif numbered and self.by_name["num_machines"].source == DEFAULT:
             msg = f"{_shown(numbered)} without --num-machines has no effect; add it."
             raise LaunchError(msg)
+
+    def _check_elastic(self) -> None:
+        """Refuse what cannot be said of ranks that come and go."""
+        beside = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *ELASTIC)
+        given = [name for name in beside if self[name] != OPTIONS[name].default]
+        if self["elastic"] is not None and given:
+            msg = (
+                f"--elastic and {_shown(given)} exclude each other: ranks that come and go"
+                " are MIN to MAX processes of one machine, without axes; and one that was"
+                " killed is replaced, so that not all start again."
+            )
+            raise LaunchError(msg)
+
+    @property
+    def elastic(self) -> tuple[int | None, int | None]:
+        """How many ranks may go on at least, and how many there are at most."""
+        if self["elastic"] is None:
+            return None, None
+        least, most = self["elastic"].split(":")
+        return int(least), int(most)
 
     def _require(self, given: list[str], names: tuple[str, ...]) -> None:
         missing = [name for name in names if name not in given]

@@ -19,7 +19,7 @@ from accelfn.testing.comparing.snapshot import assert_collectives
 from accelfn.testing.comparing.states import assert_states_equal
 from accelfn.testing.processes.run import RankError, run_processes
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.faults import (
     Corrupt,
     Crash,

@@ -14,7 +14,7 @@ import pytest
 from pytest_accelfn import register_profiles
 
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.entries import Entry
 from accelfn.world import World
 
 __all__ = ["on_ranks", "register_profiles"]

@@ -30,6 +30,7 @@ def simulate(
     seed: int = 0,
     axes: Mapping[str, int] | None = None,
     device: str | torch.device = "cpu",
+    elastic: int | None = None,
     also: Literal["processes"] | None = None,
 ) -> Run[T]:
     """Run `fn(world)` on every rank of a simulated world, in this process.
@@ -56,6 +57,10 @@ def simulate(
         axes: the axes of the world, as `World.from_env` takes them: {"dp_shard": 4, "tp": 2}.
         device: on which all ranks compute, "cpu" or any of torch.accelerator: "cuda", "xpu", ...
             They share it, and each has random generators of its own on it.
+        elastic: how many ranks may go on where others have crashed, at least; by default none
+            does. Those that are left get a `PeerFailedError` and go on by `af.regroup`, as under
+            `accelfn launch --elastic`; a rank whose `Crash` says when it `returns` comes back.
+            The result of one that does not is None.
         also: "processes" runs the same on real processes joined by Gloo, and compares the
             results bit by bit. `fn` must then be importable.
 
@@ -88,7 +93,9 @@ def simulate(
         >>> simulate(2, lambda world: world.rank).results
         (0, 1)
     """
-    plan = Plan(size, fn, schedule, faults, sums, seed, axes or {}, device)
+    plan = Plan(
+        size, fn, schedule, faults, sums, seed, axes or {}, device, elastic=elastic
+    )
     if also not in (None, "processes"):
         msg = f'simulate(also={also!r}): expected "processes" or None.'
         raise ArgumentError(msg)

@@ -41,6 +41,23 @@ class Simulated(Protocol):
         ...
 
 
+class Regrouping(Protocol):
+    """How the ranks of an elastic run make another world of those that are there."""
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this rank was started while others trained, and is not of their world yet."""
+        ...
+
+    def is_awaited(self) -> bool:
+        """Whether a newcomer waits to come in."""
+        ...
+
+    def meet(self, world: Any) -> Any:
+        """Wait for all ranks that are left, and return their next world."""
+        ...
+
+
 class Connection:
     """What joins the ranks, until the world is closed.
 
@@ -52,9 +69,12 @@ class Connection:
         activity: what this rank is doing.
         roll_call: by which ranks that fail tell each other how, in a world of `from_env`.
         simulated: what simulated ranks can do besides.
+        regrouping: how the ranks make another world, in an elastic run.
         parts: what joins the ranks along some of the world's axes, by their names, and those
             of parts that it was split into, by how.
         mesh: torch's record of the axes, once it was asked for.
+        successor: the world that its ranks made when they met anew, if they did.
+        is_broken: whether a collective failed in it because of another rank.
         is_closed: whether the world is.
         is_lent: whether a branch of it is in use, and it must not be.
     """
@@ -66,6 +86,7 @@ class Connection:
         activity: Activity | None = None,
         roll_call: RollCall | None = None,
         simulated: Simulated | None = None,
+        regrouping: Regrouping | None = None,
     ) -> None:
         """Take a process group, or None in a world of 1."""
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -75,6 +96,11 @@ class Connection:
         self.activity = Activity() if activity is None else activity
         self.roll_call = roll_call
         self.simulated = simulated
+        self.regrouping = regrouping
+        if regrouping is not None and regrouping.is_newcomer:
+            self.activity.on_update = _refuse_alone
+        self.successor: Any = None
+        self.is_broken = False
         self.parts: dict[tuple[str, ...], Connection] = {}
         self.mesh: Any = None
         self.is_closed = False
@@ -130,6 +156,8 @@ class Connection:
         for part in self.parts.values():
             if not part.is_closed:
                 part.close()
+        if self.successor is not None:
+            self.successor.connection.close()
 
     def leave(self) -> None:
         """Let other ranks know that this one has left, and nothing was wrong."""
@@ -138,6 +166,9 @@ class Connection:
 
     def fail(self, error: BaseException) -> None:
         """Let other ranks know what this one has raised."""
+        if self.successor is not None:
+            self.successor.connection.fail(error)
+            return
         first = str(error).partition("\n")[0]
         self.tell(f"raised {type(error).__name__}{first and f': {first}'}")
 
@@ -145,3 +176,11 @@ class Connection:
         """Let other ranks know what becomes of this one."""
         if self.roll_call is not None:
             self.roll_call.tell(how, self.activity, is_waiting=is_waiting)
+
+
+def _refuse_alone(update: int) -> None:
+    msg = (
+        "This rank was started in the place of one that is gone, and would train alone, from"
+        f" update {update}. Let it come in before the first step: state = af.regroup(state)."
+    )
+    raise WorldError(msg)

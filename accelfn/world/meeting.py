@@ -4,6 +4,8 @@
 import json
 import socket
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 
@@ -68,25 +70,48 @@ def join(
             " torch.distributed.destroy_process_group()."
         )
         raise WorldError(msg)
-    if backend is None:
-        backend = _backend(device)
-    try:
+    backend = _backend(device) if backend is None else backend
+    with _opening(place.rank, place.size, backend):
         store = _meet(place, max(timeout, LEAST_TO_MEET))
+    opened(
+        store, place.rank, place.size, backend=backend, device=device, timeout=timeout
+    )
+    return _connection(place, dist.group.WORLD, store), True
+
+
+def opened(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    backend: str | None,
+    device: torch.device,
+    timeout: float,
+) -> None:
+    """Open torch's default group of ranks that have met at a store.
+
+    Raises:
+        WorldError: torch cannot.
+    """
+    backend = _backend(device) if backend is None else backend
+    with _opening(rank, size, backend):
         store.set_timeout(timedelta(seconds=timeout))
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),
-            rank=place.rank,
-            world_size=place.size,
+            rank=rank,
+            world_size=size,
             timeout=timedelta(seconds=timeout),
         )
+
+
+@contextmanager
+def _opening(rank: int, size: int, backend: str | None) -> Generator[None]:
+    try:
+        yield
     except (ValueError, RuntimeError) as error:
-        msg = (
-            f"Rank {place.rank} of {place.size} cannot open a {backend!r} process"
-            f" group: {error}"
-        )
+        msg = f"Rank {rank} of {size} cannot open a {backend!r} process group: {error}"
         raise WorldError(msg) from error
-    return _connection(place, dist.group.WORLD, store), True
 
 
 def _backend(device: torch.device) -> str:
@@ -122,7 +147,7 @@ def _meet(place: Place, timeout: float) -> dist.Store:
     until = time.monotonic() + timeout
     # a launcher's store outlives a world: the next one must not find its addresses
     name = f"accelfn attempt {place.attempt} world {next(_worlds)}"
-    store = dist.PrefixStore(name, _store(place, timeout))
+    store = dist.PrefixStore(name, store_of(place, timeout))
     store.add(str(place.rank), 1)
     if store.add("all", 1) == place.size:
         store.set("counts", json.dumps(_counts(store, place.size)))
@@ -149,7 +174,7 @@ def _counts(store: dist.Store, size: int) -> list[int]:
     return [store.add(str(rank), 0) for rank in range(size)]
 
 
-def _store(place: Place, timeout: float) -> dist.Store:
+def store_of(place: Place, timeout: float) -> dist.Store:
     """Return the store of a run, which rank 0 opens, if no launcher has."""
     address, port = place.address, place.port
     assert address is not None  # noqa: S101 - a place without one is alone

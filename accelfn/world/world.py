@@ -159,7 +159,8 @@ class World:
         this is the world of a single process. With one, the process group is opened (and set
         as torch's default, which SyncBatchNorm and others read) and closed when the `with`
         block ends, or with the interpreter. A group that is open already is used and left
-        open.
+        open. Under `accelfn launch --elastic` a process that was started in the place of one
+        that is gone has a world of its own, until `af.regroup` lets it into that of the others.
 
         Args:
             timeout: seconds after which a collective that some rank does not join fails. They
@@ -196,6 +197,7 @@ class World:
             join,
             refuse_open_group,
         )
+        from accelfn.world.regrouping import regrouping_of  # noqa: PLC0415
 
         check_backend(backend)
         place = read_place(os.environ)
@@ -208,7 +210,14 @@ class World:
                 device=chosen_device(device, local_rank=0), checked=checked, axes=sizes
             )
         chosen = chosen_device(device, local_rank=place.local_rank)
+        regrouping = regrouping_of(
+            os.environ, place, backend=backend, device=chosen, timeout=timeout
+        )
+        if regrouping is not None and regrouping.is_newcomer:
+            alone = Connection(None, regrouping=regrouping)
+            return cls(device=chosen, checked=checked, group=alone)
         connection, owned = join(place, backend=backend, device=chosen, timeout=timeout)
+        connection.regrouping = regrouping if owned else None
         if sizes:
             from accelfn.world.mesh import open_groups  # noqa: PLC0415
 
@@ -230,6 +239,23 @@ class World:
         if owned:  # torch may abort a process that leaves it open
             atexit.register(world._close_at_exit)
         return world
+
+    def followed(self, rank: int, size: int, connection: Connection) -> "World":
+        """Return the world in which ranks that met anew go on; it closes with this one."""
+        owned = size > 1 and connection.simulated is None
+        met = attrs.evolve(
+            self,
+            rank=rank,
+            size=size,
+            local_rank=rank,
+            local_size=size,
+            group=connection,
+            owns_group=owned,
+        )
+        self.connection.successor = met
+        if owned:
+            atexit.register(met._close_at_exit)
+        return met
 
     @property
     def is_main(self) -> bool:
@@ -376,16 +402,21 @@ class World:
             WorldError: the world is closed.
         """
         if self.connection.is_closed:
-            msg = (
-                f"The world of {self.size} ranks is closed; use it inside its `with`"
-                " block."
+            way = (
+                "use it inside its `with` block."
+                if self.connection.successor is None
+                else "its ranks met anew, in af.regroup: use the world of the state that it"
+                " gave, state.world."
             )
+            msg = f"The world of {self.size} ranks is closed; {way}"
             raise WorldError(msg)
         self.connection.check_not_lent()
         return self.connection.group
 
     def close(self) -> None:
         """Close the process group, if `from_env` opened it; twice is once."""
+        if self.connection.successor is not None:
+            self.connection.successor.close()
         if not self._owns_group or self.connection.is_closed:
             return
         atexit.unregister(self._close_at_exit)

@@ -40,6 +40,7 @@ GOOD: dict[str, list[Any]] = {
     "join_timeout": [1, 7.5, 1000000],
     "axes": ["dp_shard=-1", "dp_shard=2", "dp_replicate=2, dp_shard=-1", "tp=1,cp=1"],
     "max_restarts": [0, 3],
+    "elastic": ["1:1", "2:4"],
 }
 BAD: dict[str, list[Any]] = {
     "nproc": [0, -1, "many", 1.5],
@@ -62,6 +63,7 @@ BAD: dict[str, list[Any]] = {
         "tp=1,tp=1",
     ],
     "max_restarts": [-1, "often"],
+    "elastic": ["4", "3:2", "0:2", "", "2:x"],
 }
 KINDS = {
     "alone": ("nproc", "axes", "max_restarts"),
@@ -73,8 +75,20 @@ KINDS = {
         *("nproc", "num_machines", "rdzv_endpoint", "rdzv_backend", "rdzv_id"),
         "join_timeout",
     ),
+    "come and go": ("elastic", "join_timeout", "nproc", "max_restarts"),
     "any": tuple(OPTIONS),
 }
+
+
+BESIDE: dict[str, Any] = {
+    "nproc": "auto",
+    "num_machines": 1,
+    "max_restarts": 0,
+    "axes": None,
+    **dict.fromkeys(("machine_rank", "main_address", "main_port")),
+    **dict.fromkeys(("rdzv_endpoint", "rdzv_backend", "rdzv_id")),
+}
+"""What says something of a launch that --elastic says, or cannot be beside it."""
 
 
 @st.composite
@@ -104,8 +118,9 @@ def multiply(values: Mapping[str, Any]) -> bool:
 
 def may_be(values: Mapping[str, Any], sources: Mapping[str, str]) -> bool:
     """Whether these settings can be, each for itself and together."""
+    beside = {name for name in BESIDE if values.get(name, BESIDE[name]) != BESIDE[name]}
     bad = any(value in BAD[name] for name, value in values.items())
-    if bad or not multiply(values):
+    if bad or not multiply(values) or ("elastic" in values and beside):
         return False
     numbered = {"machine_rank", "main_address", "main_port"} & values.keys()
     elastic = {"rdzv_endpoint", "rdzv_backend", "rdzv_id"} & values.keys()
@@ -180,9 +195,12 @@ def test_a_launch_is_what_its_settings_say(
         shown = [] if value is None else [str(value)]
         assert row.split() == [name, *" ".join(shown).split(), *sources[name].split()]
     nproc = 1 if values.get("nproc", "auto") == "auto" else values["nproc"]
+    least, _, most = values.get("elastic", "").rpartition(":")
+    nproc = int(most) if least else nproc
     started = f"starts {nproc} process{'es' if nproc > 1 else ''} on this machine"
+    goes_on = f"goes on where ranks are killed, as long as {least} are left"
     more = [row for row in rows[len(OPTIONS) :] if not row.startswith("sets ")]
-    assert more == [started, *meeting(values)]
+    assert more == [started, *meeting(values), *([goes_on] if least else [])]
 
 
 @given(line=given_settings())

@@ -205,8 +205,8 @@ shards, open_, held = [*shards, open_, [name]], [], 0
     Mutant(
         "a counter or a table of indices is imported as floating-point numbers",
         test_import_model.test_a_dtype_is_for_floating_point,
-        placing.Placement.placed,
-        "if value.is_floating_point(): → if value.ndim >= 0:",
+        placing.Placement._dtype,
+        "if not value.is_floating_point(): → if value.ndim < 0:",
         args={"meta": True, "dtype": torch.bfloat16},
     ),
     Mutant(

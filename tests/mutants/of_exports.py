@@ -65,7 +65,7 @@ MUTANTS = [
     Mutant(
         "L41: what is read is converted, though nobody asked for it",
         test_export.test_what_is_exported_is_imported,
-        Placement.placed,
+        Placement._dtype,
         "old.dtype if self.dtype is None else self.dtype → __import__('torch').float32",
     ),
     Mutant(

@@ -4,7 +4,7 @@
 from accelfn.testing.simulation import (
     calls,
     dtensors,
-    exchange,
+    entries,
     group,
     meetings,
     members,
@@ -67,19 +67,19 @@ MUTANTS = [
     Mutant(
         "the log does not say in which group a call was",
         unit.test_the_log_names_a_call_s_group,
-        exchange._entry,
+        entries.entry_of,
         "group=first.group.name → group=''",
     ),
     Mutant(
         "the log says the numbers of ranks in their group",
         unit.test_the_log_names_a_call_s_group,
-        exchange._entry,
+        entries.entry_of,
         "tuple(call.rank for call in in_order) → tuple(range(len(calls)))",
     ),
     Mutant(
         "a line of the log says nothing of the group",
         unit.test_the_log_names_a_call_s_group,
-        exchange.Entry.__str__,
+        entries.Entry.__str__,
         "if self.group else → if False else",
     ),
     Mutant(

@@ -145,7 +145,7 @@ MUTANTS = [
         "what launchers told each other of an attempt is taken for the next one's",
         test_rendezvous.test_each_attempt_has_a_store_of_its_own,
         rendezvous.NumberedRendezvous.next_rendezvous,
-        'PrefixStore(attempt, self._agents) → PrefixStore("attempt", self._agents)',
+        'PrefixStore(attempt, agents) → PrefixStore("attempt", agents)',
     ),
     Mutant(
         "ranks of one machine fight for its cores, and train at a part of the speed",

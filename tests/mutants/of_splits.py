@@ -36,7 +36,7 @@ MUTANTS = [
         "L49: two parts of one size have one group",
         CALLS,
         ranks._Room.part,
-        "Members(within, ranks) → Members('', self.group.members.ranks)",
+        "name=within, ranks=ranks) → name='')",
     ),
     Mutant(
         "L49: whoever has split by one size has split by any",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelfn.errors import ArgumentError, LawError
-from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.plan import Run
 
 

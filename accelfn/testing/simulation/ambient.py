@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -80,7 +80,7 @@ class Ambient:
     """Each rank's share of the process, swapped in and out with its turn."""
 
     def __init__(
-        self, seed: int, registries: Sequence[Registry], device: torch.device
+        self, seed: int, registries: list[Registry], device: torch.device
     ) -> None:
         """Take the seed of all ranks, what torch is to know of groups in each, their device."""
         self._seed = seed
@@ -102,6 +102,12 @@ class Ambient:
             dtensors.tell_rank()
         else:
             kept.put_back(self._device)
+
+    def begin_anew(self, rank: int, registry: Registry) -> None:
+        """Make the process this rank's as it is at a rank's start."""
+        self._registries[rank] = registry
+        self._kept.pop(rank, None)
+        self.enter(rank)
 
     def leave(self, rank: int) -> None:
         """Keep what this rank made of it."""

@@ -3,9 +3,8 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
-
-import attrs
 
 from accelfn.collectives.calls import table
 from accelfn.errors import (
@@ -16,6 +15,7 @@ from accelfn.errors import (
     SimulationError,
 )
 from accelfn.testing.simulation.calls import Call, differing
+from accelfn.testing.simulation.entries import Entry, entry_of
 from accelfn.testing.simulation.faults import (
     Crashed,
     Fault,
@@ -27,11 +27,13 @@ from accelfn.testing.simulation.faults import (
     is_of_update,
     strike,
 )
+from accelfn.testing.simulation.gatherings import Gatherings
 from accelfn.testing.simulation.meetings import Meeting, Meetings
 from accelfn.testing.simulation.members import Members
 from accelfn.testing.simulation.operations import Tensors, results
 from accelfn.testing.simulation.standings import Standings
 from accelfn.testing.simulation.sums import Sums
+from accelfn.world.activity import Activity
 
 if TYPE_CHECKING:
     from accelfn.testing.simulation.turns import Turns
@@ -43,46 +45,6 @@ _PATIENCE = 100
 ranks may ask whether a call is done while nothing happens, before that is a dead-lock."""
 
 
-@attrs.frozen(kw_only=True)
-class Entry:
-    """One collective that was carried out, as the log keeps it.
-
-    Attributes:
-        kind: torch's name of it, as "all_reduce".
-        label: what the ranks were doing, where accelfn's own collectives say it.
-        step: the update at which it happened, where a state's step called it.
-        num_bytes: how much one rank gave, the most of all ranks.
-        shapes: of what the ranks have in common, with dtypes.
-        op: the reduction, or None.
-        root: the one rank that sends or receives, or None.
-        ranks: who took part.
-        group: the name of their group, as "tp"; empty where it is the world's own.
-        site: file and line of the user's code, of the first of them, or of a sender.
-        for_others: by rank, in the order of `ranks`, how many bytes of what it gave are for
-            others to have, be it as they are or in a sum.
-    """
-
-    kind: str
-    label: str | None
-    step: int | None
-    num_bytes: int
-    shapes: str
-    op: str | None
-    root: int | None
-    ranks: tuple[int, ...]
-    site: str
-    group: str = ""
-    for_others: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """Show it on a line."""
-        label = "" if self.label is None else f" {self.label!r}"
-        step = "" if self.step is None else f" at update {self.step}"
-        what = " ".join(each for each in (self.kind, self.op, self.shapes) if each)
-        among = f" among {_listed(self.ranks)} ({self.group})" if self.group else ""
-        return f"{what}{among}, {self.num_bytes} bytes{label}{step} ({self.site})"
-
-
 class Exchange:
     """The calls of all ranks of one world.
 
@@ -91,10 +53,16 @@ class Exchange:
     """
 
     def __init__(
-        self, size: int, faults: Sequence[Fault] = (), sums: Sums = "ranks"
+        self,
+        size: int,
+        faults: Sequence[Fault] = (),
+        sums: Sums = "ranks",
+        *,
+        least: int | None = None,
     ) -> None:
-        """Begin with nothing called."""
+        """Begin with nothing called; the world is elastic where a least size is given."""
         self.size = size
+        self.gatherings = Gatherings(size, least)
         self._sums: Sums = sums
         self.log: list[Entry] = []
         self.faults = list(faults)
@@ -164,7 +132,7 @@ class Exchange:
         """Let all calls of a group fail on all ranks; the rest goes on."""
         if group not in self._given_up:
             self._given_up[group] = rank
-            self._meetings.forget(group)
+            self._meetings.forget(lambda each: each == group)
 
     def receive(self, call: Call) -> None:
         """Let faults change what a rank has received."""
@@ -192,11 +160,15 @@ class Exchange:
         """
         error = self._gone.get(rank, error)
         if error is None or isinstance(error, Left):
+            self.gatherings.leave(rank)
             self._standings.ends(rank, "returned" if error is None else error.how)
             return None
         crashed = isinstance(error, Crashed)
         self._standings.ends(rank, error.how if crashed else f"raised {_repr(error)}")
         how = self._standings.of(rank)
+        if crashed and self.gatherings.lose(rank, how):
+            self._meetings.forget(self.gatherings.is_broken)
+            return None
         text = f"rank {rank} {how}, so the others cannot go on.\n{self._standings}"
         self._break(lambda peer: PeerFailedError(f"Rank {peer} of {self.size}: {text}"))
         if not crashed:
@@ -248,7 +220,15 @@ class Exchange:
         raise self._told[rank][-1]
 
     def _check_group(self, call: Call) -> None:
-        """Refuse a call of a group that a rank has given up."""
+        """Refuse a call of a group that a rank has given up, or crashed in."""
+        lost = self.gatherings.lost_of(call.group)
+        if lost is not None:
+            msg = (
+                f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
+                f" rank {lost[0]} {lost[1]}. Go on with those that are left:"
+                " af.regroup(state)."
+            )
+            raise PeerFailedError(msg)
         peer = self._given_up.get(call.group)
         if peer is not None:
             msg = (
@@ -283,13 +263,24 @@ class Exchange:
         turns.wait(
             call.rank,
             lambda: (
-                ready() or self._failure is not None or call.group in self._given_up
+                ready()
+                or self._failure is not None
+                or call.group in self._given_up
+                or self.gatherings.is_broken(call.group)
             ),
         )
         self._standings.goes_on(call.rank)
 
+    def activity(self, rank: int) -> Activity:
+        """Return what a rank is doing as it begins, of which the updates are heard."""
+        activity = Activity()
+        if self.faults or self._gone:
+            activity.on_update = partial(self.begins, rank)
+        return activity
+
     def begins(self, rank: int, update: int) -> None:
         """Let faults happen as a rank begins an update, with a collective or without."""
+        self.gatherings.reached = max(self.gatherings.reached, update)
         self._strike(rank, due_as_begins(self.faults, rank, update))
 
     def check_reached(self) -> None:
@@ -305,6 +296,31 @@ class Exchange:
                 f" update {missed[0].step}. Plan it for an update that the rank takes."
             )
             raise SimulationError(msg)
+        self.gatherings.check_returned()
+
+    def let_others(self, rank: int, ready: Callable[[], bool]) -> None:
+        """Let others run until `ready()`.
+
+        Raises:
+            SimulationError, PeerFailedError: the world has broken.
+        """
+        if self.turns is not None:
+            self.turns.wait(rank, lambda: ready() or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure(rank)
+
+    def takes_back(self, rank: int) -> bool:
+        """Let others run until a rank that crashed comes back; return whether it does."""
+        gone, gatherings = self._gone.get(rank), self.gatherings
+        if not isinstance(gone, Crashed) or gone.returns is None:
+            return False
+        gatherings.expect(rank, gone.returns)
+        with suppress(Exception):  # whatever broke the world, they have told it
+            self.let_others(rank, lambda: gatherings.may_return(rank))
+            if gatherings.returns(rank):
+                del self._gone[rank]
+                return True
+        return False
 
     def _strike(self, rank: int, faults: Sequence[Fault]) -> None:
         for fault in faults:
@@ -328,7 +344,7 @@ class Exchange:
             return
         meeting.ends_at = late.at
         meeting.results = results(calls, self._sums)
-        self.log.append(_entry(calls))
+        self.log.append(entry_of(calls))
 
     def _break(self, failure: Callable[[int], Exception]) -> None:
         """Let every call raise what this returns for its rank; the first break counts."""
@@ -356,28 +372,6 @@ class Exchange:
             return "No collective was completed before."
         lines = "".join(f"\n  {entry}" for entry in self.log[-5:])
         return f"Completed before, latest last:{lines}"
-
-
-def _entry(calls: Sequence[Call]) -> Entry:
-    first = calls[0]
-    in_order = sorted(calls, key=lambda call: call.rank)
-    return Entry(
-        kind=first.kind,
-        label=first.label,
-        step=first.step,
-        num_bytes=max(call.num_bytes for call in calls),
-        shapes=first.shapes,
-        op=first.op,
-        root=first.root,
-        ranks=tuple(call.rank for call in in_order),
-        site=first.site,
-        group=first.group.name,
-        for_others=tuple(call.num_bytes_for_others for call in in_order),
-    )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _repr(error: BaseException) -> str:

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 class Unwound(BaseException):
     """Ends a rank where it stands; `except Exception` does not catch it."""
 
-    def __init__(self, how: str) -> None:
-        """Take how the rank ended, for the table."""
+    def __init__(self, how: str, returns: int | None = None) -> None:
+        """Take how the rank ended, for the table, and when it comes back."""
         super().__init__(how)
         self.how = how
+        self.returns = returns
 
 
 class Left(Unwound):
@@ -110,11 +111,18 @@ class Leave:
 
 @attrs.frozen
 class Crash:
-    """The rank is gone, as if killed: `except Exception` does not see it."""
+    """The rank is gone, as if killed: `except Exception` does not see it.
+
+    Attributes:
+        returns: in an elastic run, the update that another rank has begun when this one's
+            function is called again, as in a process that was started in its place; None:
+            it is not.
+    """
 
     rank: int = attrs.field(validator=_is_count)
     at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
+    returns: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
 @attrs.frozen
@@ -217,9 +225,9 @@ def strike(fault: Fault, call: "Call | None" = None) -> None:
         case Leave():
             how = "left early, as planned,"
             raise Left(how)
-        case Crash():
+        case Crash(returns=returns):
             how = "crashed, as planned,"
-            raise Crashed(how)
+            raise Crashed(how, returns)
         case Terminate():
             _terminate()
         case Corrupt() if call is not None:

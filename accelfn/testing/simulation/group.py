@@ -23,7 +23,7 @@ from accelfn.testing.simulation.operations import can_carry_out
 from accelfn.world.activity import Activity
 
 if TYPE_CHECKING:
-    from accelfn.testing.simulation.exchange import Entry
+    from accelfn.testing.simulation.entries import Entry
 
 # torch's stubs name the same parameter differently from method to method
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
@@ -61,6 +61,11 @@ class SimulatedGroup(dist.ProcessGroup):
         self.members = members
         self.log = log
         self.activity = Activity() if activity is None else activity
+
+    @property
+    def rank_of_run(self) -> int:
+        """This rank among all of the run."""
+        return self._rank
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
         """Return the name that torch prints."""

@@ -6,6 +6,7 @@ and among equal ones by their order. Each group has an order of its own.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 import attrs
 
@@ -62,11 +63,11 @@ class Meetings:
         waiting = [*self._by_order.values(), *self._messages]
         return [call for meeting in waiting for call in meeting.calls]
 
-    def forget(self, group: Members) -> None:
-        """Drop the calls of a group that wait for others."""
+    def forget(self, is_gone: Callable[[Members], bool]) -> None:
+        """Drop the calls of groups that wait for others."""
         collectives, messages = self._by_order, self._messages
-        self._by_order = {k: m for k, m in collectives.items() if k[1] != group}
-        self._messages = [m for m in messages if m.calls[0].group != group]
+        self._by_order = {k: m for k, m in collectives.items() if not is_gone(k[1])}
+        self._messages = [m for m in messages if not is_gone(m.calls[0].group)]
 
     def _join_message(self, call: Call) -> tuple[Meeting, bool]:
         for meeting in self._messages:

@@ -10,11 +10,13 @@ class Members:
 
     Attributes:
         name: of the group, as "tp"; empty where it is the world's own.
-        ranks: of the world, in ascending order, which is the group's.
+        ranks: of the run, in ascending order, which is the group's.
+        generation: which of the worlds that an elastic run has had they are of.
     """
 
     name: str
     ranks: tuple[int, ...]
+    generation: int = 0
 
     def place_of(self, rank: int) -> int:
         """Return which of the group's ranks a rank of the world is."""

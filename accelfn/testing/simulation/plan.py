@@ -17,8 +17,8 @@ import attrs
 import torch
 
 from accelfn.errors import ArgumentError
-from accelfn.testing.simulation.exchange import Entry
-from accelfn.testing.simulation.faults import Fault
+from accelfn.testing.simulation.entries import Entry
+from accelfn.testing.simulation.faults import Crash, Fault
 from accelfn.testing.simulation.sums import Sums
 from accelfn.testing.simulation.wire import Algorithm, check_algorithm, cost, given
 from accelfn.world import World
@@ -109,6 +109,7 @@ class Plan:
         factory=lambda: torch.device("cpu"),
         converter=partial(chosen_device, local_rank=0),
     )
+    elastic: int | None = None
 
     def __attrs_post_init__(self) -> None:
         """Refuse what no world can be."""
@@ -132,6 +133,12 @@ class Plan:
             known = ", ".join(map(repr, get_args(Sums)))
             msg = f"simulate(sums={self.sums!r}): expected one of {known}."
             raise ArgumentError(msg)
+        self._check_elastic()
+        self._check_faults()
+
+    def _check_faults(self) -> None:
+        """Refuse what is none, or cannot happen in this run."""
+        size, elastic = self.size, self.elastic
         for fault in self.faults:
             if not isinstance(fault, get_args(Fault)):
                 msg = f"simulate(faults=[{fault!r}]): expected such as Raise(rank=1)."
@@ -139,6 +146,28 @@ class Plan:
             if fault.rank >= size:
                 msg = f"simulate({size}, faults=[{fault!r}]): no such rank."
                 raise ArgumentError(msg)
+            if isinstance(fault, Crash) and fault.returns is not None and not elastic:
+                msg = (
+                    f"simulate({size}, faults=[{fault!r}]): a rank comes back where others go"
+                    " on without it. Say how few may: elastic=1."
+                )
+                raise ArgumentError(msg)
+
+    def _check_elastic(self) -> None:
+        """Refuse a number of ranks that go on which this run does not have."""
+        least = self.elastic
+        if least is not None and not (_is_integer(least) and 1 <= least <= self.size):
+            msg = (
+                f"simulate({self.size}, elastic={least!r}): expected the fewest ranks that go on"
+                f" without the others, 1 to {self.size}."
+            )
+            raise ArgumentError(msg)
+        if least is not None and self.axes:
+            msg = (
+                f"simulate(axes={dict(self.axes)}, elastic={least}): of a world with axes a part"
+                " of the model, or of its work, is gone with a rank. Leave out one of the two."
+            )
+            raise ArgumentError(msg)
 
     def __str__(self) -> str:
         """Return the call that repeats the run."""
@@ -154,6 +183,8 @@ class Plan:
             parts.append(f"axes={dict(self.axes)}")
         if self.device.type != "cpu":
             parts.append(f"device={str(self.device)!r}")
+        if self.elastic is not None:
+            parts.append(f"elastic={self.elastic}")
         if self.seed:
             parts.append(f"seed={self.seed}")
         return f"accelfn.testing.simulate({', '.join(parts)})"

@@ -53,18 +53,16 @@ def simulated(plan: Plan) -> Run[Any]:
 
 
 def _run(plan: Plan) -> Run[Any]:
-    exchange = Exchange(plan.size, plan.faults, plan.sums)
+    exchange = Exchange(plan.size, plan.faults, plan.sums, least=plan.elastic)
     post = partial(SimulatedWork, exchange)
     everyone = Members("", tuple(range(plan.size)))
     groups = [
-        SimulatedGroup(rank, everyone, post, exchange.log) for rank in range(plan.size)
+        SimulatedGroup(rank, everyone, post, exchange.log, exchange.activity(rank))
+        for rank in range(plan.size)
     ]
-    if plan.faults:
-        for rank, group in enumerate(groups):
-            group.activity.on_update = partial(exchange.begins, rank)
-    run = _Run(exchange)
+    run = _Run(exchange, is_elastic=plan.elastic is not None)
     registries = [Registry.of(group) for group in groups]
-    ambient = Ambient(plan.seed, registries, plan.device)
+    ambient = Ambient(plan.seed, list(registries), plan.device)
     exchange.turns = Turns(
         plan.size,
         plan.schedule,
@@ -76,10 +74,8 @@ def _run(plan: Plan) -> Run[Any]:
     results: list[Any] = [None] * plan.size
     errors: list[Ended] = []
 
-    def body(rank: int) -> None:
-        _inside.rank = True
+    def live(rank: int, world: World) -> None:
         error: BaseException | None = None
-        world = _world(rank, plan, _Room(run, groups[rank], registries[rank]))
         try:
             with enter_modes():
                 results[rank] = plan.fn(world)
@@ -90,6 +86,17 @@ def _run(plan: Plan) -> Run[Any]:
             errors.append((rank, error))
         world.connection.close()
         del error  # its traceback refers to this frame: a cycle would keep all alive
+
+    def body(rank: int) -> None:
+        _inside.rank = True
+        live(rank, _world(rank, plan, _Room(run, groups[rank], registries[rank])))
+        while exchange.takes_back(rank):
+            alone = exchange.gatherings.alone(rank)
+            group = SimulatedGroup(rank, alone, post, exchange.log)
+            registries.append(Registry.of(group))
+            ambient.begin_anew(rank, registries[-1])
+            room = _Room(run, group, registries[-1], is_newcomer=True)
+            live(rank, World(device=plan.device, group=room.connection()))
 
     try:
         exchange.turns.run(body)
@@ -131,21 +138,47 @@ class _Run:
     """What all ranks of a run have in common."""
 
     exchange: Exchange
+    is_elastic: bool = False
     sayings: dict[Members, Sayings] = attrs.field(factory=dict[Members, Sayings])
 
 
 @attrs.frozen
 class _Room:
-    """Where a group's ranks stand together, as one of them sees it: a `Simulated`."""
+    """Where a group's ranks stand together, as one sees it: `Simulated`, and `Regrouping`."""
 
     _run: _Run
     group: SimulatedGroup
     _registry: Registry
+    is_newcomer: bool = False
     _num_branches: "count[int]" = attrs.field(factory=lambda: count(1))
 
     def connection(self) -> Connection:
         """Return what joins these ranks."""
-        return Connection(self.group, activity=self.group.activity, simulated=self)
+        return Connection(
+            self.group,
+            activity=self.group.activity,
+            simulated=self,
+            regrouping=self if self._run.is_elastic and self.is_whole else None,
+        )
+
+    def is_awaited(self) -> bool:
+        """Let those come that are on their way; return whether one waits to come in."""
+        exchange = self._run.exchange
+        exchange.let_others(
+            self.group.rank_of_run, lambda: exchange.gatherings.is_quiet
+        )
+        return exchange.gatherings.is_awaited
+
+    def meet(self, world: World) -> World:
+        """Return the world of all ranks that are left, and those that wait."""
+        exchange, rank = self._run.exchange, self.group.rank_of_run
+        exchange.gatherings.come(rank)
+        exchange.let_others(rank, lambda: exchange.gatherings.is_due(rank))
+        activity = exchange.activity(rank) if self.is_newcomer else None
+        room = self.among(exchange.gatherings.formed(rank), activity)
+        world.connection.close()
+        joins = attrs.evolve(room, is_newcomer=False).connection()
+        return world.followed(room.group.rank(), room.group.size(), joins)
 
     def among(self, members: Members, activity: Activity | None = None) -> "_Room":
         """Return the room of another group that this rank is in, of which torch knows."""
@@ -167,19 +200,20 @@ class _Room:
     def part(self, name: str, ranks: tuple[int, ...]) -> tuple[SimulatedGroup, "_Room"]:
         """Return the group of some of these ranks, this one among them, and its room."""
         within = f"{self.group.members.name} {name}".strip()
-        room = self.among(Members(within, ranks))
+        members = attrs.evolve(self.group.members, name=within, ranks=ranks)
+        room = self.among(members)
         return room.group, room
 
     def branch(self, world: World) -> tuple[World, Callable[[], None]]:
         """Return a world of the same ranks with a group of its own, and what gives it up."""
         name = f"branch {next(self._num_branches)}"
-        members = Members(name, self.group.members.ranks)
+        members = attrs.evolve(self.group.members, name=name)
         room = self.among(members, Activity())
         connection = room.connection()
         inner = attrs.evolve(world, group=connection, owns_group=False)
 
         def give_up() -> None:
-            self._run.exchange.give_up(world.rank, members)
+            self._run.exchange.give_up(self.group.rank_of_run, members)
             connection.close()
             self._registry.remove(room.group)
 

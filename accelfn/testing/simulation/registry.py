@@ -40,7 +40,7 @@ class Registry:
     @classmethod
     def of(cls, group: SimulatedGroup) -> "Registry":
         """Return what torch is to know in a rank that has this group."""
-        default = SimulatedGroup(group.rank(), group.members, _refuse)
+        default = SimulatedGroup(group.rank_of_run, group.members, _refuse)
         registry = cls(
             default_pg=default,
             pg_map={},

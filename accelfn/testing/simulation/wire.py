@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, get_args
 import attrs
 
 from accelfn.errors import ArgumentError
-from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.entries import Entry
 
 Algorithm: TypeAlias = Literal["ring", "tree", "gloo"]
 

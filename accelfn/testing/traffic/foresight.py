@@ -12,7 +12,7 @@ from typing import NoReturn
 import attrs
 
 from accelfn.errors import ArgumentError
-from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.wire import Given, given
 
 _PARTS: Mapping[str, Callable[[int], int]] = {

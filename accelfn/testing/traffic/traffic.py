@@ -11,7 +11,7 @@ import attrs
 from accelfn.base.arguments import is_integer, is_number
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.exchange import Entry
+from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.wire import (
     Algorithm,
     Cost,

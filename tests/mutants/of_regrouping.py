@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in how ranks that are left go on, and others come in."""
+
+from accelfn.checkpoint import moving, regrouping
+from accelfn.launching.settings import Settings
+from accelfn.testing.simulation import ranks
+from accelfn.testing.simulation.exchange import Exchange
+from accelfn.testing.simulation.gatherings import Gatherings
+from accelfn.testing.simulation.plan import Plan
+from accelfn.world import connection, world
+from tests.laws import test_launch_calls, test_regroup
+from tests.mutants.mutant import Mutant
+
+REST = test_regroup.test_the_rest_go_on_from_the_last_average
+BACK = test_regroup.test_a_rank_that_comes_back_comes_in_at_an_average
+OWN = test_regroup.test_what_is_each_rank_s_own_it_keeps
+REFUSED = test_regroup.test_what_cannot_be_regrouped_is_refused
+FEWER = test_regroup.test_fewer_than_may_go_on_do_not
+
+MUTANTS = [
+    Mutant(
+        "L45: those that are left go on as newcomers, from where they began",
+        REST,
+        regrouping.regroup,
+        "behind = newcomer or state.step < newest → behind = state.step > 0",
+    ),
+    Mutant(
+        "L45: ranks have the numbers in the next world that they had",
+        test_regroup.test_the_old_world_says_where_the_ranks_are,
+        ranks._Room.meet,
+        "followed(room.group.rank(), → followed(world.rank % room.group.size(),",
+    ),
+    Mutant(
+        "L54: calls that wait for a rank that is gone are left where they met",
+        REST,
+        Exchange.ended,
+        "self._meetings.forget(self.gatherings.is_broken) → pass",
+    ),
+    Mutant(
+        "L45: a rank that comes back hands over what it begins with",
+        BACK,
+        regrouping.regroup,
+        "behind = newcomer or state.step → behind = state.step",
+    ),
+    Mutant(
+        "L45: a rank that waits comes in where another is gone, and not at an average",
+        BACK,
+        regrouping._met,
+        "if not awaited: → if True:",
+    ),
+    Mutant(
+        "L49: what is in flight as ranks meet may be lost with one that is gone",
+        test_regroup.test_where_all_are_there_nothing_changes,
+        regrouping.regroup,
+        "tree.tree_leaves(state.slots) → pass",
+    ),
+    Mutant(
+        "L36: those that are left take the shares that they had",
+        test_regroup.test_each_epoch_is_covered_once,
+        moving._begun,
+        "attrs.evolve(state.definition, world=world) → state.definition",
+    ),
+    Mutant(
+        "L45: ranks that are behind keep what they have",
+        test_regroup.test_the_newest_state_is_what_all_go_on_from,
+        regrouping.regroup,
+        "max((int(each) → min((int(each)",
+    ),
+    Mutant(
+        "L43: ranks make another world though all are there",
+        test_regroup.test_where_all_are_there_nothing_changes,
+        regrouping._met,
+        "if not awaited: → if False:",
+    ),
+    Mutant(
+        "L54: one rank fewer goes on than may",
+        FEWER,
+        Gatherings.lose,
+        "len(left) < self._least → len(left) < self._least - 1",
+    ),
+    Mutant(
+        "L54: a run that is not elastic goes on without a rank",
+        FEWER,
+        Gatherings.__init__,
+        "size if least is None else least → 1 if least is None else least",
+    ),
+    Mutant(
+        "L54: a rank that raises is as one that is killed",
+        test_regroup.test_a_rank_that_raises_ends_the_run,
+        Exchange.ended,
+        "if crashed and self.gatherings.lose(rank, how): →"
+        " if self.gatherings.lose(rank, how):",
+    ),
+    Mutant(
+        "L54: a state in a part of a world is regrouped",
+        REFUSED,
+        regrouping._regrouping_of,
+        "if world.whole is not world: → if False:",
+    ),
+    Mutant(
+        "L54: a world that nobody can make anew is not refused by name",
+        REFUSED,
+        regrouping._regrouping_of,
+        "launch --elastic MIN:MAX → launch",
+    ),
+    Mutant(
+        "L54: a rank is to come back where nobody goes on without it",
+        REFUSED,
+        Plan._check_faults,
+        "fault.returns is not None and not elastic → False",
+    ),
+    Mutant(
+        "L54: of a part that is gone with its rank a manifest is said to have changed",
+        test_regroup.test_a_part_of_a_model_that_is_gone_is_missed,
+        moving._handed_over,
+        "except CheckpointCorruptError as error: → except ZeroDivisionError as error:",
+    ),
+    Mutant(
+        "L54: a return that nobody has reached is left out in silence",
+        test_regroup.test_a_return_that_is_not_reached_is_an_error,
+        Gatherings.expect,
+        "self._coming[rank] = update → self._coming[rank] = 4",
+    ),
+    Mutant(
+        "L54: a rank that comes back in vain is left out in silence",
+        test_regroup.test_whoever_comes_back_in_vain_is_told_of,
+        Gatherings.formed,
+        "self._late.add(rank) → pass",
+    ),
+    Mutant(
+        "L45: ranks that are left take the mean of what was each one's own",
+        OWN,
+        regrouping.regroup,
+        "newcomer=behind) → newcomer=behind or met.rank > 0)",
+    ),
+    Mutant(
+        "L54: a rank that has not come in trains alone",
+        test_regroup.test_who_has_not_come_in_does_not_train_alone,
+        connection._refuse_alone,
+        "raise WorldError(msg) → pass",
+    ),
+    Mutant(
+        "L54: whoever kept the old world is not told where its ranks are",
+        test_regroup.test_the_old_world_says_where_the_ranks_are,
+        world.World.followed,
+        "self.connection.successor = met → pass",
+    ),
+    Mutant(
+        "L54: what repeats a run does not say that it was elastic",
+        test_regroup.test_a_failed_run_says_how_it_was_elastic,
+        Plan.__str__,
+        "if self.elastic is not None: → if False:",
+    ),
+    Mutant(
+        "L54: ranks that come and go are launched beside those that start again",
+        test_launch_calls.test_a_launch_is_what_its_settings_say,
+        Settings._check_elastic,
+        '"max_restarts", → ',
+    ),
+]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks run whose world changes: real processes and simulated ones."""
+
+import accelfn as af
+from tests.laws.elastic import Training
+from tests.strategies import Run, differences, tensors
+
+DIES, COMES_IN = 5, 8
+"""The update at which a rank is gone, and the one after which another comes in."""
+SETUPS = {
+    "ddp": af.wrap_ddp(),
+    "local sgd": af.local_sgd(sync_every=2),
+    "diloco": af.diloco(sync_every=2),
+}
+
+
+def training(setup: str) -> Training:
+    """Return a training that averages every second update."""
+    return Training(setup=SETUPS[setup], every=2, updates=12)
+
+
+def moved(
+    world: af.World, setup: str, givers: int, size: int, folder: str
+) -> list[list[str]]:
+    """Return where a state that is moved to some ranks differs from a loaded one."""
+    run = Run(
+        n=24,
+        batch_size=12,
+        optimizer="adamw",
+        dyadic=False,
+        setup=af.chain(af.shard_data(), SETUPS[setup]),
+    )
+    old, new = world.split(size=givers), world.split(size=size)
+    gives = world.rank < givers
+    state = run.state(old)
+    if gives:
+        state, _ = run.train(state, 3)
+        af.save(state, f"{folder}/saved")
+    af.barrier(world)
+    loaded = af.load(run.state(new), f"{folder}/saved")
+    among = None if size == world.size else world
+    moved = af.with_world(state, new, among=among, newcomer=not gives)
+    same = differences(tensors(loaded), tensors(moved))
+    ends = [tensors(run.train(each, 2)[0]) for each in (loaded, moved)]
+    return [same, differences(*ends)]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains where ranks come and go: one kills itself, and another comes in at update 8."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import accelfn as af
+from tests.laws.elastic import elastic
+from tests.ranks.programs_of_elastic import COMES_IN, DIES, training
+from tests.waiting import wait_until
+
+
+def main(setup: str, victim: int, folder: Path, then: str) -> None:
+    """Train, and write what came of it; a newcomer may be killed again, or not come at all."""
+    is_second = os.environ["ACCELFN_ELASTIC"] == "1"
+    again = folder / "again"
+    if is_second and then == "is killed":
+        again.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_second and then == "is late":
+        again.touch()
+        signal.pause()
+    with af.World.from_env(timeout=60) as world:
+        regrouping = world.connection.regrouping
+        assert regrouping is not None
+        is_new = regrouping.is_newcomer
+
+        def seen(step: int, _ids: list[int]) -> None:
+            if step + 1 == DIES and world.rank == victim and not is_new:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def averaged(state: af.TrainState) -> None:
+            if state.step == COMES_IN and state.world.size == world.size - 1:
+                wait_until(
+                    regrouping.is_awaited if then == "comes in" else again.exists
+                )
+
+        trained, told = elastic(world, training(setup), seen=seen, averaged=averaged)
+        plain = {path: tensor.tolist() for path, tensor in trained.items()}
+        (folder / f"{os.getpid()}.json").write_text(json.dumps([plain, told]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes whose world changes: killed by SIGKILL, started anew, and moved."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from accelfn.testing import Crash, run_processes, simulate
+from tests.laws.elastic import elastic
+from tests.ranks import programs_of_elastic as programs
+from tests.waiting import HANGS
+
+SCRIPT = Path(__file__).parent / "scripts" / "comes_and_goes.py"
+ROOT = Path(__file__).parents[2]
+
+
+def launched(
+    span: str, setup: str, victim: int, folder: Path, then: str = "comes in"
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "accelfn",
+        "launch",
+        "--elastic",
+        span,
+        str(SCRIPT),
+    ]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [*command, setup, str(victim), str(folder), then],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+        },
+    )
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("setup", "victim", "size"),
+    [("local sgd", 0, 2), ("ddp", 1, 3)],
+)
+def test_ranks_that_come_and_go_train_what_simulated_ones_do(
+    setup: str, victim: int, size: int, tmp_path: Path
+) -> None:
+    """One is killed, the rest go on from the last average, another comes in: bit by bit."""
+    run = launched(f"1:{size}", setup, victim, tmp_path)
+    assert run.returncode == 0, run.stderr
+    found = [json.loads(each.read_text()) for each in tmp_path.glob("*.json")]
+    simulated = simulate(
+        size,
+        lambda world: elastic(world, programs.training(setup)),
+        faults=[Crash(victim, step=programs.DIES, returns=programs.COMES_IN - 1)],
+        elastic=1,
+        sums="ring",
+    )
+    expected = [
+        [{path: each.tolist() for path, each in trained.items()}, list(map(list, told))]
+        for trained, told in simulated
+    ]
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+    assert f"the process at place {victim} (pid " in run.stderr
+    assert f"was killed by SIGKILL; {size - 1} go on" in run.stderr
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("is killed", "was killed by SIGKILL before it had come in; none takes its"),
+        ("is late", "had not come in when the others were done, and is ended"),
+    ],
+)
+def test_who_does_not_come_in_is_done_without(
+    then: str, said: str, tmp_path: Path
+) -> None:
+    """The others end well, and the launcher says what became of it."""
+    run = launched("1:2", "local sgd", 1, tmp_path, then)
+    assert run.returncode == 0, run.stderr
+    (found,) = [json.loads(each.read_text()) for each in tmp_path.glob("*.json")]
+    assert found[1] == [[0, 2], [4, 1]]
+    assert said in run.stderr
+
+
+@pytest.mark.ranks(2)
+def test_where_too_few_are_left_the_run_ends(tmp_path: Path) -> None:
+    """The report says which rank was killed, as it does of any other run."""
+    run = launched("2:2", "ddp", 1, tmp_path)
+    assert run.returncode == 137
+    assert "rank 1 failed first (killed by SIGKILL" in run.stderr
+    assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("setup", "total", "givers", "size"),
+    [("local sgd", 3, 3, 1), ("ddp", 3, 1, 3), ("diloco", 2, 2, 2)],
+)
+def test_a_state_is_moved_between_processes(
+    setup: str, total: int, givers: int, size: int, tmp_path: Path
+) -> None:
+    """On more, fewer or as many ranks it is what a load gives them, and goes on so."""
+    fn = partial(
+        programs.moved, setup=setup, givers=givers, size=size, folder=str(tmp_path)
+    )
+    assert list(run_processes(total, fn)) == [[[], []]] * total

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the processes of an elastic launch agree with their launcher on who is there."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.world.connection import Connection
+from accelfn.world.listening import open_store
+from accelfn.world.regrouping import Launched, Words
+from tests.strategies import Run
+from tests.waiting import wait_until
+
+LONG = timedelta(seconds=30)
+
+
+def launched(timeout: float) -> tuple[af.World, Launched, Words]:
+    """Return the world of rank 0 of 2 as it meets anew, and the launcher's words."""
+    store = open_store("127.0.0.1", 0, LONG)
+    process = Launched(
+        store,
+        "0.0",
+        ["0.0", "1.0"],
+        backend=None,
+        device=torch.device("cpu"),
+        timeout=timeout,
+        is_newcomer=False,
+    )
+    world = af.World(group=Connection(None, regrouping=process))
+    return world, process, Words.at(store)
+
+
+def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
+    """The others wait for it as long as for any collective, and no longer."""
+    world, process, words = launched(timeout=0.1)
+    with pytest.raises(
+        af.PeerFailedError, match=r"Rank 0 of 2 .* and rank 1, which is"
+    ):
+        process.meet(world)
+    assert words.has_come(1, "0.0")
+
+
+def test_one_that_is_gone_before_it_arrives_is_done_without() -> None:
+    """Who was called together and lost one meanwhile comes again, and the rest go on."""
+    world, process, words = launched(timeout=30.0)
+    with ThreadPoolExecutor(1) as threads:
+        met = threads.submit(process.meet, world)
+        wait_until(lambda: words.has_come(1, "0.0"))
+        words.call(1, ["0.0", "1.0"])
+        words.lose("1.0")
+        wait_until(lambda: words.has_come(2, "0.0"))
+        words.call(2, ["0.0"])
+        smaller = met.result()
+    assert (smaller.rank, smaller.size) == (0, 1)
+    assert world.connection.is_closed
+    assert world.connection.successor is smaller
+
+
+def test_a_newcomer_waits_until_it_is_taken_in() -> None:
+    """It is in a world of one until then, and counted among those that wait."""
+    store = open_store("127.0.0.1", 0, LONG)
+    words = Words.at(store)
+    process = Launched(
+        store,
+        "1.2",
+        ["0.0", "1.0"],
+        backend=None,
+        device=torch.device("cpu"),
+        timeout=30.0,
+        is_newcomer=True,
+    )
+    world = af.World(group=Connection(None, regrouping=process))
+    with ThreadPoolExecutor(1) as threads:
+        met = threads.submit(process.meet, world)
+        wait_until(process.is_awaited)
+        assert words.waits("1.2")
+        words.call(7, ["1.2"])
+        words.take_in("1.2", 7)
+        assert met.result().size == 1
+    assert not process.is_awaited()
+    assert not process.is_newcomer
+
+
+def test_a_world_with_axes_is_not_regrouped() -> None:
+    """Without a rank its axes would not be whole."""
+    _, process, _ = launched(timeout=30.0)
+    world = af.World(axes={"dp_shard": 1}, group=Connection(None, regrouping=process))
+    state = Run(n=4).state(world)
+    with pytest.raises(af.WorldError, match=r"the world has axes, \{'dp_shard': 1\}"):
+        af.regroup(state)
+
+
+def test_newcomers_alone_have_nothing_to_go_on_with() -> None:
+    """Whoever was let in, and lost all who could hand a state over, is told so."""
+    world, process, words = launched(timeout=30.0)
+    process.is_newcomer = True
+    state = Run(n=4).state(world)
+    with ThreadPoolExecutor(1) as threads:
+        regrouped = threads.submit(af.regroup, state)
+        wait_until(process.is_awaited)
+        words.call(3, ["0.0"])
+        words.take_in("0.0", 3)
+        with pytest.raises(af.StateError, match="ranks are newcomers"):
+            regrouped.result()
