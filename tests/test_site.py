@@ -20,6 +20,7 @@ import pytest
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[1]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 NEWCOMERS_WORDS = [
     "resume",
@@ -38,6 +39,8 @@ NEWCOMERS_WORDS = [
     "save_pretrained",
 ]
 FOR_USERS = re.compile(r"(how-to|reference|examples)/|tutorial/|compatibility/|#|$")
+CODE = re.compile(r"(tests|accelfn)\b|.*\.(py|toml)\.md")
+"""Pages of the site that show a file of the repository."""
 QUIET = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
     *("--no-first-run", "--disable-background-networking", "--disable-sync"),
@@ -46,7 +49,7 @@ QUIET = (
 )
 PAGES = "", "api/transforms/", "how-to/resume/"
 PROBE = """<!DOCTYPE html><title>probe</title><body><script>
-const told = {pages: {}};
+const told = {pages: {}}, home = "/VERSION/";
 const until = async (found) => {
   for (;;) {
     const it = found();
@@ -64,18 +67,21 @@ const within = (root) => [root, ...[...root.querySelectorAll("*")]
 const all = (root, what) => within(root).flatMap((each) => [...each.querySelectorAll(what)]);
 onload = async () => {
   for (const page of PAGES) for (const width of [360, 1200]) {
-    const inside = (await shown("/" + page, width)).contentDocument;
+    const inside = (await shown(home + page, width)).contentDocument;
     told.pages[page + " " + width] = {
       wide: inside.documentElement.scrollWidth - width,
       text: inside.querySelector("article").innerText,
       back: inside.defaultView.getComputedStyle(inside.body).backgroundColor,
     };
   }
-  const front = (await shown("/", 1200)).contentDocument;
+  const front = (await shown(home, 1200)).contentDocument;
   told.copied = [...front.querySelectorAll(".highlight code")].map((code) => {
     code.dataset.mdCopying = "";  // what the theme does while it copies
     return code.innerText;
   });
+  await until(() => front.querySelector(".md-version__link"));
+  told.versions = [...front.querySelectorAll(".md-version__link")]
+    .map((each) => new URL(each.href).pathname);
   (await until(() => front.querySelector(".md-search__button"))).click();
   const line = await until(() => all(front, "input[role=combobox]")[0]);
   line.value = "wrap_fsdp";
@@ -87,7 +93,7 @@ onload = async () => {
   told.found = found.map((each) => new URL(each.href).pathname);
   await fetch("/told", {method: "POST", body: JSON.stringify(told)});
 };
-</script>""".replace("PAGES", json.dumps(PAGES))
+</script>""".replace("PAGES", json.dumps(PAGES)).replace("VERSION", VERSION)
 
 
 class Page(HTMLParser):
@@ -113,14 +119,19 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the site, as `nox -s site` builds it; a warning of the generator fails it."""
+    """Return this version of the site, beside an older one, as `nox -s site` builds it.
+
+    A warning of the generator fails it.
+    """
     folder = tmp_path_factory.mktemp("site")
+    (folder / "site/0.1.0").mkdir(parents=True)
+    (folder / "site/0.1.0/index.html").write_text("<!doctype html><title>old</title>")
     command = sys.executable, "docs/site/build.py", str(folder)
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
-    return folder / "site"
+    return folder / "site" / VERSION
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +151,11 @@ def target(site, path, link):
 
 def test_every_page_is_in_the_navigation(site):
     """A page that docs/ has, and no list in docs/site/zensical.toml, would not be found."""
-    built = site.parent / "docs"
+    built = site.parents[1] / "docs"
     config = tomllib.loads((ROOT / "docs/site/zensical.toml").read_text())
     listed = re.findall(r"'([\w./-]+\.md)'", str(config["project"]["nav"]))
-    code = re.compile(r"(tests|accelfn)\b|.*\.(py|toml)\.md")
     there = {path.relative_to(built).as_posix() for path in built.rglob("*.md")}
-    left_out = {each for each in there if not code.match(each)} - set(listed)
+    left_out = {each for each in there if not CODE.match(each)} - set(listed)
     assert left_out == set(), f"add to nav in docs/site/zensical.toml: {left_out}"
     assert set(listed) <= there, (
         "nav in docs/site/zensical.toml lists what is not there"
@@ -165,6 +175,51 @@ def test_every_link_of_the_site_leads_somewhere(site, pages):
             if not place.is_file() or (anchor and anchor not in known):
                 astray.add((path.relative_to(site).as_posix(), link))
     assert astray == set()
+
+
+def test_each_version_has_its_folder(site):
+    """What was built before stays, the newest is first, and the address of all leads there."""
+    versions = json.loads((site.parent / "versions.json").read_text())
+    assert [each["version"] for each in versions] == [VERSION, "0.1.0"]
+    assert versions[0]["aliases"] == ["latest"]
+    assert (site.parent / "0.1.0/index.html").is_file()
+    assert f"url={VERSION}/" in (site.parent / "index.html").read_text()
+
+
+def test_each_page_says_when_its_code_was_run(site):
+    """Its foot has the versions that CI installs, and the commit that the page is of."""
+    row = re.search(
+        r"^\| (3\.11\.\d+) \| (.*) \| every change \|",
+        (ROOT / "docs/compatibility.md").read_text(),
+        re.MULTILINE,
+    )
+    python, torch = row.groups()
+    assert f"torch=={torch}" in (ROOT / "constraints.txt").read_text().split()
+    ran = f"CI ran the Python of this page on Python {python} and torch {torch}"
+    of = (
+        f": accelfn {VERSION}, commit of {commit()}"
+        if commit()
+        else f": accelfn {VERSION}."
+    )
+    built = site.parents[1] / "docs"
+    said = {True: set(), False: set()}
+    for page in sorted(built.rglob("*.md")):
+        name = page.relative_to(built).as_posix()
+        if not CODE.match(name):
+            place = site / name.removesuffix(".md").removesuffix("index") / "index.html"
+            (foot,) = re.findall(r'<p class="last-run">(.*)</p>', place.read_text())
+            said[bool(re.search("^```py", page.read_text(), re.MULTILINE))].add(foot)
+    assert [len(each) for each in said.values()] == [1, 1]
+    assert said[True].pop().startswith(ran + of)
+    assert said[False].pop().startswith("This page has no Python that is run" + of)
+
+
+def commit():
+    """Return the day of the commit that this tree is of, where it is of one."""
+    if not (ROOT / ".git").exists():
+        return ""
+    command = "git", "show", "--no-patch", "--format=%cs", "HEAD"
+    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
 
 
 def test_a_page_loads_nothing_from_elsewhere(site, pages):
@@ -187,7 +242,7 @@ def test_every_picture_has_words(pages):
 
 def test_a_transform_has_the_signature_that_users_call(site):
     """It is what `@transform` made, by keyword and with `name=`."""
-    page = (site.parent / "docs/api/transforms.md").read_text()
+    page = (site.parents[1] / "docs/api/transforms.md").read_text()
     assert "af.ema(decay: float, *, name: str = 'ema')\n" in page
     assert "    num_micro_batches: int | None = None,\n" in page
     assert re.findall(r"^#+ .*\b_\w+|at 0x|<class|<function", page, re.MULTILINE) == []
@@ -220,7 +275,8 @@ def test_a_browser_shows_the_site(site, tmp_path, scheme):
         assert page["wide"] <= 0, name
         assert len(page["text"]) > 500, name
         assert (brightness(page["back"]) > 0.5) == (scheme == "light"), name
-    assert "/reference/transforms/" in told["found"]
+    assert f"/{VERSION}/reference/transforms/" in told["found"]
+    assert told["versions"] == [f"/{VERSION}/", "/0.1.0/"]
     assert len(told["copied"]) >= 3
     prompts = re.compile(r">>>|^\.\.\. |^\$ |Traceback", re.MULTILINE)
     assert [each for each in told["copied"] if prompts.search(each)] == []
@@ -240,8 +296,8 @@ def browsed(site, folder, scheme):
             self.send_response(204)
             self.end_headers()
 
-    (site / "probe.html").write_text(PROBE)
-    serve = partial(Handler, directory=str(site))
+    (site.parent / "probe.html").write_text(PROBE)
+    serve = partial(Handler, directory=str(site.parent))
     log = folder / "said.txt"
     with (
         http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server,
@@ -262,7 +318,7 @@ def browsed(site, folder, scheme):
             chrome.terminate()
             chrome.wait(HANGS)
             server.shutdown()
-            (site / "probe.html").unlink()
+            (site.parent / "probe.html").unlink()
     return told, log.read_text()
 
 

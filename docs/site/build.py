@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the site: `python docs/site/build.py [FOLDER]`, by default into build/site.
 
-Pages of docs/ are taken as they are, but for three things. What they name of the repository
+Pages of docs/ are taken as they are, but for four things. What they name of the repository
 beyond docs/, such as a test or an example, becomes a page of its own, so that every link
 leads somewhere; a session of Python is marked as one, so that copying leaves prompts out;
-and pages of signatures are made from the docstrings.
+the foot of a page says when its Python was run; and pages of signatures are made from the
+docstrings.
+
+What is to be published is FOLDER/site. The pages lie there in a folder of their version, and
+versions that were built into the same FOLDER before stay beside it, for a reader to choose.
 """
 
 import json
@@ -19,6 +23,8 @@ from typing import Any
 
 import reference
 import tomlkit
+from last_run import foot
+from packaging.version import Version
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
@@ -32,6 +38,8 @@ ELSEWHERE = {
 PICTURES = {".svg", ".png"}
 UNSOUGHT = "---\nsearch:\n  exclude: true\n---\n"
 """What keeps a page out of the search: lists of bugs and tests, which have all words."""
+TO_NEWEST = '<!doctype html><meta http-equiv="refresh" content="0; url={}/">\n'
+"""What leads from the address of all versions to the newest one."""
 PARTS = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -44,9 +52,11 @@ def sources() -> dict[Path, str]:
 
 
 def build(folder: Path) -> Path:
-    """Build the site into a folder, which is emptied, and return where its pages are."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Build this version of the site into a folder, and return where all versions are."""
+    version, versions = package()["version"], folder / "site"
     pages = folder / "docs"
+    for old in pages, versions / version:
+        shutil.rmtree(old, ignore_errors=True)
     for path in DOCS.rglob("*.*"):
         if path.suffix in {*PICTURES, ".css"}:
             kept = path.relative_to(DOCS / "site" if path.suffix == ".css" else DOCS)
@@ -57,7 +67,7 @@ def build(folder: Path) -> Path:
     for path in sorted(named):
         _write(pages / _place(path), _shown(path))
     for name, text in reference.pages().items():
-        _write(pages / f"api/{name}.md", text)
+        _write(pages / f"api/{name}.md", text + foot(text, version))
     _write(folder / "zensical.toml", _config())
     command = "-m", "zensical", "build", "--strict", "--clean"
     done = subprocess.run(  # noqa: S603 - the generator
@@ -71,15 +81,34 @@ def build(folder: Path) -> Path:
     if done.returncode or "arning" in said:
         msg = f"Zensical is not content with {pages}:\n{said}"
         raise SystemExit(msg)
-    return folder / "site"
+    _list(versions)
+    return versions
+
+
+def _list(versions: Path) -> None:
+    """Write what the switch between versions reads, the newest first, and lead to that."""
+    there = (each.name for each in versions.iterdir() if each.is_dir())
+    newest, *older = sorted(there, key=Version, reverse=True)
+    listed = [
+        {
+            "version": each,
+            "title": each,
+            "aliases": ["latest"] if each == newest else [],
+        }
+        for each in (newest, *older)
+    ]
+    _write(versions / "versions.json", json.dumps(listed))
+    _write(versions / "index.html", TO_NEWEST.format(newest))
 
 
 def _config() -> str:
     """Return the configuration, with what the package says of itself."""
     config = tomllib.loads(CONFIG.read_text())
-    config["project"]["copyright"] = f"accelfn {package()['version']}, Apache-2.0"
+    version = package()["version"]
+    config["project"]["copyright"] = f"accelfn {version}, Apache-2.0"
+    config["project"]["site_dir"] = f"site/{version}"
     if url := address("documentation"):
-        config["project"]["site_url"] = url
+        config["project"]["site_url"] = f"{url.rstrip('/')}/{version}/"
     return tomlkit.dumps(config)
 
 
@@ -114,6 +143,7 @@ def _page(source: Path, place: str, named: set[Path]) -> str:
     )
     if url := address("source"):
         text += f"\n[Edit this page]({url}/edit/main/{source.relative_to(ROOT)})\n"
+    text += foot(text, package()["version"])
     return UNSOUGHT + text if place == "mutants.md" else text
 
 

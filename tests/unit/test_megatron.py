@@ -240,4 +240,6 @@ def test_importing_says_nothing_and_sets_nothing_up() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # torch's build for CUDA says so where it finds CUDA's tools and no GPU
+    said = [line for line in done.stderr.splitlines() if "cpp_extension" not in line]
+    assert (done.returncode, said) == (0, [])

@@ -50,6 +50,25 @@ def test_no_link_of_the_front_page_on_an_index_is_dead():
     assert words.findall(shown) == words.findall(bare)
 
 
+def test_the_changelog_has_the_version():
+    """What is unreleased stands first, then the version that pyproject.toml states, dated."""
+    unreleased, newest, *_ = re.findall(
+        r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    version, date = newest.split(" - ")
+    assert unreleased == "Unreleased"
+    assert version == PROJECT["project"]["version"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+
+
+def test_a_python_that_is_named_was_tried():
+    """Each version among the classifiers has a row of docs/compatibility.md that passed."""
+    table = (ROOT / "docs/compatibility.md").read_text()
+    tried = re.findall(r"^\| (3\.\d+)\.\d+ \| .* \| pass\b", table, re.MULTILINE)
+    named = re.findall(r"Python :: (3\.\d+)'", str(PROJECT["project"]["classifiers"]))
+    assert named == sorted(set(tried))
+
+
 def test_a_star_takes_the_public_names():
     """`from accelfn import *` has every public name, and none of the rooms."""
     names: dict[str, object] = {}

@@ -74,8 +74,6 @@ class Turns:
         self._start(threads)
         self._hand_over(after=0)
         self._await_end(threads)
-        for thread in threads:
-            thread.join()
         if self._error is not None:
             raise self._error
 
@@ -128,7 +126,10 @@ class Turns:
             raise
 
     def _await_end(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the last rank; a thread's join that was interrupted knows no more."""
+        """Wait for the last rank to end, then for its thread, and the others'.
+
+        Not for threads at once: a join that was interrupted knows no more.
+        """
         interrupt: BaseException | None = None
         seen = _clocks()
         while not self._has_ended:
@@ -141,6 +142,8 @@ class Turns:
                     raise
                 interrupt = error
                 _raise_in(self._running, KeyboardInterrupt)
+        for thread in threads:
+            thread.join()
         if interrupt is not None:
             raise interrupt
 
