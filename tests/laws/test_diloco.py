@@ -92,7 +92,9 @@ def moves(draw: st.DrawFn, *, ranks: Any = None, equal: bool = False) -> Moves:
 
 @st.composite
 def options(draw: st.DrawFn, **fixed: Any) -> dict[str, Any]:
-    every = draw(st.integers(1, 4))
+    every = draw(
+        st.sampled_from([1, 2, 3, 4, 6])
+    )  # of 6, four fragments are no fourths
     drawn = {
         "sync_every": every,
         "fragments": draw(st.sampled_from([n for n in (1, 2, 4) if n <= every])),

@@ -4,7 +4,20 @@
 from accelfn.checkpoint import commit
 from accelfn.collectives import parts
 from accelfn.data import stream
-from tests.laws import test_storage, test_streams, test_whole_tensors
+from accelfn.engine import agreement
+from accelfn.loop import breakdown, evaluate
+from accelfn.outer import fragments
+from accelfn.transforms import clip
+from tests.laws import (
+    test_definitions,
+    test_diloco,
+    test_norms,
+    test_profiling,
+    test_storage,
+    test_streams,
+    test_tensor_parallel,
+    test_whole_tensors,
+)
 from tests.mutants.mutant import Mutant
 
 OF_DATA = [
@@ -46,4 +59,77 @@ OF_RANKS = [
     ),
 ]
 
-MUTANTS = [*OF_DATA, *OF_CHECKPOINTS, *OF_RANKS]
+NORMS = test_norms.test_the_norm_of_parts_is_that_of_the_whole
+
+OF_NORMS = [
+    Mutant(
+        "L14: of the largest element, one rank's NaN is none",
+        NORMS,
+        clip._norm_of_shards,
+        "nan_to_num(math.inf, math.inf) → nan_to_num(0.0, math.inf)",
+    ),
+    Mutant(
+        "L14: parts that are cut along other axes are added up along those of the first",
+        NORMS,
+        clip._by_ranks,
+        "(each.device_mesh, cut), [] → each.device_mesh, []",
+    ),
+    Mutant(
+        "L14: a norm crosses in the dtype of what a rank has",
+        NORMS,
+        clip._norm_of_shards,
+        "norm_type).double() → norm_type)",
+    ),
+    Mutant(
+        "L14: a norm is as wide as the parts that a rank has",
+        NORMS,
+        clip._norm_of_shards,
+        "for each in shards) → for each in shards if local(each).numel())",
+    ),
+]
+
+SPANS = test_profiling.test_a_spans_time_is_what_no_span_in_it_took
+
+OF_LOOPS = [
+    Mutant(
+        "L43: a span that begins where another ends lies in it",
+        SPANS,
+        breakdown.breakdown,
+        "open_spans[-1].time_range.end <= start → open_spans[-1].time_range.end < start",
+    ),
+    Mutant(
+        "L43: of spans that begin together the inner one is the outer one's",
+        SPANS,
+        breakdown.breakdown,
+        "-each.time_range.end → each.time_range.end",
+    ),
+    Mutant(
+        'L21: ranks along "tp" evaluate the same model by other draws',
+        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        evaluate._Lent.__init__,
+        '"evaluate", state.world.loss.rank → "evaluate", state.world.rank',
+        args={"axes": {"tp": 2}},
+    ),
+    Mutant(
+        'L21: ranks along "cp" evaluate their parts of a sample by the same draws',
+        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        evaluate._Lent.__init__,
+        '"evaluate", state.world.loss.rank → "evaluate", state.world.batch.rank',
+        args={"axes": {"cp": 2, "tp": 2}},
+    ),
+    Mutant(
+        "L2: ranks whose schedules part after some updates train together",
+        test_definitions.test_any_two_that_differ_are_told_apart,
+        agreement._asked,
+        "in _ASKED: → in _ASKED[:2]:",
+        args={"part": "schedule"},
+    ),
+    Mutant(
+        "L11: fragments are exchanged a whole number of times sooner than evenly",
+        test_diloco.test_it_is_what_the_papers_say,
+        fragments.Timetable._first,
+        "i * self.sync_every // self.fragments → i * (self.sync_every // self.fragments)",
+    ),
+]
+
+MUTANTS = [*OF_NORMS, *OF_LOOPS, *OF_DATA, *OF_CHECKPOINTS, *OF_RANKS]
