@@ -5,14 +5,21 @@ from accelfn.checkpoint import commit
 from accelfn.collectives import parts
 from accelfn.data import stream
 from accelfn.engine import agreement
-from accelfn.loop import breakdown, evaluate
+from accelfn.loop import breakdown, evaluate, memory_use
 from accelfn.outer import fragments
-from accelfn.transforms import clip
+from accelfn.state import views
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
+from accelfn.transforms import clip, local_sgd
 from tests.laws import (
     test_definitions,
     test_diloco,
+    test_gradients,
+    test_local_sgd,
+    test_memory,
     test_norms,
     test_profiling,
+    test_purity,
     test_storage,
     test_streams,
     test_tensor_parallel,
@@ -132,4 +139,47 @@ OF_LOOPS = [
     ),
 ]
 
-MUTANTS = [*OF_NORMS, *OF_LOOPS, *OF_DATA, *OF_CHECKPOINTS, *OF_RANKS]
+OF_STATES = [
+    Mutant(
+        "L23: copies of gradients are given with what they were copied from",
+        test_gradients.test_copies_of_gradients_are_their_own,
+        Grads.map,
+        "attrs.evolve(self.taken, lease=Lease()) → self.taken",
+    ),
+    Mutant(
+        "L22: a frozen model shares its buffers with the state that it was made of",
+        test_purity.test_what_is_taken_of_a_state_is_the_takers,
+        views.frozen,
+        "tree.clone(dict(state.buffers)) → dict(state.buffers)",
+        args={"what": "a frozen model", "at": "train", "setup": None},
+    ),
+    Mutant(
+        "L22: a frozen model of one rank shares its parameters with the state",
+        test_purity.test_what_is_taken_of_a_state_is_the_takers,
+        views.frozen,
+        "tree.clone(all_of_it) → dict(all_of_it)",
+        args={"what": "a frozen model", "at": "train", "setup": None},
+    ),
+    Mutant(
+        "L22: a state with other parameters shares those that it was given",
+        test_purity.test_what_is_taken_of_a_state_is_the_takers,
+        TrainState.with_params,
+        "tree.clone(params[n]) → params[n]",
+        args={"what": "given parameters", "at": "train", "setup": None},
+    ),
+    Mutant(
+        "L20: a tensor that stands twice in a slot takes its memory twice",
+        test_memory.test_a_tensor_in_two_places_is_there_once,
+        memory_use._bytes_of,
+        "{id(each): each for each in tree.tensor_leaves(value)}.values()"
+        " → [*tree.tensor_leaves(value)]",
+    ),
+    Mutant(
+        "L10: neighbours that come in mid-run count the last update alone",
+        test_local_sgd.test_neighbours_meet_more_often,
+        local_sgd.local_sgd.after_update,
+        "if key in before else since → if key in before else update.weight",
+    ),
+]
+
+MUTANTS = [*OF_STATES, *OF_NORMS, *OF_LOOPS, *OF_DATA, *OF_CHECKPOINTS, *OF_RANKS]
