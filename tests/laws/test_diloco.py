@@ -300,6 +300,31 @@ def test_nothing_is_lost_in_few_bits(
 
 
 @given(
+    moves=moves(ranks=st.sampled_from([2, 4]), equal=True),
+    chosen=options(mix=0.0, delay=0),
+    bits=st.sampled_from([16, 8, 4]),
+)
+def test_in_the_end_nothing_is_lost_either(
+    moves: Moves, chosen: dict[str, Any], bits: int
+) -> None:
+    """What few bits left out is paid by the last exchange, or still remembered."""
+
+    def train(world: af.World) -> tuple[Values, Values]:
+        state = moves.state(world, af.diloco(outer=PLAIN, bits=bits, **chosen))
+        for _ in moves.slopes:
+            state = moves.step(state)
+        state = af.finalize(state)
+        return dict(state.params), state.slots["diloco"]["error"]
+
+    found = list(simulate(moves.ranks, train))
+    for name in NAMES:
+        owed = sum(error[name] for _, error in found)
+        gone = owed - found[0][0][name] * moves.ranks
+        each = [(t, r) for t in range(len(moves.slopes)) for r in range(moves.ranks)]
+        assert torch.allclose(gone, sum(moves.slope(*one, name) for one in each))
+
+
+@given(
     moves=moves(),
     chosen=options(),
     bits=st.sampled_from([32, 16, 8, 4]),

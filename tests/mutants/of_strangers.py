@@ -4,14 +4,17 @@
 from accelfn.checkpoint import commit
 from accelfn.collectives import parts
 from accelfn.data import stream
-from accelfn.engine import agreement
+from accelfn.engine import agreement, compression
 from accelfn.loop import breakdown, evaluate, memory_use
 from accelfn.outer import fragments
 from accelfn.state import views
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
-from accelfn.transforms import clip, local_sgd
+from accelfn.testing.simulation import wire
+from accelfn.testing.traffic import traffic
+from accelfn.transforms import clip, diloco, local_sgd
 from tests.laws import (
+    test_compression,
     test_definitions,
     test_diloco,
     test_gradients,
@@ -23,6 +26,7 @@ from tests.laws import (
     test_storage,
     test_streams,
     test_tensor_parallel,
+    test_traffic,
     test_whole_tensors,
 )
 from tests.mutants.mutant import Mutant
@@ -141,7 +145,7 @@ OF_LOOPS = [
 
 OF_STATES = [
     Mutant(
-        "L23: copies of gradients are given with what they were copied from",
+        "L22: copies of gradients are given with what they were copied from",
         test_gradients.test_copies_of_gradients_are_their_own,
         Grads.map,
         "attrs.evolve(self.taken, lease=Lease()) → self.taken",
@@ -182,4 +186,53 @@ OF_STATES = [
     ),
 ]
 
-MUTANTS = [*OF_STATES, *OF_NORMS, *OF_LOOPS, *OF_DATA, *OF_CHECKPOINTS, *OF_RANKS]
+BOOKS = test_traffic.test_seconds_are_those_of_the_books
+
+OF_TRAFFIC = [
+    Mutant(
+        "L49: the busiest rank of an all-gather sends its own part once more",
+        BOOKS,
+        wire._all_gather,
+        "busiest=hops * what.most → busiest=what.total",
+    ),
+    Mutant(
+        "L49: what is passed on from rank to rank is as slow as if each waited for all of it",
+        BOOKS,
+        wire._pipelined,
+        "busiest=n) → busiest=hops * n)",
+    ),
+    Mutant(
+        "L49: an update is over when the first rank's part of the world is",
+        test_traffic.test_parts_of_a_world_wait_for_their_own_ranks,
+        traffic.Traffic.seconds,
+        "(range(1) if whole else range(ranks)) → range(1)",
+    ),
+    Mutant(
+        "L49: a matrix that has fewer rows than the rank is not sent as its factors",
+        test_compression.test_a_matrix_is_sent_as_factors_where_that_pays,
+        compression.LowRank._pays,
+        "min(rows, columns, self._rank) → self._rank",
+    ),
+    Mutant(
+        "L49: a matrix is sent as its factors whatever rate was asked",
+        test_compression.test_a_matrix_is_sent_as_factors_where_that_pays,
+        compression.LowRank._pays,
+        "* rank * self._rate < → * rank <",
+    ),
+    Mutant(
+        "L11: what few bits have left out is lost by the last exchange",
+        test_diloco.test_in_the_end_nothing_is_lost_either,
+        diloco.diloco._averaged,
+        'for name in names if slot["error"] else (): → for name in ():',
+    ),
+]
+
+MUTANTS = [
+    *OF_TRAFFIC,
+    *OF_STATES,
+    *OF_NORMS,
+    *OF_LOOPS,
+    *OF_DATA,
+    *OF_CHECKPOINTS,
+    *OF_RANKS,
+]
