@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that a stranger chose from the code alone, which no law saw, and their kin."""
 
-from accelfn.checkpoint import commit
+from accelfn.checkpoint import commit, keep
 from accelfn.collectives import parts
 from accelfn.data import stream
 from accelfn.engine import agreement, compression
@@ -12,12 +12,15 @@ from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
 from accelfn.testing.simulation import wire
 from accelfn.testing.traffic import traffic
-from accelfn.transforms import clip, diloco, local_sgd
+from accelfn.transforms import clip, context_parallel, diloco, local_sgd
+from accelfn.weights import import_state
 from tests.laws import (
     test_compression,
     test_definitions,
     test_diloco,
+    test_failing_saves,
     test_gradients,
+    test_import_state,
     test_local_sgd,
     test_memory,
     test_norms,
@@ -30,6 +33,7 @@ from tests.laws import (
     test_whole_tensors,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_context_parallel as unit
 
 OF_DATA = [
     Mutant(
@@ -48,6 +52,12 @@ OF_DATA = [
 
 OF_CHECKPOINTS = [
     Mutant(
+        "L53: a directory without a manifest is taken for a checkpoint by its name",
+        test_failing_saves.test_what_a_store_did_not_write_is_not_its_own,
+        keep.steps_in,
+        "(path / NAME).is_file() → True",
+    ),
+    Mutant(
         "L41: ranks whose tensors are the same bytes in other shapes are saved as one",
         test_storage.test_what_ranks_see_otherwise_is_each_ones_own,
         commit.digests,
@@ -62,6 +72,13 @@ OF_CHECKPOINTS = [
 ]
 
 OF_RANKS = [
+    Mutant(
+        'ranks along "cp" are compared with those of the first samples alone',
+        unit.test_batches_that_differ_along_cp_are_refused,
+        context_parallel._Sequence._of_group,
+        "begin = rank - rank % size → begin = 0",
+        args={"odd": 3},
+    ),
     Mutant(
         "L47: a dim that a user has cut twice is put together as if it divided",
         test_whole_tensors.test_parts_of_unlike_parts_are_gathered_too,
@@ -227,7 +244,18 @@ OF_TRAFFIC = [
     ),
 ]
 
+OF_IMPORTS = [
+    Mutant(
+        "L42: the count of a parameter that is one number is imported in its dtype",
+        test_import_state.test_what_torch_saved_goes_on,
+        import_state._entry,
+        'if each.shape == tuple(param.shape) and key != "step":'
+        " → if each.shape == tuple(param.shape):",
+    ),
+]
+
 MUTANTS = [
+    *OF_IMPORTS,
     *OF_TRAFFIC,
     *OF_STATES,
     *OF_NORMS,
