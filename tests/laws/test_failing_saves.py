@@ -219,9 +219,7 @@ FOREIGN = st.one_of(
 def test_what_a_store_did_not_write_is_not_its_own(
     names: set[str], hollow: set[str], async_: bool
 ) -> None:
-    """B5: directories of other names, or without a manifest, are neither loaded, counted nor
-    removed.
-    """
+    """B5: directories of other names, or without a manifest, are none of its checkpoints."""
     with lent() as root:
         for name in names | hollow:
             (root / name).mkdir()

@@ -189,6 +189,7 @@ def test_sequences_that_cannot_be_split_are_refused(batch: Any, words: str) -> N
         simulate(2, lambda w: stepped(w, batch=batch), axes={"cp": 2})
 
 
+@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # of what is no batch
 @pytest.mark.parametrize("odd", range(4))
 def test_batches_that_differ_along_cp_are_refused(odd: int) -> None:
     """Ranks that share samples would otherwise add up parts of different ones."""
