@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from typing import Any, ClassVar
 
 import attrs
@@ -225,13 +226,12 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     """Return the norm of DTensors over the ranks among which they are cut.
 
     One number crosses the ranks, in 64 bits: in 32 the power of a large norm is infinite.
+    Nor is it in a dtype of this rank's parts, of which another may have none of some dtype.
     """
-    norm = _norm_here([local(each) for each in shards], norm_type)
+    norm = _norm_here([local(each) for each in shards], norm_type).double()
     finite = not math.isinf(norm_type)
     # gloo's maximum of a number and NaN may be either
-    crossing = (
-        norm.double() ** norm_type if finite else norm.nan_to_num(math.inf, math.inf)
-    )
+    crossing = norm**norm_type if finite else norm.nan_to_num(math.inf, math.inf)
     crossing = crossing.reshape(1)
     operation = dist.ReduceOp.SUM if finite else dist.ReduceOp.MAX
     mesh, placements = shards[0].device_mesh, shards[0].placements
@@ -239,7 +239,9 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
         if not placement.is_replicate():
             dist.all_reduce(crossing, operation, group=mesh.get_group(axis))
     whole = crossing[0]
-    return (whole ** (1 / norm_type) if finite else whole).to(norm.dtype)
+    dtypes = (each.dtype.to_real() for each in shards)
+    widest = reduce(torch.promote_types, dtypes, torch.float32)
+    return (whole ** (1 / norm_type) if finite else whole).to(widest)
 
 
 @transform

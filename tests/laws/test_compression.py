@@ -415,3 +415,33 @@ def test_bytes_go_down_and_only_the_last_micro_batch_sends(
     assert sum(sent(low_rank())) == 2 * (8 * factors + weight)
     for method in (af.compress("fp16"), low_rank()):
         assert sent(method, parts) == sent(method)
+
+
+@given(
+    shape=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    rank=st.integers(1, 6),
+    rate=st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0]),
+)
+def test_a_matrix_is_sent_as_factors_where_that_pays(
+    shape: tuple[int, int], rank: int, rate: float
+) -> None:
+    """Of a rank that it can have, and if they are fewer numbers by the rate that was asked."""
+    rows, columns = shape
+    method = attrs.evolve(low_rank(rank), min_compression_rate=rate)
+
+    def train(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(columns, rows, bias=False, dtype=torch.float64),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            setup=af.chain(DDP, method),
+            world=world,
+        )
+        step = af.make_step(lambda net, x: net(x).square().mean())
+        step(state, torch.ones(2, columns, dtype=torch.float64) + world.rank)
+
+    factors, whole = (rows + columns) * min(rank, *shape), rows * columns
+    log = simulate(2, train).log
+    sent = [e for e in log if e.kind == "all_reduce" and e.step is not None]
+    told = [e.num_bytes for e in sent if not (e.label or "").startswith("compare ")]
+    numbers = factors if factors * rate < whole else whole
+    assert sum(told) == 8 * (numbers + 1)  # and the weight

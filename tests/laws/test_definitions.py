@@ -41,6 +41,7 @@ PARTS: dict[str, list[Callable[[], Any]]] = {
         lambda: lambda update: 1 / (1 + update),
         lambda: lambda update: 1 / (2 + update),
         lambda: af.schedules.warmup_cosine(2, num_updates=20),
+        *(lambda: halved(50), lambda: halved(500)),
     ],
     "data": [
         lambda: af.Data(X, batch_size=8),
@@ -66,6 +67,12 @@ def frozen(name: str) -> torch.nn.Module:
     model = torch.nn.Linear(3, 1)
     model.get_parameter(name).requires_grad_(requires_grad=False)
     return model
+
+
+def halved(after: int) -> af.schedules.Schedule:
+    """Return a schedule that halves rates after so many updates."""
+    whole = af.schedules.constant()
+    return af.schedules.join((after, whole), af.schedules.constant(0.5))
 
 
 def trained(choices: list[dict[str, int]]) -> list[str]:

@@ -92,7 +92,9 @@ def moves(draw: st.DrawFn, *, ranks: Any = None, equal: bool = False) -> Moves:
 
 @st.composite
 def options(draw: st.DrawFn, **fixed: Any) -> dict[str, Any]:
-    every = draw(st.integers(1, 4))
+    every = draw(
+        st.sampled_from([1, 2, 3, 4, 6])
+    )  # of 6, four fragments are no fourths
     drawn = {
         "sync_every": every,
         "fragments": draw(st.sampled_from([n for n in (1, 2, 4) if n <= every])),
@@ -295,6 +297,31 @@ def test_nothing_is_lost_in_few_bits(
             remembered = sum(each["error"][name] for each in found)
             gone = -found[0]["anchor"][name] * moves.ranks + remembered
             assert torch.equal(gone, torch.zeros(moves.size).double() + moved)
+
+
+@given(
+    moves=moves(ranks=st.sampled_from([2, 4]), equal=True),
+    chosen=options(mix=0.0, delay=0),
+    bits=st.sampled_from([16, 8, 4]),
+)
+def test_in_the_end_nothing_is_lost_either(
+    moves: Moves, chosen: dict[str, Any], bits: int
+) -> None:
+    """What few bits left out is paid by the last exchange, or still remembered."""
+
+    def train(world: af.World) -> tuple[Values, Values]:
+        state = moves.state(world, af.diloco(outer=PLAIN, bits=bits, **chosen))
+        for _ in moves.slopes:
+            state = moves.step(state)
+        state = af.finalize(state)
+        return dict(state.params), state.slots["diloco"]["error"]
+
+    found = list(simulate(moves.ranks, train))
+    for name in NAMES:
+        owed = sum(error[name] for _, error in found)
+        gone = owed - found[0][0][name] * moves.ranks
+        each = [(t, r) for t in range(len(moves.slopes)) for r in range(moves.ranks)]
+        assert torch.allclose(gone, sum(moves.slope(*one, name) for one in each))
 
 
 @given(

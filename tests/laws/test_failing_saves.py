@@ -211,14 +211,19 @@ FOREIGN = st.one_of(
 )
 
 
-@given(names=st.sets(FOREIGN, min_size=1, max_size=4), async_=st.booleans())
+@given(
+    names=st.sets(FOREIGN, min_size=1, max_size=4),
+    hollow=st.sets(st.sampled_from(["step-00000000", "step-00000009"])),
+    async_=st.booleans(),
+)
 def test_what_a_store_did_not_write_is_not_its_own(
-    names: set[str], async_: bool
+    names: set[str], hollow: set[str], async_: bool
 ) -> None:
-    """B5: directories of other names are neither loaded, counted nor removed."""
+    """B5: directories of other names, or without a manifest, are none of its checkpoints."""
     with lent() as root:
-        for name in names:
+        for name in names | hollow:
             (root / name).mkdir()
+        for name in names:
             (root / name / "manifest.json").write_text("{}")
         with af.CheckpointStore(root, keep=1, async_=async_) as saved:
             assert saved.restore(base()).step == 0
@@ -226,7 +231,8 @@ def test_what_a_store_did_not_write_is_not_its_own(
                 saved.save(state_of(step))
             assert saved.restore(base()).step == 3
         assert saved.steps == (3,)
-        assert {path.name for path in root.iterdir()} == {*names, "step-00000003"}
+        left = {path.name for path in root.iterdir()}
+        assert left == {*names, *hollow, "step-00000003"}
 
 
 @given(stuck=st.sets(st.integers(1, 4), min_size=1), keep=st.integers(1, 2))

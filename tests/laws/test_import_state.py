@@ -50,7 +50,7 @@ cuts = st.integers(1, 3)
 
 
 class Net(nn.Module):
-    """A head that is tied, a buffer that is written, and one that is in no file."""
+    """A head that is tied, a number, a buffer that is written, and one that is in no file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +58,7 @@ class Net(nn.Module):
         self.head = nn.Linear(3, 3, bias=False)
         self.head.weight = self.first.weight
         self.frozen = nn.Linear(3, 3).requires_grad_(requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("table", torch.ones(3), persistent=False)
         self.double()
@@ -65,7 +66,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-        return self.head(self.frozen(self.first(x)).tanh()) * self.table
+        return self.head(self.frozen(self.first(x)).tanh()) * self.table * self.scale
 
 
 def seeded(seed: int) -> Net:
@@ -102,6 +103,8 @@ def goes_on(
     state, step = report.state, af.make_step(loss_of)
     if any("step" in entry for entry in state.opt_state.values()):
         assert state.step == cut
+    counts = [e["step"] for e in state.opt_state.values() if "step" in e]
+    assert {each.dtype for each in counts} <= {torch.float32}  # whatever is counted for
     for batch in X[cut : cut + 2]:
         state, _ = step(state, af.split(batch, world))
     assert report.missing == (("opt_state",) if kind == "sgd" else ())

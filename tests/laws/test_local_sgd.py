@@ -125,10 +125,11 @@ def test_a_last_average_is_owed(run: Run, size: int, weighted: bool) -> None:
 
 @attrs.define
 class Meetings:
-    """Ranks that meet neighbours at some periods, and all at the last, by hand."""
+    """Ranks that meet neighbours at some periods, once these are there, and all at the last."""
 
     moves: Moves
     sizes: dict[int, int]
+    comes: int
     x: list[Found] = attrs.field(init=False)
     seen: dict[int, list[int]] = attrs.field(init=False)
 
@@ -144,7 +145,8 @@ class Meetings:
                 x[n] = x[n] - self.moves.slope(t, rank, n)
             for each in self.seen.values():
                 each[rank] += weight
-        due = [period for period in self.sizes if (t + 1) % period == 0]
+        there = self.sizes if t >= self.comes else [max(self.sizes)]
+        due = [period for period in there if (t + 1) % period == 0]
         if due:
             self.meet(max(due))
 
@@ -168,24 +170,27 @@ class Meetings:
     moves=moves(ranks=st.sampled_from([4, 4, 6])),
     every=st.sampled_from([4, 4, 8]),
     near=st.sampled_from([{1: 2}, {2: 2}, {1: 2, 2: 4}, {2: 4}]),
+    comes=st.integers(0, 3),
 )
 def test_neighbours_meet_more_often(
-    moves: Moves, every: int, near: dict[int, int]
+    moves: Moves, every: int, near: dict[int, int], comes: int
 ) -> None:
-    """Parts are averaged at their periods by what their ranks saw since, all at the last."""
+    """Parts are averaged at their periods by what their ranks saw since, all at the last; where
+    they are put on in mid-run, too.
+    """
     near = {period: size for period, size in near.items() if moves.ranks % size == 0}
-    setup = af.local_sgd(sync_every=every, neighbours=near)
+    alone, setup = (af.local_sgd(sync_every=every, neighbours=n) for n in ({}, near))
 
     def train(world: af.World) -> list[tuple[Found, Found]]:
-        state, found = moves.state(world, setup), []
-        for _ in moves.slopes:
-            state = moves.step(state)
+        state, found = moves.state(world, alone if comes else setup), []
+        for t in range(len(moves.slopes)):
+            state = moves.step(state.with_setup(setup) if t == comes else state)
             both = state.params, af.eval_params(state)
             held, view = ({n: p.clone() for n, p in e.items()} for e in both)
             found.append((held, view))
         return found
 
-    by_hand = Meetings(moves, {**near, every: moves.ranks})
+    by_hand = Meetings(moves, {**near, every: moves.ranks}, comes)
     for t, found in enumerate(zip(*simulate(moves.ranks, train), strict=True)):
         by_hand.update(t)
         everyone = by_hand.mean(range(moves.ranks), every)

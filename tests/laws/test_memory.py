@@ -141,3 +141,20 @@ def test_an_estimate_of_parts_is_exact(width, optimizer, setup, axes, is_split) 
         is_cut = is_split and param.ndim
         sharing = ranks[: axes["dp_shard"]] if is_cut else ranks[:1]
         assert sum(held[name] for _, held in sharing) == bytes_of(param)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    places=st.lists(st.integers(0, 99), max_size=6),
+)
+def test_a_tensor_in_two_places_is_there_once(
+    sizes: list[int], places: list[int]
+) -> None:
+    """Wherever in a slot it stands, and however often."""
+    each = [torch.zeros(size) for size in sizes]
+    some = [each[place % len(each)] for place in places]
+    slot = {"here": some[:2], "there": tuple(some[2:])}
+    state = af.TrainState.create(model=partial(Net, 1), optimizer=OPTIMIZERS[0])
+    found = af.memory(state.with_slot("mine", slot)).slots["mine"]
+    expected = sum(bytes_of(t) for t in {id(t): t for t in some}.values())
+    assert (found.here, found.whole) == (expected, expected)

@@ -4,6 +4,7 @@
 import contextlib
 import functools
 import random
+from typing import Any
 
 import attrs
 import numpy as np
@@ -261,3 +262,40 @@ def test_frozen_and_unused_parameters_stay(kind: str, run: Run, setup: object) -
     for name in names:
         assert torch.equal(before[name], after[name])
     assert "params.head.weight" in differences(before, after) or run.loss == "weighted"
+
+
+def remembering() -> torch.nn.Module:
+    """Return a model with buffers."""
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+
+
+def whole(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return a module's tensors."""
+    return [*module.parameters(), *module.buffers()]
+
+
+TAKEN: dict[str, Any] = {
+    "a frozen model": lambda s, at: whole(af.frozen(s, at=at)),
+    "parameters as a whole": lambda s, at: af.full_params(s, at=at).values(),
+    "a copy": lambda s, _: tensors(s.copy()).values(),
+    "given parameters": lambda s, _: s.with_params(dict(s.params)).params.values(),
+    "a move": lambda s, _: tensors(af.with_world(s, s.world)).values(),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN)
+@pytest.mark.parametrize("at", ["train", "eval"])
+@pytest.mark.parametrize("setup", [None, af.ema(0.5)], ids=["plain", "averaged"])
+def test_what_is_taken_of_a_state_is_the_takers(what: str, at: str, setup: Any) -> None:
+    """Who writes to it changes nothing of the state."""
+    state = af.TrainState.create(
+        model=remembering,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+        setup=setup,
+    )
+    step = af.make_step(lambda model, x: model(x).square().mean())
+    state, _ = step(state, torch.ones(4, 3))
+    before = {name: each.clone() for name, each in tensors(state).items()}
+    for each in TAKEN[what](state, at):
+        each.data.fill_(7)
+    assert differences(before, tensors(state)) == []

@@ -99,6 +99,36 @@ def test_any_tree_comes_back(tree: Any, shared: torch.Tensor) -> None:
     assert same(slot, state.slots["mine"])
 
 
+@st.composite
+def seen_otherwise(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Draw a tensor a rank, of the same bytes, each in a dtype and a shape of its own."""
+    count = draw(st.sampled_from([0, 1, 2, 6]))
+    raw = torch.tensor(list(draw(st.binary(min_size=4 * count, max_size=4 * count))))
+    shapes = [(count,), (1, count), (count, 1), (1, 1, count)]
+    shapes += [(count // 2, 2), (2, count // 2)] if count % 2 == 0 else []
+    kinds = st.tuples(
+        st.sampled_from([torch.float32, torch.int32, torch.uint32]),
+        st.sampled_from(shapes),
+    )
+    return [
+        raw.to(torch.uint8).view(dtype).view(shape)
+        for dtype, shape in draw(st.lists(kinds, min_size=2, max_size=3))
+    ]
+
+
+@given(each=seen_otherwise())
+def test_what_ranks_see_otherwise_is_each_ones_own(each: list[torch.Tensor]) -> None:
+    """The same bytes of another shape or dtype are another tensor, and come back to each rank."""
+
+    def one(world: af.World) -> None:
+        own = each[world.rank]
+        af.save(Run().state(world).with_slot("mine", own), saved)
+        assert same(af.load(Run().state(world), saved).slots["mine"], own)
+
+    with folder() as saved:
+        simulate(len(each), one)
+
+
 @given(run=runs(), setup=stacks(), updates=st.integers(0, 3))
 def test_what_is_loaded_is_saved_alike(run: Run, setup: tuple, updates: int) -> None:
     """Saving what was loaded writes the very same bytes."""

@@ -289,6 +289,23 @@ def test_saving_and_peeking_change_nothing(
 SHARDED = af.chain(af.shard_data(), af.wrap_ddp())
 
 
+@given(
+    case=cases(),
+    kind=st.sampled_from(sorted(STATEFUL)),
+    how=st.sampled_from([*READ.values(), {"sharded": True}]),
+    stops=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+)
+def test_each_reading_begins_at_the_beginning(
+    case: Case, kind: str, how: dict[str, bool], stops: list[int]
+) -> None:
+    """Of a stream that keeps what it is given, however far others of it have come."""
+    case = attrs.evolve(case, remainder="short")
+    expected = plain(read(single(), case.data(STATEFUL[kind](case.n), **how)))
+    data = case.data(STATEFUL[kind](case.n), **how)
+    for stop in [*stops, None]:
+        assert plain(read(single(), data, stop=stop)) == expected[:stop]
+
+
 # streams that give each rank samples of its own
 
 OF_RANKS = st.lists(st.integers(1, 9), min_size=1, max_size=8)

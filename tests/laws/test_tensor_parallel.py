@@ -359,3 +359,28 @@ def test_parts_are_reduced_by_hand_alike(speech: Speech, lying: Lying) -> None:
         assert differences(tensors(after), tensors(done), within=1e-12) == []
 
     lying.on_ranks(fn)
+
+
+@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")
+@pytest.mark.parametrize(
+    "axes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}]
+)
+def test_ranks_that_compute_the_same_draw_the_same(axes: dict[str, int]) -> None:
+    """Where a model is evaluated, ranks along "tp" alone; by `af.rng`, all that share samples."""
+    speech, lying = Speech(n=8, batch_size=4, plan=PLAN), Lying(axes, DDP)
+
+    def fn(world: af.World) -> list[tuple[int, float]]:
+        state, drawn = speech.state(world, *lying.setup(PLAN)), list[float]()
+
+        def draws(*_: object) -> af.Loss:
+            drawn.append(float(torch.rand(())))
+            return af.Loss(torch.zeros(()), 1)
+
+        af.evaluate(state, speech.data(), draws)
+        with af.rng(state, "noise"):
+            noise = float(torch.rand(()))
+        return [(world.loss.rank, drawn[-1]), (world.batch.rank, noise)]
+
+    for each in zip(*lying.on_ranks(fn), strict=True):
+        sharers, values = zip(*set(each), strict=True)
+        assert len(set(sharers)) == len(set(values)) == len(values)

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import Link, Traffic, communication, simulate
-from tests.laws.by_messages import MADE_OF, all_reduce, all_to_all, reduce_scatter
+from tests.laws.by_messages import (
+    MADE_OF,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 from tests.laws.worlds import DDP
 from tests.strategies import Run, runs
 
@@ -195,7 +205,7 @@ def test_seconds_are_monotone(
 
 @given(n=st.integers(1, 99), size=st.integers(2, 9), count=st.integers(1, 3))
 def test_seconds_are_those_of_the_books(n: int, size: int, count: int) -> None:
-    """Of all-reduces as a ring and as a tree, and of all-to-alls."""
+    """Of all that a ring or a tree does: of a whole, or of a part for each or from each."""
     link = Link(latency=2.0, bandwidth=0.5)
 
     def taken(collective: Any, algorithm: Any) -> float:
@@ -210,11 +220,16 @@ def test_seconds_are_those_of_the_books(n: int, size: int, count: int) -> None:
     ring = 2 * hops * 2.0 + 2 * hops / size * whole / 0.5
     tree = 2 * depth * (2.0 + whole / 0.5)
     swap = hops * 2.0 + hops / size * whole / 0.5
+    pipe = hops * 2.0 + whole / 0.5
     for expected, collective, algorithm in (
         (ring, all_reduce, "ring"),
         (ring, all_reduce, "gloo"),
         (tree, all_reduce, "tree"),
         (swap, all_to_all, "tree"),
+        *((swap, each, "ring") for each in (all_gather, reduce_scatter)),
+        *((swap, each, "gloo") for each in (gather, scatter)),
+        *((pipe, each, "ring") for each in (broadcast, reduce)),
+        *((tree / 2, each, "tree") for each in (broadcast, reduce)),
     ):
         assert taken(collective, algorithm) == pytest.approx(expected)
 
@@ -319,3 +334,19 @@ def refused(traffic: Traffic, ranks: int, named: str) -> None:
         traffic.bytes(ranks)
     assert named in str(error.value)
     assert f"communication(fn, ranks=[{ranks}])" in str(error.value)
+
+
+@given(counts=st.lists(st.integers(1, 99), min_size=1, max_size=3))
+def test_parts_of_a_world_wait_for_their_own_ranks(counts: list[int]) -> None:
+    """An update takes as long as that part of it which has most to send."""
+    link, size = Link(latency=2.0, bandwidth=0.5), 2 * len(counts)
+
+    def program(world: af.World) -> None:
+        all_reduce(world.split(size=2), counts[world.rank // 2])
+
+    def alone(world: af.World) -> None:
+        all_reduce(world, max(counts))
+
+    expected = communication(alone, ranks=[2]).seconds(link, ranks=2)
+    found = communication(program, ranks=[size]).seconds(link, ranks=size)
+    assert found == pytest.approx(expected)

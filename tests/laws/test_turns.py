@@ -57,9 +57,18 @@ def test_what_comes_twice_is_not_held_back() -> None:
     assert [[*turns.come(0)], [*turns.come(0)], [*turns.rest()]] == [[0], [0], [1]]
 
 
-def test_a_pass_that_was_broken_off_leaves_nothing() -> None:
-    """The next one begins anew."""
-    turns = Turns(2, af.World.single(device="cpu"), [0, 1])
-    assert [*turns.come(0)] == [0]
+@given(data=st.data(), order=st.permutations(range(4)))
+def test_a_pass_that_was_broken_off_leaves_nothing(
+    data: st.DataObject, order: list[int]
+) -> None:
+    """Whatever had come of it, and was sent or waits: the next one begins anew."""
+    turns = Turns(len(order), af.World.single(device="cpu"), order)
+    begun = st.lists(st.sampled_from(order), unique=True)
+    for number in data.draw(begun):
+        assert {*turns.come(number)} <= {*order}
     turns.begin()
-    assert [[*turns.come(1)], [*turns.come(0)]] == [[], [0, 1]]
+    taken, there = list[int](), set[int]()
+    for number in data.draw(st.permutations(order)):
+        there.add(number)
+        taken += turns.come(number)
+        assert [*takewhile(there.__contains__, order)] == taken

@@ -142,3 +142,23 @@ def test_parts_are_gathered_to_what_was_cut(
         for (_, axes), each in groups.items()
     )
     assert least <= len(mine) <= greatest
+
+
+@given(
+    shape=st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple),
+    dim=st.integers(0, 2),
+    dtype=st.sampled_from(DTYPES),
+    axes=st.sampled_from([each for each in AXES if len(each) > 1 and "tp" in each]),
+)
+def test_parts_of_unlike_parts_are_gathered_too(
+    shape: tuple[int, ...], dim: int, dtype: torch.dtype, axes: dict[str, int]
+) -> None:
+    """A dim of any length that a user has cut twice, as torch's FSDP cuts a layer's parts."""
+    whole = Piece(shape, dtype, (None, None)).whole(0)
+    cuts = dict.fromkeys(("dp_shard", "tp"), dim % len(shape))
+
+    def fn(world: af.World) -> None:
+        parts = {"mine": cut(whole, cuts, world)}
+        assert same_bits(collectives.wholes(parts, world, label="it")["mine"], whole)
+
+    simulate(prod(axes.values()), fn, axes=axes)

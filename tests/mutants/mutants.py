@@ -56,6 +56,7 @@ from tests.mutants import (
     of_states,
     of_steps,
     of_stores,
+    of_strangers,
     of_talking,
     of_tensor_parallel,
     of_testing,
@@ -129,4 +130,5 @@ MUTANTS = [
     *of_accelerators.MUTANTS,
     *of_imports.MUTANTS,
     *of_zero.MUTANTS,
+    *of_strangers.MUTANTS,
 ]

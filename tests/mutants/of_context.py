@@ -118,6 +118,7 @@ MUTANTS = [
         unit.test_batches_that_differ_along_cp_are_refused,
         context_parallel._Sequence.check,
         "if not torch.equal(told[:, :2] → if False and torch.equal(told[:, :2]",
+        args={"odd": 1},
     ),
     Mutant(
         "a first batch without weight counts as looked at",

@@ -265,7 +265,7 @@ MUTANTS = [
         "L14: norms of ranks are added up, and not their powers",
         TRAINS,
         clip._norm_of_shards,
-        "norm.double() ** norm_type if finite → norm.double() if finite",
+        "norm**norm_type if finite → norm if finite",
     ),
     Mutant(
         "L18: each rank judges by its own parts whether an update is skipped",

@@ -136,7 +136,7 @@ MUTANTS = [
         "L24: what waited in a pass that was broken off crosses in the next",
         order.test_a_pass_that_was_broken_off_leaves_nothing,
         turns.Turns.begin,
-        "self._had.clear() → pass",
+        "self._waiting.clear() → pass",
     ),
     Mutant(
         "L1: a second gradient of a parameter waits for ever",

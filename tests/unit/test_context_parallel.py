@@ -189,15 +189,17 @@ def test_sequences_that_cannot_be_split_are_refused(batch: Any, words: str) -> N
         simulate(2, lambda w: stepped(w, batch=batch), axes={"cp": 2})
 
 
-def test_batches_that_differ_along_cp_are_refused() -> None:
+@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # of what is no batch
+@pytest.mark.parametrize("odd", range(4))
+def test_batches_that_differ_along_cp_are_refused(odd: int) -> None:
     """Ranks that share samples would otherwise add up parts of different ones."""
 
     def fn(world: af.World) -> None:
         x, y, places = rows()
-        stepped(world, batch=(x + world.rank, y, places))
+        stepped(world, batch=(x + (world.rank == odd), y, places))
 
     with pytest.raises(BatchError, match=r'along "cp" were given different batches'):
-        simulate(2, fn, axes={"cp": 2})
+        simulate(4, fn, axes={"dp_shard": 2, "cp": 2})
 
 
 def test_a_loss_that_draws_is_told_of() -> None:

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs that a stranger chose from the code alone, which no law saw, and their kin."""
+
+from accelfn.checkpoint import commit, keep
+from accelfn.collectives import parts
+from accelfn.data import stream
+from accelfn.engine import agreement, compression
+from accelfn.loop import breakdown, evaluate, memory_use
+from accelfn.outer import fragments
+from accelfn.state import views
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
+from accelfn.testing.simulation import wire
+from accelfn.testing.traffic import traffic
+from accelfn.transforms import clip, context_parallel, diloco, local_sgd
+from accelfn.weights import import_state
+from tests.laws import (
+    test_compression,
+    test_definitions,
+    test_diloco,
+    test_failing_saves,
+    test_gradients,
+    test_import_state,
+    test_local_sgd,
+    test_memory,
+    test_norms,
+    test_profiling,
+    test_purity,
+    test_storage,
+    test_streams,
+    test_tensor_parallel,
+    test_traffic,
+    test_whole_tensors,
+)
+from tests.mutants.mutant import Mutant
+from tests.unit import test_context_parallel as unit
+
+OF_DATA = [
+    Mutant(
+        "L35: a stream that keeps the state that it began with goes on in it",
+        test_streams.test_each_reading_begins_at_the_beginning,
+        stream.Opened.__init__,
+        "dataset.load_state_dict(copy.deepcopy(first)) → dataset.load_state_dict(first)",
+    ),
+    Mutant(
+        "L35: a stream is read from where another reading of it has come",
+        test_streams.test_each_reading_begins_at_the_beginning,
+        stream.Opened.__init__,
+        "if start.memory is None and first is not None: → if False:",
+    ),
+]
+
+OF_CHECKPOINTS = [
+    Mutant(
+        "L53: a directory without a manifest is taken for a checkpoint by its name",
+        test_failing_saves.test_what_a_store_did_not_write_is_not_its_own,
+        keep.steps_in,
+        "(path / NAME).is_file() → True",
+    ),
+    Mutant(
+        "L41: ranks whose tensors are the same bytes in other shapes are saved as one",
+        test_storage.test_what_ranks_see_otherwise_is_each_ones_own,
+        commit.digests,
+        'f"{tensor.dtype}{tuple(tensor.shape)}" → f"{tensor.dtype}"',
+    ),
+    Mutant(
+        "L41: ranks whose tensors are the same bytes in other dtypes are saved as one",
+        test_storage.test_what_ranks_see_otherwise_is_each_ones_own,
+        commit.digests,
+        'f"{tensor.dtype}{tuple(tensor.shape)}" → f"{tuple(tensor.shape)}"',
+    ),
+]
+
+OF_RANKS = [
+    Mutant(
+        'ranks along "cp" are compared with those of the first samples alone',
+        unit.test_batches_that_differ_along_cp_are_refused,
+        context_parallel._Sequence._of_group,
+        "begin = rank - rank % size → begin = 0",
+        args={"odd": 3},
+    ),
+    Mutant(
+        "L47: a dim that a user has cut twice is put together as if it divided",
+        test_whole_tensors.test_parts_of_unlike_parts_are_gathered_too,
+        parts._in_turn,
+        "tensor.shape[dim] % count == 0 → True",
+    ),
+]
+
+NORMS = test_norms.test_the_norm_of_parts_is_that_of_the_whole
+
+OF_NORMS = [
+    Mutant(
+        "L14: of the largest element, one rank's NaN is none",
+        NORMS,
+        clip._norm_of_shards,
+        "nan_to_num(math.inf, math.inf) → nan_to_num(0.0, math.inf)",
+    ),
+    Mutant(
+        "L14: parts that are cut along other axes are added up along those of the first",
+        NORMS,
+        clip._by_ranks,
+        "(each.device_mesh, cut), [] → each.device_mesh, []",
+    ),
+    Mutant(
+        "L14: a norm crosses in the dtype of what a rank has",
+        NORMS,
+        clip._norm_of_shards,
+        "norm_type).double() → norm_type)",
+    ),
+    Mutant(
+        "L14: a norm is as wide as the parts that a rank has",
+        NORMS,
+        clip._norm_of_shards,
+        "for each in shards) → for each in shards if local(each).numel())",
+    ),
+]
+
+SPANS = test_profiling.test_a_spans_time_is_what_no_span_in_it_took
+
+OF_LOOPS = [
+    Mutant(
+        "L43: a span that begins where another ends lies in it",
+        SPANS,
+        breakdown.breakdown,
+        "open_spans[-1].time_range.end <= start → open_spans[-1].time_range.end < start",
+    ),
+    Mutant(
+        "L43: of spans that begin together the inner one is the outer one's",
+        SPANS,
+        breakdown.breakdown,
+        "-each.time_range.end → each.time_range.end",
+    ),
+    Mutant(
+        'L21: ranks along "tp" evaluate the same model by other draws',
+        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        evaluate._Lent.__init__,
+        '"evaluate", state.world.loss.rank → "evaluate", state.world.rank',
+        args={"axes": {"tp": 2}},
+    ),
+    Mutant(
+        'L21: ranks along "cp" evaluate their parts of a sample by the same draws',
+        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        evaluate._Lent.__init__,
+        '"evaluate", state.world.loss.rank → "evaluate", state.world.batch.rank',
+        args={"axes": {"cp": 2, "tp": 2}},
+    ),
+    Mutant(
+        "L2: ranks whose schedules part after some updates train together",
+        test_definitions.test_any_two_that_differ_are_told_apart,
+        agreement._asked,
+        "in _ASKED: → in _ASKED[:2]:",
+        args={"part": "schedule"},
+    ),
+    Mutant(
+        "L11: fragments are exchanged a whole number of times sooner than evenly",
+        test_diloco.test_it_is_what_the_papers_say,
+        fragments.Timetable._first,
+        "i * self.sync_every // self.fragments → i * (self.sync_every // self.fragments)",
+    ),
+]
+
+OF_STATES = [
+    Mutant(
+        "L22: copies of gradients are given with what they were copied from",
+        test_gradients.test_copies_of_gradients_are_their_own,
+        Grads.map,
+        "attrs.evolve(self.taken, lease=Lease()) → self.taken",
+    ),
+    Mutant(
+        "L22: a frozen model shares its buffers with the state that it was made of",
+        test_purity.test_what_is_taken_of_a_state_is_the_takers,
+        views.frozen,
+        "tree.clone(dict(state.buffers)) → dict(state.buffers)",
+        args={"what": "a frozen model", "at": "train", "setup": None},
+    ),
+    Mutant(
+        "L22: a frozen model of one rank shares its parameters with the state",
+        test_purity.test_what_is_taken_of_a_state_is_the_takers,
+        views.frozen,
+        "tree.clone(all_of_it) → dict(all_of_it)",
+        args={"what": "a frozen model", "at": "train", "setup": None},
+    ),
+    Mutant(
+        "L22: a state with other parameters shares those that it was given",
+        test_purity.test_what_is_taken_of_a_state_is_the_takers,
+        TrainState.with_params,
+        "tree.clone(params[n]) → params[n]",
+        args={"what": "given parameters", "at": "train", "setup": None},
+    ),
+    Mutant(
+        "L20: a tensor that stands twice in a slot takes its memory twice",
+        test_memory.test_a_tensor_in_two_places_is_there_once,
+        memory_use._bytes_of,
+        "{id(each): each for each in tree.tensor_leaves(value)}.values()"
+        " → [*tree.tensor_leaves(value)]",
+    ),
+    Mutant(
+        "L10: neighbours that come in mid-run count the last update alone",
+        test_local_sgd.test_neighbours_meet_more_often,
+        local_sgd.local_sgd.after_update,
+        "if key in before else since → if key in before else update.weight",
+    ),
+]
+
+BOOKS = test_traffic.test_seconds_are_those_of_the_books
+
+OF_TRAFFIC = [
+    Mutant(
+        "L49: the busiest rank of an all-gather sends its own part once more",
+        BOOKS,
+        wire._all_gather,
+        "busiest=hops * what.most → busiest=what.total",
+    ),
+    Mutant(
+        "L49: what is passed on from rank to rank is as slow as if each waited for all of it",
+        BOOKS,
+        wire._pipelined,
+        "busiest=n) → busiest=hops * n)",
+    ),
+    Mutant(
+        "L49: an update is over when the first rank's part of the world is",
+        test_traffic.test_parts_of_a_world_wait_for_their_own_ranks,
+        traffic.Traffic.seconds,
+        "(range(1) if whole else range(ranks)) → range(1)",
+    ),
+    Mutant(
+        "L49: a matrix that has fewer rows than the rank is not sent as its factors",
+        test_compression.test_a_matrix_is_sent_as_factors_where_that_pays,
+        compression.LowRank._pays,
+        "min(rows, columns, self._rank) → self._rank",
+    ),
+    Mutant(
+        "L49: a matrix is sent as its factors whatever rate was asked",
+        test_compression.test_a_matrix_is_sent_as_factors_where_that_pays,
+        compression.LowRank._pays,
+        "* rank * self._rate < → * rank <",
+    ),
+    Mutant(
+        "L11: what few bits have left out is lost by the last exchange",
+        test_diloco.test_in_the_end_nothing_is_lost_either,
+        diloco.diloco._averaged,
+        'for name in names if slot["error"] else (): → for name in ():',
+    ),
+]
+
+OF_IMPORTS = [
+    Mutant(
+        "L42: the count of a parameter that is one number is imported in its dtype",
+        test_import_state.test_what_torch_saved_goes_on,
+        import_state._entry,
+        'if each.shape == tuple(param.shape) and key != "step":'
+        " → if each.shape == tuple(param.shape):",
+    ),
+]
+
+MUTANTS = [
+    *OF_IMPORTS,
+    *OF_TRAFFIC,
+    *OF_STATES,
+    *OF_NORMS,
+    *OF_LOOPS,
+    *OF_DATA,
+    *OF_CHECKPOINTS,
+    *OF_RANKS,
+]
