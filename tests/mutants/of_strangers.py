@@ -171,14 +171,14 @@ OF_STATES = [
         "L22: a frozen model shares its buffers with the state that it was made of",
         test_purity.test_what_is_taken_of_a_state_is_the_takers,
         views.frozen,
-        "tree.clone(dict(state.buffers)) → dict(state.buffers)",
+        "{name: apart(each) for name, each in state.buffers.items()} → state.buffers",
         args={"what": "a frozen model", "at": "train", "setup": None},
     ),
     Mutant(
         "L22: a frozen model of one rank shares its parameters with the state",
         test_purity.test_what_is_taken_of_a_state_is_the_takers,
         views.frozen,
-        "tree.clone(all_of_it) → dict(all_of_it)",
+        "{name: apart(each) for name, each in all_of_it.items()} → all_of_it",
         args={"what": "a frozen model", "at": "train", "setup": None},
     ),
     Mutant(
