@@ -54,7 +54,8 @@ def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
     link = Link(latency=0.001, bandwidth=megabits * 125_000, overhead=OVER_TCP)
     (measured,) = {tuple(each.pop(LINK)["seconds"]) for each in found}
     assert measured[1] == pytest.approx(link.bandwidth / (1 + OVER_TCP), rel=0.1)
-    alone = median(s for each in found for s in each[ALONE]["seconds"]) / UPDATES
+    # the least of both, for other programs run on the machine
+    alone = min(s for each in found for s in each[ALONE]["seconds"]) / UPDATES
     for name, setup in SETUPS.items():
         if name == ALONE:
             continue
