@@ -399,11 +399,11 @@ SUITE = (
             "benchmark, 134,858 parameters, AdamW(fused=True), 32 rows a rank. DiLoCo sends 8 "
             "bits a number every 64 updates, whole or a quarter at a time; with delay=14 ranks "
             "go on for 14 updates before they use what came. Without communication is "
-            "local_sgd that never averages. One block is 64 updates, from one barrier to the "
-            "next."
+            "local_sgd that never averages. One block is 256 updates, from one barrier to "
+            "the next."
         ),
         targets=(("diloco in fragments, with delay", 1.10),),
-        rounds=16,
+        rounds=12,
         quick_rounds=4,
         nproc=2,
         megabits=4,
