@@ -187,6 +187,14 @@ shards, open_, held = [*shards, open_, [name]], [], 0
         test_import_model.test_what_has_memory_keeps_it,
         placing._set,
         "old.copy_(value) → old.data = value",
+        args={"dtype": torch.bfloat16},
+    ),
+    Mutant(
+        "an optimizer over a model goes on with the weights of before they were read",
+        test_import_model.test_what_has_memory_keeps_it,
+        placing._give,
+        "incoming.read_to(name, old) → old.data = incoming.read(name)",
+        args={"dtype": torch.float32},
     ),
     Mutant(
         "a layer that was named for the second GPU goes with the rest to the first",

@@ -116,9 +116,10 @@ def test_every_kind_of_source_is_read(source, meta):
     model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_what_has_memory_keeps_it(tmp_path):
-    """An optimizer over a model's parameters goes on with what is imported into it."""
-    path = saved(Net(), tmp_path / "a.safetensors")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_has_memory_keeps_it(tmp_path, dtype):
+    """An optimizer over a model's parameters goes on with what is read, or converted, into it."""
+    path = saved(Net().to(dtype), tmp_path / "a.safetensors")
     model = Net()
     before = {n: (p, p.data_ptr()) for n, p in model.named_parameters()}
     af.import_model(model, path)
