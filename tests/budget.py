@@ -216,7 +216,6 @@ _NUMBERS = {
         "laws.test_equivalence::test_ranks_and_micro_batches_are_neutral_up_to_rounding",
         "laws.test_data_calls::test_any_data_are_read_as_a_list_is_cut",
         "laws.test_gathering::test_split_gives_all_and_changes_nothing",
-        "laws.test_launch_calls::test_a_launch_is_what_its_settings_say",
         "laws.test_launch_calls::test_a_rank_is_where_its_launcher_says",
         "laws.test_launch_calls::test_the_cause_of_a_failure_comes_first",
         "laws.test_load_calls::test_a_partial_load_is_what_was_asked_for",
@@ -230,6 +229,7 @@ _NUMBERS = {
         "laws.test_storage::test_any_change_of_a_file_is_noticed",
     ),
     200: ("laws.test_random_steps::test_any_step_is_the_loop_by_hand",),
+    800: ("laws.test_launch_calls::test_a_launch_is_what_its_settings_say",),
 }
 NUMBERS = {name: number for number, names in _NUMBERS.items() for name in names}
 """By module and name of the test."""

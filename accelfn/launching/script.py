@@ -226,7 +226,7 @@ def planned(
     """Return in lines what a launch would do."""
     what = "1 process" if nproc == 1 else f"{nproc} processes"
     lines = [f"starts {what} on this machine"]
-    if machines.rank is not None and machines != Machines():
+    if machines.rank is not None and machines.endpoint != Machines().endpoint:
         lines.append(
             f"meets as {machines.rank} of {machines.most} at {machines.endpoint}"
         )

@@ -70,6 +70,13 @@ def _number(text: str) -> int | float | str:
     return text
 
 
+def _meets(word: str, backend: str) -> None:
+    """Refuse torchrun's name of machines that have numbers, and do not meet."""
+    if backend == "static":
+        msg = f"{word}: give --machine-rank and --main-address instead."
+        raise ArgumentError(msg)
+
+
 _COUNT = Kind("a whole number, 1 or more", lambda v: _is_whole(v, 1), _number)
 _INDEX = Kind("a whole number, 0 or more", lambda v: _is_whole(v, 0), _number)
 _PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, 65535), _number)
@@ -77,6 +84,7 @@ _TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprint
 _AXES = Kind(
     _TEXT.expects, _TEXT.accepts, check=lambda word, text: of_text(word, text, None)
 )
+_BACKEND = Kind(_TEXT.expects, _TEXT.accepts, check=_meets)
 _SECONDS = Kind(
     "a number of seconds, 1 to a million",
     lambda v: type(v) in (int, float) and 1 <= v <= 10**6,
@@ -129,7 +137,7 @@ OPTIONS: dict[str, Option] = {
         _TEXT, "HOST:PORT", "where machines meet that come and go, as with torchrun"
     ),
     "rdzv_backend": Option(
-        _TEXT, "NAME", "torchrun's name of how they meet (default c10d)"
+        _BACKEND, "NAME", "torchrun's name of how they meet (default c10d)"
     ),
     "rdzv_id": Option(_TEXT, "ID", "what tells this run from others that meet there"),
     "join_timeout": Option(
@@ -225,11 +233,6 @@ class Settings:
             msg = (
                 f"{_shown(numbered)} and {_shown(elastic)} exclude each other: machines"
                 " have numbers, or get them where they meet."
-            )
-            raise LaunchError(msg)
-        if self["rdzv_backend"] == "static":
-            msg = (
-                "--rdzv-backend static: give --machine-rank and --main-address instead."
             )
             raise LaunchError(msg)
 

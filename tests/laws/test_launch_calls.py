@@ -146,8 +146,8 @@ def meeting(values: Mapping[str, Any]) -> list[str]:
         meets = f"meets {fewest or most} to {most} machines at {where}"
         return [meets] if int(most) > 1 else []
     address, port = values.get("main_address"), values.get("main_port")
-    if count == 1 and address is None and port is None:
-        return []
+    if count == 1 and port is None and address in (None, "127.0.0.1"):
+        return []  # as of a launch that was told nothing
     where = f"{address or '127.0.0.1'}:{port or (0 if count == 1 else 29500)}"
     return [f"meets as {values.get('machine_rank', 0)} of {count} at {where}"]
 
@@ -201,6 +201,17 @@ def test_a_launch_is_what_its_settings_say(
     goes_on = f"goes on where ranks are killed, as long as {least} are left"
     more = [row for row in rows[len(OPTIONS) :] if not row.startswith("sets ")]
     assert more == [started, *meeting(values), *([goes_on] if least else [])]
+
+
+@given(count=st.integers(1, 4), rank=st.integers(0, 5))
+def test_a_machine_is_one_of_those_that_are_counted(count: int, rank: int) -> None:
+    """Machines have the numbers from 0; another one would wait for others that have all come."""
+    words = [f"--num-machines={count}", f"--machine-rank={rank}"]
+    err = StringIO()
+    with redirect_stdout(StringIO()), redirect_stderr(err):
+        code = main(["launch", "--show", "--main-address=127.0.0.1", *words])
+    assert code == (0 if rank < count else 2)
+    assert (f"expected 0 to {count - 1}" in err.getvalue()) == (rank >= count)
 
 
 @given(line=given_settings())

@@ -168,7 +168,7 @@ MUTANTS = [
     ),
     Mutant(
         "L55: machine 2 of 2 waits for others that have all come",
-        test_launch_calls.test_a_launch_is_what_its_settings_say,
+        test_launch_calls.test_a_machine_is_one_of_those_that_are_counted,
         settings.Settings.machines,
         'if (self["machine_rank"] or 0) >= count:'
         ' → if (self["machine_rank"] or 0) > count:',
