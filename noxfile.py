@@ -5,6 +5,8 @@ Sessions run on the Python that runs nox, and install by pip what `constraints.t
 pins, so a session does the same thing on every machine.
 """
 
+import os
+
 import nox
 
 nox.needs_version = ">=2024.10.9"
@@ -64,8 +66,12 @@ def install_deepspeed(session: nox.Session) -> None:
 
 
 def run(session: nox.Session, *command: str) -> None:
-    """Run with one thread per process: ranks on one machine share its cores."""
-    session.run(*command, env={"OMP_NUM_THREADS": "1"})
+    """Run with one thread per process: ranks on one machine share its cores.
+
+    Hundreds of processes import accelfn, which is compiled once for all, whatever the shell says.
+    """
+    env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    session.run(*command, env=env)
 
 
 @nox.session
@@ -89,7 +95,9 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests: units, laws, ranks, docs and examples, files side by side."""
     install_all(session)
-    side_by_side = "-n", "auto", "--dist", "loadgroup"
+    # one more than cores, for one group of tests waits most of its time
+    num_workers = (os.cpu_count() or 1) + 1
+    side_by_side = "-n", str(num_workers), "--dist", "loadgroup"
     # what was skipped is said, with its reason, and where the time went
     said = "-rs", "--durations=30", *side_by_side
     # What hangs shows the stacks of all its threads, and ends its process, which nothing takes

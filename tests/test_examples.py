@@ -23,24 +23,42 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.budget import at_night
 from tests.processes import run_ranks
+from tests.scripts import run_script
 from tests.waiting import HANGS, is_gone, wait_until
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
 WEIGHTS = "model.safetensors"
 LAUNCH_2 = ["-m", "accelfn", "launch", "--nproc", "2"]
-LAUNCHERS = {"launch": LAUNCH_2, **({"python": []} if at_night() else {})}
-by_launcher = pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+on_ranks = pytest.mark.parametrize("size", [2, 1] if at_night() else [2])
 """Alone, a script does by day what it also does before it asks others."""
 
 
-def output_of(folder: Path, name: str, *launcher: str, noise: str = r"(?!)") -> str:
-    """Run a script in a folder of its own; return what it prints.
+def output_of(
+    folder: Path, name: str, size: int = 1, *, noise: str = r"(?!)", axes: str = ""
+) -> str:
+    """Run a script in a folder of its own; return what its ranks print.
 
-    It writes no errors and warnings, but for lines in which others make a noise.
+    It writes no errors and warnings, but for lines in which others make a noise. By night
+    ranks are launched.
     """
+    if at_night():
+        return launched(folder, name, size, noise=noise, axes=axes)
+    asked = {"ACCELFN_AXES": axes} if axes else {}
+    ran = run_script(FOLDER / name, folder, size, **asked)
+    said = [line for line in ran.err.splitlines() if not re.search(noise, line)]
+    assert (ran.codes, said) == ([0] * size, [])
+    return ran.out
+
+
+def launched(
+    folder: Path, name: str, size: int, *, noise: str = r"(?!)", axes: str = ""
+) -> str:
+    """Start a script as a user does; return what it prints."""
+    launcher = LAUNCH_2 if size > 1 else []
+    split = ["--axes", axes] if axes else []
     done = subprocess.run(
-        [sys.executable, *launcher, str(FOLDER / name)],
+        [sys.executable, *launcher, *split, str(FOLDER / name)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
         capture_output=True,
@@ -86,10 +104,10 @@ def test_the_readme_lists_every_example() -> None:
     )
 
 
-@by_launcher
-def test_digits_are_learnt(tmp_path: Path, launcher: list[str]) -> None:
+@pytest.mark.parametrize("size", [2, 1])
+def test_digits_are_learnt(tmp_path: Path, size: int) -> None:
     """The first example reads 97 % of the held-out digits, and says so once."""
-    printed = output_of(tmp_path, "01_digits.py", *launcher)
+    printed = launched(tmp_path, "01_digits.py", size)
 
     assert printed.count("held-out loss") == 1
     assert len(percentages(printed)) == 15
@@ -170,15 +188,15 @@ def test_local_sgd_talks_an_eighth_as_often() -> None:
     assert min(percentages(ddp + local)) >= 97.0
 
 
-@by_launcher
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path, launcher: list[str]) -> None:
+@on_ranks
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, size: int) -> None:
     """A run that is stopped in mid-epoch ends bitwise as the uninterrupted one.
 
     The checkpoint that an earlier run left is no obstacle.
     """
     (tmp_path / "digits-checkpoint").mkdir()
 
-    printed = output_of(tmp_path, "04_save_and_resume.py", *launcher)
+    printed = output_of(tmp_path, "04_save_and_resume.py", size)
 
     assert "step 40, epoch 1 sample 704" in printed
     assert printed.endswith("resumed has the bits of whole: True\n")
@@ -228,13 +246,13 @@ def test_a_streamed_text(tmp_path: Path) -> None:
     assert output_of(tmp_path, "08_streamed_text.py").splitlines() == [text]
 
 
-@by_launcher
-def test_a_transformers_model(tmp_path: Path, launcher: list[str]) -> None:
+@on_ranks
+def test_a_transformers_model(tmp_path: Path, size: int) -> None:
     """It learns; what it saved is read by Transformers alone, and knows two new sentences."""
     noise = (
         r"torchao|torch/utils/_pytree"  # where it is installed, Transformers imports it
     )
-    printed = output_of(tmp_path, "13_transformers.py", *launcher, noise=noise)
+    printed = output_of(tmp_path, "13_transformers.py", size, noise=noise)
     found = [float(each) for each in re.findall(r"'right': ([\d.]+)", printed)]
 
     assert len(found) == 5
@@ -427,38 +445,38 @@ def moments(text: str) -> list[list[float]]:
     ]
 
 
-@by_launcher
-def test_a_gan(tmp_path: Path, launcher: list[str]) -> None:
+@on_ranks
+def test_a_gan(tmp_path: Path, size: int) -> None:
     """The generator's points have the mean, the covariance and the shape of the true ones."""
-    true, made = moments(output_of(tmp_path, "09_gan.py", *launcher))
+    true, made = moments(output_of(tmp_path, "09_gan.py", size))
 
     assert pytest.approx(true[:6], abs=0.06) == made[:6]
     assert made[6] < 0.2  # on a disc it would be 0.24
 
 
-@by_launcher
-def test_distillation(tmp_path: Path, launcher: list[str]) -> None:
+@on_ranks
+def test_distillation(tmp_path: Path, size: int) -> None:
     """A student that is taught reads more digits than one that learns alone."""
-    printed = output_of(tmp_path, "10_distillation.py", *launcher)
+    printed = output_of(tmp_path, "10_distillation.py", size)
     teacher, alone, taught = percentages(printed)
 
     assert alone + 2 < taught < teacher
 
 
-@by_launcher
-def test_preferences(tmp_path: Path, launcher: list[str]) -> None:
+@on_ranks
+def test_preferences(tmp_path: Path, size: int) -> None:
     """Held-out pairs are found the right way round far more often than before."""
-    printed = output_of(tmp_path, "11_dpo.py", *launcher)
+    printed = output_of(tmp_path, "11_dpo.py", size)
     before, after = percentages(printed)
 
     assert before < 75.0
     assert after > 95.0
 
 
-@by_launcher
-def test_a_run_is_tracked(tmp_path: Path, launcher: list[str]) -> None:
+@on_ranks
+def test_a_run_is_tracked(tmp_path: Path, size: int) -> None:
     """The example tracks a falling loss and all that the report shows, once for all ranks."""
-    printed = output_of(tmp_path, "12_tracking.py", *launcher)
+    printed = output_of(tmp_path, "12_tracking.py", size)
     first, last = map(float, re.findall(r"\d\.\d+", printed))
     log = af.track.read(tmp_path / "digits.jsonl")
 
@@ -468,10 +486,10 @@ def test_a_run_is_tracked(tmp_path: Path, launcher: list[str]) -> None:
     assert (len(log.times), log.superseded) == (29, 0)
 
 
-@by_launcher
-def test_a_plateau(tmp_path: Path, launcher: list[str]) -> None:
+@on_ranks
+def test_a_plateau(tmp_path: Path, size: int) -> None:
     """The rate falls as the held-out loss stalls, and more digits are read than without."""
-    printed = output_of(tmp_path, "14_plateau.py", *launcher)
+    printed = output_of(tmp_path, "14_plateau.py", size)
 
     rates = [float(rate) for rate in re.findall(r"rate (\S+)", printed)]
     assert len(rates) >= 2
@@ -482,7 +500,7 @@ def test_a_plateau(tmp_path: Path, launcher: list[str]) -> None:
 
 def test_a_sharded_text_goes_on_with_one_process(tmp_path: Path) -> None:
     """Two processes hold halves and save them; one goes on, and the loss falls further."""
-    first = output_of(tmp_path, "15_sharded_text.py", *LAUNCH_2)
+    first = output_of(tmp_path, "15_sharded_text.py", 2)
     second = output_of(tmp_path, "15_sharded_text.py")
 
     assert first.startswith("from update 0, on 2 ranks\nto update 60, held-out")
@@ -518,8 +536,7 @@ def test_a_sharded_text_is_that_of_one_rank(
 
 def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
     """Two processes have half of every text each, and the loss of one that has them whole."""
-    by_two = [*LAUNCH_2, "--axes", "cp=2"]
-    two = output_of(tmp_path, "16_long_text.py", *by_two)
+    two = output_of(tmp_path, "16_long_text.py", 2, axes="cp=2")
     one = output_of(tmp_path, "16_long_text.py")
 
     assert two.startswith("axes {'cp': 2}, last loss")
@@ -535,7 +552,7 @@ def test_wide_layers_are_split_between_two_processes(
     tmp_path: Path, script: str, below: float
 ) -> None:
     """Two processes have half of every layer each, and the loss of one that has them whole."""
-    two = output_of(tmp_path, script, *LAUNCH_2, "--axes", "tp=2")
+    two = output_of(tmp_path, script, 2, axes="tp=2")
     one = output_of(tmp_path, script)
 
     assert two.startswith("axes {'tp': 2}, last loss")
