@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from accelfn.cli.words import parser
 from accelfn.errors import CheckpointError, Error, LaunchError
-from accelfn.launching import settings
+from accelfn.launching.file import find, read
+from accelfn.launching.options import OPTIONS, flag
 from accelfn.launching.script import launch_script, planned, say
+from accelfn.launching.settings import Settings
 
 if TYPE_CHECKING:
     import argparse
@@ -152,7 +154,7 @@ def _launch(words: argparse.Namespace) -> int:
 
 def _say_whose(args: Sequence[str], script: str) -> None:
     """Say that options of accelfn which stand behind the script are the script's."""
-    flags = [settings.flag(name) for name in settings.OPTIONS]
+    flags = [flag(name) for name in OPTIONS]
     own = [word for word in args if word.partition("=")[0] in flags]
     if own:
         say(
@@ -161,10 +163,10 @@ def _say_whose(args: Sequence[str], script: str) -> None:
         )
 
 
-def _settings(named: str | None, given: Mapping[str, Any]) -> settings.Settings:
-    file = settings.find(named)
-    written = {} if file is None else settings.read(file)
-    return settings.Settings.of(given, written, str(file))
+def _settings(named: str | None, given: Mapping[str, Any]) -> Settings:
+    file = find(named)
+    written = {} if file is None else read(file)
+    return Settings.of(given, written, str(file))
 
 
 def _num_processes(nproc: int | str) -> int:
@@ -187,7 +189,7 @@ def _config(words: argparse.Namespace) -> int:
 def _env(words: argparse.Namespace) -> int:
     from accelfn.launching.environment import describe  # noqa: PLC0415  as above
 
-    sys.stdout.write(describe(settings.find(words.config), as_json=words.as_json))
+    sys.stdout.write(describe(find(words.config), as_json=words.as_json))
     return 0
 
 

@@ -6,7 +6,8 @@ import difflib
 from importlib import metadata
 from typing import Any
 
-from accelfn.launching import settings
+from accelfn.launching.file import FILE
+from accelfn.launching.options import OPTIONS, flag
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 self.error(f"unexpected word {word!r}")
             name = word.partition("=")[0].replace("_", "-")
-            known = [flag for act in self._actions for flag in act.option_strings]
+            known = [each for act in self._actions for each in act.option_strings]
             close = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean {close[0]}" if close else f"see {self.prog} --help"
             end = "?" if close else "."
@@ -104,16 +105,16 @@ def _add_launching(commands: Any) -> None:
         description=(
             "Run a script in several processes on this machine, one rank each, with the"
             " environment of torchrun. Options of accelfn come before the script. What the"
-            f" command line does not say is read from {settings.FILE}, if it is here."
+            f" command line does not say is read from {FILE}, if it is here."
         ),
         allow_abbrev=False,
     )
-    for name, option in settings.OPTIONS.items():
+    for name, option in OPTIONS.items():
         default = "" if option.default is None else f" (default {option.default})"
         short = [_SHORT[name]] if name in _SHORT else []
         launch.add_argument(
             *short,
-            settings.flag(name),
+            flag(name),
             metavar=option.metavar,
             help=option.help + default,
         )
@@ -133,9 +134,9 @@ def _add_launching(commands: Any) -> None:
     launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
     config = commands.add_parser(
         "config",
-        help=f"write {settings.FILE}, which says how to launch",
+        help=f"write {FILE}, which says how to launch",
         description=(
-            f"Write {settings.FILE}: ask for each setting, or take them from --set. What the"
+            f"Write {FILE}: ask for each setting, or take them from --set. What the"
             " file has already stays, where nothing else is said."
         ),
         allow_abbrev=False,
@@ -174,7 +175,7 @@ def _add_launching(commands: Any) -> None:
 
 def _add_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", metavar="FILE", help=f"the settings, instead of {settings.FILE}"
+        "--config", metavar="FILE", help=f"the settings, instead of {FILE}"
     )
 
 

@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 
 from accelfn.errors import LaunchError
-from accelfn.launching.settings import (
-    ELASTIC,
-    FILE,
-    NUMBERED,
-    OPTIONS,
-    TABLE,
-    Settings,
-    checked,
-    read,
-)
+from accelfn.launching.file import FILE, TABLE, read
+from accelfn.launching.options import ELASTIC, NUMBERED, OPTIONS, checked
+from accelfn.launching.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

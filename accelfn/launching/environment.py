@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from accelfn.base import accelerator
 from accelfn.errors import LaunchError
-from accelfn.launching.settings import Settings, read
+from accelfn.launching.file import read
+from accelfn.launching.settings import Settings
 
 _PACKAGES = {
     "torch": ("accelfn", "torch", "torchdata", "numpy", "safetensors", "cloudpickle"),

@@ -16,7 +16,7 @@ import accelfn as af
 from accelfn import testing, track
 from accelfn.cli.words import parser as command_line
 from accelfn.data import orders
-from accelfn.launching import settings
+from accelfn.launching.options import OPTIONS
 from accelfn.transforms import compress, precision
 
 FILE = Path(__file__).with_name("defaults.txt")
@@ -71,7 +71,7 @@ def defaults() -> dict[str, dict[str, Any]]:
             if each.dest != "help"
         }
     found["accelfn launch, and its files"] = {
-        name: option.default for name, option in settings.OPTIONS.items()
+        name: option.default for name, option in OPTIONS.items()
     }
     return found
 

@@ -22,7 +22,8 @@ from accelfn.cli import main
 from accelfn.launching.agent import Ended
 from accelfn.launching.config import edited
 from accelfn.launching.failures import by_cause, report
-from accelfn.launching.settings import OPTIONS, Settings
+from accelfn.launching.options import OPTIONS
+from accelfn.launching.settings import Settings
 from accelfn.world.environment import asked_size, read_place
 from tests.laws.disks import lent
 

@@ -3,7 +3,7 @@
 
 from accelfn import cli
 from accelfn.checkpoint import command
-from accelfn.launching import settings
+from accelfn.launching import file
 from tests.laws import test_launch_calls
 from tests.mutants.mutant import Mutant
 from tests.unit import test_answers, test_cli_pipes
@@ -121,13 +121,13 @@ MUTANTS = [
     Mutant(
         "a launch with a misspelt file of settings runs with the defaults",
         test_answers.test_a_file_that_is_named_must_be_there,
-        settings.find,
+        file.find,
         "if named is not None: → if named is None and file.exists():",
     ),
     Mutant(
         "a launch with a file of settings of its own runs with the directory's",
         test_answers.test_a_file_that_is_named_must_be_there,
-        settings.find,
+        file.find,
         "Path(FILE if named is None else named)"
         " → Path(FILE if named is None or Path(FILE).is_file() else named)",
     ),

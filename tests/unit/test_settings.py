@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from accelfn.cli import main
 from accelfn.errors import LaunchError
 from accelfn.launching.config import configure, edited
-from accelfn.launching.settings import OPTIONS, read
+from accelfn.launching.file import read
+from accelfn.launching.options import OPTIONS
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launch can be told: each option's name, its meaning and the values that it may have."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from accelfn.errors import ArgumentError, LaunchError
+from accelfn.launching.machines import JOIN_SECONDS, MAIN_PORT
+from accelfn.world.axes import of_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@frozen
+class Kind:
+    """What values a setting may have, and how the command line spells them.
+
+    Attributes:
+        expects: the values, in words.
+        accepts: whether one is among them.
+        from_text: how the command line's word is read.
+        check: raises an ArgumentError, that begins with its first argument, for a value that
+            others refuse by sentences of their own.
+    """
+
+    expects: str
+    accepts: Callable[[Any], bool]
+    from_text: Callable[[str], Any] = str
+    check: Callable[[str, Any], object] | None = None
+
+
+def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_range(value: object) -> bool:
+    if not isinstance(value, str):
+        return _is_whole(value, 1)
+    parts = value.split(":")
+    numbers = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    return len(parts) == len(numbers) == 2 and 1 <= numbers[0] <= numbers[1]
+
+
+def _number(text: str) -> int | float | str:
+    """Return a number where the text is one, else the text, which is then refused."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _meets(word: str, backend: str) -> None:
+    """Refuse torchrun's name of machines that have numbers, and do not meet."""
+    if backend == "static":
+        msg = f"{word}: give --machine-rank and --main-address instead."
+        raise ArgumentError(msg)
+
+
+_COUNT = Kind("a whole number, 1 or more", lambda v: _is_whole(v, 1), _number)
+_INDEX = Kind("a whole number, 0 or more", lambda v: _is_whole(v, 0), _number)
+_PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, 65535), _number)
+_TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprintable())
+_AXES = Kind(
+    _TEXT.expects, _TEXT.accepts, check=lambda word, text: of_text(word, text, None)
+)
+_BACKEND = Kind(_TEXT.expects, _TEXT.accepts, check=_meets)
+_SECONDS = Kind(
+    "a number of seconds, 1 to a million",
+    lambda v: type(v) in (int, float) and 1 <= v <= 10**6,
+    _number,
+)
+_NPROC = Kind(
+    "a whole number, 1 or more, or 'auto'",
+    lambda v: v == "auto" or _is_whole(v, 1),
+    _number,
+)
+_SPAN = Kind(
+    "'MIN:MAX', two whole numbers, 1 or more",
+    lambda v: isinstance(v, str) and _is_range(v),
+)
+_MACHINES = Kind("a whole number, 1 or more, or 'FEWEST:MOST'", _is_range, _number)
+
+
+@frozen
+class Option:
+    """A setting's meaning."""
+
+    kind: Kind
+    metavar: str
+    help: str
+    default: Any = None
+
+
+COMMAND_LINE = "command line"
+
+OPTIONS: dict[str, Option] = {
+    "nproc": Option(
+        _NPROC,
+        "N",
+        "how many processes on each machine; 'auto' is one for each GPU, or one"
+        " without any",
+        "auto",
+    ),
+    "num_machines": Option(
+        _MACHINES,
+        "N",
+        "how many machines; with --rdzv-endpoint also FEWEST:MOST",
+        1,
+    ),
+    "machine_rank": Option(_INDEX, "I", "this machine's number, from 0"),
+    "main_address": Option(_TEXT, "HOST", "machine 0, as the other machines reach it"),
+    "main_port": Option(
+        _PORT, "PORT", f"of machine 0, free there (default {MAIN_PORT})"
+    ),
+    "rdzv_endpoint": Option(
+        _TEXT, "HOST:PORT", "where machines meet that come and go, as with torchrun"
+    ),
+    "rdzv_backend": Option(
+        _BACKEND, "NAME", "torchrun's name of how they meet (default c10d)"
+    ),
+    "rdzv_id": Option(_TEXT, "ID", "what tells this run from others that meet there"),
+    "join_timeout": Option(
+        _SECONDS, "S", "how long a machine waits for the others", JOIN_SECONDS
+    ),
+    "axes": Option(
+        _AXES,
+        "AXIS=N,…",
+        "how the ranks share the work, such as dp_replicate=2,dp_shard=4; -1 is what is"
+        " left",
+    ),
+    "max_restarts": Option(
+        _INDEX, "N", "how often all ranks start again after one has failed", 0
+    ),
+    "elastic": Option(
+        _SPAN,
+        "MIN:MAX",
+        "how many processes, of this machine alone: MAX are started, MIN may go on, by"
+        " af.regroup, where others are killed, and each is replaced by one that comes in",
+    ),
+}
+NUMBERED = ("machine_rank", "main_address", "main_port")
+ELASTIC = ("rdzv_endpoint", "rdzv_backend", "rdzv_id")
+
+
+def flag(name: str) -> str:
+    """Return a setting's name on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def checked(name: str, value: Any, source: str) -> Any:
+    """Return a setting's value.
+
+    Raises:
+        LaunchError: there is no such setting, or it cannot have it.
+    """
+    option = OPTIONS.get(name)
+    if option is None:
+        msg = f"{source} has {name!r}, which is no setting.{near(name, list(OPTIONS))}"
+        raise LaunchError(msg)
+    if not option.kind.accepts(value):
+        msg = f"{_where(name, source)} is {value!r}; give {option.kind.expects}."
+        raise LaunchError(msg)
+    if option.kind.check is not None:
+        passed(option.kind.check, name, value, source)
+    return value
+
+
+def passed(
+    check: Callable[[str, Any], object], name: str, value: Any, source: str
+) -> None:
+    """Check a setting by others' sentences, and refuse it as one of a launch."""
+    try:
+        check(f"{_where(name, source)} {value}", value)
+    except ArgumentError as error:
+        raise LaunchError(str(error)) from error
+
+
+def _where(name: str, source: str) -> str:
+    return flag(name) if source == COMMAND_LINE else f"{source}: {name}"
+
+
+def near(name: str, names: list[str]) -> str:
+    """Return the name that was meant, or all that there are, as the end of a sentence."""
+    close = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
