@@ -154,7 +154,7 @@ def shards_at(source: Path) -> Shards:
         CheckpointError: there are none.
         CheckpointCorruptError: a file or the index is not what it should be.
     """
-    path = _chosen(source) if source.is_dir() else source
+    path = file_in(source, WEIGHTS, INDEX) if source.is_dir() else source
     parted = path.name.endswith(".index.json")
     if parted and not path.name.endswith(".bin.index.json"):
         return _indexed(path)
@@ -168,14 +168,18 @@ def shards_at(source: Path) -> Shards:
     return Shards({real: table}, dict.fromkeys(table.tensors, real))
 
 
-def _chosen(folder: Path) -> Path:
-    """Return a folder's file of weights, or its index."""
-    for name in (WEIGHTS, INDEX):
+def file_in(folder: Path, weights: str, index: str) -> Path:
+    """Return a folder's file of weights, or else its index, by their names.
+
+    Raises:
+        CheckpointError: it has neither.
+    """
+    for name in (weights, index):
         if (folder / name).exists():
             return folder / name
     present = sorted(path.name for path in folder.iterdir())[:10]
     msg = (
-        f"{folder} has neither {WEIGHTS} nor {INDEX}; it has"
+        f"{folder} has neither {weights} nor {index}; it has"
         f" {present}.{reader_of(folder)}"
     )
     raise CheckpointError(msg)

@@ -22,7 +22,7 @@ from accelfn.checkpoint.others import reader_of
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.weights.empty import Source, built
 from accelfn.weights.placing import Incoming, fill, placement
-from accelfn.weights.shards import weight_map
+from accelfn.weights.shards import file_in, weight_map
 
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "pytorch_model.bin"
@@ -84,7 +84,7 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: there are none, or other things too.
         CheckpointCorruptError: a file or the index is not what it should be.
     """
-    path = _chosen(path) if path.is_dir() else path
+    path = file_in(path, WEIGHTS, INDEX) if path.is_dir() else path
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         msg = f"{path} is nothing that torch.save wrote.{reader_of(path)}"
         raise CheckpointError(msg)
@@ -102,19 +102,6 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
     for file, tensors in held.items():
         found |= {n: t for n, t in tensors.items() if places.get(n, file) == file}
     return found
-
-
-def _chosen(folder: Path) -> Path:
-    """Return a folder's file of weights, or its index."""
-    for name in (WEIGHTS, INDEX):
-        if (folder / name).exists():
-            return folder / name
-    present = sorted(path.name for path in folder.iterdir())[:10]
-    msg = (
-        f"{folder} has neither {WEIGHTS} nor {INDEX}; it has"
-        f" {present}.{reader_of(folder)}"
-    )
-    raise CheckpointError(msg)
 
 
 class _Shut:
