@@ -281,6 +281,12 @@ def test_only_averages_cross_copies(
     every=af.local_sgd(sync_every=3),
     updates=(2, 0),
 )
+@example(  # as many ranks, and other copies
+    run=Run(1, 1, "weighted", "sgd", in_list=True, micro=1),
+    two=(Apart(2, 2, af.wrap_fsdp()), Apart(4, 1)),
+    every=af.local_sgd(sync_every=3),
+    updates=(1, 0),
+)
 @given(
     run=trainings,
     two=st.tuples(apart | st.just(Apart(2, 1)), apart)
