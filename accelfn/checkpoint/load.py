@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from accelfn.base.calling import called
 from accelfn.checkpoint import compare
@@ -90,7 +91,9 @@ def restored(
         found = compare.differences(saved[field], current)
         if found:
             raise CheckpointError(found.told(f"{where}: {field}"))
-    return with_fields(state, saved)
+    made = with_fields(state, saved)
+    state.definition.cache.loaded = ref(state.lease), ref(made.lease)
+    return made
 
 
 @called
