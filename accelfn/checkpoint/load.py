@@ -90,7 +90,12 @@ def restored(
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         found = compare.differences(saved[field], current)
         if found:
-            raise CheckpointError(found.told(f"{where}: {field}"))
+            msg = (
+                f"{found.told(f'{where}: {field}')}\nLoad into a state of the model that was"
+                ' saved; what fits into this one af.load_part(state, directory, ["params"],'
+                ' missing="init", extra="ignore") takes.'
+            )
+            raise CheckpointError(msg)
     made = with_fields(state, saved)
     state.definition.cache.loaded = ref(state.lease), ref(made.lease)
     return made

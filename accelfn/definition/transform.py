@@ -110,13 +110,6 @@ def transform(cls: type[T]) -> type[T]:
             f"@af.transform: expected a class, got {cls!r}; see its docstring for one."
         )
         raise ArgumentError(msg)
-    if "__init__" in vars(cls):
-        msg = (
-            f"@af.transform: {cls.__name__} has an __init__ of its own, and gets one that takes"
-            " its options. Leave it out, and write each option as a line of the class, such as"
-            " scale: float = 1.0."
-        )
-        raise ArgumentError(msg)
     check_fields(cls)
     check_attributes(cls)
     annotations = {**inspect.get_annotations(cls), "name": str}
@@ -128,6 +121,13 @@ def transform(cls: type[T]) -> type[T]:
             " be changed; see its docstring for one."
         )
         raise ArgumentError(msg) from error
+    if "__init__" in vars(cls):
+        msg = (
+            f"@af.transform: {cls.__name__} has an __init__ of its own, and gets one that takes"
+            " its options. Leave it out, and write each option as a line of the class, such as"
+            " scale: float = 1.0."
+        )
+        raise ArgumentError(msg)
     default = snake_case(cls.__name__)
     named = cast("Any", cls)
     named.name = attrs.field(default=default, kw_only=True, validator=_is_name)
