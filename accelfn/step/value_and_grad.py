@@ -295,12 +295,19 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     msg = (
         f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
         f" state stands at epoch {state.cursor.epoch} sample {state.cursor.samples}."
-        " Either the loop lost the state that an update returned (write state, metrics ="
-        " step(state, batch), or state = af.apply_grads(state, grads)), or it left out a"
-        " batch, or went back to an older state: then start af.batches(state) again from"
-        " this state."
+        f" {_why(start, state.cursor)} Start af.batches(state) again from this state."
     )
     raise BatchError(msg)
+
+
+def _why(start: Cursor, stands: Cursor) -> str:
+    """Return how a loop came to a batch that begins elsewhere than its state."""
+    if (start.epoch, start.samples) < (stands.epoch, stands.samples):
+        return "Its update was taken before, or it is of an older state's af.batches."
+    return (
+        "The loop left out a batch, or lost the state that an update returned: write state,"
+        " metrics = step(state, batch), or state = af.apply_grads(state, grads)."
+    )
 
 
 def check_update(state: TrainState, grads: Grads) -> None:
