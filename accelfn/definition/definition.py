@@ -171,10 +171,10 @@ def check_schedule(schedule: object) -> None:
     Raises:
         ArgumentError: it is no function.
     """
-    made = schedule.func if isinstance(schedule, partial) else schedule
-    torch_s = isinstance(made, type) and issubclass(made, LRScheduler)
-    if torch_s or isinstance(schedule, LRScheduler):
-        name = made.__name__ if torch_s else type(schedule).__name__
+    made: Any = schedule.func if isinstance(schedule, partial) else schedule
+    kind = made if isinstance(made, type) else type(made)
+    if issubclass(kind, LRScheduler):
+        name = kind.__name__
         msg = (
             f"TrainState.create(schedule={name}): expected a function of the update number."
             " A scheduler of torch becomes one by af.schedules.from_torch(factory), with"

@@ -34,7 +34,7 @@ def thaw(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
     """
     frozen = [n for n, p in trained.items() if n not in found and not p.requires_grad]
     for name in frozen:
-        trained[name].requires_grad_(requires_grad=True)
+        trained[name].requires_grad_()
     if frozen:
         msg = (
             f"The loss function froze {len(frozen)} parameters that are trained:"

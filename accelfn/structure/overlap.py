@@ -72,7 +72,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the first behind it."""
-    size, offset = tensor.element_size(), tensor.storage_offset()
+    size, offset = tensor.element_size(), int(tensor.storage_offset())
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = offset + sum((length - 1) * stride for length, stride in pairs)
+    last = offset + sum(int((length - 1) * stride) for length, stride in pairs)
     return offset * size, (last + 1) * size

@@ -45,7 +45,7 @@ MUTANTS = [
         "L22: what a loss has frozen stays frozen",
         test_memory_of_models.test_what_a_loss_freezes_is_trained_after_it,
         untaken.thaw,
-        "trained[name].requires_grad_(requires_grad=True) → pass",
+        "trained[name].requires_grad_() → pass",
     ),
     Mutant(
         "L22: finalize makes its slot in the caller's inference mode",
