@@ -23,6 +23,7 @@ _HOMES = {
     "accelfn.schedules": "af.schedules.",
     "accelfn.data.orders": "af.orders.",
     "accelfn.track": "af.track.",
+    "accelfn.testing": "testing.",
     "accelfn": "af.",
 }
 

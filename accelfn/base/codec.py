@@ -137,10 +137,11 @@ def encode(
         inside = tree.wait() if is_pending else tree.state_dict()
         kind = "pending" if is_pending else "object"
         return {kind: encode(inside, tensors, path=path, room=room - 1)}
+    said = callable(getattr(tree, "state_dict", None))
+    way = "its state_dict()" if said else "what of it is needed"
     msg = (
         f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
-        " strings, numbers, booleans and None are saved or sent. Give its state_dict()"
-        " instead."
+        f" strings, numbers, booleans and None are saved or sent. Give {way} instead."
     )
     raise PlainDataError(msg)
 

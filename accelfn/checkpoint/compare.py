@@ -97,7 +97,9 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -
     if manifest.optimizer != optimizer_name(state):
         msg = (
             f"{folder} holds the state of {manifest.optimizer}, but this state's"
-            f" optimizer is {optimizer_name(state)}."
+            f" optimizer is {optimizer_name(state)}. Create the state with the optimizer that"
+            " was saved, or begin this one anew: af.load_part(state, directory, only) takes all"
+            " else."
         )
         raise CheckpointError(msg)
 

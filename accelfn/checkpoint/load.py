@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from accelfn.base.calling import called
 from accelfn.checkpoint import compare
@@ -89,8 +90,15 @@ def restored(
     for field, current in (("params", state.params), ("buffers", state.buffers)):
         found = compare.differences(saved[field], current)
         if found:
-            raise CheckpointError(found.told(f"{where}: {field}"))
-    return with_fields(state, saved)
+            msg = (
+                f"{found.told(f'{where}: {field}')}\nLoad into a state of the model that was"
+                ' saved; what fits into this one af.load_part(state, directory, ["params"],'
+                ' missing="init", extra="ignore") takes.'
+            )
+            raise CheckpointError(msg)
+    made = with_fields(state, saved)
+    state.definition.cache.loaded = ref(state.lease), ref(made.lease)
+    return made
 
 
 @called

@@ -17,7 +17,7 @@ from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
 from accelfn.checkpoint.digest import FORMAT, FORMATS, Algorithm
 from accelfn.checkpoint.files import File
-from accelfn.checkpoint.others import reader_of
+from accelfn.checkpoint.others import checkpoints_near, reader_of
 from accelfn.checkpoint.slices import of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
@@ -273,9 +273,9 @@ def read_manifest(folder: Path) -> Manifest:
             stream.seek(0)
             data = stream.read()
     except FileNotFoundError as error:
-        msg = (
-            f"There is no checkpoint at {folder}: it has no {NAME}.{reader_of(folder)}"
-        )
+        lacks = f"it has no {NAME}" if folder.is_dir() else "there is no such directory"
+        way = reader_of(folder) or checkpoints_near(folder, NAME)
+        msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
         raise CheckpointError(msg) from error
     except NotADirectoryError as error:
         msg = f"{folder} is a file, and no checkpoint's directory.{reader_of(folder)}"

@@ -46,3 +46,24 @@ def reader_of(path: Path) -> str:
         found = [t for ending, t in _ENDINGS.items() if path.name.endswith(ending)]
     said = dict.fromkeys(text.format(path=repr(str(path))) for text in found)
     return "".join(f" {text}" for text in said)
+
+
+def checkpoints_near(path: Path, name: str) -> str:
+    """Return a sentence that names checkpoints in a folder, or beside it, behind a space.
+
+    Args:
+        path: where there is none.
+        name: of the file that a checkpoint has.
+    """
+    inside = path.is_dir()
+    folder = path if inside else path.parent
+    try:
+        found = sorted(
+            each.name for each in folder.iterdir() if (each / name).is_file()
+        )
+    except OSError:  # it is not there, or not ours to read
+        found = []
+    if not found:
+        return " af.save(state, directory) writes one."
+    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    return f" {'In' if inside else 'Beside'} it there are {len(found)}: {shown}."

@@ -2,7 +2,7 @@
 """What a state is a state of: the part of a training that an update does not change."""
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -171,8 +171,17 @@ def check_schedule(schedule: object) -> None:
     Raises:
         ArgumentError: it is no function.
     """
-    torch_s = isinstance(schedule, type) and issubclass(schedule, LRScheduler)
-    if schedule is not None and (torch_s or not callable(schedule)):
+    made: Any = schedule.func if isinstance(schedule, partial) else schedule
+    kind = made if isinstance(made, type) else type(made)
+    if issubclass(kind, LRScheduler):
+        name = kind.__name__
+        msg = (
+            f"TrainState.create(schedule={name}): expected a function of the update number."
+            " A scheduler of torch becomes one by af.schedules.from_torch(factory), with"
+            f" factory = functools.partial(torch.optim.lr_scheduler.{name}, ...)."
+        )
+        raise ArgumentError(msg)
+    if schedule is not None and not callable(schedule):
         msg = (
             f"TrainState.create(schedule={schedule!r}): expected a function of the"
             " update number; see af.schedules, whose from_torch takes torch's."

@@ -25,6 +25,7 @@ import attrs
 from accelfn.base import words
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
+from accelfn.base.words.foreign import keeping
 from accelfn.definition.explanation import explanation
 from accelfn.definition.facts import (
     check_attributes,
@@ -120,6 +121,13 @@ def transform(cls: type[T]) -> type[T]:
             " be changed; see its docstring for one."
         )
         raise ArgumentError(msg) from error
+    if "__init__" in vars(cls):
+        msg = (
+            f"@af.transform: {cls.__name__} has an __init__ of its own, and gets one that takes"
+            " its options. Leave it out, and write each option as a line of the class, such as"
+            " scale: float = 1.0."
+        )
+        raise ArgumentError(msg)
     default = snake_case(cls.__name__)
     named = cast("Any", cls)
     named.name = attrs.field(default=default, kw_only=True, validator=_is_name)
@@ -128,7 +136,14 @@ def transform(cls: type[T]) -> type[T]:
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
     named.__add__ = named.__or__ = named.__rshift__ = _not_by_operator
-    return called(attrs.frozen(cls, repr=False, field_transformer=_keyword_only))
+    made = attrs.frozen(cls, repr=False, field_transformer=_keyword_only)
+    changing = cast("Any", made)
+    changing.__setattr__ = changing.__delattr__ = keeping(
+        cls.__name__,
+        "what it remembers is its slot, which `init` gives and each method returns; with"
+        f" other options it is another {cls.__name__}(...)",
+    )
+    return called(made)
 
 
 def is_transform(value: object) -> bool:

@@ -18,6 +18,21 @@ from accelfn.engine.engine import engine_of
 from accelfn.state.state import TrainState
 
 
+def check_loaded(state: TrainState) -> None:
+    """Say if a state was loaded into this one, which stayed as it was, and nobody kept it."""
+    loaded = state.definition.cache.loaded
+    if loaded is None or not state.world.is_main:
+        return
+    given, made = loaded
+    if given() is state.lease and made() is None:
+        advise(
+            "af.load and CheckpointStore.restore return the saved state, and nothing keeps"
+            " what the last one returned; this step takes the state that it was given, which"
+            f" stands at update {state.step}. Write state = af.load(state, directory). If this"
+            " state is meant, all is well."
+        )
+
+
 def check_first_batch(state: TrainState, batch: Any) -> None:
     """Say if every rank is about to train on all samples; in a world of 1, nothing.
 

@@ -145,12 +145,19 @@ def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) 
     finite = _is_finite(value)
     if finite or samples.judged:
         return finite
+    empty = _has_no_rows(samples.value)
+    of = " for a batch without samples" if empty else ""
     msg = (
-        f"{_name(loss_fn)} returned {float(value)}. The state is as it was before this"
+        f"{_name(loss_fn)} returned {float(value)}{of}. The state is as it was before this"
         " step. Look at the batch, the learning rate and the precision; af.skip_nonfinite()"
         " skips such updates."
     )
     raise NonFiniteLossError(msg)
+
+
+def _has_no_rows(value: Any) -> bool:
+    leaves = [each for each in tree.tensor_leaves(value) if each.ndim]
+    return bool(leaves) and all(len(each) == 0 for each in leaves)
 
 
 def _detached(value: Number) -> Number:

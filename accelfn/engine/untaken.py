@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parameters have a gradient: none before a backward pass, all after one that reduces."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import NoReturn
+
+import torch
 
 from accelfn.errors import LossError, UnusedParametersError
 
@@ -18,6 +20,29 @@ def refuse_taken() -> NoReturn:
         " runs the backward pass: leave loss.backward() out of it."
     )
     raise LossError(msg)
+
+
+def thaw(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
+    """Refuse a loss function that froze parameters; they are as they were afterwards.
+
+    Args:
+        trained: what is to have a gradient, by name.
+        found: what has one.
+
+    Raises:
+        LossError: it did; they are named.
+    """
+    frozen = [n for n, p in trained.items() if n not in found and not p.requires_grad]
+    for name in frozen:
+        trained[name].requires_grad_()
+    if frozen:
+        msg = (
+            f"The loss function froze {len(frozen)} parameters that are trained:"
+            f" {', '.join(frozen[:5])}. Which ones are trained belongs to the state: call"
+            " requires_grad_(False) in the model's factory, or write state ="
+            " state.with_trainable(lambda name, param: ...)."
+        )
+        raise LossError(msg)
 
 
 def refuse_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:

@@ -19,7 +19,7 @@ class Leased(Protocol):
 class Lease:
     """Shared by all records of the same tensors; once they have changed, it is over for good."""
 
-    __slots__ = ("_ended", "_heirs", "_line", "is_loaded")
+    __slots__ = ("__weakref__", "_ended", "_heirs", "_line", "is_loaded")
 
     def __init__(self, *, is_loaded: bool = False) -> None:
         """Begin valid; `is_loaded` of tensors that came from a checkpoint, as they are."""

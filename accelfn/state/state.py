@@ -514,5 +514,10 @@ def check_state(call: str, value: object) -> None:
     hint = ""
     if isinstance(value, tuple) and any(isinstance(each, TrainState) for each in value):
         hint = " A step returns two things: state, metrics = step(state, batch)."
+    elif isinstance(value, (torch.nn.Module, Mapping)):
+        hint = (
+            " A state is what TrainState.create(model=..., optimizer=...) returned; it holds"
+            " the model and its parameters."
+        )
     msg = f"{call}: expected a TrainState, got {type(value).__name__}.{hint}"
     raise ArgumentError(msg)

@@ -82,7 +82,8 @@ def bind(
 
     Raises:
         ArgumentError: they are not the same, and nothing says which.
-        StateError: each rank has a part of them, and `gather` is not asked for.
+        StateError: each rank has a part of them, and `gather` is not asked for. Or the block
+            froze parameters, or thawed some, of a module that is not the one that is trained.
 
     Cost:
         2 ms for 100 layers; no tensor is copied.
@@ -97,9 +98,27 @@ def bind(
     module = state.definition.skeleton.build(params, state.buffers)
     try:
         yield module
+        _check_trained(module, state)
     finally:
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _check_trained(module: nn.Module, state: TrainState) -> None:
+    """Refuse a block that set what is trained, which would be without effect.
+
+    To freeze the whole module is to use it, as a teacher say, and not to train less.
+    """
+    trained = {n for n, p in module.named_parameters() if p.requires_grad}
+    before = set(state.trainable)
+    if trained and trained != before:
+        changed = sorted(trained ^ before)
+        msg = (
+            f"The block of af.bind(state) changed requires_grad of {', '.join(changed[:5])},"
+            " of a module that is lent and not trained. Which parameters are trained belongs"
+            " to the state: state = state.with_trainable(lambda name, param: ...)."
+        )
+        raise StateError(msg)
 
 
 _PARTS = (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`value_and_grad`: a loss as a function of a state, differentiated; nothing changes."""
 
+from types import FunctionType
 from typing import Any, Protocol
 from weakref import ref
 
@@ -15,7 +16,7 @@ from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
 from accelfn.engine.engine import engine_of
-from accelfn.engine.first_batch import check_first_batch
+from accelfn.engine.first_batch import check_first_batch, check_loaded
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
@@ -98,6 +99,13 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
             " -> loss."
         )
         raise ArgumentError(msg)
+    if _is_torchs(loss_fn):
+        msg = (
+            f"value_and_grad({_name(loss_fn)}): it is a loss of torch, of outputs and targets."
+            " Write one of a model and a batch that calls it: def loss_fn(model, batch):"
+            " inputs, targets = batch; return F.cross_entropy(model(inputs), targets)."
+        )
+        raise ArgumentError(msg)
     if all(why_not(loss_fn, *(None,) * number) for number in _ARGUMENTS):
         error = why_not(loss_fn, None, None)
         msg = (
@@ -122,6 +130,7 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         cache = state.definition.cache
         composed = cache.composed.get(ref(compute))
         if composed is None:
+            check_loaded(state)
             check_first_batch(state, batch)
             composed = _compose(differentiated, state.definition.setup)
             cache.compose(compute, composed)
@@ -130,6 +139,16 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         return composed(state, batch, *extras, into=into, sync=sync)
 
     return compute
+
+
+def _is_torchs(loss_fn: object) -> bool:
+    """Return whether a loss is torch's own, which knows no model."""
+    kind = loss_fn if isinstance(loss_fn, FunctionType) else type(loss_fn)
+    return kind.__module__ in ("torch.nn.functional", "torch.nn.modules.loss")
+
+
+def _name(loss_fn: object) -> str:
+    return getattr(loss_fn, "__name__", None) or repr(loss_fn)
 
 
 def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> Counts:
@@ -276,9 +295,19 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     msg = (
         f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
         f" state stands at epoch {state.cursor.epoch} sample {state.cursor.samples}."
-        " Start af.batches(state) again from this state."
+        f" {_why(start, state.cursor)} Start af.batches(state) again from this state."
     )
     raise BatchError(msg)
+
+
+def _why(start: Cursor, stands: Cursor) -> str:
+    """Return how a loop came to a batch that begins elsewhere than its state."""
+    if (start.epoch, start.samples) < (stands.epoch, stands.samples):
+        return "Its update was taken before, or it is of an older state's af.batches."
+    return (
+        "The loop left out a batch, or lost the state that an update returned: write state,"
+        " metrics = step(state, batch), or state = af.apply_grads(state, grads)."
+    )
 
 
 def check_update(state: TrainState, grads: Grads) -> None:

@@ -35,6 +35,12 @@ Assignments: TypeAlias = dict[tuple[int, str], Any]
 STRUCTURE = frozenset({"params", "param_names", "name"})
 """What a parameter group has that is no hyperparameter."""
 
+_CALLED = (
+    "The factory that TrainState.create(optimizer=...) was given is called with a list of"
+    " (name, parameter): functools.partial(torch.optim.AdamW, lr=3e-4) is one, and so is"
+    " lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
+)
+
 OTHERS = "<optimizer>"
 """Where state of no parameter stands in `opt_state`; like group keys, no parameter's name."""
 
@@ -50,9 +56,16 @@ def prototype_of(
     """
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not isinstance(source, Optimizer) and not callable(source):
+        several = isinstance(source, (list, tuple, dict))
+        shown = type(cast("object", source)).__name__ if several else repr(source)
+        hint = (
+            " Several optimizers are one: af.partition((predicate, factory), ...)."
+            if several
+            else ""
+        )
         msg = (
-            f"optimizer={source!r}: expected a torch optimizer, or a factory such as"
-            " functools.partial(torch.optim.AdamW, lr=3e-4)."
+            f"optimizer={shown}: expected a torch optimizer, or a factory such as"
+            f" functools.partial(torch.optim.AdamW, lr=3e-4).{hint}"
         )
         raise OptimizerError(msg)
     if isinstance(source, Optimizer):
@@ -60,7 +73,11 @@ def prototype_of(
         optimizer = source
     else:
         _check_takes(source, trainable)
-        optimizer = source(trainable)
+        try:
+            optimizer = source(trainable)
+        except Exception as error:
+            error.add_note(_CALLED)
+            raise
     if not isinstance(optimizer, Optimizer):
         msg = (
             f"optimizer={source!r} gave {type(optimizer).__name__}; expected a torch"

@@ -20,6 +20,7 @@ from accelfn.base import draws
 from accelfn.base.arguments import why_not
 from accelfn.errors import ModelError, StateError
 from accelfn.structure.given import refuse_given, seal_model
+from accelfn.structure.overlap import refuse_overlap
 from accelfn.structure.placed import refuse_placed
 
 _TABLES = dict, OrderedDict, set
@@ -159,9 +160,16 @@ def check_module(module: object, source: object, *, drawn: bool = True) -> None:
             " torch.nn.Module, or a factory that takes no argument and returns one."
         )
         raise ModelError(msg)
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        msg = (
+            "model=DistributedDataParallel: give the plain module that it wraps, and put"
+            " af.wrap_ddp() into the setup, which wraps the loss in one."
+        )
+        raise ModelError(msg)
     refuse_given(module)
     refuse_placed(module)
     _check(module, drawn=drawn)
+    refuse_overlap(module)
     _check_in_one_place(module)
 
 

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from accelfn.base import tree
+from accelfn.base.calling import called
 from accelfn.base.codec import Table, decode, encode
 from accelfn.checkpoint.fields import fields_of, with_fields
 from accelfn.data import Batch
@@ -32,6 +33,7 @@ Make: TypeAlias = Callable[[World], tuple[Any, Step]]
 FORMAT = 1
 
 
+@called
 def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) -> Step:
     """Return the step; when it raises, every rank leaves a bundle of what it was given.
 
@@ -67,6 +69,7 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
     return bundled
 
 
+@called
 def replay(directory: str | os.PathLike[str]) -> None:
     """Run the step of a crash bundle again, on as many simulated ranks as there were.
 

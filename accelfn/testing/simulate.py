@@ -10,6 +10,7 @@ from typing import (
 
 import torch
 
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.faults import Fault
 from accelfn.testing.simulation.plan import Plan, Run
@@ -20,6 +21,7 @@ from accelfn.world import World
 T = TypeVar("T")
 
 
+@called
 def simulate(
     size: int,
     fn: Callable[[World], T],

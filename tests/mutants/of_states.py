@@ -2,16 +2,18 @@
 """Bugs in what a state is between its steps: what transforms draw, who may still use it."""
 
 from accelfn.base import draws, sharing
+from accelfn.engine import untaken
 from accelfn.engine.optimizer import in_backward
 from accelfn.loop import salvage
 from accelfn.state import lease, shared_draws, state, succession, update, views
 from accelfn.step import apply_grads, holding, stages
-from accelfn.structure import given, skeleton
+from accelfn.structure import given, overlap, skeleton
 from tests.laws import (
     test_ctrl_c,
     test_frozen,
     test_given,
     test_interrupted,
+    test_memory_of_models,
     test_randomness,
     test_shared_draws,
     test_threads,
@@ -21,6 +23,30 @@ from tests.unit import test_frozen as cases_of_frozen
 from tests.unit import test_views
 
 MUTANTS = [
+    Mutant(
+        "L41: parameters that have some elements in common and begin apart are taken",
+        test_memory_of_models.test_a_copy_trains_as_its_original,
+        overlap._overlap,
+        "elif marks.any(): → elif one.data_ptr() == other.data_ptr():",
+    ),
+    Mutant(
+        "L41: parameters that take turns in one memory are refused",
+        test_memory_of_models.test_a_copy_trains_as_its_original,
+        overlap._overlap,
+        "elif marks.any(): → else:",
+    ),
+    Mutant(
+        "L41: a buffer may be a view of a parameter, which a copy has apart",
+        test_memory_of_models.test_a_copy_trains_as_its_original,
+        overlap.refuse_overlap,
+        "id(one) in params or id(other) in params → id(one) in params and id(other) in params",
+    ),
+    Mutant(
+        "L22: what a loss has frozen stays frozen",
+        test_memory_of_models.test_what_a_loss_freezes_is_trained_after_it,
+        untaken.thaw,
+        "trained[name].requires_grad_() → pass",
+    ),
     Mutant(
         "L22: finalize makes its slot in the caller's inference mode",
         test_shared_draws.test_what_transforms_draw_is_of_the_state,

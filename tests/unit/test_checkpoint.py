@@ -227,9 +227,21 @@ def test_leftover_of_an_interrupted_save(tmp_path):
 
 
 def test_missing_directory(tmp_path):
-    """A directory that is not there is named."""
-    with pytest.raises(af.CheckpointError, match=r"nowhere.*manifest"):
+    """A directory that is not there is named, and which checkpoints are beside it."""
+    with pytest.raises(
+        af.CheckpointError, match=r"no such.*af\.save\(state, directory\)"
+    ):
         af.load(fresh(), tmp_path / "nowhere")
+    for number in range(4):
+        af.save(fresh(), tmp_path / f"update-{number}")
+    with pytest.raises(
+        af.CheckpointError, match="Beside it there are 4: update-0, .*-2, "
+    ):
+        af.load(fresh(), tmp_path / "update-9")
+    with pytest.raises(
+        af.CheckpointError, match="manifest.*In it there are 4: update-0"
+    ):
+        af.load(fresh(), tmp_path)
 
 
 @pytest.mark.parametrize("load", [af.load, partial(af.load_part, only=["params"])])

@@ -200,7 +200,7 @@ def test_layouts_do_not_matter(tmp_path):
     class Views(nn.Module):
         def __init__(self):
             super().__init__()
-            self.transposed = nn.Parameter(wide.t())
+            self.transposed = nn.Parameter(wide.clone().t())
             self.strided = nn.Parameter(wide[:, ::2])
 
     af.export_model(fresh(Views), tmp_path / "model")

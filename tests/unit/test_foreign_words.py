@@ -156,7 +156,11 @@ def test_a_function_takes_a_model_and_a_batch(fn):
     with pytest.raises(af.LossError, match="missing a required argument: '_teacher'"):
         af.evaluate(STATE, DATA, lambda _model, _batch, _teacher: 1.0)
     af.make_step(lambda _model, _batch, _teacher, _weight: 1.0)
-    af.make_step(nn.MSELoss())
+    for of_torch in (nn.MSELoss(), nn.functional.mse_loss):
+        with pytest.raises(
+            af.ArgumentError, match="loss of torch, of outputs and targ"
+        ):
+            af.make_step(of_torch)
 
 
 @pytest.mark.parametrize("record", [STATE, BATCH, DATA, GRADS, WORLD])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a newcomer gives in a wrong place is named, with what was expected there."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn import testing
 from accelfn.testing import simulate
 
 X = torch.ones(8, 3)
@@ -72,6 +74,10 @@ def test_what_takes_a_state_takes_nothing_else(name):
         TAKE_A_STATE[name](step(create(), X))
 
 
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """One without a group, which nobody asks it for."""
+
+
 CREATE = {
     "a class": (
         {"model": nn.Linear},
@@ -85,6 +91,22 @@ CREATE = {
         {"schedule": torch.optim.lr_scheduler.StepLR},
         "expected a function of the update number.*from_torch",
     ),
+    "a scheduler": (
+        {"schedule": torch.optim.lr_scheduler.StepLR(sgd([nn.Parameter(X)]), 1)},
+        r"from_torch\(factory\).*lr_scheduler\.StepLR",
+    ),
+    "a scheduler's factory": (
+        {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
+        r"from_torch\(factory\).*lr_scheduler\.StepLR",
+    ),
+    "two optimizers": (
+        {"optimizer": [sgd([nn.Parameter(X)]), sgd([nn.Parameter(X)])]},
+        r"optimizer=list.*af\.partition",
+    ),
+    "wrapped by hand": (
+        {"model": lambda: Wrapped.__new__(Wrapped)},
+        r"the plain module that it wraps.*af\.wrap_ddp",
+    ),
     "a list": ({"setup": [af.ema(0.5)]}, r"af\.chain\(\*transforms\)"),
 }
 
@@ -95,6 +117,105 @@ def test_create_names_what_it_was_given(case):
     changes, said = CREATE[case]
     with pytest.raises(af.Error, match=said):
         create(**changes)
+
+
+def test_a_factory_of_a_model_is_none_of_an_optimizer():
+    """What it raises says with what it was called."""
+    with pytest.raises(AttributeError) as raised:
+        create(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "a list of (name, parameter)" in "\n".join(raised.value.__notes__)
+
+
+def test_a_model_is_no_state():
+    """Nor are its parameters, as others step them."""
+    for value in (nn.Linear(3, 1), create().params):
+        with pytest.raises(
+            af.ArgumentError, match=r"A state is what TrainState\.create"
+        ):
+            step(value, X)
+
+
+def test_a_batch_without_samples_is_named():
+    with pytest.raises(af.NonFiniteLossError, match="for a batch without samples"):
+        step(create(), X[:0])
+
+
+def test_a_loop_that_loses_its_state_is_told_so():
+    """It keeps the state that it had, which apply_grads did not get."""
+    state = create()
+    first, second = af.batches(state, epochs=1)
+    grads_of(state, first)
+    with pytest.raises(af.BatchError, match=r"state = af\.apply_grads\(state, grads\)"):
+        grads_of(state, second)
+
+
+def test_what_was_loaded_and_not_kept_is_told(tmp_path):
+    """Training would begin anew; kept, or trained, or never stepped, it is what was meant."""
+    af.save(create(), tmp_path / "saved")
+    fresh = create()
+    af.load(fresh, tmp_path / "saved")
+    with pytest.warns(af.Warning, match=r"state = af\.load\(state, directory\)"):
+        af.make_step(loss_fn)(fresh, X)
+    for use in range(2):
+        fresh = create()
+        loaded = af.load(fresh, tmp_path / "saved")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", af.Warning)
+            for _ in range(2):
+                loaded, _ = af.make_step(loss_fn)(loaded, X)
+            if use:
+                af.make_step(loss_fn)(loaded, X)
+
+
+def test_a_lent_module_is_not_frozen():
+    """What is trained belongs to the state; a block may use it whole without gradients."""
+    state = create()
+
+    def freeze(*names, error=None):
+        with af.bind(state) as model:
+            for name in names:
+                model.get_parameter(name).requires_grad_(requires_grad=False)
+            if error is not None:
+                raise error
+
+    with pytest.raises(af.StateError, match=r"requires_grad of bias.*with_trainable"):
+        freeze("bias")
+    freeze("bias", "weight")
+    with pytest.raises(KeyError, match="mine"):
+        freeze("bias", error=KeyError("mine"))
+
+
+def test_a_transform_keeps_its_options():
+    """It has no __init__ of its own, and what it remembers is its slot."""
+    with pytest.raises(af.RecordError, match=r"whose decay is not set.*its slot"):
+        af.ema(0.5).decay = 0.9
+    body = {"__init__": lambda self, scale: setattr(self, "scale", scale)}
+    with pytest.raises(af.ArgumentError, match=r"Scaled has an __init__.*scale: float"):
+        af.transform(type("Scaled", (), body))
+
+
+def test_what_ranks_call_takes_a_world():
+    """A function without it is refused before a rank begins; a call that cannot be, too."""
+    with pytest.raises(af.ArgumentError, match=r"as fn\(world\).*too many"):
+        simulate(2, lambda: 1)
+    with pytest.raises(
+        af.ArgumentError, match=r"check_step\(states=.*a function of a w"
+    ):
+        testing.check_step(step, states=create_nothing)
+    with pytest.raises(
+        af.ArgumentError, match=r"check_resume\(make\).*a function of a w"
+    ):
+        testing.check_resume(create_nothing, 2)
+    with pytest.raises(af.CallError, match=r"Write testing\.check_step\(step, states="):
+        testing.check_step(step)
+    with pytest.raises(
+        af.CallError, match="there is no schedules=; did you mean schedule="
+    ):
+        simulate(2, print, schedules=[0])
+
+
+def create_nothing():
+    """Take no world."""
 
 
 def test_a_torch_scheduler_would_have_no_effect():

@@ -53,7 +53,7 @@ def foreign(
         for name, advice in operations.items():
             setattr(kind, f"__{name}__", _refusing(kind.__name__, advice))
         if changes is not None:
-            kind.__setattr__ = kind.__delattr__ = _keeping(kind.__name__, changes)
+            kind.__setattr__ = kind.__delattr__ = keeping(kind.__name__, changes)
         return cls
 
     return taught
@@ -85,7 +85,9 @@ def _refusing(kind: str, advice: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _keeping(kind: str, advice: str) -> Callable[..., NoReturn]:
+def keeping(kind: str, advice: str) -> Callable[..., NoReturn]:
+    """Return a `__setattr__` that refuses, and says what to write instead."""
+
     def refuse(self: object, name: str, *_: object) -> NoReturn:
         msg = f"A {kind} is a value, whose {name} is not set: {advice}."
         raise RecordError(msg, obj=type(self))

@@ -12,6 +12,7 @@ from torch import nn
 from accelfn import schedules
 from accelfn.base import tree
 from accelfn.base.arguments import is_integer
+from accelfn.base.calling import called
 from accelfn.data import Data
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, LawError
@@ -35,6 +36,7 @@ Held: TypeAlias = Mapping[str, Any]
 """What a rank holds at one moment, by name, causes first."""
 
 
+@called
 def assert_equivalent(
     setup_a: Any,
     setup_b: Any,

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, cast
 
-from accelfn.base.arguments import check_integer
+from accelfn.base.arguments import check_integer, why_not
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LawError
 from accelfn.errors import Warning as AdviceWarning
 from accelfn.loop.batches import batches as batches_of
@@ -19,6 +20,7 @@ from accelfn.world import World
 Step: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
 
+@called
 def check_step(
     step: Step,
     *,
@@ -68,6 +70,7 @@ def check_step(
             " states=lambda world: af.TrainState.create(..., world=world)."
         )
         raise ArgumentError(msg)
+    _check_takes_world("check_step(states=...)", states)
     check_integer("check_step", "updates", updates, 2, "a number of updates")
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
     with warnings.catch_warnings():
@@ -76,6 +79,7 @@ def check_step(
         _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
 
 
+@called
 def check_resume(
     make: Callable[[World], tuple[TrainState, Step]],
     steps: int,
@@ -116,6 +120,7 @@ def check_resume(
             f" got {type(make).__name__}."
         )
         raise ArgumentError(msg)
+    _check_takes_world("check_resume(make)", make)
     check_integer("check_resume", "steps", steps, 1, "a number of updates")
 
     def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
@@ -136,6 +141,17 @@ def check_resume(
         for size in sizes
     ]
     _hold("the run", {"resumes": COMMON["resumes"]}, subjects)
+
+
+def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that is not called with a world."""
+    error = why_not(function, None)
+    if error is not None:
+        msg = (
+            f"{call}: it is called with the World of a rank, which it does not take: {error}."
+            " Write a function of a world, such as lambda world: ..."
+        )
+        raise ArgumentError(msg) from error
 
 
 def _state_and_step(

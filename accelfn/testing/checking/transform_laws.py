@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from accelfn.base.arguments import check_integer
+from accelfn.base.calling import called
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
 from accelfn.definition.transform import chain, is_transform
@@ -32,6 +33,7 @@ _TRIED = (5, 9, 17, 33)
 _NUM_CUTS = 10
 
 
+@called
 def check_transform(
     transform: Any,
     *,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from accelfn.base import accelerator, tree
 from accelfn.base.arguments import check_integer
+from accelfn.base.calling import called
 from accelfn.base.shards import is_shard
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, LawError
@@ -76,6 +77,7 @@ class Agreement:
         )
 
 
+@called
 def compare_loops(
     old: Loop, new: Loop, *, steps: int, rtol: float = 1e-4, atol: float = 0.0
 ) -> Agreement:

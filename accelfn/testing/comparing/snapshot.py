@@ -13,11 +13,13 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LawError
 from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.plan import Run
 
 
+@called
 def assert_collectives(
     run: Run[Any], path: str | os.PathLike[str], *, update: bool = False
 ) -> None:

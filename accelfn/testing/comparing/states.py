@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state.state import TrainState
 from accelfn.testing.comparing.differences import Comparison, Difference, leaves, listed
@@ -17,6 +18,7 @@ SAVED = (
 """The fields of a state that are saved, numbers first: they explain what follows."""
 
 
+@called
 def assert_states_equal(
     a: TrainState, b: TrainState, *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 import attrs
 
 from accelfn.base.arguments import is_integer
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, Error
 from accelfn.testing.processes.rank import Answer, Surroundings, packed, serve
 from accelfn.world import World
@@ -49,6 +50,7 @@ class RankError(Error, RuntimeError):
     """A program failed on a rank; the text has the traceback of the first that failed."""
 
 
+@called
 def run_processes(
     size: int,
     fn: Callable[[World, *Ts], T],

@@ -16,6 +16,7 @@ from typing import (
 import attrs
 import torch
 
+from accelfn.base.arguments import why_not
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.faults import Crash, Fault
@@ -123,6 +124,13 @@ class Plan:
         if not callable(self.fn):
             msg = f"simulate({size}, {self.fn!r}): expected a function of a World."
             raise ArgumentError(msg)
+        error = why_not(self.fn, None)
+        if error is not None:
+            msg = (
+                f"simulate({size}, {self.fn!r}): each rank calls it as fn(world), which it does"
+                f" not take: {error}. Other arguments are given by functools.partial."
+            )
+            raise ArgumentError(msg) from error
         if not all(_is_integer(each) and each >= 0 for each in self.schedule):
             msg = f"simulate(schedule={self.schedule}): expected integers, 0 or more."
             raise ArgumentError(msg)

@@ -15,6 +15,7 @@ from xml.sax.saxutils import escape
 
 import attrs
 
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.wire import Algorithm
 from accelfn.testing.traffic.link import Link
@@ -26,6 +27,7 @@ _DASHES = "-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3))
 _MARKERS = "o", "s", "^", "D", "v", "P"
 
 
+@called
 def draw_traffic(
     methods: Mapping[str, Traffic],
     path: str | os.PathLike[str],

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import attrs
 
 from accelfn.base.arguments import is_integer, is_number
+from accelfn.base.calling import called
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.entries import Entry
@@ -223,6 +224,7 @@ def _after_backward(buckets: Sequence[Cost], link: Link, backward: float) -> flo
     return max(0.0, now - backward)
 
 
+@called
 def communication(
     fn: Callable[[World], object],
     *,
