@@ -107,6 +107,7 @@ _NUMBERS = {
         "laws.test_given::test_a_model_that_was_given_raises",
         "laws.test_given::test_a_refused_model_is_as_it_was",
         "laws.test_given::test_what_was_given_keeps_nothing_alive",
+        "laws.test_in_backward::test_gradients_by_themselves_are_refused",
         "laws.test_in_backward::test_over_ranks_it_is_the_plain_update",
         "laws.test_in_backward::test_saved_in_one_setup_it_goes_on_in_the_other",
         "laws.test_interleaving::test_any_order_of_ranks_gives_the_same",

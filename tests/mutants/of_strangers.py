@@ -4,28 +4,32 @@
 from accelfn.checkpoint import commit, keep
 from accelfn.collectives import parts
 from accelfn.data import stream
-from accelfn.engine import agreement, compression
-from accelfn.loop import breakdown, evaluate, memory_use
+from accelfn.engine import agreement, buffers, compression, engine
+from accelfn.loop import batches, breakdown, evaluate, memory_use
 from accelfn.outer import fragments
-from accelfn.state import views
+from accelfn.state import metrics, views
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.step import stages, value_and_grad
 from accelfn.testing.simulation import wire
 from accelfn.testing.traffic import traffic
 from accelfn.transforms import clip, context_parallel, diloco, local_sgd
 from accelfn.weights import import_state
 from tests.laws import (
+    test_buffers,
     test_compression,
     test_definitions,
     test_diloco,
     test_failing_saves,
     test_gradients,
     test_import_state,
+    test_in_backward,
     test_local_sgd,
     test_memory,
     test_norms,
     test_profiling,
     test_purity,
+    test_shared_draws,
     test_storage,
     test_streams,
     test_tensor_parallel,
@@ -33,6 +37,7 @@ from tests.laws import (
     test_whole_tensors,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_batches, test_loss, test_views
 from tests.unit import test_context_parallel as unit
 
 OF_DATA = [
@@ -254,7 +259,96 @@ OF_IMPORTS = [
     ),
 ]
 
+BUFFERS = test_buffers.test_buffers_are_those_of_the_passes_that_were_applied
+EMPTY = test_views.test_after_the_block_it_is_empty
+SOUGHT = test_batches.test_seeking_gives_the_batches_that_a_run_had_left
+
+OF_TRAINING = [
+    Mutant(
+        "L22: a buffer that took another shape is written by the next pass, applied or not",
+        BUFFERS,
+        buffers.Buffers.commit,
+        "self._home[name].data = value.clone() → self._home[name].data = value",
+    ),
+    Mutant(
+        "L22: a pass writes into the state's own buffer where the last one's had another shape",
+        BUFFERS,
+        buffers.Buffers.begin,
+        "self._place(each, sources[name].clone()) → self._place(each, sources[name])",
+    ),
+    Mutant(
+        "L22: a pass that raised leaves the memory that it gave to a buffer in the model",
+        BUFFERS,
+        buffers.Buffers.abandon,
+        "self._place(each, self._scratch[each.name]) → pass",
+    ),
+    Mutant(
+        "a module that was lent keeps the state's buffers",
+        EMPTY,
+        views.bind,
+        "[*module.parameters(), *module.buffers()] → module.parameters()",
+        args={"error": None},
+    ),
+    Mutant(
+        "a module that was lent keeps the state's memory, of which it shows nothing",
+        EMPTY,
+        views.bind,
+        "torch.empty(0, dtype=tensor.dtype, device=tensor.device) → tensor.data.view(-1)[:0]",
+        args={"error": None},
+    ),
+    Mutant(
+        "seeking without an epoch is seeking in the first",
+        SOUGHT,
+        batches.seek,
+        "state.cursor.epoch if epoch is None else epoch → epoch or 0",
+    ),
+    Mutant(
+        "seeking is seeking in the epoch in which the state stands, whichever is told",
+        SOUGHT,
+        batches.seek,
+        "state.cursor.epoch if epoch is None else epoch → state.cursor.epoch",
+    ),
+    Mutant(
+        "L50: losses of a run that is resumed in a state of another seed draw by that one",
+        test_shared_draws.test_what_is_loaded_draws_by_its_own_seed,
+        engine.Engine._key,
+        "self._key_of[0] != state.seed → self._key_of[0] is None",
+    ),
+    Mutant(
+        "L50: factors of PowerSGD are drawn by the seed of the first state of an engine",
+        test_shared_draws.test_what_is_loaded_draws_by_its_own_seed,
+        compression.LowRank.begin,
+        "self._before, self._seed, self._scale = slot, seed, loss_scale"
+        " → self._before, self._seed, self._scale = slot, self._seed or seed, loss_scale",
+    ),
+    Mutant(
+        "a step that raised before its backward pass leaves a plan to the next pass",
+        test_in_backward.test_gradients_by_themselves_are_refused,
+        stages.take_in_backward,
+        "engine.forget_plan()  # it may not have come to the backward pass → pass",
+    ),
+    Mutant(
+        "gradients are taken, and stay in the model, where the next pass is to free them",
+        test_in_backward.test_gradients_by_themselves_are_refused,
+        value_and_grad._check_planned,
+        "if live.is_planned and into is None and sync: → if into is None and sync:",
+    ),
+    Mutant(
+        "adding metrics changes the first of them",
+        test_loss.test_metrics_add_by_weight,
+        metrics.Metrics.__add__,
+        "sums = dict(self._sums) → sums = self._sums",
+    ),
+    Mutant(
+        "of two metrics of one name the second counts alone",
+        test_loss.test_metrics_add_by_weight,
+        metrics.Metrics.__add__,
+        "sums[name] + entry if name in sums else entry → entry",
+    ),
+]
+
 MUTANTS = [
+    *OF_TRAINING,
     *OF_IMPORTS,
     *OF_TRAFFIC,
     *OF_STATES,
