@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that a stranger chose from the code alone, which no law saw, and their kin."""
 
+from accelfn.base import codec
 from accelfn.checkpoint import commit, keep
 from accelfn.collectives import parts
 from accelfn.data import stream
-from accelfn.engine import agreement, buffers, compression, engine
+from accelfn.engine import agreement, buffers, compression, engine, watch
+from accelfn.engine.optimizer import live_optimizer
+from accelfn.engine.zero import places
 from accelfn.loop import batches, breakdown, evaluate, memory_use
 from accelfn.outer import fragments
-from accelfn.state import metrics, views
+from accelfn.state import alike, metrics, views
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
-from accelfn.step import stages, value_and_grad
+from accelfn.step import stages
 from accelfn.testing.simulation import wire
 from accelfn.testing.traffic import traffic
 from accelfn.transforms import clip, context_parallel, diloco, local_sgd
@@ -21,14 +24,17 @@ from tests.laws import (
     test_definitions,
     test_diloco,
     test_failing_saves,
+    test_flats,
     test_gradients,
     test_import_state,
     test_in_backward,
+    test_interrupted,
     test_local_sgd,
     test_memory,
     test_norms,
     test_profiling,
     test_purity,
+    test_replicas,
     test_shared_draws,
     test_storage,
     test_streams,
@@ -259,6 +265,7 @@ OF_IMPORTS = [
     ),
 ]
 
+INTERRUPTED = test_interrupted.test_a_step_that_raises_leaves_a_state_or_none
 BUFFERS = test_buffers.test_buffers_are_those_of_the_passes_that_were_applied
 EMPTY = test_views.test_after_the_block_it_is_empty
 SOUGHT = test_batches.test_seeking_gives_the_batches_that_a_run_had_left
@@ -328,10 +335,65 @@ OF_TRAINING = [
         "engine.forget_plan()  # it may not have come to the backward pass → pass",
     ),
     Mutant(
-        "gradients are taken, and stay in the model, where the next pass is to free them",
-        test_in_backward.test_gradients_by_themselves_are_refused,
-        value_and_grad._check_planned,
-        "if live.is_planned and into is None and sync: → if into is None and sync:",
+        "ranks move elements in as many calls as each has bytes for",
+        test_flats.test_each_rank_gets_the_elements_that_it_wants,
+        places._by_calls,
+        "have[name][-1][1] * piece.element_size() → piece.numel() * piece.element_size()",
+    ),
+    Mutant(
+        "elements for which a call has no room any more are in none",
+        test_flats.test_each_rank_gets_the_elements_that_it_wants,
+        places._by_calls,
+        "names, total = [], 0\n        names.append(name)"
+        " → names, total = [], 0; continue\n        names.append(name)",
+    ),
+    Mutant(
+        "L41: of two tensors whose places read alike the last one is saved for both",
+        test_storage.test_tensors_are_told_apart_by_their_places,
+        codec.Table.put,
+        "if not _NAME.fullmatch(path) or path in self: → if not _NAME.fullmatch(path):",
+    ),
+    Mutant(
+        "L41: tensors whose places read alike, or as no name, are saved as one",
+        test_storage.test_tensors_are_told_apart_by_their_places,
+        codec.Table.put,
+        'name = f"<{len(self)}>" → name = "<other>"',
+    ),
+    Mutant(
+        "L45: ranks of another number have each seen as much as all before together",
+        test_diloco.test_other_ranks_go_on,
+        diloco.diloco.merge,
+        "mean = [sum(each) / count for → mean = [sum(each) for",
+    ),
+    Mutant(
+        "L45: ranks of another number begin at a mean to which all counted alike",
+        test_diloco.test_other_ranks_go_on,
+        diloco.diloco.merge,
+        "return [sum(each) for each in seen], merged → return [1.0] * count, merged",
+    ),
+    Mutant(
+        "L2: replicas agree that differ in values that are on their way",
+        test_replicas.test_any_leaf_of_a_slot_is_compared,
+        alike._rows,
+        "elif isinstance(value, Pending): → elif False:",
+    ),
+    Mutant(
+        "L2: replicas agree that differ in the state of an object",
+        test_replicas.test_any_leaf_of_a_slot_is_compared,
+        alike._rows,
+        "elif has_state(value): → elif False:",
+    ),
+    Mutant(
+        "L22: of an update that raised nobody looks at what the one before had made",
+        INTERRUPTED,
+        live_optimizer.LiveOptimizer.finish,
+        "self._watch = None → pass",
+    ),
+    Mutant(
+        "L22: of an update that raised nobody looks at what an optimizer keeps",
+        INTERRUPTED,
+        watch._tensors_of,
+        "for entry in (*states, *groups) → for entry in groups",
     ),
     Mutant(
         "adding metrics changes the first of them",
