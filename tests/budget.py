@@ -77,6 +77,7 @@ _NUMBERS = {
         "laws.test_compression::test_what_16_bits_can_hold_is_exact",
         "laws.test_compression::test_what_is_left_out_is_not_lost",
         "laws.test_counts::test_a_count_of_samples_is_the_mean",
+        "laws.test_counts::test_parts_of_parts_are_counted",
         "laws.test_counts::test_several_denominators_are_those_of_the_whole_update",
         "laws.test_ddp::test_buckets_change_nothing",
         "laws.test_ddp::test_fused_optimizers_divide_alike",

@@ -105,7 +105,8 @@ KEYS = st.sampled_from(["a", "a.a", "a[0]", "\u00e9"])
 full_trees = st.recursive(
     st.integers(0, 99).map(torch.tensor),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, min_size=1, max_size=4)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(KEYS, inner, min_size=1, max_size=4)
     ),
     max_leaves=12,
 )

@@ -10,10 +10,10 @@ from accelfn.engine.optimizer import live_optimizer
 from accelfn.engine.zero import places
 from accelfn.loop import batches, breakdown, evaluate, memory_use
 from accelfn.outer import fragments
-from accelfn.state import alike, metrics, views
+from accelfn.state import alike, hyper, metrics, views
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
-from accelfn.step import stages
+from accelfn.step import stages, value_and_grad
 from accelfn.testing.simulation import wire
 from accelfn.testing.traffic import traffic
 from accelfn.transforms import clip, context_parallel, diloco, local_sgd
@@ -21,6 +21,7 @@ from accelfn.weights import import_state
 from tests.laws import (
     test_buffers,
     test_compression,
+    test_counts,
     test_definitions,
     test_diloco,
     test_failing_saves,
@@ -43,7 +44,7 @@ from tests.laws import (
     test_whole_tensors,
 )
 from tests.mutants.mutant import Mutant
-from tests.unit import test_batches, test_loss, test_views
+from tests.unit import test_batches, test_loss, test_step, test_views
 from tests.unit import test_context_parallel as unit
 
 OF_DATA = [
@@ -394,6 +395,32 @@ OF_TRAINING = [
         INTERRUPTED,
         watch._tensors_of,
         "for entry in (*states, *groups) → for entry in groups",
+    ),
+    Mutant(
+        "L30: of several that cut a plain value the last is asked for its parts alone",
+        test_counts.test_parts_of_parts_are_counted,
+        value_and_grad._count,
+        "for parts_of in cuts:  # → for parts_of in cuts[-1:]:  #",
+    ),
+    Mutant(
+        "L30: the last of several that cut a plain value is asked first for its parts",
+        test_counts.test_parts_of_parts_are_counted,
+        value_and_grad._count,
+        "for parts_of in cuts:  # → for parts_of in reversed(cuts):  #",
+    ),
+    Mutant(
+        "parameter groups are counted from the last by numbers below 0",
+        test_step.test_hyper_of_nothing,
+        hyper._chosen,
+        "0 <= wanted < len(groups) → wanted < len(groups)",
+        args={"where": (-1, "lr")},
+    ),
+    Mutant(
+        "what follows the name of a hyperparameter is not looked at",
+        test_step.test_hyper_of_nothing,
+        hyper._chosen,
+        "isinstance(where, tuple) and len(where) == 2 → isinstance(where, tuple)",
+        args={"where": (0, "lr", "betas")},
     ),
     Mutant(
         "adding metrics changes the first of them",
