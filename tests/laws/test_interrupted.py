@@ -135,18 +135,17 @@ def half(optimizer: str, updates: int) -> Case:
     return Case(run, updates, is_whole=False)
 
 
-@given(case=cases(), part=st.floats(0, 1, exclude_max=True) | st.integers(1, 12))
+@given(case=cases(), part=st.floats(0, 1, exclude_max=True))
 @example(half("past", 1), 0.5)  # it has written, and nobody counted
 @example(half("decay", 2), 0.2)  # it has not, and an update before has
-@example(half("adamw", 1), 1)  # it has, of what the update before has made
+@example(half("adamw", 1), 0.03)  # it has, of what the update before has made
 def test_a_step_that_raises_leaves_a_state_or_none(case: Case, part: float) -> None:
     """Wherever it raises, the state is as it was, bitwise, and goes on so; or is refused.
 
     With torch's optimizers it is refused only if something has changed; what is refused
     cannot be salvaged.
     """
-    count = case.num_operations()
-    at = min(part, count - 1) if isinstance(part, int) else int(part * count)
+    at = int(part * case.num_operations())
     state, step = case.ready()
     before, held = tensors(state), SimpleNamespace(step=state.step, cursor=state.cursor)
     for field in ("params", "buffers", "opt_state", "slots"):

@@ -69,8 +69,8 @@ def test_the_norm_of_parts_is_that_of_the_whole(
 
     found = simulate(prod(axes.values()), norms, axes=axes).results
     for power, *each in zip(POWERS, *found, strict=True):
-        (dtype,) = {norm.dtype for norm in each}
-        assert dtype.itemsize >= 4  # of 16 bits, too, and of no elements
+        assert len({norm.dtype for norm in each}) == 1
+        assert each[0].dtype.itemsize >= 4  # of 16 bits, too, and of no elements
         expected = flat.norm(power) if count else torch.zeros(())
         if expected.isfinite():
             assert [*map(float, each)] == [

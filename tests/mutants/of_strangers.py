@@ -369,12 +369,6 @@ OF_TRAINING = [
         "mean = [sum(each) / count for → mean = [sum(each) for",
     ),
     Mutant(
-        "L45: ranks of another number begin at a mean to which all counted alike",
-        test_diloco.test_other_ranks_go_on,
-        diloco.diloco.merge,
-        "return [sum(each) for each in seen], merged → return [1.0] * count, merged",
-    ),
-    Mutant(
         "L2: replicas agree that differ in values that are on their way",
         test_replicas.test_any_leaf_of_a_slot_is_compared,
         alike._rows,
