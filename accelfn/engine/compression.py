@@ -32,8 +32,8 @@ class Compression(Protocol):
         """Whose slot it works on."""
         ...
 
-    def begin(self, slot: Any, loss_scale: torch.Tensor | None) -> None:
-        """Begin a pass whose losses are multiplied by a scale."""
+    def begin(self, slot: Any, seed: int, loss_scale: torch.Tensor | None) -> None:
+        """Begin a pass of a state of that seed, whose losses are multiplied by a scale."""
         ...
 
     def weigh(self, weight: torch.Tensor) -> None:
@@ -59,9 +59,9 @@ class Narrow:
         self._is_scaled = False
         self._unit = torch.ones(())
 
-    def begin(self, slot: None, loss_scale: torch.Tensor | None) -> None:
-        """Note whether there is a scale; there is no slot."""
-        del slot
+    def begin(self, slot: None, seed: int, loss_scale: torch.Tensor | None) -> None:
+        """Note whether there is a scale; there is no slot, and nothing is drawn."""
+        del slot, seed
         self._is_scaled = loss_scale is not None
 
     def weigh(self, weight: torch.Tensor) -> None:
@@ -107,11 +107,11 @@ class LowRank:
     """
 
     def __init__(
-        self, name: str, key: int, ranks: World, *, rank: int, start: int, rate: float
+        self, name: str, state: str, ranks: World, *, rank: int, start: int, rate: float
     ) -> None:
-        """Take the options under short names, and the key of the first random factors."""
+        """Take the options under short names, and the name of the states that it is for."""
         self.name = name
-        self._key, self._ranks = key, ranks
+        self._state, self._seed, self._ranks = state, 0, ranks
         self._rank, self._start, self._rate = rank, start, rate
         self._scale: torch.Tensor | None = None
         self._unit = torch.ones(())
@@ -119,9 +119,11 @@ class LowRank:
         self._errors: dict[str, torch.Tensor] = {}
         self._factors: dict[str, torch.Tensor] = {}
 
-    def begin(self, slot: dict[str, Any], loss_scale: torch.Tensor | None) -> None:
+    def begin(
+        self, slot: dict[str, Any], seed: int, loss_scale: torch.Tensor | None
+    ) -> None:
         """Take over what was kept."""
-        self._before, self._scale = slot, loss_scale
+        self._before, self._seed, self._scale = slot, seed, loss_scale
         self._errors, self._factors = dict(slot["error"]), dict(slot["q"])
 
     def weigh(self, weight: torch.Tensor) -> None:
@@ -174,7 +176,8 @@ class LowRank:
 
     def _drawn(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Return a first factor, the same on all ranks."""
-        seed = draws.key(self._key, name) % 2**63
+        key = draws.key(self._seed, self._state, self.name)
+        seed = draws.key(key, name) % 2**63
         generator = torch.Generator().manual_seed(seed)
         shape = rows.shape[1], min(*rows.shape, self._rank)
         return torch.randn(shape, dtype=rows.dtype, generator=generator).to(rows.device)

@@ -150,7 +150,8 @@ class Engine:
         self._buffers.begin(kept)
         compression = self._compression if sync else None
         if compression is not None:
-            compression.begin(state.slots.get(compression.name), loss_scale)
+            slot = state.slots.get(compression.name)
+            compression.begin(slot, state.seed, loss_scale)
         profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
             with draws.seeded(key, self._device, tried, num_before):

@@ -159,11 +159,12 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
             " Give all micro-batches at once, under af.accumulate."
         )
         raise GradsError(msg)
-    parts_of = state.definition.setup.facts.get("micro_batches")
-    if parts_of is not None:
-        parts: Any = parts_of[-1](batch)
-    else:
-        parts = batch.parts() if isinstance(batch, Batch) else [batch]
+    parts: list[Any] = [batch]
+    cuts = state.definition.setup.facts.get("micro_batches", ())
+    for parts_of in cuts:  # the first is outermost
+        parts = [each for part in parts for each in parts_of(part)]
+    if not cuts and isinstance(batch, Batch):
+        parts = [*batch.parts()]
     return counted(count, parts, state.definition.world.batch)
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, TypeAlias, cast
 import attrs
 import torch
 
-from accelfn.base import draws
 from accelfn.base.arguments import is_integer, is_number
 from accelfn.definition.transform import transform
 from accelfn.engine.compression import Compression, LowRank, Narrow
@@ -163,7 +162,7 @@ class compress:
             return Narrow(name, _DTYPES[self.method], ranks)
         return LowRank(
             name,
-            draws.key(state.seed, state.name, name),
+            state.name,
             ranks,
             rank=self._option("matrix_approximation_rank"),
             start=self._option("start_powerSGD_iter"),

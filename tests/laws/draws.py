@@ -420,7 +420,7 @@ ROWS = [
         name="factors of PowerSGD",
         draws=on_rank(of_powersgd),
         apart="seed name purpose index",
-        at="transforms.compress.compress._compression engine.compression.LowRank._drawn",
+        at="engine.compression.LowRank._drawn",
     ),
     Row(
         name="samples",

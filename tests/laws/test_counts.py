@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses with several denominators, which are counted before the first forward pass."""
 
+import math
 from typing import Any
 
 import attrs
@@ -94,6 +95,45 @@ def test_a_count_of_samples_is_the_mean(run: Run, size: int) -> None:
         again = {name: loss.pop(name) for name in ("again", "third")}
         assert close_means(loss, mean)
         assert close_means(loss, {"loss": again["again"]})
+
+
+@given(
+    cuts=st.lists(st.integers(1, 3), max_size=3),
+    rows=st.integers(1, 2),
+    is_batch=st.booleans(),
+)
+def test_parts_of_parts_are_counted(cuts: list[int], rows: int, is_batch: bool) -> None:
+    """Of several that accumulate, each cuts what the one before has cut of a plain value."""
+    x = (torch.arange(2.0 * rows * math.prod(cuts), dtype=torch.float64) * 3).sin()
+    whole = (2 * x.view(-1, 2), x.view(-1, 2).cos())
+
+    def cut(value: Any, among: list[int]) -> Any:
+        if not among:
+            return value
+        first, *others = among
+        return [cut(part, others) for part in af.micro_batches(value, first)]
+
+    def count_of_part(part: Any) -> dict[str, Any]:
+        # it is what the loss is given
+        assert [torch.Tensor] * 2 == [*map(type, part)]
+        return count(part)
+
+    def trained(setup: Any, value: Any) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 2, dtype=torch.float64),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            data=af.Data([*zip(*whole, strict=True)], batch_size=len(whole[0])),
+            setup=setup,
+        )
+        given = next(iter(af.batches(state))) if is_batch else value
+        step = af.make_step(both, count=count_of_part)
+        return dict(step(state, given)[0].params)
+
+    ways = [
+        af.accumulate(num_micro_batches=n, name=f"into_{i}") for i, n in enumerate(cuts)
+    ]
+    want, got = trained(None, whole), trained(af.chain(*ways), cut(whole, cuts))
+    assert differences(want, got, within=1e-9) == []
 
 
 @given(sizes=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), max_size=3))

@@ -407,7 +407,13 @@ def test_other_ranks_go_on(
     def seen(state: af.TrainState) -> dict[str, Any]:
         slot = state.copy().slots["diloco"]
         held = {n: p.clone() for n, p in state.params.items()}
-        return {"params": held, "error": slot["error"], "anchor": slot["anchor"]}
+        counts = {str(i): torch.tensor(1.0 * w) for i, w in enumerate(slot["weights"])}
+        return {
+            "params": held,
+            "seen": counts,
+            "error": slot["error"],
+            "anchor": slot["anchor"],
+        }
 
     with tempfile.TemporaryDirectory() as folder:
 
@@ -425,7 +431,7 @@ def test_other_ranks_go_on(
             return found, af.finalize(state).params
 
         before, after = simulate(moves.ranks, save), simulate(others, go_on)
-    for field in ("params", "error", "anchor"):
+    for field in ("params", "seen", "error", "anchor"):
         one, two = (mean([found for found, _ in r], field) for r in (before, after))
         assert close(one, two)
     assert close(dict(before[0][1]), dict(after[0][1]))

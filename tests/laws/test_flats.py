@@ -15,6 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.definition.layout import Layout
+from accelfn.engine.zero import places
 from accelfn.engine.zero.flats import (
     FlatOptState,
     FlatParams,
@@ -224,9 +225,9 @@ def moves(draw: st.DrawFn) -> tuple[int, list[int], list[Any], list[Any]]:
     )
 
 
-@given(case=moves())
-def test_each_rank_gets_the_elements_that_it_wants(case: Any) -> None:
-    """However they lie, and whether several have them."""
+@given(case=moves(), at_once=st.sampled_from([places._AT_ONCE, 4, 40]))
+def test_each_rank_gets_the_elements_that_it_wants(case: Any, at_once: int) -> None:
+    """However they lie, whether several have them, and in however many calls they go."""
     ranks, counts, have, want = case
     whole = {str(i): torch.arange(n) * 1.0 + 100 * i for i, n in enumerate(counts)}
 
@@ -237,10 +238,13 @@ def test_each_rank_gets_the_elements_that_it_wants(case: Any) -> None:
 
         named = [{str(i): r for i, r in enumerate(runs)} for runs in (have, want)]
         found = moved(mine(have), *named, world, label="move")
+        assert sorted(found) == sorted(whole)
         for name, piece in mine(want).items():
             assert torch.equal(piece, found[name])
 
-    simulate(ranks, fn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "_AT_ONCE", at_once)
+        simulate(ranks, fn)
 
 
 @given(count=st.integers(0, 20), part=st.integers(1, 6), ranks=st.integers(1, 5))

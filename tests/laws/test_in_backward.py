@@ -245,15 +245,42 @@ def test_an_optimizer_that_couples_parameters_is_refused(rate: float) -> None:
         )
 
 
-@given(run=runs(kind="plain"), size=st.integers(1, 2))
-def test_gradients_by_themselves_are_refused(run: Run, size: int) -> None:
-    """There is nothing that value_and_grad could return, so it says what to call."""
+@given(
+    run=runs(kind="plain"),
+    size=st.integers(1, 2),
+    failed=st.sampled_from([None, "batch", "loss", "extras"]),
+)
+def test_gradients_by_themselves_are_refused(
+    run: Run, size: int, failed: str | None
+) -> None:
+    """There is nothing that value_and_grad could return, so it says what to call.
+
+    So it does after a step that raised before its backward pass, which leaves no plan.
+    """
+
+    def loss_fn(model: nn.Module, batch: object, *extras: object) -> object:
+        found = LOSSES[run.loss](model, batch)
+        if extras:
+            raise ZeroDivisionError
+        return found
 
     def take(world: af.World) -> None:
         state = attrs.evolve(run, setup=af.chain(DDP, IN_BACKWARD)).state(world)
-        compute = af.value_and_grad(LOSSES[run.loss])
+        first = next(iter(af.batches(state)))
+        before, step = tensors(state), af.make_step(loss_fn)
+        if failed == "batch":
+            later = next(iter(af.batches(af.seek(state, 0, epoch=1))))
+            with pytest.raises(af.BatchError, match="epoch 1"):
+                step(state, later)
+        elif failed == "loss":
+            with pytest.raises(ZeroDivisionError):
+                step(state, first, "extra")
+        elif failed == "extras":
+            with pytest.raises(TypeError):
+                af.make_step(LOSSES[run.loss])(state, first, "extra")
         with pytest.raises(af.GradsError, match="make_step"):
-            compute(state, next(iter(af.batches(state))))
+            af.value_and_grad(loss_fn)(state, first)
+        assert differences(before, tensors(state)) == []
         run.train(state, 1)
 
     simulate(size, take)

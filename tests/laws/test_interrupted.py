@@ -138,6 +138,7 @@ def half(optimizer: str, updates: int) -> Case:
 @given(case=cases(), part=st.floats(0, 1, exclude_max=True))
 @example(half("past", 1), 0.5)  # it has written, and nobody counted
 @example(half("decay", 2), 0.2)  # it has not, and an update before has
+@example(half("adamw", 1), 0.03)  # it has, of what the update before has made
 def test_a_step_that_raises_leaves_a_state_or_none(case: Case, part: float) -> None:
     """Wherever it raises, the state is as it was, bitwise, and goes on so; or is refused.
 

@@ -43,21 +43,37 @@ def said(fn: Callable[[], object]) -> list[str]:
     return [str(each.message) for each in found]
 
 
+THEN: dict[str, Callable[[af.TrainState], af.TrainState]] = {
+    "copied": lambda state: state.copy(),
+    "nothing": lambda state: state,
+    "an entry": lambda state: state.with_slot("mine", 1),
+    "averaged": lambda state: state.with_setup(af.chain(SETUP, af.ema(0.5))),
+}
+"""What may be done to a state that trains nothing."""
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 4))
 
 
 @given(
     sizes=sizes,
-    updates=st.integers(0, 12),
+    updates=st.none() | st.integers(0, 12),
     epochs=st.integers(1, 4),
     loaded=st.booleans(),
+    then=st.sampled_from([*THEN]),
     ranks=st.integers(1, 2),
 )
 def test_a_loop_that_does_nothing_says_so(
-    sizes: tuple[int, int], updates: int, epochs: int, ranks: int, *, loaded: bool
+    sizes: tuple[int, int],
+    updates: int | None,
+    epochs: int,
+    then: str,
+    ranks: int,
+    *,
+    loaded: bool,
 ) -> None:
     """A9: it is told where the state stands; a loaded run that is just complete is let be."""
     per_epoch = -(-sizes[0] // sizes[1])
+    if updates is None:  # just all
+        updates = epochs * per_epoch
     behind, within = divmod(updates, per_epoch)
 
     def rank(world: af.World, folder: str) -> int:
@@ -67,7 +83,7 @@ def test_a_loop_that_does_nothing_says_so(
         if loaded:
             af.save(state, folder)
             state = af.load(create(*sizes, world), folder)
-        return len(list(af.batches(state, epochs=epochs)))
+        return len(list(af.batches(THEN[then](state), epochs=epochs)))
 
     with tempfile.TemporaryDirectory() as folder:
         found: list[int] = []

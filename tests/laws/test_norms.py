@@ -35,6 +35,9 @@ pieces = st.lists(
     axes={"dp_shard": 2},
     wrong=[],
 )
+@example(  # of no elements
+    given=[Piece((0,), torch.bfloat16, (None, None))], axes={"dp_shard": 2}, wrong=[]
+)
 @given(
     given=pieces,
     axes=st.sampled_from(AXES),
@@ -67,6 +70,7 @@ def test_the_norm_of_parts_is_that_of_the_whole(
     found = simulate(prod(axes.values()), norms, axes=axes).results
     for power, *each in zip(POWERS, *found, strict=True):
         assert len({norm.dtype for norm in each}) == 1
+        assert each[0].dtype.itemsize >= 4  # of 16 bits, too, and of no elements
         expected = flat.norm(power) if count else torch.zeros(())
         if expected.isfinite():
             assert [*map(float, each)] == [

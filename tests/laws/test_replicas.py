@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that hold different parameters are found out, and those that agree are let be."""
 
+from collections.abc import Callable
+
 import attrs
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.base.pending import Pending
 from accelfn.collectives import checksum
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP
@@ -182,9 +185,28 @@ def test_whatever_differs_in_a_state_is_named(field: str, culprit: int) -> None:
     assert "TrainState.create" not in text
 
 
+@attrs.frozen
+class Keeping:
+    """An object that says its state."""
+
+    values: list[object]
+
+    def state_dict(self) -> dict[str, object]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+CONTAINERS: dict[str, Callable[[list[object]], object]] = {
+    "list": list,
+    "tuple": tuple,
+    "dict": lambda values: dict(enumerate(values)),
+    "pending": Pending.of,
+    "object": Keeping,
+}
 IN_SLOTS = st.recursive(
     st.just("leaf"),
-    lambda inner: st.tuples(st.sampled_from(["list", "tuple", "dict"]), inner),
+    lambda inner: st.tuples(st.sampled_from(sorted(CONTAINERS)), inner),
     max_leaves=4,
 )
 
@@ -195,8 +217,7 @@ def around(kinds: object, leaf: object) -> object:
         return leaf
     kind, inner = kinds
     values = [torch.ones(2), around(inner, leaf)]
-    made = {"list": list, "tuple": tuple, "dict": lambda v: dict(enumerate(v))}
-    return made[kind](values)
+    return CONTAINERS[kind](values)
 
 
 @given(
@@ -208,7 +229,7 @@ def around(kinds: object, leaf: object) -> object:
 def test_any_leaf_of_a_slot_is_compared(
     kinds: object, leaf: object, size: int, data: st.DataObject
 ) -> None:
-    """However deep it lies, in lists, tuples and dicts, and whatever it is."""
+    """However deep it lies, in whatever a slot may have, and whatever it is."""
     culprit = data.draw(st.integers(0, size - 1))
     other = leaf + 1 if isinstance(leaf, (torch.Tensor, int, float)) else "other"
 

@@ -139,15 +139,20 @@ def test_a_schedule_that_ends_before_the_run(end: int, by: str) -> None:
     assert f"0 from update {end} on" in said
 
 
-def test_rates_of_a_transform_are_its_own() -> None:
-    """Where a transform sets rates, the schedule's end is none."""
+@given(where=st.sampled_from(["lr", (0, "lr"), ("all", "lr")]))
+def test_rates_of_a_transform_are_its_own(where: Any) -> None:
+    """Where a transform sets rates, of all groups or of one, the schedule's end is none."""
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        params = [param for _, param in named]
+        return torch.optim.SGD([{"params": params, "name": "all"}], lr=0.1)
 
     @af.transform
     class Sets:
         def hyper(self, hyper: Any, slot: None, update: Any) -> Any:
-            return {"lr": 0.1}, slot
+            return {where: 0.1}, slot
 
-    assert told(af.schedules.linear(2), 40, setup=Sets()) == []
+    assert told(af.schedules.linear(2), 40, optimizer, setup=Sets()) == []
 
 
 def test_one_rank_tells() -> None:

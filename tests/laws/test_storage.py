@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.base import codec
 from accelfn.testing import simulate
 from tests.catalog import stacks
 from tests.laws.test_collectives import LAYOUTS, laid_out
@@ -97,6 +98,24 @@ def test_any_tree_comes_back(tree: Any, shared: torch.Tensor) -> None:
     assert same(slot, loaded)
     assert loaded["one"] is loaded["two"][0]
     assert same(slot, state.slots["mine"])
+
+
+# of which some, one within the other, read as another does, and some are no names
+KEYS = st.sampled_from(["a", "a.a", "a[0]", "\u00e9"])
+full_trees = st.recursive(
+    st.integers(0, 99).map(torch.tensor),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(KEYS, inner, min_size=1, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(tree=full_trees)
+def test_tensors_are_told_apart_by_their_places(tree: Any) -> None:
+    """Whatever keys are on the way to them, and however these read one after the other."""
+    assert same(tree, codec.from_bytes(codec.to_bytes(tree)))
 
 
 @st.composite

@@ -11,7 +11,6 @@ from accelfn.engine.compression import LowRank
 from accelfn.engine.module import apart
 from accelfn.loop import evaluate
 from accelfn.state import views
-from accelfn.transforms.compress import compress
 from tests.laws import test_draws
 from tests.laws.draws import ROWS
 from tests.mutants.mutant import Mutant, Place
@@ -52,14 +51,14 @@ MUTANTS = [
     _of(
         "factors of PowerSGD",
         "L50: two states of other names begin with the same factors",
-        compress._compression,
-        "state.seed, state.name, name → state.seed, name",
+        LowRank._drawn,
+        "self._seed, self._state, self.name → self._seed, self.name",
     ),
     _of(
         "factors of PowerSGD",
         "L50: all matrices begin with the same factor",
         LowRank._drawn,
-        "draws.key(self._key, name) → draws.key(self._key)",
+        "draws.key(key, name) → draws.key(key)",
     ),
     _of(
         "turns of batches in a window",

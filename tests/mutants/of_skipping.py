@@ -133,7 +133,7 @@ MUTANTS = [
         "L4: a loss with several denominators divides by what its first micro-batch has",
         test_counts.test_several_denominators_are_those_of_the_whole_update,
         value_and_grad._count,
-        "parts_of[-1](batch) → parts_of[-1](batch)[:1]",
+        "parts_of(part)] → parts_of(part)[:1]]",
     ),
     Mutant(
         "L3: a loss that divided by its count is divided by it once more",

@@ -1,31 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that a stranger chose from the code alone, which no law saw, and their kin."""
 
+from accelfn.base import codec
 from accelfn.checkpoint import commit, keep
 from accelfn.collectives import parts
 from accelfn.data import stream
-from accelfn.engine import agreement, compression
-from accelfn.loop import breakdown, evaluate, memory_use
+from accelfn.engine import agreement, buffers, compression, engine, watch
+from accelfn.engine.optimizer import live_optimizer
+from accelfn.engine.zero import places
+from accelfn.loop import batches, breakdown, evaluate, memory_use
 from accelfn.outer import fragments
-from accelfn.state import views
+from accelfn.state import alike, hyper, metrics, views
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.step import stages, value_and_grad
 from accelfn.testing.simulation import wire
 from accelfn.testing.traffic import traffic
 from accelfn.transforms import clip, context_parallel, diloco, local_sgd
 from accelfn.weights import import_state
 from tests.laws import (
+    test_buffers,
     test_compression,
+    test_counts,
     test_definitions,
     test_diloco,
     test_failing_saves,
+    test_flats,
     test_gradients,
     test_import_state,
+    test_in_backward,
+    test_interrupted,
     test_local_sgd,
+    test_loops_of_nothing,
     test_memory,
     test_norms,
     test_profiling,
     test_purity,
+    test_replicas,
+    test_schedule_advice,
+    test_shared_draws,
     test_storage,
     test_streams,
     test_tensor_parallel,
@@ -33,6 +46,7 @@ from tests.laws import (
     test_whole_tensors,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_batches, test_loss, test_step, test_views
 from tests.unit import test_context_parallel as unit
 
 OF_DATA = [
@@ -254,7 +268,190 @@ OF_IMPORTS = [
     ),
 ]
 
+INTERRUPTED = test_interrupted.test_a_step_that_raises_leaves_a_state_or_none
+BUFFERS = test_buffers.test_buffers_are_those_of_the_passes_that_were_applied
+EMPTY = test_views.test_after_the_block_it_is_empty
+SOUGHT = test_batches.test_seeking_gives_the_batches_that_a_run_had_left
+
+OF_TRAINING = [
+    Mutant(
+        "L22: a buffer that took another shape is written by the next pass, applied or not",
+        BUFFERS,
+        buffers.Buffers.commit,
+        "self._home[name].data = value.clone() → self._home[name].data = value",
+    ),
+    Mutant(
+        "L22: a pass writes into the state's own buffer where the last one's had another shape",
+        BUFFERS,
+        buffers.Buffers.begin,
+        "self._place(each, sources[name].clone()) → self._place(each, sources[name])",
+    ),
+    Mutant(
+        "L22: a pass that raised leaves the memory that it gave to a buffer in the model",
+        BUFFERS,
+        buffers.Buffers.abandon,
+        "self._place(each, self._scratch[each.name]) → pass",
+    ),
+    Mutant(
+        "a module that was lent keeps the state's buffers",
+        EMPTY,
+        views.bind,
+        "[*module.parameters(), *module.buffers()] → module.parameters()",
+        args={"error": None},
+    ),
+    Mutant(
+        "a module that was lent keeps the state's memory, of which it shows nothing",
+        EMPTY,
+        views.bind,
+        "torch.empty(0, dtype=tensor.dtype, device=tensor.device) → tensor.data.view(-1)[:0]",
+        args={"error": None},
+    ),
+    Mutant(
+        "seeking without an epoch is seeking in the first",
+        SOUGHT,
+        batches.seek,
+        "state.cursor.epoch if epoch is None else epoch → epoch or 0",
+    ),
+    Mutant(
+        "seeking is seeking in the epoch in which the state stands, whichever is told",
+        SOUGHT,
+        batches.seek,
+        "state.cursor.epoch if epoch is None else epoch → state.cursor.epoch",
+    ),
+    Mutant(
+        "L50: losses of a run that is resumed in a state of another seed draw by that one",
+        test_shared_draws.test_what_is_loaded_draws_by_its_own_seed,
+        engine.Engine._key,
+        "self._key_of[0] != state.seed → self._key_of[0] is None",
+    ),
+    Mutant(
+        "L50: factors of PowerSGD are drawn by the seed of the first state of an engine",
+        test_shared_draws.test_what_is_loaded_draws_by_its_own_seed,
+        compression.LowRank.begin,
+        "self._before, self._seed, self._scale = slot, seed, loss_scale"
+        " → self._before, self._seed, self._scale = slot, self._seed or seed, loss_scale",
+    ),
+    Mutant(
+        "L22: a step that raised before its backward pass leaves a plan to the next pass",
+        test_in_backward.test_gradients_by_themselves_are_refused,
+        stages.take_in_backward,
+        "engine.forget_plan()  # it may not have come to the backward pass → pass",
+    ),
+    Mutant(
+        "L2: ranks move elements in as many calls as each has bytes for",
+        test_flats.test_each_rank_gets_the_elements_that_it_wants,
+        places._by_calls,
+        "have[name][-1][1] * piece.element_size() → piece.numel() * piece.element_size()",
+    ),
+    Mutant(
+        "L41: elements for which a call has no room any more are in none",
+        test_flats.test_each_rank_gets_the_elements_that_it_wants,
+        places._by_calls,
+        "names, total = [], 0\n        names.append(name)"
+        " → names, total = [], 0; continue\n        names.append(name)",
+    ),
+    Mutant(
+        "L41: of two tensors whose places read alike the last one is saved for both",
+        test_storage.test_tensors_are_told_apart_by_their_places,
+        codec.Table.put,
+        "if not _NAME.fullmatch(path) or path in self: → if not _NAME.fullmatch(path):",
+    ),
+    Mutant(
+        "L41: tensors whose places read alike, or as no name, are saved as one",
+        test_storage.test_tensors_are_told_apart_by_their_places,
+        codec.Table.put,
+        'name = f"<{len(self)}>" → name = "<other>"',
+    ),
+    Mutant(
+        "L45: ranks of another number have each seen as much as all before together",
+        test_diloco.test_other_ranks_go_on,
+        diloco.diloco.merge,
+        "mean = [sum(each) / count for → mean = [sum(each) for",
+    ),
+    Mutant(
+        "L2: replicas agree that differ in values that are on their way",
+        test_replicas.test_any_leaf_of_a_slot_is_compared,
+        alike._rows,
+        "elif isinstance(value, Pending): → elif False:",
+    ),
+    Mutant(
+        "L2: replicas agree that differ in the state of an object",
+        test_replicas.test_any_leaf_of_a_slot_is_compared,
+        alike._rows,
+        "elif has_state(value): → elif False:",
+    ),
+    Mutant(
+        "L22: of an update that raised nobody looks at what the one before had made",
+        INTERRUPTED,
+        live_optimizer.LiveOptimizer.finish,
+        "self._watch = None → pass",
+    ),
+    Mutant(
+        "L22: of an update that raised nobody looks at what an optimizer keeps",
+        INTERRUPTED,
+        watch._tensors_of,
+        "for entry in (*states, *groups) → for entry in groups",
+    ),
+    Mutant(
+        "L30: of several that cut a plain value the last is asked for its parts alone",
+        test_counts.test_parts_of_parts_are_counted,
+        value_and_grad._count,
+        "for parts_of in cuts:  # → for parts_of in cuts[-1:]:  #",
+    ),
+    Mutant(
+        "L30: the last of several that cut a plain value is asked first for its parts",
+        test_counts.test_parts_of_parts_are_counted,
+        value_and_grad._count,
+        "for parts_of in cuts:  # → for parts_of in reversed(cuts):  #",
+    ),
+    Mutant(
+        "parameter groups are counted from the last by numbers below 0",
+        test_step.test_hyper_of_nothing,
+        hyper._chosen,
+        "0 <= wanted < len(groups) → wanted < len(groups)",
+        args={"where": (-1, "lr")},
+    ),
+    Mutant(
+        "what follows the name of a hyperparameter is not looked at",
+        test_step.test_hyper_of_nothing,
+        hyper._chosen,
+        "isinstance(where, tuple) and len(where) == 2 → isinstance(where, tuple)",
+        args={"where": (0, "lr", "betas")},
+    ),
+    Mutant(
+        "L43: a transform that sets the rate of a group is told that the schedule is over",
+        test_schedule_advice.test_rates_of_a_transform_are_its_own,
+        hyper._planned,
+        "w if isinstance(w, str) else w[-1] for w in found → w for w in found",
+    ),
+    Mutant(
+        "L39: a copy of a complete run that was loaded says that it has no batch",
+        test_loops_of_nothing.test_a_loop_that_does_nothing_says_so,
+        TrainState.copy,
+        "lease=Lease(is_loaded=self.lease.is_loaded) → lease=Lease()",
+    ),
+    Mutant(
+        "L14: the norm of no elements is as narrow as they are",
+        NORMS,
+        clip._norm_here,
+        "nothing if nothing.dtype.itemsize >= 4 else nothing.float() → nothing",
+    ),
+    Mutant(
+        "adding metrics changes the first of them",
+        test_loss.test_metrics_add_by_weight,
+        metrics.Metrics.__add__,
+        "sums = dict(self._sums) → sums = self._sums",
+    ),
+    Mutant(
+        "of two metrics of one name the second counts alone",
+        test_loss.test_metrics_add_by_weight,
+        metrics.Metrics.__add__,
+        "sums[name] + entry if name in sums else entry → entry",
+    ),
+]
+
 MUTANTS = [
+    *OF_TRAINING,
     *OF_IMPORTS,
     *OF_TRAFFIC,
     *OF_STATES,

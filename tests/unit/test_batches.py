@@ -185,16 +185,24 @@ def test_shown_as_its_place():
     n=st.integers(1, 20),
     batch_size=st.integers(1, 6),
     epoch=st.integers(0, 2),
+    is_there=st.booleans(),
     data=st.data(),
 )
-def test_seeking_gives_the_batches_that_a_run_had_left(n, batch_size, epoch, data):
+def test_seeking_gives_the_batches_that_a_run_had_left(
+    n, batch_size, epoch, is_there, data
+):
+    """Of the epoch that is told, or of that in which the state stands."""
     state = linear_state(
         data=af.Data(torch.arange(n), batch_size=batch_size, shuffle=True)
     )
     updates = -(-n // batch_size)
     done = data.draw(st.integers(0, updates - 1))
     whole = [b.indices.tolist() for b in af.batches(state, epochs=epoch + 1)]
-    later = af.seek(state, done * batch_size, epoch=epoch)
+    if is_there:
+        there = af.seek(state, 0, epoch=epoch)
+        later = af.seek(there, done * batch_size)
+    else:
+        later = af.seek(state, done * batch_size, epoch=epoch)
     rest = [b.indices.tolist() for b in af.batches(later, epochs=epoch + 1)]
     assert rest == whole[epoch * updates + done :]
     assert later.params["weight"] is state.params["weight"]

@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -286,13 +288,34 @@ def test_aux_has_the_weight_of_the_loss_or_its_own():
     }
 
 
-def test_metrics_add_by_weight():
-    """Means of uneven parts add to the mean of all; names of one side are kept."""
-    a = af.Metrics({"loss": (torch.tensor(6.0), 2), "only": (1.0, 1)})
-    b = af.Metrics({"loss": (torch.tensor(3.0), 1)})
-    assert {n: float((a + b)[n]) for n in a + b} == {"loss": 3.0, "only": 1.0}
-    assert af.mean(a + b, af.World()) == {"loss": 3.0, "only": 1.0}
-    assert float(a["loss"]) == 3.0
+COUNTED = st.dictionaries(
+    st.sampled_from(["loss", "right", "only"]),
+    st.tuples(st.integers(-9, 9), st.integers(0, 9)),
+)
+
+
+@given(told=st.lists(COUNTED, min_size=1, max_size=4), cut=st.integers(0, 4))
+def test_metrics_add_by_weight(told, cut):
+    """Totals and weights add by name, however they are grouped; what is added stays."""
+    parts = [af.Metrics(each) for each in told]
+    nothing = af.Metrics({})
+    grouped = sum(parts[:cut], nothing) + sum(parts[cut:], nothing)
+    whole = sum(parts)
+    expected = {
+        name: tuple(map(sum, zip(*(t[name] for t in told if name in t), strict=True)))
+        for name in {name for each in told for name in each}
+    }
+    assert expected == sums_of(whole) == sums_of(grouped)
+    assert told == [sums_of(each) for each in parts]
+    assert af.mean(whole, af.World()) == {
+        name: total / weight if weight else 0.0
+        for name, (total, weight) in expected.items()
+    }
+
+
+def sums_of(metrics):
+    """Return totals and weights by name."""
+    return {name: (each.total, each.weight) for name, each in metrics.sums.items()}
 
 
 def test_metrics_of_steps_add_to_the_mean_of_samples():

@@ -72,12 +72,13 @@ def test_written_into_a_bound_module():
 def test_after_the_block_it_is_empty(error):
     """After the block the module holds nothing, and the state all it had."""
     state = make()
-    before = bits(state.params)
+    before = bits(state.params), bits(state.buffers)
     with suppress(ZeroDivisionError), af.bind(state) as model:
         if error:
             raise error
-    assert sorted({param.numel() for param in model.parameters()}) == [0]
-    assert before == bits(state.params)
+    left = [*model.parameters(), *model.buffers()]
+    assert {(0, 0)} == {(t.numel(), t.untyped_storage().nbytes()) for t in left}
+    assert before == (bits(state.params), bits(state.buffers))
 
 
 def test_evaluated_parameters():
