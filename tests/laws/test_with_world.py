@@ -28,6 +28,21 @@ SETUPS = {
     "diloco": (af.diloco(sync_every=4, fragments=2, delay=1, bits=8),),
     "fsdp": (af.wrap_fsdp(), af.ema(0.5)),
 }
+
+
+class Counting:
+    """A user's own object, which has a state."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
 WORLDS = [  # ranks in all, ranks that have a state, ranks that go on together
     *[(2, 2, 2), (2, 2, 1), (2, 1, 2), (3, 3, 1), (3, 1, 3)],
     *[(4, 4, 2), (4, 2, 4), (4, 2, 2), (6, 3, 2), (6, 2, 3)],
@@ -57,15 +72,16 @@ def test_a_state_that_is_moved_was_saved_and_loaded(
     def fn(world: af.World) -> list[list[str]]:
         old, new = world.split(size=givers), world.split(size=size)
         gives = world.rank < givers
-        state = run.state(old)
+        state = run.state(old).with_slot("own", Counting(5 * gives))
         if gives:
             state, _ = run.train(state, at)
             af.save(state, to)
         af.barrier(world)
-        loaded = af.load(run.state(new), to)
+        loaded = af.load(run.state(new).with_slot("own", Counting(0)), to)
         among = None if size == total else world
         moved = af.with_world(state, new, among=among, newcomer=not gives)
         assert moved.world is new
+        assert moved.slots["own"].number == loaded.slots["own"].number == 5
         same, had = differences(tensors(loaded), tensors(moved)), tensors(state.copy())
         ends = [tensors(run.train(each, 2)[0]) for each in (loaded, moved)]
         return [same, differences(*ends), differences(had, tensors(state))]

@@ -1,12 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs of kinds that no law saw, found by planting some that were chosen from the code alone."""
 
-from accelfn.collectives import averages
+from accelfn.checkpoint import commit, moving, retention, store
+from accelfn.collectives import averages, in_few_bits
+from accelfn.launching import script
+from accelfn.loop import profiling
+from accelfn.placing import guests
+from accelfn.weights import import_state
 from accelfn.world import regrouping
-from tests.laws import test_pending, test_regroup
+from tests.laws import (
+    test_failing_saves,
+    test_few_bits,
+    test_import_state,
+    test_pending,
+    test_placing,
+    test_regroup,
+    test_with_world,
+)
 from tests.mutants.mutant import Mutant
+from tests.unit import test_checkpoint, test_launch, test_profiling, test_regrouping
 
 WAITING = test_regroup.test_who_has_asked_and_is_not_in_is_awaited
+IN_BITS = test_few_bits.test_a_mean_is_of_what_was_sent
+DUE = test_checkpoint.test_a_save_is_due_when_its_period_is_over
+NAMED = test_failing_saves.test_a_save_names_whose_error_it_was
 BY_WEIGHT = test_pending.test_a_mean_is_by_weight
 
 MUTANTS = [
@@ -33,5 +50,111 @@ MUTANTS = [
         BY_WEIGHT,
         averages._buckets,
         "if bucket and piece.numel() > room: → if bucket and piece.numel() > most + room:",
+    ),
+    Mutant(
+        "L54: what rank 0 has begun stays where another rank could not begin",
+        NAMED,
+        commit.Save.agreed,
+        'what != "begin" or failure is None → what != "begin"',
+    ),
+    Mutant(
+        "L54: a checkpoint that cannot be read back is there all the same",
+        NAMED,
+        retention.Retention.after,
+        "keeping.discard(self.directory, step) → pass",
+    ),
+    Mutant(
+        "L54: what was written stays where the manifest could not be",
+        NAMED,
+        commit.Save.agreed,
+        "disk.remove(self.partial) → commits or disk.remove(self.partial)",
+    ),
+    Mutant(
+        "L42: an imported state has skipped the updates of the one that it was imported into",
+        test_import_state.test_what_is_exported_for_torch_is_all_there,
+        import_state._read,
+        'fields["step"], fields["num_skipped"] = step, 0 → fields["step"] = step',
+    ),
+    Mutant(
+        "ranks that waited for one in vain wait for another world the next time",
+        test_regrouping.test_who_was_missed_is_met_when_it_comes,
+        regrouping.Launched._next,
+        "self._number -= 1 → pass",
+        args={"times": 1},
+    ),
+    Mutant(
+        "ranks that waited for one in vain have not come any more",
+        test_regrouping.test_who_was_missed_is_met_when_it_comes,
+        regrouping.Launched._next,
+        "self._number -= 1 → self._number = 0 - self._number",
+        args={"times": 3},
+    ),
+    Mutant(
+        "shapes that were recorded to count operations cannot be looked at",
+        test_profiling.test_what_is_recorded_beside_times,
+        profiling.Profiler.__init__,
+        ' or recorded["with_flops"] → ',
+        args={"option": "with_flops"},
+    ),
+    Mutant(
+        "stacks that were recorded cannot be looked at",
+        test_profiling.test_what_is_recorded_beside_times,
+        profiling.Profiler.__init__,
+        'self._has_stacks = recorded["with_stack"] → self._has_stacks = recorded["with_modules"]',
+        args={"option": "with_stack"},
+    ),
+    Mutant(
+        "L3: where nobody has a weight, a mean in few bits is no number",
+        IN_BITS,
+        in_few_bits.summed,
+        "torch.where(total > 0, weights / total, 0) → (weights / total)",
+    ),
+    Mutant(
+        "L3: what the mean is rounded by is lost",
+        IN_BITS,
+        in_few_bits.summed,
+        "(mean - decoded(again, bits, dtype))[0] → (mean - mean)[0]",
+    ),
+    Mutant(
+        "L45: a user's own object is not there to take its state over, where layouts are begun anew",
+        test_with_world.test_a_state_that_is_moved_was_saved_and_loaded,
+        moving._begun,
+        "slots=own → slots={}",
+    ),
+    Mutant(
+        "each rank saves by a clock of its own",
+        DUE,
+        store.CheckpointStore.due,
+        'broadcast_object(over, state.world, label="store: due") → over',
+    ),
+    Mutant(
+        "a period begins when the store was made, whatever was saved since",
+        DUE,
+        store.CheckpointStore.save,
+        "self._last_saved = time.monotonic() → pass",
+    ),
+    Mutant(
+        "L47: after a pass that broke off, parameters stay where they were computed with",
+        test_placing.test_a_placed_model_computes_the_same,
+        guests.let_in,
+        "after, always_call=True → after",
+    ),
+    Mutant(
+        "L47: a parameter that was copied to be computed with stays so",
+        test_placing.test_a_placed_model_computes_the_same,
+        guests.Guest.go,
+        "self.param.data = self.home → pass",
+    ),
+    Mutant(
+        "a variable that a launch lends to its ranks is not put back",
+        test_launch.test_process_is_left_as_it_was,
+        script._environment,
+        "os.environ.update(before) → pass",
+    ),
+    Mutant(
+        "a variable that a launch lends to its ranks stays",
+        test_launch.test_process_is_left_as_it_was,
+        script._environment,
+        "del os.environ[name] → pass",
     ),
 ]
