@@ -116,7 +116,7 @@ MUTANTS = [
         "(mean - decoded(again, bits, dtype))[0] → (mean - mean)[0]",
     ),
     Mutant(
-        "L45: a user's own object is not there to take its state over, where layouts are begun anew",
+        "L45: a user's own object is not there to take its state, where layouts are begun anew",
         test_with_world.test_a_state_that_is_moved_was_saved_and_loaded,
         moving._begun,
         "slots=own → slots={}",
