@@ -2,6 +2,7 @@
 """A state moved to another world is the one that was saved and loaded there, bitwise."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
+from accelfn.checkpoint import moving
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
 from tests.laws.worlds import params
@@ -89,6 +92,30 @@ def test_a_state_that_is_moved_was_saved_and_loaded(
     with tempfile.TemporaryDirectory() as folder:
         to = str(Path(folder) / "saved")
         assert simulate(total, fn).results == ([[], [], []],) * total
+
+
+@given(layers=st.integers(3, 12), size=st.integers(2, 3), most=st.integers(9, 40))
+def test_small_tensors_are_handed_over_together(
+    layers: int, size: int, most: int
+) -> None:
+    """All calls of a rank that gives but the last have as many bytes as go together."""
+
+    def fn(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers))),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            world=world,
+        )
+        af.with_world(state, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moving, "_AT_ONCE", most)
+        log = simulate(size, fn).log
+    given_ = [each for each in log if each.label == "with_world: hand over"]
+    for root in range(size):
+        *full, last = [each.num_bytes for each in given_ if each.root == root] or [1]
+        assert all(each >= most for each in full)
+        assert last > 0
 
 
 COPIES = {"dp_replicate": 2, "dp_shard": 2}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs of kinds that no law saw, found by planting some that were chosen from the code alone."""
 
-from accelfn.checkpoint import commit, moving, retention, store
-from accelfn.collectives import averages, in_few_bits
+from accelfn.checkpoint import background, commit, moving, retention, store
+from accelfn.collectives import averages, in_few_bits, parts
 from accelfn.launching import script
 from accelfn.loop import profiling
 from accelfn.placing import guests
+from accelfn.track import report
 from accelfn.weights import import_state
-from accelfn.world import regrouping
+from accelfn.world import connection, regrouping, world
 from tests.laws import (
     test_failing_saves,
     test_few_bits,
@@ -15,14 +16,26 @@ from tests.laws import (
     test_pending,
     test_placing,
     test_regroup,
+    test_whole_tensors,
     test_with_world,
 )
 from tests.mutants.mutant import Mutant
-from tests.unit import test_checkpoint, test_launch, test_profiling, test_regrouping
+from tests.unit import (
+    test_background,
+    test_checkpoint,
+    test_launch,
+    test_profiling,
+    test_regrouping,
+    test_roll_call,
+    test_track_report,
+)
+from tests.unit import test_import_state as test_import_state_
 
 WAITING = test_regroup.test_who_has_asked_and_is_not_in_is_awaited
 IN_BITS = test_few_bits.test_a_mean_is_of_what_was_sent
 DUE = test_checkpoint.test_a_save_is_due_when_its_period_is_over
+WHOLES = test_whole_tensors.test_parts_are_gathered_to_what_was_cut
+HANDED = test_with_world.test_small_tensors_are_handed_over_together
 NAMED = test_failing_saves.test_a_save_names_whose_error_it_was
 BY_WEIGHT = test_pending.test_a_mean_is_by_weight
 
@@ -156,5 +169,93 @@ MUTANTS = [
         test_launch.test_process_is_left_as_it_was,
         script._environment,
         "del os.environ[name] → pass",
+    ),
+    Mutant(
+        "L47: after the first full call each part is gathered alone",
+        WHOLES,
+        parts._together,
+        "size, taken = 0, [] → taken = []",
+    ),
+    Mutant(
+        "L47: a call begins before the one before it is full",
+        WHOLES,
+        parts._together,
+        "taken and size + nbytes > _MOST → taken and size + 2 * nbytes > _MOST",
+    ),
+    Mutant(
+        "L45: after the first full call each tensor is handed over alone",
+        HANDED,
+        moving._some_at_once,
+        "begin = begin if names else entry.begin → begin = begin or entry.begin",
+    ),
+    Mutant(
+        "L45: each tensor is handed over alone",
+        HANDED,
+        moving._some_at_once,
+        "if entry.end - begin >= _AT_ONCE: → if entry.end > begin:",
+    ),
+    Mutant(
+        "a rank that was hurried long ago has no time to write",
+        test_background.test_how_long_a_rank_waits,
+        background.Talk._is_over,
+        "max(begun, hurried) → hurried",
+        args={"patience": 60.0, "hurried": 1.0},
+    ),
+    Mutant(
+        "a rank that is hurried is not patient any more, but for all its time",
+        test_background.test_how_long_a_rank_waits,
+        background.Talk._is_over,
+        "hurried is not None and now → hurried is not None and now - self.patience",
+        args={"patience": 60.0, "hurried": 102.0},
+    ),
+    Mutant(
+        "a store waits for minutes for a rank that is known to be lost",
+        test_background.test_a_save_that_waits_for_one_that_is_lost_is_hurried,
+        store.CheckpointStore.__exit__,
+        "writing.hurry() → pass",
+    ),
+    Mutant(
+        "an error is told in the world before, to ranks that have met anew",
+        test_roll_call.test_who_met_anew_is_told_of_an_error,
+        connection.Connection.fail,
+        "if self.successor is not None: → if False:",
+    ),
+    Mutant(
+        "a block that is broken off is left as if nothing was wrong",
+        test_roll_call.test_who_met_anew_is_told_of_an_error,
+        world.World.__exit__,
+        "self.connection.fail(error) → self.connection.leave()",
+    ),
+    Mutant(
+        "what is not imported is trained in both states",
+        test_import_state_.test_what_is_not_imported_is_its_own,
+        import_state._read,
+        "fields_of(state.copy()) → fields_of(state)",
+    ),
+    Mutant(
+        "half of a picture stays beside a run",
+        test_track_report.test_what_cannot_be_written_whole_is_not_there,
+        report._replace,
+        "draft.unlink(missing_ok=True) → pass",
+    ),
+    Mutant(
+        "a page is written where half of it may stay",
+        test_track_report.test_what_cannot_be_written_whole_is_not_there,
+        report._replace,
+        "write(draft) → write(path); write(draft)",
+    ),
+    Mutant(
+        "each rank restores the newest state that it sees itself",
+        test_checkpoint.test_all_ranks_restore_what_rank_0_sees,
+        store.CheckpointStore.restore,
+        'broadcast_object(found, state.world, label="store: restore") → self._listed()',
+        args={"step": None},
+    ),
+    Mutant(
+        "a rank restores the step that was asked for where it sees it, or refuses alone",
+        test_checkpoint.test_all_ranks_restore_what_rank_0_sees,
+        store.CheckpointStore.restore,
+        "step is not None and step not in steps: → step is not None and step not in self.steps:",
+        args={"step": 2},
     ),
 ]

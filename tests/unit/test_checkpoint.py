@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.checkpoint import keep
 from accelfn.testing import simulate
 from tests.states import bits, values
 
@@ -567,3 +568,19 @@ def test_a_transform_without_a_slot_may_go(tmp_path):
     assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
     with pytest.raises(af.CheckpointError, match=r"are gone \['ema'\]"):
         af.load(fresh().with_setup(None), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_all_ranks_restore_what_rank_0_sees(tmp_path, monkeypatch, step):
+    """A disk of several machines may list a checkpoint on one before it does on another."""
+    own, listed = threading.local(), keep.steps_in
+    for number in (1, 2):
+        af.save(attrs.evolve(small(), step=number), tmp_path / keep.name_of(number))
+    late = lambda folder: listed(folder)[: 2 - own.rank]  # noqa: E731
+
+    def train(world):
+        own.rank = world.rank
+        return af.CheckpointStore(tmp_path).restore(small(world), step=step).step
+
+    monkeypatch.setattr(keep, "steps_in", late)
+    assert simulate(2, train).results == (2, 2)
