@@ -85,8 +85,8 @@ def test_it_is_the_reduction(several: list[Call], size: int, order: Any) -> None
         st.sampled_from([*DTYPES[:2], torch.int64]), min_size=1, max_size=3
     ),
     times=st.integers(1, 6),
-    rows=st.integers(0, 5),
-    cap=st.sampled_from([1e-4, 1e-5, 25, None]),
+    rows=st.integers(0, 9),
+    cap=st.sampled_from([1e-4, 1e-4, 1e-5, None]),
     on_device=st.booleans(),
 )
 def test_a_mean_is_by_weight(
