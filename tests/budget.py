@@ -41,6 +41,7 @@ _NUMBERS = {
         "laws.test_frozen::test_what_is_frozen_stays",
         "laws.test_with_world::test_a_rank_that_fails_is_told_of_on_all",
         "laws.test_with_world::test_a_state_that_is_moved_was_saved_and_loaded",
+        "laws.test_with_world::test_small_tensors_are_handed_over_together",
         "laws.test_traffic::test_local_sgd_sends_what_ddp_sends_divided_by_its_period",
         "laws.test_traffic::test_other_calls_on_other_ranks_are_refused_by_name",
         "laws.test_traffic::test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all",

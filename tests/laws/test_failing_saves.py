@@ -32,8 +32,10 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "KeyError: 'a'": lambda: KeyError("a"),
     "OSError": OSError,
     "SystemExit: 3": lambda: SystemExit(3),
+    "bad": lambda: af.CheckpointCorruptError("bad"),
 }
 PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
+    "begin": (store, "contents_of", lambda state, *_: state.world.rank),
     "say what it holds": (commit, "_said", lambda job, *_: job.rank),
     "write its file": (files, "write", lambda path, *_: int(path.name[5:10])),
     "write the manifest": (disk, "rename", lambda *_: 0),
@@ -55,15 +57,21 @@ def causes(error: BaseException | None) -> list[BaseException]:
     async_=st.booleans(),
 )
 @example(size=1, rank=0, what="write its file", error="OSError", async_=False)
+@example(size=2, rank=0, what="read it back", error="bad", async_=True)
 def test_a_save_names_whose_error_it_was(
     size: int, rank: int, what: str, error: str, async_: bool
 ) -> None:
-    """B2: any error on a rank is told to all with its kind, and that rank has it as cause."""
-    if not async_ and (what == "divide" or error.startswith("SystemExit")):
+    """B2: any error on a rank is told to all with its kind, and that rank has it as cause.
+
+    Nothing is left of the save, unless it was stopped, nor of what cannot be read back.
+    """
+    if (not async_ or what == "begin") and error.startswith("SystemExit"):
         return  # such an error is that rank's own, and its end the others'
-    rank = (
-        rank % size if what in ("say what it holds", "write its file", "divide") else 0
-    )
+    if not async_ and what == "divide":
+        return
+    stopped = what == "divide" or error.startswith("SystemExit")
+    of_rank_0 = what in ("write the manifest", "read it back")
+    rank = 0 if of_rank_0 else rank % size
     owner, name, rank_of = PLACES[what]
     raised, act, told = ERRORS[error](), getattr(owner, name), list[str]()
 
@@ -79,6 +87,10 @@ def test_a_save_names_whose_error_it_was(
                 saved.wait()
             told.append(str(caught.value))
             assert (raised in causes(caught.value)) == (world.rank == rank)
+            gather_text("", world, label="failed")
+            assert stopped or list(root.glob(".tmp-*")) == []
+            if isinstance(raised, af.CheckpointError):
+                assert saved.steps == ()
             gather_text("", world, label="told")
             if world.is_main:
                 patches.close()
@@ -91,7 +103,6 @@ def test_a_save_names_whose_error_it_was(
         simulate(size, train)
     assert len(told) == size
     assert len(set(told)) == 1
-    stopped = what == "divide" or error.startswith("SystemExit")
     how = "failed" if stopped and what != "read it back" else f"could not {what}"
     how = "failed" if stopped else how
     assert f"step 1 was not saved: rank {rank} {how}: {error}. " in told[0]

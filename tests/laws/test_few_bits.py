@@ -7,7 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import accelfn as af
 from accelfn.collectives.few_bits import BLOCK, decoded, encoded, num_bytes
+from accelfn.collectives.in_few_bits import mean_of, start_mean, start_parts
+from accelfn.testing import simulate
 
 BITS = st.sampled_from([16, 8, 4])
 FLOATS = st.sampled_from([torch.float32, torch.float64])
@@ -70,3 +73,32 @@ def test_what_is_not_finite_shows(values: torch.Tensor, bits: int) -> None:
     assert found[0, :BLOCK].isnan().all()
     found[0, :BLOCK] = 0
     assert torch.equal(found, decoded(encoded(sound, bits), bits, values.dtype))
+
+
+@given(
+    count=st.sampled_from([1, BLOCK, 300]),
+    weights=st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=1, max_size=3),
+    bits=BITS,
+    seed=st.integers(0, 9),
+)
+def test_a_mean_is_of_what_was_sent(
+    count: int, weights: list[float], bits: int, seed: int
+) -> None:
+    """By weight, and 0 where nobody has any; with what is left out nothing is lost."""
+
+    def average(world: af.World) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(10 * seed + world.rank)
+        mine = torch.randn(count, dtype=torch.float64, generator=generator)
+        parts, left = start_parts(mine, weights[world.rank], world, bits, label="parts")
+        means, lost, weight = start_mean(
+            parts.wait(), world, bits, mine.dtype, label="means"
+        )
+        found = mean_of(means.wait(), bits, mine.dtype)[:count]
+        return mine - left, found, lost, weight
+
+    sent, found, lost, total = zip(*simulate(len(weights), average), strict=True)
+    sums = sum(weight * each for weight, each in zip(weights, sent, strict=True))
+    expected = sums / sum(weights) if any(weights) else torch.zeros(count)
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert {float(each) for each in total} == {sum(weights)}
+    assert torch.allclose(found[0] + torch.cat(lost)[:count], expected.double())

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import attrs
@@ -83,18 +84,24 @@ def test_it_is_the_reduction(several: list[Call], size: int, order: Any) -> None
     dtypes=st.lists(
         st.sampled_from([*DTYPES[:2], torch.int64]), min_size=1, max_size=3
     ),
+    times=st.integers(1, 6),
     rows=st.integers(0, 9),
-    cap=st.sampled_from([1e-5, 1e-5, 25, None]),
+    cap=st.sampled_from([1e-4, 1e-4, 1e-5, None]),
     on_device=st.booleans(),
 )
 def test_a_mean_is_by_weight(
     weights: list[int],
     dtypes: list[torch.dtype],
+    times: int,
     rows: int,
     cap: float | None,
     on_device: bool,
 ) -> None:
-    """It is that of all samples; where nobody has any ranks count alike; inputs stay."""
+    """It is that of all samples; where nobody has any ranks count alike; inputs stay.
+
+    No bucket is larger than it may be, and no two that follow one another fit in one.
+    """
+    dtypes = dtypes * times
     call = Call("mean", dtypes, (rows, 2), 0)
 
     def go(world: af.World) -> dict[str, torch.Tensor]:
@@ -105,8 +112,17 @@ def test_a_mean_is_by_weight(
         assert differences(values, call.values(world.rank)) == []
         return found
 
+    run = simulate(len(weights), go)
     counted = weights if any(weights) else [1] * len(weights)
-    for found in simulate(len(weights), go):
+    if cap is not None and any(weights):
+        of_kinds = groupby(run.log, lambda each: each.shapes.split()[-1])
+        for kind, buckets in of_kinds:
+            itemsize = getattr(torch, kind).itemsize
+            room = int(cap * 2**20) // itemsize
+            sizes = [each.num_bytes // itemsize - 1 for each in buckets]  # the weight
+            assert all(size <= room for size in sizes)
+            assert all(one + two > room for one, two in pairwise(sizes))
+    for found in run:
         for name, dtype in zip(found, dtypes, strict=True):
             given = [call.values(r)[name].double() for r in range(len(weights))]
             mean = sum(w * v for w, v in zip(counted, given, strict=True)) / sum(

@@ -8,12 +8,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, reject
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import RankCrashedError, SimulationError
 from accelfn.testing import Crash, Raise, simulate
+from accelfn.world.regrouping import Words
 from tests.laws.elastic import N, Training, as_saved, elastic, in_turns
 from tests.strategies import differences, tensors
 
@@ -396,3 +398,27 @@ def test_a_failed_run_says_how_it_was_elastic() -> None:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - its note is what is asked for
         simulate(2, fn, elastic=1)
     assert "elastic=1)" in raised.value.__notes__[0]
+
+
+@given(
+    acts=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["ask", "take", "lose"])),
+        max_size=20,
+    )
+)
+def test_who_has_asked_and_is_not_in_is_awaited(acts: list[tuple[int, str]]) -> None:
+    """Neither one that was taken in nor one that is gone lets others stop for it again."""
+    words, lives = Words.at(dist.HashStore()), [0, 0, 0]
+    waiting, taken = set[str](), dict[str, int]()
+    for number, (place, act) in enumerate(acts):
+        name = f"{place}.{lives[place]}"
+        if act == "ask" and name not in waiting:
+            words.ask_in(name)
+            waiting.add(name)
+        elif act != "ask" and name in waiting:
+            words.take_in(name, number if act == "take" else None)
+            waiting.remove(name)
+            taken |= {name: number} if act == "take" else {}
+            lives[place] += 1
+        assert words.num_waiting() == len(waiting)
+        assert words.taken(name) == taken.get(name)

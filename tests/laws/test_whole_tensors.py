@@ -92,6 +92,22 @@ pieces = st.builds(
 )
 
 
+def num_filled(sizes: list[int], most: int) -> int:
+    """Return how many calls there are where each takes what it may before the next begins."""
+    held: list[int] = []
+    for size in sizes:
+        if held and held[-1] + size <= most:
+            held[-1] += size
+        else:
+            held.append(size)
+    return len(held)
+
+
+@example(
+    given=[Piece((2, 2), torch.float32, (0, None))] * 7,
+    axes={"dp_shard": 2, "tp": 2},
+    most=64,
+)
 @example(
     given=[Piece((6, 2), torch.float32, (0, 0)), Piece((5, 4), torch.float32, (0, 1))],
     axes={"dp_shard": 2, "tp": 3},
@@ -142,6 +158,10 @@ def test_parts_are_gathered_to_what_was_cut(
         for (_, axes), each in groups.items()
     )
     assert least <= len(mine) <= greatest
+    filled = sum(
+        len(axes) * num_filled(each, most) for (_, axes), each in groups.items()
+    )
+    assert len(mine) == filled
 
 
 @given(

@@ -2,6 +2,7 @@
 """A state moved to another world is the one that was saved and loaded there, bitwise."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
+from accelfn.checkpoint import moving
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
 from tests.laws.worlds import params
@@ -28,6 +31,21 @@ SETUPS = {
     "diloco": (af.diloco(sync_every=4, fragments=2, delay=1, bits=8),),
     "fsdp": (af.wrap_fsdp(), af.ema(0.5)),
 }
+
+
+class Counting:
+    """A user's own object, which has a state."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
 WORLDS = [  # ranks in all, ranks that have a state, ranks that go on together
     *[(2, 2, 2), (2, 2, 1), (2, 1, 2), (3, 3, 1), (3, 1, 3)],
     *[(4, 4, 2), (4, 2, 4), (4, 2, 2), (6, 3, 2), (6, 2, 3)],
@@ -57,15 +75,16 @@ def test_a_state_that_is_moved_was_saved_and_loaded(
     def fn(world: af.World) -> list[list[str]]:
         old, new = world.split(size=givers), world.split(size=size)
         gives = world.rank < givers
-        state = run.state(old)
+        state = run.state(old).with_slot("own", Counting(5 * gives))
         if gives:
             state, _ = run.train(state, at)
             af.save(state, to)
         af.barrier(world)
-        loaded = af.load(run.state(new), to)
+        loaded = af.load(run.state(new).with_slot("own", Counting(0)), to)
         among = None if size == total else world
         moved = af.with_world(state, new, among=among, newcomer=not gives)
         assert moved.world is new
+        assert moved.slots["own"].number == loaded.slots["own"].number == 5
         same, had = differences(tensors(loaded), tensors(moved)), tensors(state.copy())
         ends = [tensors(run.train(each, 2)[0]) for each in (loaded, moved)]
         return [same, differences(*ends), differences(had, tensors(state))]
@@ -73,6 +92,30 @@ def test_a_state_that_is_moved_was_saved_and_loaded(
     with tempfile.TemporaryDirectory() as folder:
         to = str(Path(folder) / "saved")
         assert simulate(total, fn).results == ([[], [], []],) * total
+
+
+@given(layers=st.integers(3, 12), size=st.integers(2, 3), most=st.integers(9, 40))
+def test_small_tensors_are_handed_over_together(
+    layers: int, size: int, most: int
+) -> None:
+    """All calls of a rank that gives but the last have as many bytes as go together."""
+
+    def fn(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers))),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            world=world,
+        )
+        af.with_world(state, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moving, "_AT_ONCE", most)
+        log = simulate(size, fn).log
+    given_ = [each for each in log if each.label == "with_world: hand over"]
+    for root in range(size):
+        *full, last = [each.num_bytes for each in given_ if each.root == root] or [1]
+        assert all(each >= most for each in full)
+        assert last > 0
 
 
 COPIES = {"dp_replicate": 2, "dp_shard": 2}

@@ -25,6 +25,7 @@ from tests.mutants import (
     of_failing,
     of_groups,
     of_helpers,
+    of_hidden_kinds,
     of_imports,
     of_in_backward,
     of_interrupted,
@@ -131,4 +132,5 @@ MUTANTS = [
     *of_imports.MUTANTS,
     *of_zero.MUTANTS,
     *of_strangers.MUTANTS,
+    *of_hidden_kinds.MUTANTS,
 ]

@@ -2,26 +2,33 @@
 """Ranks that agree by files: who is waited for, for how long, and what is said of who is not."""
 
 import re
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import accelfn as af
 from accelfn.checkpoint import background, disk
-from accelfn.checkpoint.background import Talk, talk_directory
+from accelfn.checkpoint.background import Talk, Writing, talk_directory
 from accelfn.checkpoint.commit import Save
+from accelfn.checkpoint.save import contents_of
+from tests.states import linear_state
+
+
+def talk_in(folder, rank, patience=60.0):
+    """Return a rank's part of a talk of three."""
+    save = Save(final=folder / "step-00000002", step=2, rank=rank, size=3)
+    talk_directory(save.final).mkdir(exist_ok=True)
+    return Talk(save=save, patience=patience)
 
 
 @pytest.fixture
 def talks(tmp_path):
     """Return what makes a rank's part of a talk of three."""
-
-    def make(rank, patience=60.0):
-        save = Save(final=tmp_path / "step-00000002", step=2, rank=rank, size=3)
-        return Talk(save=save, patience=patience)
-
-    talk_directory(tmp_path / "step-00000002").mkdir()
-    return make
+    return partial(talk_in, tmp_path)
 
 
 def said(talk):
@@ -91,3 +98,42 @@ def test_a_copy_is_of_the_kind_that_the_tensor_is_now():
         assert torch.equal(copied, each)
         seen.append(copied)
     assert seen[0] is seen[1]
+
+
+@pytest.mark.parametrize("patience", [3.0, 60.0])
+@pytest.mark.parametrize("hurried", [None, 1.0, 99.0, 102.0, 103.0])
+def test_how_long_a_rank_waits(tmp_path, monkeypatch, patience, hurried):
+    """Its patience; and once another is known to be gone, some seconds from then or its turn."""
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(background, "time", clock)
+    talk = talk_in(tmp_path, 1, patience)
+    talk.hurried_at = hurried
+    assert "failed, left or did not arrive" in said(talk)
+    grace = patience if hurried is None else max(hurried - 100, 0) + 5
+    assert clock.now - 100 == pytest.approx(min(patience, grace), abs=0.06)
+
+
+def test_a_save_that_waits_for_one_that_is_lost_is_hurried(tmp_path, monkeypatch):
+    """Where the block of a store ends by a lost rank, its save waits for seconds, not minutes."""
+    waited, is_lost = 0.0, threading.Event()
+
+    def sleep(seconds):
+        nonlocal waited
+        if is_lost.is_set():
+            waited += seconds
+        time.sleep(0)
+
+    clock = SimpleNamespace(monotonic=lambda: waited, sleep=sleep)
+    monkeypatch.setattr(background, "time", clock)
+    saved = af.CheckpointStore(tmp_path)
+    save = Save(final=tmp_path / "step-00000002", step=2, rank=1, size=2)
+    talk_directory(save.final).mkdir()
+    contents = contents_of(linear_state(), "write")
+    saved._writing = Writing(save, contents, lambda: None, patience=None)
+    saved._writing.start()
+    is_lost.set()
+    with pytest.raises(af.PeerFailedError), saved:
+        raise af.PeerFailedError("rank 0 is lost")
+    assert 0 < waited < 60

@@ -4,6 +4,8 @@
 import itertools
 import math
 import os
+import tempfile
+import threading
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.checkpoint import keep
 from accelfn.testing import simulate
 from tests.states import bits, values
 
@@ -288,9 +291,9 @@ def test_metric_of_keep_best_that_is_somewhere(tmp_path, capsys, given):
     assert capsys.readouterr().err == ""
 
 
-def small():
+def small(world=None):
     """Return a state that is soon saved."""
-    return fresh(model=partial(nn.Linear, 3, 1), setup=None)
+    return fresh(model=partial(nn.Linear, 3, 1), setup=None, world=world)
 
 
 MEASURED = st.sampled_from([None, math.nan, 1.0, 2.0])
@@ -327,24 +330,34 @@ def test_what_is_kept_of_any_saves(tmp_path_factory, saves, keep, best_is):
             assert store.steps == tuple(sorted(there))
 
 
-@given(waits=st.lists(st.sampled_from([0, 4, 6, 10, 25]), min_size=1, max_size=5))
-def test_a_save_is_due_when_its_period_is_over(tmp_path_factory, waits):
-    """By `every=timedelta`, one is due so long after the last, or after the store was made."""
-    now, last, state = 0.0, 0.0, small()
-    clock = SimpleNamespace(monotonic=lambda: now)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelfn.checkpoint.store.time", clock)
-        store = af.CheckpointStore(
-            tmp_path_factory.mktemp("runs"), every=timedelta(seconds=10), async_=False
-        )
+@given(
+    waits=st.lists(st.sampled_from([0, 4, 6, 10, 25]), min_size=1, max_size=5),
+    size=st.integers(1, 3),
+)
+def test_a_save_is_due_when_its_period_is_over(waits, size):
+    """By `every=timedelta`, one is due so long after the last, or after the store was made.
+
+    All ranks save then, or none does, however far their clocks are apart.
+    """
+    own = threading.local()
+    clock = SimpleNamespace(monotonic=lambda: own.now)
+
+    def train(world):
+        own.now, last, first = 0.0, 0.0, small(world)
+        store = af.CheckpointStore(root, every=timedelta(seconds=10), async_=False)
         with store:
             for step, waited in enumerate(waits, start=1):
-                now += waited
-                state = attrs.evolve(state, step=step)
-                assert store.due(state) == (now - last >= 10)
+                state = attrs.evolve(first, step=step)
+                own.now += waited * (1 + world.rank)
+                last += waited
+                assert store.due(state) == (last >= 10)
                 if store.due(state):
                     store.save(state)
-                    last = now
+                    last = 0.0
+
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accelfn.checkpoint.store.time", clock)
+        simulate(size, train)
 
 
 @pytest.mark.parametrize(
@@ -567,3 +580,19 @@ def test_a_transform_without_a_slot_may_go(tmp_path):
     assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
     with pytest.raises(af.CheckpointError, match=r"are gone \['ema'\]"):
         af.load(fresh().with_setup(None), tmp_path / "saved")
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_all_ranks_restore_what_rank_0_sees(tmp_path, monkeypatch, step):
+    """A disk of several machines may list a checkpoint on one before it does on another."""
+    own, listed = threading.local(), keep.steps_in
+    for number in (1, 2):
+        af.save(attrs.evolve(small(), step=number), tmp_path / keep.name_of(number))
+    late = lambda folder: listed(folder)[: 2 - own.rank]  # noqa: E731
+
+    def train(world):
+        own.rank = world.rank
+        return af.CheckpointStore(tmp_path).restore(small(world), step=step).step
+
+    monkeypatch.setattr(keep, "steps_in", late)
+    assert simulate(2, train).results == (2, 2)

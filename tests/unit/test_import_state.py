@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.states import linear_state, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
@@ -263,3 +264,16 @@ def test_a_rank_that_cannot_read_tells_the_others(tmp_path):
     first, second = simulate(2, run)
     assert first.startswith("Rank 1 could not read its part, so no rank loads")
     assert "nowhere has neither" in second
+
+
+def test_what_is_not_imported_is_its_own(tmp_path):
+    """A state trains on from what it was given, and the one that it was given by stays."""
+    state = linear_state(optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))
+    step = af.make_step(lambda model, batch: model(batch).square().mean())
+    state, _ = step(state, torch.ones(1, 1))
+    af.export_model(state, tmp_path / "out")
+    before = values(state)
+    found = af.import_state(state, tmp_path / "out").state
+    assert values(found) == before
+    step(found, torch.ones(1, 1))
+    assert values(state) == before

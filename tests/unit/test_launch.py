@@ -254,13 +254,16 @@ def test_mistake_has_a_name():
 
 
 def test_process_is_left_as_it_was(monkeypatch):
-    """Launching changes neither the signal handlers nor the number of threads."""
+    """Launching changes neither the signal handlers nor the environment."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("ACCELFN_AXES", "dp_shard=1")
+    environment = dict(os.environ)
     signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
     handlers = [signal.getsignal(number) for number in signals]
-    assert launch_script(str(SCRIPTS / "tells.py"), [], nproc=2) == 0
+    script = str(SCRIPTS / "tells.py")
+    assert launch_script(script, [], nproc=2, axes="dp_shard=-1") == 0
     assert [signal.getsignal(number) for number in signals] == handlers
-    assert "OMP_NUM_THREADS" not in os.environ
+    assert dict(os.environ) == environment
 
 
 def test_the_one_report_is_ours(capfd, caplog):

@@ -105,6 +105,12 @@ def test_what_is_recorded_beside_times(tmp_path, option) -> None:
     assert ("Input Dims" in arguments) == (option in ("record_shapes", "with_flops"))
     assert ("Total Allocated" in arguments) == (option == "profile_memory")
     assert bool(product.stack) is False  # until it is asked for
+    if option in ("record_shapes", "with_flops"):
+        by_shape = profiler.key_averages(group_by_input_shape=True)
+        assert any(each.input_shapes for each in by_shape)
+    else:
+        with pytest.raises(af.ArgumentError, match="record_shapes=True"):
+            profiler.key_averages(group_by_input_shape=True)
     if option == "with_stack":
         by_line = profiler.key_averages(group_by_stack_n=40)
         stacks = [each.stack for each in by_line if each.key == "aten::addmm"]

@@ -43,6 +43,18 @@ def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
     assert words.has_come(1, "0.0")
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_who_was_missed_is_met_when_it_comes(times: int) -> None:
+    """However often the others waited in vain, it is the same world that they wait for."""
+    world, process, words = launched(timeout=0.05)
+    for _ in range(times):
+        with pytest.raises(af.PeerFailedError):
+            process.meet(world)
+    words.call(1, ["0.0"])
+    met = process.meet(world)
+    assert (met.rank, met.size) == (0, 1)
+
+
 def test_one_that_is_gone_before_it_arrives_is_done_without() -> None:
     """Who was called together and lost one meanwhile comes again, and the rest go on."""
     world, process, words = launched(timeout=30.0)

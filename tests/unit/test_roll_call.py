@@ -176,3 +176,15 @@ def test_who_keeps_the_store_stays_for_the_others(
     staying.join(HANGS)
     assert not staying.is_alive()
     second.connection.roll_call.linger()  # it keeps no store
+
+
+def test_who_met_anew_is_told_of_an_error() -> None:
+    """A block that began in the old world and is broken off lets those of the new one hear."""
+    (old, _), (new, other) = worlds(2), worlds(2)
+    old.connection.successor = new
+    with pytest.raises(ValueError, match="boom"), old:
+        raise ValueError("boom")
+    heard = other.connection.roll_call.hear()
+    assert {rank: each.how for rank, each in heard.items()} == {
+        0: "raised ValueError: boom"
+    }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelfn report`: the page is whole by itself, in a real browser too, and so is the picture."""
 
+import errno
 import http.server
 import json
 import math
@@ -262,3 +263,18 @@ def test_without_matplotlib_the_report_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["report", str(tmp_path)]) == 2
     assert 'pip install "accelfn[report]"' in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_whole_is_not_there(tmp_path, monkeypatch):
+    """Where the disk is full, no half of a picture is left, under any name."""
+    run = tmp_path / "run.jsonl"
+    with af.track.jsonl(run, world=af.World()) as tracker:
+        tracker({"loss": 1.0}, 1)
+
+    def fails(path, _drawn):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("accelfn.track.report.save_png", fails)
+    assert main(["report", str(run)]) == 2
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run.html", "run.jsonl"]
