@@ -122,4 +122,4 @@ class ZeroRunner:
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""
         self._is_over = True
-        parted()
+        parted(self._ranks)
