@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in reading what other libraries saved, and in writing what they read."""
 
+import torch
+
 from accelfn.checkpoint import files, to_torch
 from accelfn.weights import (
     accelerate,
@@ -108,6 +110,7 @@ MUTANTS = [
         unit_model.test_what_is_converted_piece_by_piece_is_all_there,
         shards.Shards.read_to,
         "tensor.view(-1).split(_PIECE) → [tensor.view(-1)[:_PIECE]]",
+        args={"there": torch.float32, "here": torch.bfloat16, "into": "factory"},
     ),
     Mutant(
         "memory in another order is taken for what lies in the file",
