@@ -17,6 +17,7 @@ from accelfn.collectives.packed import gather_bytes as gather_bytes
 from accelfn.collectives.packed import gather_text as gather_text
 from accelfn.collectives.packed import pack as pack
 from accelfn.collectives.packed import scatter_bytes as scatter_bytes
+from accelfn.collectives.packed import start_sum_ as start_sum_
 from accelfn.collectives.packed import sum_ as sum_
 from accelfn.collectives.packed import sum_named as sum_named
 from accelfn.collectives.packed import unpack_ as unpack_

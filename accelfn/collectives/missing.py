@@ -22,7 +22,7 @@ def missing(world: World, label: str) -> str:
     if roll is None:
         return _somebody(whole)
     whole.connection.tell(f"waited in {label!r}", is_waiting=True)
-    _wake(whole)
+    wake(whole)
     heard = roll.hear()
     if heard is None and roll.rank_0_keeps_it:
         return f"rank 0, or one before it, {_GONE}: the store that it keeps is silent."
@@ -33,7 +33,7 @@ def break_off(world: World, error: BaseException) -> None:
     """Let ranks that wait for this one fail now, and hear of it: it will not come."""
     whole = world.whole
     whole.connection.fail(error)
-    _wake(whole)
+    wake(whole)
 
 
 def _somebody(world: World) -> str:
@@ -59,7 +59,7 @@ def _told(world: World, label: str, heard: Mapping[int, Standing]) -> str:
     return f"{said} Elsewhere, {_listed(astray)}." if astray else said
 
 
-def _wake(world: World) -> None:
+def wake(world: World) -> None:
     """Let ranks that wait for this one fail too, and not at their timeout: it is broken.
 
     Gloo closes all of a rank's connections when a call on one of them times out.

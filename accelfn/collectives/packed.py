@@ -7,8 +7,8 @@ non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,21 @@ def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
     if world.size > 1:
         with naming(label, world):
             dist.all_reduce(flat, group=world.group)
+
+
+def start_sum_(flat: torch.Tensor, world: World, *, label: str) -> Callable[[], None]:
+    """Begin to sum one contiguous tensor over all ranks, in place; return what waits for it."""
+    world = alike(world, "all_reduce", label, [flat])
+    if world.size == 1:
+        return lambda: None
+    with naming(label, world):
+        work: Any = dist.all_reduce(flat, group=world.group, async_op=True)
+
+    def wait() -> None:
+        with naming(label, world, begins=False):
+            work.wait()
+
+    return wait
 
 
 def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) -> None:

@@ -8,7 +8,8 @@ others' waiting, and all meet in the world's own group, which no try has used.
 
 import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -20,6 +21,7 @@ from accelfn.base.arguments import check_integer
 from accelfn.base.calling import called
 from accelfn.collectives import all_gather, naming
 from accelfn.collectives.agreed import check_world
+from accelfn.collectives.missing import wake
 from accelfn.errors import (
     ArgumentError,
     Error,
@@ -42,7 +44,8 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
     `fn` is called anew for each batch size, so it creates its state and data inside, from
     the batch size and in the world that it is given: the same ranks, joined by a process
     group of this try's own. What it returns may go on to be used; its world is open as long as
-    the outer one. Nothing of a try that failed is kept.
+    the outer one. Nothing of a try that failed is kept. Meanwhile torch's default group is the
+    try's own, so packages that talk through it, as DeepSpeed does, take part.
 
     Out of memory is `torch.OutOfMemoryError`, `MemoryError`, and what the CPU's allocator,
     CUDA, cuBLAS and cuDNN raise for it. All other errors pass at once.
@@ -136,7 +139,7 @@ def _tried(fn: Callable[[int, World], R], batch_size: int, world: World) -> _Try
         if branch is world:
             result = fn(batch_size, world)
         else:
-            with naming(_LABEL, branch):
+            with naming(_LABEL, branch), _standing_in(branch):
                 result = fn(batch_size, branch)
     except Exception as error:
         if not isinstance(error, PeerFailedError) and not _is_out_of_memory(error):
@@ -205,7 +208,7 @@ def _check_group(world: World) -> None:
     is_whole = (
         world.group is dist.group.WORLD if simulated is None else simulated.is_whole
     )
-    if not is_whole:
+    if not is_whole or world.connection.is_branch:
         msg = (
             f"af.find_batch_size in a world of {world.size} ranks that is a part of the job,"
             " or the world of another search: it needs the job's whole world, as"
@@ -243,17 +246,32 @@ def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
     timeout = _backend(world).options._timeout
     group = dist.new_group(timeout=timeout, backend="gloo")
     branch = attrs.evolve(world, group=group, owns_group=False)
+    branch.connection.is_branch = True
     del group
     return branch, lambda: _leave(branch)
+
+
+@contextmanager
+def _standing_in(branch: World) -> Generator[None, None, None]:
+    """Let a branch's group be torch's default one, through which packages talk, as DeepSpeed."""
+    if branch.connection.simulated is not None:
+        yield
+        return
+    before, dist.group.WORLD = dist.group.WORLD, branch.group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
 
 
 def _leave(branch: World) -> None:
     """Close a group's connections, which is what the other ranks notice.
 
-    Gloo closes them when nothing refers to the group any more, so DistributedDataParallel,
-    which refers to itself, must be gone before.
+    Gloo closes them, too, when nothing refers to the group any more; but DeepSpeed's engine
+    does for ever, and DistributedDataParallel until it is collected.
     """
     group = branch.group
+    wake(branch)
     branch.connection.close()
     gc.collect()
     dist.destroy_process_group(group)

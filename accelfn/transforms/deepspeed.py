@@ -237,11 +237,11 @@ class wrap_deepspeed:
             )
             raise WorldError(msg)
         whole = world.whole
-        if whole.size > 1 and whole.group is not dist.group.WORLD:
+        is_own = whole.group is dist.group.WORLD or whole.connection.is_branch
+        if whole.size > 1 and not is_own:
             msg = (
                 f"{self!r}: DeepSpeed talks through the process's own group, and this world is"
-                " not all of it. Take the world of World.from_env(); af.find_batch_size, which"
-                " tries sizes in a second group, does not go with it."
+                " not all of it. Take the world of World.from_env()."
             )
             raise WorldError(msg)
 

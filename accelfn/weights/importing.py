@@ -58,8 +58,9 @@ def import_model(
     trains bitwise so, too.
 
     Cost: one reading, a tensor at a time: beside the model there is never more than one
-    tensor, or two while it is converted; none where the model has memory that fits. A factory
-    takes memory for one parameter at a time. With `mapped` no reading, and a page of memory
+    tensor; none where the model has memory that fits. What is converted on the host is
+    read in pieces of 2**18 elements, and is never there whole. A factory takes memory for one
+    parameter at a time. With `mapped` no reading, and a page of memory
     for each that was written to.
 
     Raises:

@@ -28,7 +28,8 @@ class Incoming:
         where: from where, as errors say it.
         tensors: their dtypes and shapes, by name; no values are taken from these.
         read: gives one by name, in memory that is then the model's.
-        read_to: reads one by name into memory that there is; None, if that cannot be.
+        read_to: reads one by name into memory that there is, of whichever floating-point dtype;
+            None, if that cannot be.
     """
 
     where: str
@@ -74,13 +75,22 @@ class Placement:
         return value.to(self.device(name, old), self._dtype(value, old))
 
     def has_room(self, value: torch.Tensor, name: str, old: torch.Tensor) -> bool:
-        """Whether there is memory on the host that a tensor goes to byte by byte."""
+        """Whether there is memory on the host that a tensor goes to, in the file's order."""
         return (
             old.device == torch.device("cpu") == self.device(name, old)
-            and old.dtype == value.dtype == self._dtype(value, old)
+            and old.dtype == self._dtype(value, old)
             and old.is_contiguous()
             and not (old.is_conj() or old.is_neg() or old.is_inference())
         )
+
+    def converted(
+        self, value: torch.Tensor, name: str, old: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return memory on the host for what is to be of another dtype; None where it is not."""
+        dtype, device = self._dtype(value, old), self.device(name, old)
+        if dtype == value.dtype or device != torch.device("cpu"):
+            return None
+        return torch.empty(value.shape, dtype=dtype, device=device)
 
     def _dtype(self, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
         if not value.is_floating_point():
@@ -157,7 +167,12 @@ def _give(
         incoming.read_to(name, old)
         torch.autograd.graph.increment_version(old)  # as a copy does
         return
-    value = place.placed(incoming.read(name), own, old)
+    room = place.converted(incoming.tensors[name], own, old)
+    if incoming.read_to and room is not None:
+        incoming.read_to(name, room)
+        value = room
+    else:
+        value = place.placed(incoming.read(name), own, old)
     for each in target.tensors:
         _set(each, value, places.get(id(each), []))
 

@@ -24,6 +24,8 @@ INDEX = "model.safetensors.index.json"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
+_PIECE = 2**18
+"""How many elements are converted at once."""
 _LARGEST = 100_000_000
 """Bytes of a header or an index that are read; safetensors' own limit."""
 
@@ -117,16 +119,27 @@ class Shards:
         return files.read(path, self.tables[path], {name}, verify=False)[name]
 
     def read_to(self, name: str, tensor: torch.Tensor) -> None:
-        """Read a tensor into another's memory, of its dtype and shape and in one piece.
+        """Read a tensor into another's memory, of its shape and in one piece.
+
+        What is of another dtype is converted piece by piece, and is never there whole.
 
         Raises:
             CheckpointCorruptError: the file is not there, or ends before.
         """
         path = self.places[name]
+        entry = self.tables[path].tensors[name]
+        dtype = files.DTYPES[entry.dtype]
         try:
             with disk.open_plain(path) as stream:
-                stream.seek(self.tables[path].tensors[name].begin)
-                files.read_into(stream, files.bytes_of(tensor))
+                stream.seek(entry.begin)
+                if tensor.dtype == dtype:
+                    files.read_into(stream, files.bytes_of(tensor))
+                    return
+                piece = torch.empty(min(tensor.numel(), _PIECE), dtype=dtype)
+                for into in tensor.view(-1).split(_PIECE):
+                    part = piece[: into.numel()]
+                    files.read_into(stream, files.bytes_of(part))
+                    into.copy_(part)
         except OSError as error:
             msg = f"{path} cannot be read: {error}"
             raise CheckpointCorruptError(msg) from error

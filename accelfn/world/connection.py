@@ -77,6 +77,7 @@ class Connection:
         is_broken: whether a collective failed in it because of another rank.
         is_closed: whether the world is.
         is_lent: whether a branch of it is in use, and it must not be.
+        is_branch: whether it is one: the same processes, joined by a group of their own.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Connection:
         self.parts: dict[tuple[str, ...], Connection] = {}
         self.mesh: Any = None
         self.is_closed = False
-        self.is_lent = False
+        self.is_lent = self.is_branch = False
         self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def add_part(

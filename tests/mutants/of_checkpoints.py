@@ -184,10 +184,9 @@ shards, open_, held = [*shards, open_, [name]], [], 0
     ),
     Mutant(
         "an optimizer over a model goes on with the weights of before the import",
-        test_import_model.test_what_has_memory_keeps_it,
+        test_import_model.test_memory_in_another_order_is_filled,
         placing._set,
         "old.copy_(value) → old.data = value",
-        args={"dtype": torch.bfloat16},
     ),
     Mutant(
         "an optimizer over a model goes on with the weights of before they were read",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in reading what other libraries saved, and in writing what they read."""
 
+import torch
+
 from accelfn.checkpoint import files, to_torch
 from accelfn.weights import (
     accelerate,
@@ -10,6 +12,7 @@ from accelfn.weights import (
     import_state,
     importing,
     placing,
+    shards,
     zero_groups,
     zero_parts,
 )
@@ -95,6 +98,19 @@ MUTANTS = [
         memory.test_one_tensor_at_a_time,
         placing.Placement.has_room,
         "and old.is_contiguous() → and False",
+    ),
+    Mutant(
+        "what an import converts is read as a whole first",
+        memory.test_what_is_converted_is_never_there_whole,
+        placing._give,
+        "room is not None → False",
+    ),
+    Mutant(
+        "what an import converts is as long as its first piece",
+        unit_model.test_what_is_converted_piece_by_piece_is_all_there,
+        shards.Shards.read_to,
+        "tensor.view(-1).split(_PIECE) → [tensor.view(-1)[:_PIECE]]",
+        args={"there": torch.float32, "here": torch.bfloat16, "into": "factory"},
     ),
     Mutant(
         "memory in another order is taken for what lies in the file",

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that look for a batch size; each takes a world and plain data."""
 
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
-from tests.laws.test_batch_size import train
-from tests.strategies import tensors
+from accelfn.engine.engine import engine_of
+from tests.laws.split_models import LOSSES, Run
+from tests.laws.test_batch_size import SIGNS, Full, train
+from tests.strategies import differences, tensors
 
 
 def search(
@@ -35,3 +43,103 @@ def fail_on_one(world: af.World) -> None:
         af.barrier(inner)
 
     af.find_batch_size(fn, 8, world)
+
+
+def by_zero(world: af.World, fits: list[int], stage: int) -> list[list[int]]:
+    """Return what was tried, of searches that run out of memory in different places."""
+    torch.set_num_threads(1)
+    importlib.import_module("deepspeed")  # which takes as long as others would wait
+    places = ("first", "engine", "forward", "backward", "last")
+    return [search_by_zero(world, fits, stage, place) for place in places]
+
+
+def search_by_zero(
+    world: af.World, fits: list[int], stage: int, place: str
+) -> list[int]:
+    """Return what was tried; DeepSpeed trains as if what was found had been known.
+
+    Of what was tried in vain no memory is held.
+    """
+    tried: list[int] = []
+    memory: list[StorageWeakRef] = []
+
+    def fn(batch_size: int, inner: af.World) -> af.TrainState:
+        tried.append(batch_size)
+        assert [each for each in memory if not each.expired()] == []
+        at = place if batch_size > fits[world.rank] else ""
+        return trained_by_zero(batch_size, inner, stage, at, memory)
+
+    state = stepped(af.find_batch_size(fn, 8, world), LOSSES["mean"], 1)
+    known = trained_by_zero(tried[-1], world, stage, "", [])
+    known = stepped(known, LOSSES["mean"], 1)
+    assert differences(tensors(known), tensors(state)) == []
+    return tried
+
+
+def trained_by_zero(
+    batch_size: int,
+    world: af.World,
+    stage: int,
+    place: str,
+    memory: list[StorageWeakRef],
+) -> af.TrainState:
+    """Take three updates by DeepSpeed, and run out of memory in the last of them, or elsewhere."""
+    if place == "first":
+        raise SIGNS[0]
+    run = Run(
+        32, batch_size, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32
+    )
+    state = run.state(world, af.wrap_deepspeed(stage))
+    if place == "engine":  # in which the other rank waits
+        raise SIGNS[0]
+    state = stepped(state, LOSSES["mean"], 2)
+    flats = engine_of(state)._home.zero.flats
+    memory += [StorageWeakRef(each.untyped_storage()) for each in flats]
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        x, y, _ = batch
+        hidden = model.first(x)
+        if place == "forward":
+            raise SIGNS[1]
+        for block in model.blocks:
+            hidden = block(hidden)
+        hidden = Full.apply(hidden) if place == "backward" else hidden
+        return (model.last(hidden) * model.scale + model.bias - y).square().mean()
+
+    state = stepped(state, loss_fn, 1)
+    if place == "last":
+        raise SIGNS[0]
+    return state
+
+
+def through_the_default_group(world: af.World, fits: list[int]) -> list[int]:
+    """Return what was tried, where a function waits in torch's own calls for a rank."""
+    tried: list[int] = []
+
+    def fn(batch_size: int, inner: af.World) -> float:
+        tried.append(batch_size)
+        if batch_size > fits[world.rank]:
+            raise SIGNS[0]
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        dist.all_reduce(ones, group=inner.group)
+        return float(ones)
+
+    assert af.find_batch_size(fn, 16, world) == 4.0
+    assert dist.group.WORLD is world.group
+    return tried
+
+
+def search_in_a_search(world: af.World) -> None:
+    """Look for a batch size where one is looked for."""
+    af.find_batch_size(
+        lambda size, inner: af.find_batch_size(lambda s, _: s, size, inner), 4, world
+    )
+
+
+def stepped(state: af.TrainState, loss: Callable[..., Any], updates: int) -> Any:
+    """Return the state after more updates."""
+    batches, step = iter(af.batches(state)), af.make_step(loss)
+    for _ in range(updates):
+        state, _ = step(state, next(batches))
+    return state

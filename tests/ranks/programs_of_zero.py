@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
 from accelfn.engine.engine import engine_of
+from accelfn.engine.zero import runner
 from accelfn.engine.zero.flats import Flats
 from tests.laws.histories import Acts, Training, check_apart_on
 from tests.laws.split_models import LOSSES, Net, Run
@@ -210,6 +211,35 @@ def calls(world: af.World, each: Trained) -> list[int]:
                 stack.enter_context(patched)
             stepped(of, state, 1)
         found += count
+    return found
+
+
+def sums(world: af.World, each: Trained) -> list[list[str]]:
+    """Return what an update begins to sum over ranks, for one micro-batch and for three."""
+    torch.set_num_threads(1)
+    comm: Any = importlib.import_module("deepspeed.comm")
+    found: list[list[str]] = []
+    for micro in (1, 3):
+        of = attrs.evolve(each, run=attrs.evolve(each.run, micro=micro))
+        state = stepped(of, of.state(world), 1)
+        found.append([])
+
+        def noted(
+            owner: Any, name: str, what: str, begun: list[str] = found[-1]
+        ) -> Any:
+            fn = getattr(owner, name)
+
+            def call(*args: Any, **kw: Any) -> Any:
+                begun.append(what)
+                return fn(*args, **kw)
+
+            return mock.patch.object(owner, name, call)
+
+        with ExitStack() as stack:
+            stack.enter_context(noted(runner, "start_sum_", "weights"))
+            for name in ("all_reduce", "reduce", "reduce_scatter_fn"):
+                stack.enter_context(noted(comm, name, "others"))
+            stepped(of, state, 1)
     return found
 
 

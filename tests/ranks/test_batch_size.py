@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes agree on a batch size, wherever one of them runs out of memory."""
 
+import importlib.util
+
 import pytest
 
 from accelfn.testing import simulate
@@ -34,3 +36,28 @@ def test_another_error_is_the_one_that_is_shown() -> None:
     """A rank that raises something else ends the other's waiting, and is the culprit."""
     with pytest.raises(RankError, match="ValueError: a bug"):
         run_ranks(2, programs.fail_on_one)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_agree_beside_deepspeed(stage: int) -> None:
+    """Which talks through torch's default group: wherever one runs out, the other hears of it."""
+    for tried in run_ranks(2, programs.by_zero, [16, 5], stage):
+        assert tried == [[8, 4]] * 5
+
+
+@pytest.mark.ranks(2)
+def test_torch_s_own_calls_end_too() -> None:
+    """The default group is the try's own meanwhile, and the world's after it."""
+    for tried in run_ranks(2, programs.through_the_default_group, [16, 5]):
+        assert tried == [16, 8, 4]
+
+
+@pytest.mark.ranks(2)
+def test_a_search_in_a_search_is_refused() -> None:
+    """As on simulated ranks: the inner one would need a world that may be given up."""
+    with pytest.raises(RankError, match="of another search"):
+        run_ranks(2, programs.search_in_a_search)

@@ -38,6 +38,7 @@ from tests.ranks.programs_of_zero import (
     released,
     skips,
     stages,
+    sums,
     thawing,
     thrown_away,
     unused,
@@ -321,6 +322,14 @@ def test_an_update_is_one_reduction(stage: int) -> None:
         parts = af.wrap_deepspeed(stage, accumulate="sharded")
         one, three = run_ranks(2, calls, Trained(RUN, parts))[0]
         assert one < three
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_cross_beside_the_last_sum(stage: int) -> None:
+    """They are begun once, before DeepSpeed waits for the sums that close the update."""
+    for begun in run_ranks(2, sums, Trained(RUN, af.wrap_deepspeed(stage)))[0]:
+        assert begun.count("weights") == 1
+        assert begun.index("weights") < len(begun) - 2  # gradients, and their norm
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -3,9 +3,11 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from torch import nn
 
 import accelfn as af
@@ -32,6 +34,14 @@ def risen(read: Callable[[], nn.Module]) -> int:
     kept = read()
     del kept
     return memory("VmHWM") - before
+
+
+def test_what_is_converted_is_never_there_whole(tmp_path: Path) -> None:
+    """The model in its dtype, and less than one tensor of it; the file's tensors are larger."""
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(network().state_dict(), path)
+    in_16_bits = partial(af.import_model, network, path, dtype=torch.bfloat16)
+    assert risen(in_16_bits) <= (LAYERS + 1) * TENSOR // 2 + SLACK
 
 
 def test_one_tensor_at_a_time(tmp_path: Path) -> None:

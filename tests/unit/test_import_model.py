@@ -6,6 +6,7 @@ import pickle
 import re
 import struct
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,21 @@ def test_what_has_memory_keeps_it(tmp_path, dtype):
     for name, param in model.named_parameters():
         assert param is before[name][0]
         assert param.data_ptr() == before[name][1]
+
+
+@pytest.mark.parametrize("into", ["factory", "values"])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(torch.float32, torch.bfloat16), (torch.float16, torch.float64)],
+)
+def test_what_is_converted_piece_by_piece_is_all_there(tmp_path, there, here, into):
+    """Bitwise what torch converts at once, over several pieces and a shorter last one."""
+    layer = partial(nn.Linear, 2**17 + 1, 5, dtype=here)
+    drawn = nn.Linear(2**17 + 1, 5, dtype=there)
+    path = saved(drawn, tmp_path / "a.safetensors")
+    model = af.import_model(layer if into == "factory" else layer(), path)
+    assert torch.equal(drawn.weight.to(here), model.weight)
+    assert torch.equal(drawn.bias.to(here), model.bias)
 
 
 def test_memory_in_another_order_is_filled(tmp_path):

@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
+
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 
@@ -32,8 +34,7 @@ def joined(ranks: World) -> Generator[Any, None, None]:
     """Lend DeepSpeed, which talks through the world's group, and tells errors alone."""
     deepspeed: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is None:
-        groups._WORLD_GROUP = ranks.group
+    before, groups._WORLD_GROUP = groups._WORLD_GROUP, ranks.group
     logger: logging.Logger = deepspeed.utils.logger
     level = logger.level
     logger.setLevel(
@@ -44,6 +45,7 @@ def joined(ranks: World) -> Generator[Any, None, None]:
             yield deepspeed
     finally:
         logger.setLevel(level)
+        groups._WORLD_GROUP = before
 
 
 @contextmanager
@@ -78,12 +80,14 @@ def _part(init: Any, param: Any) -> None:
     param.partition()
 
 
-def parted() -> None:
-    """Let DeepSpeed forget the world's group, which is about to be closed."""
+def parted(ranks: World) -> None:
+    """Let DeepSpeed forget a world's group, which is about to be closed."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
-    comm.cdb = None
-    groups._release_process_group_references()
+    is_whole = ranks.group is dist.group.WORLD
+    if is_whole:
+        comm.cdb = None
+    groups._release_process_group_references(None if is_whole else ranks.group)
 
 
 def _nothing(*_: object, **__: object) -> None: ...

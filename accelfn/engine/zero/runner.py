@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from accelfn.collectives import all_reduce_, gather_text, naming
+from accelfn.collectives import gather_text, naming, start_sum_
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.root import RootModule
 from accelfn.engine.runner import LossFunction, like
@@ -24,6 +24,28 @@ _UNUSED = (
     " `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False), or take"
     " af.wrap_fsdp(find_unused_parameters=True)."
 )
+
+
+class _Sums:
+    """The weight of the loss, and how many parameters had no gradient, of all ranks.
+
+    They cross beside DeepSpeed's last sum of gradients: ranks wait for both at once.
+    """
+
+    def __init__(self, home: ZeroHome, ranks: World, weight: Number) -> None:
+        self._home, self._ranks, self._weight = home, ranks, weight
+
+    def start(self) -> None:
+        """Begin to sum, when all gradients have come."""
+        counts, ranks = [0.0, len(self._home.unused())], self._ranks
+        self._flat = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
+        self._flat[0] = self._weight
+        self._wait = start_sum_(self._flat, ranks, label="weight of the loss")
+
+    def wait(self) -> torch.Tensor:
+        """Return both sums."""
+        self._wait()
+        return self._flat
 
 
 class ZeroRunner:
@@ -78,9 +100,10 @@ class ZeroRunner:
         scalar = self._scalar
         del self._scalar
         loss = scalar if scale is None else scalar * like(scalar, scale)
+        sums = _Sums(self._home, self._ranks, weight)
         try:
             with self._backward:
-                self._zero.backward(loss, ends=self._sync)
+                self._zero.backward(loss, ends=self._sync, close=sums.start)
         except RuntimeError as error:
             if any(sign in str(error) for sign in ("got [0]", "tensor b (0)")):
                 msg = NOT_GATHERED.format(which="a parameter")
@@ -88,14 +111,10 @@ class ZeroRunner:
             raise
         if not self._sync:
             return None
-        ranks, unused = self._ranks, self._home.unused()
-        counts = [0.0, len(unused)]
-        sums = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
-        sums[0] = weight
-        all_reduce_([sums], ranks, label="weight of the loss")
-        if sums[1]:
-            self._check_alike(unused)
-        return sums[0] / ranks.size
+        total, num_unused = sums.wait()
+        if num_unused:
+            self._check_alike(self._home.unused())
+        return total / self._ranks.size
 
     def _check_alike(self, unused: list[str]) -> None:
         """Raise unless what took no part in the loss is the same on all ranks.
@@ -122,4 +141,4 @@ class ZeroRunner:
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""
         self._is_over = True
-        parted()
+        parted(self._ranks)

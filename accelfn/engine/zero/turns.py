@@ -68,7 +68,10 @@ class Turns:
 
 
 def take_turns(
-    zero: Any, ranks: World, come_listed: Callable[[], bool]
+    zero: Any,
+    ranks: World,
+    come_listed: Callable[[], bool],
+    closed: Callable[[], None],
 ) -> tuple[Turns, Turns]:
     """Have DeepSpeed's optimizer of stage 1 or 2 send gradients of all parameters in turns.
 
@@ -78,6 +81,7 @@ def take_turns(
         zero: the optimizer.
         ranks: the ranks.
         come_listed: whether the gradients of a pass come in the order of its parameters.
+        closed: is called when all have had their turn, before the last are summed.
 
     Returns:
         The turns of passes in which they do, and of those in which they do not.
@@ -106,6 +110,7 @@ def take_turns(
                 if zero.use_grad_accum_attribute:
                     zero._fill_param_grad_accum_attribute(param)
             send(param, group_of[param])
+        closed()
         end()
 
     zero.reduce_ready_partitions_and_remove_grads = come

@@ -47,6 +47,7 @@ class Zero:
         self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
         self._coalesces = self._flushes = False
+        self._close: Callable[[], None] | None = None
         self._drop_views()
 
     def _drop_views(self) -> None:
@@ -157,8 +158,18 @@ class Zero:
             self._engine.set_gradient_accumulation_boundary(ends)
         return self._engine(*inputs)
 
-    def backward(self, loss: torch.Tensor, *, ends: bool) -> None:
-        """Add the gradients of a loss; in the last pass they are those of all ranks."""
+    def backward(
+        self, loss: torch.Tensor, *, ends: bool, close: Callable[[], None]
+    ) -> None:
+        """Add the gradients of a loss; in the last pass they are those of all ranks.
+
+        Args:
+            loss: that `forward` returned.
+            ends: whether the pass is the last one of an update.
+            close: is called in that, once all gradients have come, and before DeepSpeed waits
+                for the last sum of them: at the same place among its sums on all ranks.
+        """
+        self._close = close if ends else None
         self._engine.backward(loss, scale_wrt_gas=False)
         if ends and self._coalesces:
             self._coalesce(on=False)
@@ -169,6 +180,13 @@ class Zero:
             else:
                 self._engine._flush_coalesced_reduction_zero12(self._optimizer)
             self._flushes = False
+        self._closed()
+
+    def _closed(self) -> None:
+        """Let it be known that all gradients have come, once in an update."""
+        close, self._close = self._close, None
+        if close is not None:
+            close()
 
     def _coalesce(self, *, on: bool) -> None:
         """Leave gradients on their rank, or no more.
@@ -212,10 +230,17 @@ class Zero:
             }
             self._course = Course(self._ranks)
             keep_course(
-                self._optimizer, self._course, names, modules, lambda: self._coalesces
+                self._optimizer,
+                self._course,
+                names,
+                modules,
+                stay=lambda: self._coalesces,
+                closed=self._closed,
             )
         else:
-            self._turns = take_turns(self._optimizer, self._ranks, self._come_listed)
+            self._turns = take_turns(
+                self._optimizer, self._ranks, self._come_listed, self._closed
+            )
 
     def _come_listed(self) -> bool:
         """Whether gradients of this pass are sent in the order of the list of parameters."""
@@ -244,7 +269,7 @@ class Zero:
 
     def drop_gradients(self) -> None:
         """Leave nothing of backward passes that no update will take."""
-        zero = self._optimizer
+        zero, self._close = self._optimizer, None
         self._coalesce(on=False)
         for param in self._params:
             param.grad = None
