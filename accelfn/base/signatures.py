@@ -9,8 +9,9 @@ import inspect
 import sys
 
 if sys.version_info >= (3, 14):
-    from annotationlib import Format, get_annotations
     from functools import partial
+
+    from annotationlib import Format, get_annotations
 
     annotations_of = partial(get_annotations, format=Format.FORWARDREF)
     signature = partial(inspect.signature, annotation_format=Format.FORWARDREF)

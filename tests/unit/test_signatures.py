@@ -7,7 +7,7 @@ import pytest
 
 import accelfn as af
 
-WRITTEN = '''
+WRITTEN = """
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -74,11 +74,11 @@ def train() -> Absent:
 class Wrong:
     def grads(self, grads: Absent) -> Absent:
         return grads, None
-'''
+"""
 
 
 @pytest.fixture
-def written(request):
+def written():
     """Return what the code above defines; before Python 3.14 its annotations are texts."""
     late = "" if sys.version_info >= (3, 14) else "from __future__ import annotations\n"
     named = {"__name__": "written"}
