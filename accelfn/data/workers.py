@@ -6,11 +6,13 @@ step, say. Here it is raised where a batch is asked for, with what was being rea
 ending the workers needs attributes of torch's iterators that are not public.
 """
 
+import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pickle import PicklingError
 from typing import Any
 
 import attrs
@@ -64,11 +66,10 @@ def watched(
         due: says how many updates have been read, and what is being read.
 
     Raises:
-        DataError: a worker was killed or did not answer. What a dataset raises is raised as
-            it is.
+        DataError: a worker could not be started, was killed or did not answer. What a
+            dataset raises is raised as it is.
     """
-    with nothing_said():
-        values = iter(loader)
+    values = _begun(loader, place)
     try:
         while True:
             try:
@@ -92,6 +93,27 @@ def watched(
     finally:
         # left to the garbage collector, it waits 5 s for each worker
         values._shutdown_workers()
+
+
+def _begun(loader: Any, place: Place) -> Any:
+    """Return a loader's iterator, which has started the workers."""
+    try:
+        with nothing_said():
+            # torch says in a warning what the error below says
+            warnings.filterwarnings("ignore", "Got pickle error")
+            return iter(loader)
+    except (PicklingError, AttributeError, TypeError, OSError, EOFError) as error:
+        how = multiprocessing.get_start_method()
+        if how == "fork":  # which sends nothing
+            raise
+        msg = (
+            f"A data worker of rank {place.rank} of {place.size} could not be started for"
+            f" update {place.update}: {error!r}. Python starts it by {how!r}, its default"
+            " since 3.14 being 'forkserver', so what the dataset holds is pickled for it:"
+            " define functions and classes in a module, not within a function; or call"
+            ' multiprocessing.set_start_method("fork") when the program begins.'
+        )
+        raise DataError(msg) from error
 
 
 def _failure(error: Exception, timeout: float) -> str | None:
