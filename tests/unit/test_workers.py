@@ -287,7 +287,8 @@ def forkserver():
     multiprocessing.set_start_method(before, force=True)
 
 
-def test_a_dataset_that_cannot_be_sent(forkserver):
+@pytest.mark.usefixtures("forkserver")
+def test_a_dataset_that_cannot_be_sent():
     """Where workers get the dataset pickled, it is said who could not be started, and why."""
     data = af.Data(Items(lambda: None), batch_size=5, num_workers=1)
     told = r"(?s)of rank 0 of 1 could not be started for update 0: .*pickle.*\"fork\""
