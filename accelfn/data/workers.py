@@ -9,6 +9,7 @@ ending the workers needs attributes of torch's iterators that are not public.
 import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -52,6 +53,16 @@ def nothing_said() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
+
+
+def start_method(num_workers: int) -> str | None:
+    """Return how workers are started: a fork on Linux, on any Python, if nobody said otherwise.
+
+    From 3.14 on Python would have a server start them. They would not be children of this
+    process, so it would hear of the end of one when the timeout is over, and not at once.
+    """
+    is_said = multiprocessing.get_start_method(allow_none=True) is not None
+    return "fork" if num_workers and not is_said and sys.platform == "linux" else None
 
 
 def watched(
@@ -103,14 +114,14 @@ def _begun(loader: Any, place: Place) -> Any:
             warnings.filterwarnings("ignore", "Got pickle error")
             return iter(loader)
     except (PicklingError, AttributeError, TypeError, OSError, EOFError) as error:
-        how = multiprocessing.get_start_method()
-        if how == "fork":  # which sends nothing
+        how = multiprocessing.get_start_method(allow_none=True)
+        if how in (None, "fork"):  # which sends nothing
             raise
         msg = (
             f"A data worker of rank {place.rank} of {place.size} could not be started for"
-            f" update {place.update}: {error!r}. Python starts it by {how!r}, its default"
-            " since 3.14 being 'forkserver', so what the dataset holds is pickled for it:"
-            " define functions and classes in a module, not within a function; or call"
+            f" update {place.update}: {error!r}. It is started by {how!r}, as the program or"
+            " a package of it says, so what the dataset holds is pickled for it: define"
+            " functions and classes in a module, not within a function; or call"
             ' multiprocessing.set_start_method("fork") when the program begins.'
         )
         raise DataError(msg) from error
