@@ -4,7 +4,6 @@
 To Python True is an integer, 1; as an argument it is a slip, and refused.
 """
 
-import inspect
 import math
 import os
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 
+from accelfn.base.signatures import signature
 from accelfn.errors import ArgumentError
 
 Number: TypeAlias = float | torch.Tensor
@@ -150,11 +150,11 @@ def why_not(
 ) -> TypeError | None:
     """Return why a function cannot be called with these, as far as its signature says."""
     try:
-        signature = inspect.signature(function)
+        taken = signature(function)
     except (TypeError, ValueError):  # written in C, and not said
         return None
     try:
-        signature.bind(*given, **named)
+        taken.bind(*given, **named)
     except TypeError as error:
         return error
     return None

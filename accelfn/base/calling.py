@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from accelfn.base.arguments import why_not
+from accelfn.base.signatures import signature
 from accelfn.base.words import ARGUMENTS
 from accelfn.errors import CallError
 
@@ -68,7 +69,7 @@ def _refusal(
     named: Mapping[str, Any],
 ) -> str:
     """Return what is wrong with a call, and how to write it."""
-    all_params = list(inspect.signature(function).parameters.values())
+    all_params = list(signature(function).parameters.values())
     if all_params and all_params[0].name in ("self", "cls"):
         all_params, given = all_params[1:], given[1:]
     params = [each for each in all_params if each.kind is not each.VAR_KEYWORD]

@@ -21,7 +21,7 @@ from accelfn.errors import DataError
 _DEFAULTS = {
     "worker_init_fn": "workers draw from streams of their own; seed in the dataset",
     "generator": "the order comes from the state's seed",
-    "multiprocessing_context": "workers are started as torch does by default",
+    "multiprocessing_context": "workers start as multiprocessing is told to, or by a fork",
 }
 
 

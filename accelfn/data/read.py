@@ -14,7 +14,7 @@ from accelfn.data.cursor import Cursor
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Fetch, Task, nothing
 from accelfn.data.sources import shown
-from accelfn.data.workers import Place, nothing_said, watched
+from accelfn.data.workers import Place, nothing_said, start_method, watched
 
 Pair: TypeAlias = tuple[Portion, list[Any]]
 """What was to be read, and the values of its micro-batches."""
@@ -106,6 +106,7 @@ def _loader(
             num_workers=num_workers,
             collate_fn=_as_is,
             timeout=timeout,
+            multiprocessing_context=start_method(num_workers),
             # DataLoader draws a base seed from the global generator unless it has its own
             generator=torch.Generator().manual_seed(0),
         )

@@ -23,7 +23,7 @@ from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Collate
 from accelfn.data.plan import Plan
 from accelfn.data.stream import Opened, check_promise, say_cost, stateless
-from accelfn.data.workers import Place, nothing_said, watched
+from accelfn.data.workers import Place, nothing_said, start_method, watched
 from accelfn.errors import DataError
 from accelfn.world import World
 
@@ -216,6 +216,7 @@ class Sharded:
                 num_workers=self.num_workers,
                 collate_fn=cast("Collate", Collated(self.collate, num_parts)),
                 timeout=self.timeout if self.num_workers else 0,
+                multiprocessing_context=start_method(self.num_workers),
                 generator=torch.Generator().manual_seed(key),
             )
         if start.memory is not None:

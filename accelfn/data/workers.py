@@ -6,11 +6,14 @@ step, say. Here it is raised where a batch is asked for, with what was being rea
 ending the workers needs attributes of torch's iterators that are not public.
 """
 
+import multiprocessing
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pickle import PicklingError
 from typing import Any
 
 import attrs
@@ -52,6 +55,16 @@ def nothing_said() -> Generator[None]:
         yield
 
 
+def start_method(num_workers: int) -> str | None:
+    """Return how workers are started: a fork on Linux, on any Python, if nobody said otherwise.
+
+    From 3.14 on Python would have a server start them. They would not be children of this
+    process, so it would hear of the end of one when the timeout is over, and not at once.
+    """
+    is_said = multiprocessing.get_start_method(allow_none=True) is not None
+    return "fork" if num_workers and not is_said and sys.platform == "linux" else None
+
+
 def watched(
     loader: Any, *, timeout: float, place: Place, due: Callable[[], tuple[int, str]]
 ) -> Iterator[Any]:
@@ -64,11 +77,10 @@ def watched(
         due: says how many updates have been read, and what is being read.
 
     Raises:
-        DataError: a worker was killed or did not answer. What a dataset raises is raised as
-            it is.
+        DataError: a worker could not be started, was killed or did not answer. What a
+            dataset raises is raised as it is.
     """
-    with nothing_said():
-        values = iter(loader)
+    values = _begun(loader, place)
     try:
         while True:
             try:
@@ -92,6 +104,27 @@ def watched(
     finally:
         # left to the garbage collector, it waits 5 s for each worker
         values._shutdown_workers()
+
+
+def _begun(loader: Any, place: Place) -> Any:
+    """Return a loader's iterator, which has started the workers."""
+    try:
+        with nothing_said():
+            # torch says in a warning what the error below says
+            warnings.filterwarnings("ignore", "Got pickle error")
+            return iter(loader)
+    except (PicklingError, AttributeError, TypeError, OSError, EOFError) as error:
+        how = multiprocessing.get_start_method(allow_none=True)
+        if how in (None, "fork"):  # which sends nothing
+            raise
+        msg = (
+            f"A data worker of rank {place.rank} of {place.size} could not be started for"
+            f" update {place.update}: {error!r}. It is started by {how!r}, as the program or"
+            " a package of it says, so what the dataset holds is pickled for it: define"
+            " functions and classes in a module, not within a function; or call"
+            ' multiprocessing.set_start_method("fork") when the program begins.'
+        )
+        raise DataError(msg) from error
 
 
 def _failure(error: Exception, timeout: float) -> str | None:

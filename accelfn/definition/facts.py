@@ -16,10 +16,10 @@ in which no transform has it |
 """
 
 import difflib
-import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from accelfn.base.signatures import annotations_of
 from accelfn.definition.fields import FIELDS, has_field
 from accelfn.errors import ArgumentError, CompositionError
 
@@ -84,7 +84,7 @@ def check_attributes(cls: type) -> None:
     Raises:
         ArgumentError: it does; or one of a transform's is annotated as an option.
     """
-    annotations = inspect.get_annotations(cls)
+    annotations = annotations_of(cls)
     options = {name for name, kind in annotations.items() if not _is_of_class(kind)}
     for name in sorted(options & {*ATTRIBUTES, *FIELDS}):
         msg = (

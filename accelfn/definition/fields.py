@@ -30,6 +30,7 @@ import difflib
 import inspect
 from typing import Any, cast
 
+from accelfn.base.signatures import signature
 from accelfn.errors import ArgumentError
 
 _ARGUMENTS = {
@@ -141,14 +142,14 @@ def _check_arguments(cls: type) -> None:
         if not inspect.isfunction(method):
             continue
         try:
-            inspect.signature(method).bind("self", *arguments)
+            signature(method).bind("self", *arguments)
         except TypeError as error:
             msg = (
                 f"{cls.__name__}.{field} is called as {field}(self,"
                 f" {', '.join(arguments)}), which it does not take: {error}."
             )
             raise ArgumentError(msg) from error
-        third = [*inspect.signature(method).parameters][3:4]
+        third = [*signature(method).parameters][3:4]
         if arguments[2:] == ("update",) and third and third[0] in _THIRD:
             msg = (
                 f"{cls.__name__}.{field} is called as {field}(self, {', '.join(arguments)});"

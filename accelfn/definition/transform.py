@@ -6,7 +6,6 @@ fields of the table in `accelfn.definition.fields`. It is made of a class by `@t
 accelfn's own are made the same way. Leftmost is outermost; values flow left to right.
 """
 
-import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -112,9 +111,9 @@ def transform(cls: type[T]) -> type[T]:
         raise ArgumentError(msg)
     check_fields(cls)
     check_attributes(cls)
-    annotations = {**inspect.get_annotations(cls), "name": str}
+    named = cast("Any", cls)
     try:
-        cls.__annotations__ = annotations
+        named.__call__ = _apply
     except TypeError as error:  # a class of Python's own
         msg = (
             f"@af.transform: expected a class of your own, got {cls.__name__}, which cannot"
@@ -128,15 +127,11 @@ def transform(cls: type[T]) -> type[T]:
             " scale: float = 1.0."
         )
         raise ArgumentError(msg)
-    default = snake_case(cls.__name__)
-    named = cast("Any", cls)
-    named.name = attrs.field(default=default, kw_only=True, validator=_is_name)
-    named.__call__ = _apply
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
     named.__add__ = named.__or__ = named.__rshift__ = _not_by_operator
-    made = attrs.frozen(cls, repr=False, field_transformer=_keyword_only)
+    made = attrs.frozen(cls, repr=False, field_transformer=_with_name)
     changing = cast("Any", made)
     changing.__setattr__ = changing.__delattr__ = keeping(
         cls.__name__,
@@ -165,15 +160,24 @@ def _is_name(owner: object, _field: object, value: object) -> None:
         raise ArgumentError(msg)
 
 
-def _keyword_only(
-    _cls: type, fields: "list[attrs.Attribute[Any]]"
+@attrs.frozen
+class _Named:
+    """The option that each transform gets beside its own."""
+
+    name: str = attrs.field(default="", kw_only=True, validator=_is_name)
+
+
+def _with_name(
+    cls: type, fields: "list[attrs.Attribute[Any]]"
 ) -> "list[attrs.Attribute[Any]]":
-    """Let only the first option be given by position."""
-    first = [field.name for field in fields][:1]
-    return [
-        field.evolve(kw_only=field.kw_only or field.name not in first)
-        for field in fields
-    ]
+    """Let only the first option be given by position, and add the name.
+
+    The class's annotations stay as they are, for to add one there would evaluate all.
+    """
+    options = [field for field in fields if field.name != "name"]
+    name = attrs.fields(_Named).name.evolve(default=snake_case(cls.__name__))
+    by_name = [field.evolve(kw_only=True) for field in options[1:]]
+    return [*options[:1], *by_name, name]
 
 
 def _apply(self: Transform, state: State) -> State:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's learning-rate schedulers as values."""
 
-import inspect
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.base.arguments import is_number
 from accelfn.base.calling import called
+from accelfn.base.signatures import signature
 from accelfn.errors import ArgumentError
 from accelfn.structure.prototype import STRUCTURE, Assignments, scratch_of
 
@@ -199,7 +199,7 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
     """Refuse what is no scheduler of this optimizer, or wants more than to be stepped."""
     kind = type(scheduler).__name__
     step = getattr(scheduler, "step", None)
-    taken = inspect.signature(step).parameters.values() if callable(step) else ()
+    taken = signature(step).parameters.values() if callable(step) else ()
     needed = [
         each.name
         for each in taken

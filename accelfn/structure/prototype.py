@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.base.arguments import why_not
+from accelfn.base.signatures import signature
 from accelfn.errors import ArgumentError, ModelError, OptimizerError
 from accelfn.structure.partition import (
     NamedParameters,
@@ -279,7 +280,7 @@ def _refuse_closure(optimizer: Optimizer) -> None:
         f"{kind} calls the loss from inside its step (a required closure), but gradients"
         " are taken before it. Use an optimizer that takes gradients."
     )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptimizerError(msg)
     if type(optimizer).__module__.startswith("torch."):

@@ -221,7 +221,7 @@ def test_loader_of_a_stream_of_batches():
         (
             "multiprocessing_context",
             {"multiprocessing_context": "spawn", "num_workers": 1},
-            "as torch does by default",
+            "as multiprocessing is told to",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 """Worker processes that are killed, hang or raise: who, when and what is said at once."""
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -275,6 +276,24 @@ def test_a_batch_that_cannot_be_sent(capfd):
         if "pickle" in said.lower():  # Python 3.13 names the pickler, not the act
             return
     pytest.fail(said)
+
+
+@pytest.fixture
+def forkserver():
+    """Let Python start processes as it does since 3.14 if nobody says how."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_a_dataset_that_cannot_be_sent():
+    """Where workers get the dataset pickled, it is said who could not be started, and why."""
+    data = af.Data(Items(lambda: None), batch_size=5, num_workers=1)
+    told = r"(?s)of rank 0 of 1 could not be started for update 0: .*pickle.*\"fork\""
+    with pytest.raises(af.DataError, match=told):
+        read(data)
 
 
 def test_breaking_off_ends_the_workers():
