@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import tree
+from accelfn.base.valueless import readable
 from accelfn.base.calling import called
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.naming import naming
@@ -70,7 +71,7 @@ def all_to_all(
         shapes = _equal(given)
         return _got(values[0], given, shapes, world, label)
     sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in given]
-    told = torch.tensor(sizes, dtype=torch.int64, device=world.device)
+    told = torch.tensor(sizes, dtype=torch.int64, device=readable(world.device))
     got = torch.empty_like(told)
     with naming(label, world):
         dist.all_to_all_single(got, told, group=world.group)

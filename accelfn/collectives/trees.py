@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accelfn.base import tree
+from accelfn.base.valueless import readable
 from accelfn.base.arguments import Number, is_integer
 from accelfn.base.calling import called
 from accelfn.base.pending import Pending
@@ -91,7 +92,7 @@ def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T
     world = agreed(world, "gather_ragged", label, values, free=0)
     if not rows:
         return values
-    mine = torch.tensor([len(row) for row in rows], device=world.device)
+    mine = torch.tensor([len(row) for row in rows], device=readable(world.device))
     lengths = torch.stack(all_gather(mine, world, label=label)).tolist()
     counts = [[each[i] for each in lengths] for i in range(len(rows))]
     return tree.with_leaves(values, all_gather_rows(rows, counts, world, label=label))
@@ -270,7 +271,7 @@ def pad_across(
     world = agreed(world, "pad_across", label, values, free=dim)
     if not leaves:
         return values
-    mine = torch.tensor([leaf.shape[dim] for leaf in leaves], device=world.device)
+    mine = torch.tensor([leaf.shape[dim] for leaf in leaves], device=readable(world.device))
     longest = torch.stack(all_gather(mine, world, label=label)).amax(0).tolist()
 
     def padded(leaf: torch.Tensor, size: int) -> torch.Tensor:
@@ -306,7 +307,7 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
         ArgumentError: it is neither true nor false, as a tensor of several elements is not.
     """
     check_world("af.any_rank", world)
-    value = torch.tensor(int(_truth(flag, label)), device=world.device)
+    value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
     return bool(reduce(value, world, "max", label=label))
 
 

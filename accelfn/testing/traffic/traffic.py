@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 import attrs
+import torch
 
 from accelfn.base.arguments import is_integer, is_number
 from accelfn.errors import ArgumentError
@@ -228,6 +229,7 @@ def communication(
     *,
     ranks: Iterable[int] = (2, 3, 5),
     axes: Mapping[str, int] | None = None,
+    device: str | torch.device = "cpu",
 ) -> Traffic:
     """Run a program on a few simulated ranks, and return what it sends on any number of them.
 
@@ -265,7 +267,7 @@ def communication(
             f"communication(ranks={sizes}): expected numbers of ranks, each 2 or more."
         )
         raise ArgumentError(msg)
-    runs = {size: simulate(size, fn, axes=axes) for size in sizes}
+    runs = {size: simulate(size, fn, axes=axes, device=device) for size in sizes}
     updates = {size: run.updates for size, run in runs.items()}
     if len(set(updates.values())) > 1:
         told = ", ".join(f"{count} on {size}" for size, count in updates.items())
