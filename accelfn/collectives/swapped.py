@@ -61,7 +61,7 @@ def all_to_all(
             " expected a list with one for each."
         )
         raise ArgumentError(msg)
-    given = [tensors_of(each, label) for each in values]
+    given = [tensors_of(each, label, world) for each in values]
     _check_alike(values)
     free = None if equal else ...
     world = agreed(world, "all_to_all", label, values[0], free=free)
