@@ -115,7 +115,9 @@ def _compared(
     }
     unchecked = attrs.evolve(world, group=world.connection, checked=False)
     digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(readable(world.device))
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(
+        readable(world.device)
+    )
     found = {int(each) for each in _gathered(mine, unchecked, label)}
     if len(found) > 1:
         given = tree.outline(values, partial(_told, free=free, grad=grad))

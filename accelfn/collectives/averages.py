@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from accelfn.base.arguments import Number
-from accelfn.base.valueless import is_positive
 from accelfn.base.shards import local
+from accelfn.base.valueless import is_positive
 from accelfn.collectives.packed import pack, sum_, unpack_
 from accelfn.world import World
 

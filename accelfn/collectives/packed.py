@@ -19,9 +19,9 @@ from torch._utils import (
 
 from accelfn.base import lists
 from accelfn.base.accelerator import sent
-from accelfn.base.valueless import readable
 from accelfn.base.arguments import Number
 from accelfn.base.calling import called
+from accelfn.base.valueless import readable
 from accelfn.collectives.agreed import agreed, alike, check_world
 from accelfn.collectives.naming import naming
 from accelfn.errors import CollectiveMismatchError

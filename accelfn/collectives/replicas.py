@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from accelfn.base import shards
-from accelfn.base.valueless import readable
 from accelfn.base.arguments import Number
+from accelfn.base.valueless import readable
 from accelfn.collectives.calls import shown
 from accelfn.collectives.packed import all_gather, are_told_alike, gather_text
 from accelfn.errors import ReplicaMismatchError

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import tree
-from accelfn.base.valueless import readable
 from accelfn.base.calling import called
+from accelfn.base.valueless import readable
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.naming import naming
 from accelfn.collectives.packed import pack

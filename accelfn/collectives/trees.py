@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accelfn.base import tree
-from accelfn.base.valueless import readable
 from accelfn.base.arguments import Number, is_integer
 from accelfn.base.calling import called
 from accelfn.base.pending import Pending
+from accelfn.base.valueless import readable
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.averages import average_
 from accelfn.collectives.differentiated import gather_with_grad
@@ -271,7 +271,9 @@ def pad_across(
     world = agreed(world, "pad_across", label, values, free=dim)
     if not leaves:
         return values
-    mine = torch.tensor([leaf.shape[dim] for leaf in leaves], device=readable(world.device))
+    mine = torch.tensor(
+        [leaf.shape[dim] for leaf in leaves], device=readable(world.device)
+    )
     longest = torch.stack(all_gather(mine, world, label=label)).amax(0).tolist()
 
     def padded(leaf: torch.Tensor, size: int) -> torch.Tensor:

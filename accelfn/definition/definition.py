@@ -177,7 +177,7 @@ def check_device(setup: chain, world: World) -> None:
     for each in setup:
         splits = each in setup.owners["layout"]
         told = _NEED_VALUES & facts_of(each).keys()
-        if splits and world.size > 1 or told:
+        if (splits and world.size > 1) or told:
             msg = (
                 f"{each!r} needs parameters with values, and the world is on the meta device,"
                 " where there are none. Let a model of fewer or narrower layers run with"

@@ -79,9 +79,7 @@ class Buffers:
         self._check_places()
         for each in self._found:
             current, own = each.table.get(each.key), each.tensor
-            if current is not own or not is_set_to(
-                own, self._scratch[each.name]
-            ):
+            if current is not own or not is_set_to(own, self._scratch[each.name]):
                 self._take(each, current)
         return dict(self._scratch)
 

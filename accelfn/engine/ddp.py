@@ -23,7 +23,6 @@ from accelfn.errors import ModelError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World
 
-
 _COPY = torch.ops.aten.copy_.default
 
 

@@ -14,8 +14,8 @@ import torch
 
 from accelfn.base.arguments import Number
 from accelfn.base.pending import Pending
-from accelfn.base.valueless import is_positive
 from accelfn.base.shards import is_shard, local, with_local
+from accelfn.base.valueless import is_positive
 from accelfn.collectives import start_reduce
 from accelfn.collectives.in_few_bits import (
     mean_of,

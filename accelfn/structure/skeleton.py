@@ -189,7 +189,8 @@ def check_values(module: nn.Module, *, drawn: bool) -> None:
             " Load them first (af.import_model(module, files), or module.to_empty, then"
             " load_state_dict), or draw a factory's"
             ' module by module: init="shard". What it would take needs no values:'
-            " af.memory_estimate(model, setup, optimizer=...), and setup.explain()."
+            " af.memory_estimate(model, setup, optimizer=...), and setup.explain(); what it"
+            ' would send, too: accelfn.testing.communication(fn, device="meta").'
         )
         raise ModelError(msg)
 

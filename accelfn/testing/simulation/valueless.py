@@ -20,7 +20,7 @@ def explained(error: BaseException) -> BaseException:
         return error
     msg = (
         f"{_line_of(error)} asks for values, and tensors on the meta device have none:"
-        f" {str(error).splitlines()[0]} Leave out what reads them, as float(loss),"
+        f" {str(error).splitlines()[0].rstrip('.;')}. Leave out what reads them, as float(loss),"
         " af.mean(metrics, world) or a transform that decides by them; or let it run with"
         ' values, device="cpu".'
     )
