@@ -104,15 +104,17 @@ def test_what_needs_values_is_refused_by_name(named: str, run: Run) -> None:
     assert 'device="cpu"' in str(error)
 
 
-@given(
-    reads=st.sampled_from(
-        [
-            lambda metrics, world: float(metrics["loss"]),
-            lambda metrics, world: af.mean(metrics, world),
-            lambda metrics, world: metrics["loss"] > 0 and None,
-        ]
-    )
-)
+def number(metrics: af.Metrics, world: af.World) -> None:
+    """Read a loss, and print it on one rank."""
+    af.print_once(world, float(metrics["loss"]))
+
+
+def decides(metrics: af.Metrics, world: af.World) -> None:
+    """Stop early, on all ranks alike."""
+    af.any_rank(metrics["loss"] > 3, world)
+
+
+@given(reads=st.sampled_from([number, decides, af.mean]))
 def test_a_program_that_reads_a_value_is_told_where(reads: Any) -> None:
     """The error has the line, and what is to be done."""
 
