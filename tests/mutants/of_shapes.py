@@ -52,7 +52,7 @@ MUTANTS = [
         "L49: a transform that splits a model is let through without values",
         _REFUSED,
         definition.check_device,
-        "splits and world.size > 1 or told → told",
+        "if (splits and world.size > 1) or told: → if told:",
         args={"named": "af.wrap_fsdp()"},
     ),
     Mutant(
