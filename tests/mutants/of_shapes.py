@@ -73,7 +73,7 @@ MUTANTS = [
         "L49: who asks for a value is told what torch says alone",
         test_shapes.test_a_program_that_reads_a_value_is_told_where,
         valueless.explained,
-        '"meta" not in str(error).lower() → True',
+        '"meta" not in str(first).lower() → True',
     ),
     Mutant(
         "L49: a model without values is refused where none are needed",

@@ -15,12 +15,15 @@ _LIBRARY = str(Path(__file__).parents[3]) + os.sep
 
 def explained(error: BaseException) -> BaseException:
     """Return what names the line that asked for a value; what is no such error is as it was."""
-    of_values = isinstance(error, (RuntimeError, NotImplementedError, ValueError))
-    if isinstance(error, Error) or not of_values or "meta" not in str(error).lower():
+    first = error.__cause__ if isinstance(error, Error) else error
+    is_torchs = isinstance(first, (RuntimeError, ValueError)) and not isinstance(
+        first, Error
+    )
+    if not is_torchs or "meta" not in str(first).lower():
         return error
     msg = (
         f"{_line_of(error)} asks for values, and tensors on the meta device have none:"
-        f" {str(error).splitlines()[0].rstrip('.;')}. Leave out what reads them, as float(loss),"
+        f" {str(first).splitlines()[0].rstrip('.;!')}. Leave out what reads them, as float(loss),"
         " af.mean(metrics, world) or a transform that decides by them; or let it run with"
         ' values, device="cpu".'
     )
