@@ -25,6 +25,11 @@ _NUMBERS = {
         "laws.test_tensor_parallel::test_an_update_is_skipped_on_all_ranks_or_none",
     ),
     15: (
+        "laws.test_shapes::test_shapes_alone_send_what_values_send",
+        "laws.test_shapes::test_traffic_is_foreseen_from_shapes",
+        "laws.test_shapes::test_what_needs_values_is_refused_by_name",
+        "laws.test_shapes::test_a_program_that_reads_a_value_is_told_where",
+        "laws.test_shapes::test_a_model_without_values_is_taken_as_it_is",
         "laws.test_callers::test_whatever_has_its_name_is_on_the_disk",
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),

@@ -588,6 +588,22 @@ def test_talking_less_costs_little() -> None:
     assert sent["an outer optimizer"] == pytest.approx(every / 8, rel=0.03)
 
 
+def test_what_fits_a_cable_is_told_without_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of two layers' parameters an update sends 4 bytes a rank, or 2, or an eighth of 4."""
+    fits = example("22_which_method_fits.py")
+    fits.main(layers=2)
+    rows = [
+        re.findall(r"[\d.,]+", line) for line in capsys.readouterr().out.splitlines()
+    ]
+    config = fits.LlamaConfig(num_hidden_layers=2)
+    with af.empty_weights():
+        params = sum(p.numel() for p in fits.LlamaForCausalLM(config).parameters())
+    for num_bytes in (4 * params, 2 * params, 4 * params / 8):
+        assert any(f"{num_bytes / 1e9:.2f}" in row for row in rows), rows
+
+
 def test_a_long_text_is_that_of_one_rank() -> None:
     """However texts and samples are split, the loss is that of one rank."""
     train = partial(example("16_long_text.py").train, num_updates=3)

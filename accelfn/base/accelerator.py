@@ -27,7 +27,7 @@ def generators(device: torch.device) -> Sequence[torch.Generator]:
     Raises:
         WorldError: torch gives none out, so that draws on the device could not be repeated.
     """
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return ()
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
@@ -61,7 +61,7 @@ def peak_memory(device: torch.device) -> int:
 
 def give_back_memory(device: torch.device) -> None:
     """Let others have the memory that torch keeps of a device without a use for it."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         getattr(torch.get_device_module(device), "empty_cache", int)()
 
 

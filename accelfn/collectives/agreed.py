@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import tree
+from accelfn.base.valueless import readable
 from accelfn.collectives.calls import site, table
 from accelfn.collectives.naming import naming
 from accelfn.errors import ArgumentError, CollectiveMismatchError
@@ -114,7 +115,9 @@ def _compared(
     }
     unchecked = attrs.evolve(world, group=world.connection, checked=False)
     digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(
+        readable(world.device)
+    )
     found = {int(each) for each in _gathered(mine, unchecked, label)}
     if len(found) > 1:
         given = tree.outline(values, partial(_told, free=free, grad=grad))
@@ -141,10 +144,10 @@ def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:
     """Tell the ranks of one another, and raise."""
     label = said["label"]
     text = json.dumps([said, given, world.connection.activity.step, site()]).encode()
-    size = torch.tensor([len(text)], device=world.device)
+    size = torch.tensor([len(text)], device=readable(world.device))
     longest = max(int(each) for each in _gathered(size, world, label))
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    texts = _gathered(padded.to(world.device), world, label)
+    texts = _gathered(padded.to(readable(world.device)), world, label)
     told = [json.loads(each.cpu().numpy().tobytes()) for each in texts]
     differing = [
         name for name in said if any(each[0][name] != told[0][0][name] for each in told)

@@ -7,6 +7,7 @@ import torch
 
 from accelfn.base.arguments import Number
 from accelfn.base.shards import local
+from accelfn.base.valueless import is_positive
 from accelfn.collectives.packed import pack, sum_, unpack_
 from accelfn.world import World
 
@@ -54,7 +55,7 @@ def _average_bucket_(
     flat[-1:] = 1
     flat.mul_(seen)
     sum_(flat, world, label=label)
-    if _may_be_zero(weight) and not flat[-1]:
+    if _may_be_zero(weight) and not is_positive(flat[-1]):
         _average_bucket_(same, 1, world, label)
         return
     flat.div_(flat[-1].clone())

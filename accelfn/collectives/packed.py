@@ -21,6 +21,7 @@ from accelfn.base import lists
 from accelfn.base.accelerator import sent
 from accelfn.base.arguments import Number
 from accelfn.base.calling import called
+from accelfn.base.valueless import readable
 from accelfn.collectives.agreed import agreed, alike, check_world
 from accelfn.collectives.naming import naming
 from accelfn.errors import CollectiveMismatchError
@@ -180,9 +181,9 @@ def broadcast_bytes(
     if data is not None and world.size == 1:
         return data
     world = alike(world, "broadcast_bytes", label, root=root)
-    size = torch.tensor([len(data or b"")], device=world.device)
+    size = torch.tensor([len(data or b"")], device=readable(world.device))
     broadcast_([size], world, label=label, root=root)
-    buffer = _as_tensor(data or b"", int(size)).to(world.device)
+    buffer = _as_tensor(data or b"", int(size)).to(readable(world.device))
     broadcast_([buffer], world, label=label, root=root)
     return buffer.cpu().numpy().tobytes()
 
@@ -194,15 +195,16 @@ def scatter_bytes(
     if parts is not None and world.size == 1:
         return parts[0]
     world = alike(world, "scatter_bytes", label, root=root)
-    sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    device = readable(world.device)
+    sizes = torch.zeros(world.size, dtype=torch.int64, device=device)
     if parts is not None:
-        sizes = torch.tensor([len(part) for part in parts], device=world.device)
+        sizes = torch.tensor([len(part) for part in parts], device=device)
     broadcast_([sizes], world, label=label, root=root)
     mine, longest = int(sizes[world.rank]), int(sizes.max())
-    buffer = torch.zeros(longest, dtype=torch.uint8, device=world.device)
+    buffer = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded = None
     if parts is not None:
-        padded = [_as_tensor(part, longest).to(world.device) for part in parts]
+        padded = [_as_tensor(part, longest).to(device) for part in parts]
     with naming(label, world):
         dist.scatter(buffer, padded, group=world.group, group_src=root)
     return buffer[:mine].cpu().numpy().tobytes()
@@ -259,7 +261,7 @@ def _adds_on(world: World) -> torch.device:
     """Return where numbers are added in float64: on the host if this rank adds alone."""
     has_no_float64 = world.device.type == "mps"
     here = world.size == 1 or has_no_float64
-    return torch.device("cpu") if here else world.device
+    return torch.device("cpu") if here else readable(world.device)
 
 
 def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
@@ -328,9 +330,10 @@ def gather_text(text: str, world: World, *, label: str) -> list[str]:
 def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     """Return every rank's bytes, in rank order."""
     world = alike(world, "gather_bytes", label)
-    size = torch.tensor([len(data)], device=world.device)
+    device = readable(world.device)
+    size = torch.tensor([len(data)], device=device)
     counts = torch.cat(all_gather(size, world, label=label)).tolist()
     longest = max(counts)
-    padded = _as_tensor(data, longest).to(world.device)
+    padded = _as_tensor(data, longest).to(device)
     joined = torch.cat(all_gather(padded, world, label=label)).cpu().numpy().tobytes()
     return [joined[i * longest : i * longest + n] for i, n in enumerate(counts)]

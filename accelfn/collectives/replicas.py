@@ -7,6 +7,7 @@ import torch
 
 from accelfn.base import shards
 from accelfn.base.arguments import Number
+from accelfn.base.valueless import readable
 from accelfn.collectives.calls import shown
 from accelfn.collectives.packed import all_gather, are_told_alike, gather_text
 from accelfn.errors import ReplicaMismatchError
@@ -69,7 +70,7 @@ def check_values(
     if sums is None:
         mine = sums_of(tensors.values(), world, label=label)
     else:
-        mine = torch.stack([sums[name] for name in tensors]).to(world.device)
+        mine = torch.stack([sums[name] for name in tensors]).to(readable(world.device))
     if are_told_alike(str(mine.tolist()), world, label=label):
         return
     rows = [row.tolist() for row in all_gather(mine, world, label=label)]
@@ -221,6 +222,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
     Cost: a few passes over the tensor, of which no copy is made.
     """
+    if tensor.is_meta:
+        return torch.zeros((), dtype=torch.int64)
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     flat = plain.contiguous().reshape(-1)

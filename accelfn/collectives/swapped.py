@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from accelfn.base import tree
 from accelfn.base.calling import called
+from accelfn.base.valueless import readable
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.naming import naming
 from accelfn.collectives.packed import pack
@@ -60,7 +61,7 @@ def all_to_all(
             " expected a list with one for each."
         )
         raise ArgumentError(msg)
-    given = [tensors_of(each, label) for each in values]
+    given = [tensors_of(each, label, world) for each in values]
     _check_alike(values)
     free = None if equal else ...
     world = agreed(world, "all_to_all", label, values[0], free=free)
@@ -70,7 +71,7 @@ def all_to_all(
         shapes = _equal(given)
         return _got(values[0], given, shapes, world, label)
     sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in given]
-    told = torch.tensor(sizes, dtype=torch.int64, device=world.device)
+    told = torch.tensor(sizes, dtype=torch.int64, device=readable(world.device))
     got = torch.empty_like(told)
     with naming(label, world):
         dist.all_to_all_single(got, told, group=world.group)

@@ -16,6 +16,7 @@ from accelfn.base import tree
 from accelfn.base.arguments import Number, is_integer
 from accelfn.base.calling import called
 from accelfn.base.pending import Pending
+from accelfn.base.valueless import readable
 from accelfn.collectives.agreed import agreed, check_world
 from accelfn.collectives.averages import average_
 from accelfn.collectives.differentiated import gather_with_grad
@@ -63,7 +64,7 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     Raises:
         ArgumentError: a leaf is no dense tensor; see `gather_objects`.
     """
-    rows = [_row(leaf) for leaf in tensors_of(values, label)]
+    rows = [_row(leaf) for leaf in tensors_of(values, label, world)]
     if grad:
         kind = "gather(grad=True)"
         ready = agreed(world, kind, label, values, grad=True)
@@ -87,11 +88,11 @@ def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T
 
     Cost: one gather of the lengths, and one a dtype, of as many rows as the longest has.
     """
-    rows = [_row(leaf) for leaf in tensors_of(values, label)]
+    rows = [_row(leaf) for leaf in tensors_of(values, label, world)]
     world = agreed(world, "gather_ragged", label, values, free=0)
     if not rows:
         return values
-    mine = torch.tensor([len(row) for row in rows], device=world.device)
+    mine = torch.tensor([len(row) for row in rows], device=readable(world.device))
     lengths = torch.stack(all_gather(mine, world, label=label)).tolist()
     counts = [[each[i] for each in lengths] for i in range(len(rows))]
     return tree.with_leaves(values, all_gather_rows(rows, counts, world, label=label))
@@ -102,7 +103,7 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
 
     Cost: one gather a dtype, of as many rows as the longest has.
     """
-    rows = tensors_of(values, label)
+    rows = tensors_of(values, label, world)
     world = agreed(world, label, label, values, free=0)
     each = [counts] * len(rows)
     return tree.with_leaves(values, all_gather_rows(rows, each, world, label=label))
@@ -142,7 +143,7 @@ def reduce(
         ArgumentError: another word, a leaf that is no tensor, complex numbers that are to
             be ordered or multiplied, or a weight of what is no mean.
     """
-    leaves = tensors_of(values, label)
+    leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
     check_weight(op, weight, bucket_cap_mb)
     if weight is not None:
@@ -187,7 +188,7 @@ def start_reduce(
         >>> pending.wait()
         tensor([1., 1.])
     """
-    leaves = tensors_of(values, label)
+    leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
     ready = agreed(world, "start_reduce", label, values, op=op)
     dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
@@ -225,7 +226,7 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     Cost: one broadcast a dtype.
     """
     check_root("broadcast", root, world)
-    leaves = tensors_of(values, label)
+    leaves = tensors_of(values, label, world)
     ready = agreed(world, "broadcast", label, values, root=root)
 
     def given(same: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -261,7 +262,7 @@ def pad_across(
     Raises:
         ArgumentError: a tensor has no such dimension, or its dtype cannot hold the value.
     """
-    leaves = tensors_of(values, label)
+    leaves = tensors_of(values, label, world)
     for leaf in leaves:
         if not is_integer(dim) or not -leaf.ndim <= dim < leaf.ndim:
             msg = f"af.pad_across(dim={dim!r}): a tensor has the shape {tuple(leaf.shape)}."
@@ -270,7 +271,9 @@ def pad_across(
     world = agreed(world, "pad_across", label, values, free=dim)
     if not leaves:
         return values
-    mine = torch.tensor([leaf.shape[dim] for leaf in leaves], device=world.device)
+    mine = torch.tensor(
+        [leaf.shape[dim] for leaf in leaves], device=readable(world.device)
+    )
     longest = torch.stack(all_gather(mine, world, label=label)).amax(0).tolist()
 
     def padded(leaf: torch.Tensor, size: int) -> torch.Tensor:
@@ -306,7 +309,7 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
         ArgumentError: it is neither true nor false, as a tensor of several elements is not.
     """
     check_world("af.any_rank", world)
-    value = torch.tensor(int(_truth(flag, label)), device=world.device)
+    value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
     return bool(reduce(value, world, "max", label=label))
 
 
@@ -340,7 +343,7 @@ def check_root(name: str, root: int, world: World) -> None:
         raise ArgumentError(msg)
 
 
-def tensors_of(values: Any, label: str) -> list[torch.Tensor]:
+def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
     """Return the leaves of a tree, in an order that all ranks have.
 
     Raises:
@@ -355,13 +358,14 @@ def tensors_of(values: Any, label: str) -> list[torch.Tensor]:
                 " plain data nor tensors with pickle=True."
             )
             raise ArgumentError(msg)
-        _check_dense(leaf, label)
+        _check_dense(leaf, label, world)
     return leaves
 
 
-def _check_dense(leaf: torch.Tensor, label: str) -> None:
+def _check_dense(leaf: torch.Tensor, label: str, world: World) -> None:
+    is_valueless = leaf.is_meta and world.device.type != "meta"
     if leaf.layout is torch.strided and not (
-        leaf.is_meta or leaf.is_quantized or leaf.is_nested
+        is_valueless or leaf.is_quantized or leaf.is_nested
     ):
         return
     kind = str(leaf.layout).removeprefix("torch.")

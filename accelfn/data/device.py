@@ -22,7 +22,10 @@ def on_device(
     """
     if device.type == "cpu":
         return pairs
-    if device.type == "mps":  # it has one stream, and the host's memory
+    if device.type in (
+        "mps",
+        "meta",
+    ):  # one has one stream, and the host's memory; one none
         return _moved(pairs, device)
     return _prefetched(pairs, device)
 

@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelfn.base.advice import advise
 from accelfn.data import Data, Plan
 from accelfn.definition.cache import Cache
+from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
-from accelfn.errors import ArgumentError, WorldError
+from accelfn.errors import ArgumentError, ModelError, WorldError
 from accelfn.schedules.rates import Rates
 from accelfn.schedules.schedule import Schedule
 from accelfn.structure.skeleton import Skeleton
@@ -163,6 +164,29 @@ def check_axes(setup: chain, world: World) -> None:
                 f" Leave the axis out, or {way}."
             )
             raise WorldError(msg)
+
+
+def check_device(setup: chain, world: World) -> None:
+    """Raise where a transform needs values and the world's device keeps none.
+
+    Raises:
+        ModelError: it splits a model or its work, or compiles it.
+    """
+    if world.device.type != "meta":
+        return
+    for each in setup:
+        splits = each in setup.owners["layout"]
+        told = _NEED_VALUES & facts_of(each).keys()
+        if (splits and world.size > 1) or told:
+            msg = (
+                f"{each!r} needs parameters with values, and the world is on the meta device,"
+                " where there are none. Let a model of fewer or narrower layers run with"
+                ' values, device="cpu", or leave the transform out.'
+            )
+            raise ModelError(msg)
+
+
+_NEED_VALUES = {"splits_layers", "splits_sequences", "compiles"}
 
 
 def check_schedule(schedule: object) -> None:

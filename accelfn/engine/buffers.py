@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from accelfn.base import lists
+from accelfn.base.valueless import is_set_to
 from accelfn.errors import ModelError
 
 Table: TypeAlias = dict[str, torch.Tensor | None]
@@ -78,7 +79,7 @@ class Buffers:
         self._check_places()
         for each in self._found:
             current, own = each.table.get(each.key), each.tensor
-            if current is not own or not own.is_set_to(self._scratch[each.name]):
+            if current is not own or not is_set_to(own, self._scratch[each.name]):
                 self._take(each, current)
         return dict(self._scratch)
 

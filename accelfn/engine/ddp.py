@@ -4,6 +4,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.collectives import naming, sum_
 from accelfn.engine.compression import Compression, Reduced
@@ -20,6 +22,8 @@ from accelfn.engine.runner import LossFunction, Ones, like, run_backward
 from accelfn.errors import ModelError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World
+
+_COPY = torch.ops.aten.copy_.default
 
 
 class LossModule(nn.Module):
@@ -82,7 +86,8 @@ class LeanDDP(DistributedDataParallel):
     def lay_out(self) -> None:
         """Put gradients into buckets in that order, for good; torch would after a step."""
         self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        with _Alike() if self.device.type == "meta" else nullcontext():
+            self.reducer._rebuild_buckets()
 
     def forward(self, *inputs: Any) -> Any:
         """Return what the module returns, between what DDP does before and after."""
@@ -97,6 +102,22 @@ class LeanDDP(DistributedDataParallel):
             if DistributedDataParallel._active_ddp_module is self:
                 DistributedDataParallel._active_ddp_module = None
         return self._post_forward(returned)
+
+
+class _Alike(TorchDispatchMode):
+    """Lets DDP keep the order of its buckets where it would read what rank 0 has sent.
+
+    On meta that cannot be read; it is the same on all ranks.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Carry out an operation, but for a copy from meta to the host."""
+        del types
+        if func is _COPY and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:

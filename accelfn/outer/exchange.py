@@ -15,6 +15,7 @@ import torch
 from accelfn.base.arguments import Number
 from accelfn.base.pending import Pending
 from accelfn.base.shards import is_shard, local, with_local
+from accelfn.base.valueless import is_positive
 from accelfn.collectives import start_reduce
 from accelfn.collectives.in_few_bits import (
     mean_of,
@@ -127,10 +128,10 @@ class Exchange:
         found = flight["values"].wait()
         if "half" not in flight:
             sums, total = found["sums"], found["weight"][0]
-            if not total > 0:
+            if not is_positive(total):
                 return None
             return {n: local(sums[n]) / total.to(sums[n].dtype) for n in names}
-        if not flight["weight"] > 0:
+        if not is_positive(flight["weight"]):
             return None
         parts = {name: local(like[name]) for name in names}
         flat = mean_of(found, self.bits, _dtype_of(parts))

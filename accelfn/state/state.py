@@ -26,6 +26,7 @@ from accelfn.definition.definition import (
     Definition,
     as_data,
     check_axes,
+    check_device,
     check_schedule,
     checked_world,
     say_batch_size,
@@ -156,11 +157,12 @@ class TrainState:
         check_schedule(schedule)
         world = checked_world(world)
         composed = chain(setup) if setup is not None else chain()
+        check_device(composed, world)
         # of what is split, a device holds parts alone
         splits = world.size > 1 and bool(composed.owners["layout"])
         device = torch.device("cpu") if splits else world.device
         with own_modes(device):
-            if init == "shard":
+            if init == "shard" and device.type != "meta":
                 begun = in_parts(
                     model, optimizer, setup=composed, world=world, seed=seed, name=name
                 )
@@ -373,6 +375,7 @@ class TrainState:
         there = {field for field, owners in composed.owners.items() if owners}
         check_needs(composed, there | composed.facts.keys())
         check_axes(composed, self.world)
+        check_device(composed, self.world)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=composed)

@@ -22,7 +22,12 @@ from accelfn.base.arguments import why_not
 from accelfn.errors import ModelError
 from accelfn.structure.acts import Act, is_as_made, noted, sets_alike
 from accelfn.structure.on_meta import parameters_on_meta
-from accelfn.structure.skeleton import ModelSource, check_factory, check_module
+from accelfn.structure.skeleton import (
+    ModelSource,
+    check_factory,
+    check_module,
+    check_values,
+)
 
 # torch has no public word for a module's own parameters, without those inside it
 # pyright: reportPrivateUsage=false
@@ -82,7 +87,8 @@ def bare(source: ModelSource, *, seed: int, name: str) -> Bare:
                 f" reset_parameters() for what sets them, {_WHOLE}."
             )
             raise ModelError(msg) from error
-    check_module(module, source, drawn=False)
+    check_module(module, source)
+    check_values(module, drawn=False)
     for own, param in module.named_parameters():
         if not param.is_meta:
             msg = (

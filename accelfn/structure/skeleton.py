@@ -8,6 +8,7 @@ copies that structure around tensors of a state, without copying the tensors.
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeAlias, cast
 
 import attrs
@@ -23,6 +24,7 @@ from accelfn.structure.given import refuse_given, seal_model
 from accelfn.structure.overlap import refuse_overlap
 from accelfn.structure.placed import refuse_placed
 
+_CPU = torch.device("cpu")
 _TABLES = dict, OrderedDict, set
 _GIVEN = WeakIdKeyDictionary()  # parameters that a state took
 ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module]
@@ -95,7 +97,8 @@ def materialize(
 ) -> nn.Module:
     """Return the module of a factory, drawn from the seed, or the instance itself.
 
-    A factory runs on the CPU, so the same seed gives the same model on every device.
+    A factory runs on the CPU, so the same seed gives the same model on every device; where
+    the world's is meta, it runs there, and nothing is drawn.
 
     Raises:
         ModelError: it is no module, has meta tensors, nothing in it can be trained, or
@@ -104,10 +107,17 @@ def materialize(
     module = source
     if not isinstance(source, nn.Module):
         check_factory(source)
-        with draws.seeded(draws.key(seed, name, "init"), torch.device("cpu")):
+        with _born_on(device), draws.seeded(draws.key(seed, name, "init"), _CPU):
             module = source()
     check_module(module, source)
+    if device.type != "meta":
+        check_values(cast("nn.Module", module), drawn=True)
     return _moved(cast("nn.Module", module), device)
+
+
+def _born_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return where a factory runs: nothing has values where the world's device keeps none."""
+    return device if device.type == "meta" else nullcontext()
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
@@ -143,13 +153,12 @@ def check_factory(source: object) -> None:
     _check_takes_nothing(source)
 
 
-def check_module(module: object, source: object, *, drawn: bool = True) -> None:
+def check_module(module: object, source: object) -> None:
     """Raise unless a state can be made of a module, and of what a factory gave.
 
     Args:
         module: that was given, or made.
         source: what made it; or the module.
-        drawn: whether its parameters have values.
 
     Raises:
         ModelError: it cannot.
@@ -168,9 +177,30 @@ def check_module(module: object, source: object, *, drawn: bool = True) -> None:
         raise ModelError(msg)
     refuse_given(module)
     refuse_placed(module)
-    _check(module, drawn=drawn)
+    _check(module)
     refuse_overlap(module)
     _check_in_one_place(module)
+
+
+def check_values(module: nn.Module, *, drawn: bool) -> None:
+    """Raise unless a module's tensors have values; parameters that are not drawn yet need none.
+
+    Raises:
+        ModelError: they have not.
+    """
+    named = [*(module.named_parameters() if drawn else ()), *module.named_buffers()]
+    meta = [name for name, tensor in named if tensor.is_meta]
+    if meta:
+        msg = (
+            f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"
+            f" hold no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}."
+            " Load them first (af.import_model(module, files), or module.to_empty, then"
+            " load_state_dict), or draw a factory's"
+            ' module by module: init="shard". What it would take needs no values:'
+            " af.memory_estimate(model, setup, optimizer=...), and setup.explain(); what it"
+            ' would send, too: accelfn.testing.communication(fn, device="meta").'
+        )
+        raise ModelError(msg)
 
 
 def _check_in_one_place(module: nn.Module) -> None:
@@ -274,7 +304,7 @@ def give_away(module: nn.Module, name: str) -> None:
     seal_model(module, name)
 
 
-def _check(module: nn.Module, *, drawn: bool) -> None:
+def _check(module: nn.Module) -> None:
     """Refuse what can't be trained, with names."""
     given = [name for name, param in module.named_parameters() if param in _GIVEN]
     if given:
@@ -305,18 +335,6 @@ def _check(module: nn.Module, *, drawn: bool) -> None:
         msg = (
             f"{type(module).__name__} has lazy parameters without a shape yet:"
             f" {', '.join(lazy[:5])}. Call it once on an example before."
-        )
-        raise ModelError(msg)
-    valued = named if drawn else list(module.named_buffers())
-    meta = [name for name, tensor in valued if tensor.is_meta]
-    if meta:
-        msg = (
-            f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"
-            f" hold no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}."
-            " Load them first (af.import_model(module, files), or module.to_empty, then"
-            " load_state_dict), or draw a factory's"
-            ' module by module: init="shard". What it would take needs no values:'
-            " af.memory_estimate(model, setup, optimizer=...), and setup.explain()."
         )
         raise ModelError(msg)
     if not any(param.requires_grad for param in module.parameters()):

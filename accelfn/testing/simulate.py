@@ -58,7 +58,9 @@ def simulate(
         seed: of the ranks' random generators; each rank draws its own.
         axes: the axes of the world, as `World.from_env` takes them: {"dp_shard": 4, "tp": 2}.
         device: on which all ranks compute, "cpu" or any of torch.accelerator: "cuda", "xpu", ...
-            They share it, and each has random generators of its own on it.
+            They share it, and each has random generators of its own on it. On "meta" tensors
+            have shapes and no values: what is sent is the same, and who asks for a value is
+            refused.
         elastic: how many ranks may go on where others have crashed, at least; by default none
             does. Those that are left get a `PeerFailedError` and go on by `af.regroup`, as under
             `accelfn launch --elastic`; a rank whose `Crash` says when it `returns` comes back.
@@ -69,7 +71,8 @@ def simulate(
     Raises:
         CollectiveMismatchError: ranks met in different collectives; a table says which.
         WorldError: the device is not there.
-        SimulationError: a fault was planned for an update that its rank did not begin.
+        SimulationError: a fault was planned for an update that its rank did not begin; or a
+            value was asked for on meta.
         DeadlockError: ranks wait for what no rank will do.
         RankCrashedError: a rank crashed, as was planned.
         Exception: what a rank raised first, with a note on how to repeat the run.

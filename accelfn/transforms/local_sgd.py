@@ -11,6 +11,7 @@ import torch
 
 from accelfn.base import tree
 from accelfn.base.arguments import Number, integer, is_integer, mebibytes, truth
+from accelfn.base.valueless import readable
 from accelfn.collectives import all_gather, average_
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
@@ -233,7 +234,7 @@ def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]
         for entry in found
     ]
     sums = [zlib.crc32(str(each).encode()) for each in told]
-    mine = torch.tensor(sums, dtype=torch.int64, device=ranks.device)
+    mine = torch.tensor(sums, dtype=torch.int64, device=readable(ranks.device))
     alike = (torch.stack(all_gather(mine, ranks, label=_LABEL)) == mine).all(0).tolist()
     return [
         tensor

@@ -177,7 +177,7 @@ class autocast:
             if self.precision == "fp8":  # that of an evaluation was not built
                 to_float8(model, self.layers, repr(self))
             try:
-                with torch.autocast(kind, dtype=dtype):
+                with _casting(kind, dtype):
                     return loss_fn(model, batch, *extras)
             finally:
                 torch.clear_autocast_cache()
@@ -302,6 +302,13 @@ def full_precision(*values: Any) -> Generator[Any]:
         for kind in {"cpu", _accelerator()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield wide[0] if len(wide) == 1 else wide or None
+
+
+def _casting(kind: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Return torch's autocast; it has none on meta, whose values no precision has a say in."""
+    if kind == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(kind, dtype=dtype)
 
 
 def _accelerator() -> str:

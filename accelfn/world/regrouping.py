@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from attrs import frozen
 
-from accelfn.errors import PeerFailedError
+from accelfn.errors import PeerFailedError, WorldError
 from accelfn.world.activity import Activity
 from accelfn.world.connection import Connection
 from accelfn.world.meeting import LEAST_TO_MEET, opened, store_of
 from accelfn.world.place import Environment, Place, integer
 from accelfn.world.roll_call import RollCall
+from accelfn.world.watched import WatchedStore
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 VARIABLE = "ACCELFN_ELASTIC"
 """Set by an elastic launcher: how often it has started a process in this one's place."""
 _LOOKS_EVERY = 0.02
+_NOTICES_WITHIN = 5.0
+"""Seconds: a launcher looks after its processes many times a second."""
 
 
 @frozen
@@ -171,13 +174,11 @@ class Launched:
         _forget_frames()  # they refer to what refers to the group
         world.close()
         world.connection.close()
+        activity = Activity() if self.is_newcomer else world.connection.activity
         names = self._next()
-        while not self._all_arrive(names):
+        while (joined := self._joined(names, activity)) is None:
             names = self._next()
-        was_new, self.is_newcomer = self.is_newcomer, False
-        activity = Activity() if was_new else world.connection.activity
-        rank, size = names.index(self._name), len(names)
-        return world.followed(rank, size, self._joined(rank, size, activity))
+        return world.followed(names.index(self._name), len(names), joined)
 
     def _next(self) -> list[str]:
         """Return who makes the next world, as the launcher says."""
@@ -228,25 +229,65 @@ class Launched:
             time.sleep(_LOOKS_EVERY if left else 0)
         return True
 
-    def _joined(self, rank: int, size: int, activity: Activity) -> Connection:
-        """Return what joins the ranks that have arrived."""
+    def _joined(self, names: list[str], activity: Activity) -> Connection | None:
+        """Return what joins those who make a world; None where one is gone meanwhile."""
+        store = dist.PrefixStore(f"accelfn world {self._number}", self._store)
+        if not (self._all_arrive(names) and self._opened(names, store)):
+            return None
+        self.is_newcomer = False
+        rank, size = names.index(self._name), len(names)
         if size == 1:
             return Connection(None, activity=activity, regrouping=self)
-        store = dist.PrefixStore(f"accelfn world {self._number}", self._store)
-        opened(
-            store,
-            rank,
-            size,
-            backend=self._backend,
-            device=self._device,
-            timeout=self._timeout,
-        )
         return Connection(
             dist.group.WORLD,
             activity=activity,
             roll_call=RollCall(store, rank, size, rank_0_keeps_it=False),
             regrouping=self,
         )
+
+    def _opened(self, names: list[str], store: dist.Store) -> bool:
+        """Let torch join those who have arrived; return whether all of them lived so long.
+
+        Raises:
+            WorldError: they did, and it cannot.
+        """
+        rank, size = names.index(self._name), len(names)
+        if size == 1:
+            return True
+        try:
+            opened(
+                self._watched(store, names),
+                rank,
+                size,
+                backend=self._backend,
+                device=self._device,
+                timeout=self._timeout,
+            )
+        except WorldError:
+            if not self._loses_one(names):
+                raise
+            return False
+        return True
+
+    def _watched(self, store: dist.Store, names: list[str]) -> dist.Store:
+        """Return a store at which nobody waits for one of these who is gone.
+
+        Where a device is no processor, its backend goes on to use a store in threads of its
+        own, which had better not wait for Python: then a timeout ends what is waited for.
+        """
+        if self._device.type != "cpu":
+            return store
+        is_gone = self._words.is_gone
+        return WatchedStore(store, lambda: any(map(is_gone, names)), self._timeout)
+
+    def _loses_one(self, names: list[str]) -> bool:
+        """Return whether one of these is gone, of whom the launcher may not know yet."""
+        until = time.monotonic() + min(self._timeout, _NOTICES_WITHIN)
+        while not any(map(self._words.is_gone, names)):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOOKS_EVERY)
+        return True
 
 
 def _forget_frames() -> None:

@@ -7,9 +7,11 @@ from accelfn.testing.simulation import ranks
 from accelfn.testing.simulation.exchange import Exchange
 from accelfn.testing.simulation.gatherings import Gatherings
 from accelfn.testing.simulation.plan import Plan
-from accelfn.world import connection, world
+from accelfn.world import connection, watched, world
+from accelfn.world import regrouping as regrouping_of_processes
 from tests.laws import test_launch_calls, test_regroup
 from tests.mutants.mutant import Mutant
+from tests.unit import test_regrouping as of_processes
 
 REST = test_regroup.test_the_rest_go_on_from_the_last_average
 BACK = test_regroup.test_a_rank_that_comes_back_comes_in_at_an_average
@@ -18,6 +20,24 @@ REFUSED = test_regroup.test_what_cannot_be_regrouped_is_refused
 FEWER = test_regroup.test_fewer_than_may_go_on_do_not
 
 MUTANTS = [
+    Mutant(
+        "one that is gone as torch joins the ranks is an error, and no reason to meet again",
+        of_processes.test_one_that_is_gone_before_it_has_opened_is_done_without,
+        regrouping_of_processes.Launched._opened,
+        "if not self._loses_one(names): → if True:",
+    ),
+    Mutant(
+        "ranks that live and cannot be joined meet again, and again",
+        of_processes.test_who_live_and_cannot_be_joined_are_told_so,
+        regrouping_of_processes.Launched._loses_one,
+        "return False → return True",
+    ),
+    Mutant(
+        "what is waited for at a store is waited for until a timeout, whoever is gone",
+        of_processes.test_a_watched_store_tells_what_was_waited_for,
+        watched.WatchedStore.wait,
+        "if self._is_one_gone(): → if False:",
+    ),
     Mutant(
         "L45: those that are left go on as newcomers, from where they began",
         REST,

@@ -230,7 +230,7 @@ self.commit(self._scratch)
         "L21: the setup's autocast changes nothing",
         test_purity.test_autocast_lowers_no_dtype,
         precision.autocast.loss,
-        "dtype=dtype) → dtype=dtype, enabled=False)",
+        "_casting(kind, dtype) → torch.autocast(kind, dtype=dtype, enabled=False)",
     ),
     Mutant(
         "L21: gradients come back from a transform in another dtype than the parameters'",

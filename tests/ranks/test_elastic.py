@@ -93,6 +93,28 @@ def test_who_does_not_come_in_is_done_without(
     assert said in run.stderr
 
 
+@pytest.mark.ranks(4)
+def test_who_is_killed_as_a_world_is_opened_is_done_without(tmp_path: Path) -> None:
+    """The rest meet once more, and train what they would if both had died together."""
+    run = launched("1:4", "local sgd", 1, tmp_path, "another dies as it opens")
+    assert run.returncode == 0, run.stderr
+    found = [json.loads(each.read_text()) for each in tmp_path.glob("*.json")]
+    simulated = simulate(
+        4,
+        lambda world: elastic(world, programs.training("local sgd")),
+        faults=[Crash(rank, step=programs.DIES) for rank in (1, 3)],
+        elastic=1,
+        sums="ring",
+    )
+    left = [each for each in simulated.results if each is not None]
+    expected = [
+        [{path: each.tolist() for path, each in trained.items()}, list(map(list, told))]
+        for trained, told in left
+    ]
+    assert sorted(map(str, found)) == sorted(map(str, expected))
+    assert [told[:2] for _, told in found] == [[[0, 4], [4, 2]]] * 2
+
+
 @pytest.mark.ranks(2)
 def test_where_too_few_are_left_the_run_ends(tmp_path: Path) -> None:
     """The report says which rank was killed, as it does of any other run."""

@@ -6,11 +6,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import accelfn as af
 from accelfn.world.connection import Connection
 from accelfn.world.listening import open_store
 from accelfn.world.regrouping import Launched, Words
+from accelfn.world.watched import WatchedStore
 from tests.strategies import Run
 from tests.waiting import wait_until
 
@@ -69,6 +71,45 @@ def test_one_that_is_gone_before_it_arrives_is_done_without() -> None:
     assert (smaller.rank, smaller.size) == (0, 1)
     assert world.connection.is_closed
     assert world.connection.successor is smaller
+
+
+def test_one_that_is_gone_before_it_has_opened_is_done_without() -> None:
+    """Who has arrived, and is gone before torch has joined it, is waited for no longer."""
+    world, process, words = launched(timeout=30.0)
+    with ThreadPoolExecutor(1) as threads:
+        met = threads.submit(process.meet, world)
+        words.arrive(1, "1.0")
+        words.lose("1.0")
+        words.call(1, ["0.0", "1.0"])
+        wait_until(lambda: met.done() or words.has_come(2, "0.0"))
+        words.call(2, ["0.0"])
+        smaller = met.result()
+    assert (smaller.rank, smaller.size) == (0, 1)
+    assert not dist.is_initialized()
+
+
+def test_who_live_and_cannot_be_joined_are_told_so() -> None:
+    """A world that torch cannot open is no reason to meet again."""
+    world, process, words = launched(timeout=0.1)
+    words.call(1, ["0.0", "1.0"])
+    words.arrive(1, "1.0")
+    with pytest.raises(af.WorldError, match="Rank 0 of 2 cannot open"):
+        process.meet(world)
+    assert not words.has_come(2, "0.0")
+
+
+def test_a_watched_store_tells_what_was_waited_for() -> None:
+    """Its waits end with what was written, with one that is gone, or with a timeout."""
+    gone: list[bool] = []
+    store = WatchedStore(dist.HashStore(), lambda: bool(gone), timeout=0.1)
+    store.set("a", b"1")
+    assert (store.get("a"), store.add("n", 2), store.check(["b"])) == (b"1", 2, False)
+    with pytest.raises(dist.DistStoreError, match=r"b was not written within 0\.1 s"):
+        store.get("b")
+    gone.append(True)
+    with pytest.raises(dist.DistStoreError, match=r"gone, before b was written"):
+        store.wait(["b"], timedelta(seconds=0.2))
+    store.wait(["a"], LONG)
 
 
 def test_a_newcomer_waits_until_it_is_taken_in() -> None:

@@ -181,7 +181,7 @@ def callers_modes(
         for kind, dtype in casts:
             cast = torch.autocast(kind, dtype=dtype, cache_enabled=cache)
             stack.enter_context(cast)
-        if device.type != "cpu":
+        if device.type not in ("cpu", "meta"):
             torch.accelerator.set_device_index(device)
             one_thread = torch.autograd.set_multithreading_enabled(mode=False)
             stack.enter_context(one_thread)

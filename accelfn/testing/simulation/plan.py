@@ -2,7 +2,6 @@
 """A simulated run as a value: what was asked for, and what it gave."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import (
     Any,
     Generic,
@@ -24,7 +23,7 @@ from accelfn.testing.simulation.sums import Sums
 from accelfn.testing.simulation.wire import Algorithm, check_algorithm, cost, given
 from accelfn.world import World
 from accelfn.world.axes import resolved
-from accelfn.world.device import chosen_device
+from accelfn.world.device import chosen_device, known_device
 
 T = TypeVar("T")
 By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
@@ -93,6 +92,12 @@ class Run(Sequence[T], Generic[T]):
         return totals
 
 
+def _device(asked: str | torch.device) -> torch.device:
+    """Return the device asked for; that without values is one here, and in no real world."""
+    known = known_device(asked)
+    return known if known.type == "meta" else chosen_device(asked, local_rank=0)
+
+
 @attrs.frozen
 class Plan:
     """The arguments of a run, checked, so that an error can say how to repeat it."""
@@ -108,7 +113,7 @@ class Plan:
     axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
     device: torch.device = attrs.field(
         factory=lambda: torch.device("cpu"),
-        converter=partial(chosen_device, local_rank=0),
+        converter=_device,
     )
     elastic: int | None = None
 

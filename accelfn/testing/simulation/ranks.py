@@ -22,6 +22,7 @@ from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.registry import Registry
 from accelfn.testing.simulation.sayings import Sayings
 from accelfn.testing.simulation.turns import Turns
+from accelfn.testing.simulation.valueless import explained
 from accelfn.testing.simulation.work import SimulatedWork
 from accelfn.world import World
 from accelfn.world.activity import Activity
@@ -223,6 +224,8 @@ class _Room:
 def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
     """Raise the one error, with how to repeat the run."""
     rank, error = errors.pop()
+    if plan.device.type == "meta":
+        error = explained(error)
     with suppress(Exception):  # a class of errors may take no notes
         where = "" if rank is None else f" rank {rank} of"
         note = f"In{where} a simulated world. To repeat the run: {plan}"

@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import accelfn as af
+from accelfn.world import regrouping as regrouping_module
 from tests.laws.elastic import elastic
 from tests.ranks.programs_of_elastic import COMES_IN, DIES, training
 from tests.waiting import wait_until
+
+
+def killed(*_given: object, **_named: object) -> None:
+    """End as a process does that is killed where torch was to join it."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(setup: str, victim: int, folder: Path, then: str) -> None:
@@ -20,13 +26,16 @@ def main(setup: str, victim: int, folder: Path, then: str) -> None:
     if is_second and then == "is killed":
         again.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    if is_second and then == "is late":
+    if is_second and then in ("is late", "another dies as it opens"):
         again.touch()
         signal.pause()
     with af.World.from_env(timeout=60) as world:
         regrouping = world.connection.regrouping
         assert regrouping is not None
         is_new = regrouping.is_newcomer
+
+        if then == "another dies as it opens" and world.rank == world.size - 1:
+            regrouping_module.opened = killed
 
         def seen(step: int, _ids: list[int]) -> None:
             if step + 1 == DIES and world.rank == victim and not is_new:

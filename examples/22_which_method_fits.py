@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One idea more: which way of training fits a cable, for a model that fits nowhere near here.
+
+Ranks are simulated on torch's meta device: tensors have shapes and no values.
+"""
+
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import accelfn as af
+from accelfn.testing import Link, communication
+
+RANKS, PERIOD, LAYERS = 2, 8, 32  # 32 layers of Llama's are 6.7 billion parameters
+CABLES = {n: Link(latency=0.001, bandwidth=n * 125e6) for n in (0.1, 1, 10)}  # Gbit/s
+METHODS = {
+    "gradients of every update": (af.wrap_ddp(), 1),
+    "the same in 16 bits": (af.chain(af.wrap_ddp(), af.compress("bf16")), 1),
+    "averages": (af.local_sgd(sync_every=PERIOD), PERIOD),
+    "averages in 4 bits": (af.diloco(sync_every=PERIOD, bits=4), PERIOD),
+}
+
+
+def loss_fn(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """Return the loss of the next token; with a mask, Transformers looks at no values."""
+    return model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
+
+
+def train(world: af.World, setup: af.Transform, updates: int, layers: int) -> None:
+    """Train for some updates, as on machines."""
+    config = LlamaConfig(num_hidden_layers=layers, attn_implementation="eager")
+    state = af.TrainState.create(
+        model=partial(LlamaForCausalLM, config),
+        optimizer=partial(torch.optim.AdamW, lr=3e-4),
+        setup=setup,
+        world=world,
+    )
+    tokens = torch.zeros(1, 128, dtype=torch.int64, device=world.device)
+    for _ in range(updates):
+        state, _ = af.make_step(loss_fn)(state, tokens)
+
+
+def main(ranks: int = RANKS, layers: int = LAYERS) -> None:
+    """Print a row for each method."""
+    table = Table("an update", "GB of a rank", *(f"s at {n} Gbit/s" for n in CABLES))
+    for says, (setup, updates) in METHODS.items():
+        program = partial(train, setup=setup, updates=updates, layers=layers)
+        traffic = communication(program, ranks=[ranks], device="meta")
+        sent = sum(traffic.bytes(ranks).values()) / (1e9 * ranks * updates)
+        seconds = (traffic.seconds(cable, ranks=ranks) for cable in CABLES.values())
+        table.add_row(says, f"{sent:.2f}", *(f"{s:,.1f}" for s in seconds))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
