@@ -4,6 +4,8 @@
 import json
 import sys
 
+import attrs
+
 from tests.accelerator import fake
 
 if __name__ == "__main__":
@@ -14,10 +16,5 @@ if __name__ == "__main__":
 
     (mutant,) = [each for each in MUTANTS if each.says == sys.argv[1]]
     found = hunt(mutant)
-    told = {
-        "killed": found.killed,
-        "told": found.told,
-        "examples": found.examples,
-        "seconds": found.seconds,
-    }
+    told = attrs.asdict(found, filter=lambda field, _: field.name != "mutant")
     sys.__stdout__.write(f"\n{json.dumps(told)}\n")

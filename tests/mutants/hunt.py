@@ -4,11 +4,13 @@
 import functools
 import inspect
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,35 +34,47 @@ class Outcome:
 
     Attributes:
         mutant: the bug.
-        by: the error with which the test failed, or None: the mutant survived.
+        killed: whether the test found it, be it in one way of several.
+        told: how the test failed, if it did.
         examples: that the test tried.
         seconds: that it took.
     """
 
     mutant: Mutant
-    by: BaseException | None
+    killed: bool
+    told: str
     examples: int
     seconds: float
 
-    @property
-    def killed(self) -> bool:
-        """Whether the test found the bug, be it in one way of several."""
-        if isinstance(self.by, ExceptionGroup):
-            return self.by.subgroup(FOUND) is not None
-        return isinstance(self.by, FOUND)
-
-    @property
-    def told(self) -> str:
-        """How the test failed, if it did."""
-        said = str(self.by or "").strip().partition("\n")[0]
-        return "" if self.by is None else f"{type(self.by).__name__} {said}".strip()
-
 
 def hunt(mutant: Mutant) -> Outcome:
-    """Plant a bug, run its test, and take it out again."""
+    """Plant a bug and run its test in a process of their own, which they may leave in a mess."""
     if _ON_A_DEVICE in mutant.test.__module__ and accelerator.kind() == "cpu":
         return _hunted_there(mutant)
-    found: BaseException | None = None
+    ours, theirs = Pipe(duplex=False)
+    process = os.fork()
+    if process == 0:
+        try:
+            theirs.send(_hunted(mutant))
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = {
+            "killed": False,
+            "told": "its process ended",
+            "examples": 0,
+            "seconds": 0.0,
+        }
+    os.waitpid(process, 0)
+    return Outcome(mutant, **found)
+
+
+def _hunted(mutant: Mutant) -> dict[str, Any]:
+    """Return what became of a mutant in this process."""
+    error: BaseException | None = None
     budgeted(mutant.test)
     start = time.perf_counter()
     with (
@@ -70,19 +84,28 @@ def hunt(mutant: Mutant) -> Outcome:
     ):
         try:
             mutant.test(**mutant.args, **fixtures)
-        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - it is judged
-            found = error
-    return Outcome(mutant, found, len(examples), time.perf_counter() - start)
+        except (Exception, pytest.fail.Exception) as raised:  # noqa: BLE001 - it is judged
+            error = raised
+    said = str(error or "").strip().partition("\n")[0]
+    return {
+        "killed": _is_found(error),
+        "told": "" if error is None else f"{type(error).__name__} {said}".strip(),
+        "examples": len(examples),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _is_found(error: BaseException | None) -> bool:
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(FOUND) is not None
+    return isinstance(error, FOUND)
 
 
 def _hunted_there(mutant: Mutant) -> Outcome:
     """Hunt in another process, which has the fake accelerator."""
     command = [sys.executable, "-m", f"{_ON_A_DEVICE}.hunt", mutant.says]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout.splitlines()[-1])
-    kind = AssertionError if told["killed"] else RuntimeError
-    by = kind(told["told"]) if told["told"] else None
-    return Outcome(mutant, by, told["examples"], told["seconds"])
+    return Outcome(mutant, **json.loads(done.stdout.splitlines()[-1]))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import re
 
 import attrs
 import pytest
+import torch
 
 import tests.laws
 from accelfn import collectives
@@ -125,10 +126,23 @@ def test_what_is_no_bug_survives() -> None:
     )
     outcome = hunt(harmless)
     assert not outcome.killed
-    assert outcome.by is None
+    assert outcome.told == ""
     assert outcome.examples > 1
     with pytest.raises(ValueError, match="plant the bug anew"):
         attrs.evolve(harmless, change="no such line → pass").code()
+
+
+def test_a_bug_leaves_nothing_behind() -> None:
+    """A mode that a test was broken off in is not that of the next hunt."""
+    leaving = Mutant(
+        "L49: a mode that stays",
+        test_collectives.test_all_reduce_is_the_sum,
+        collectives.sum_,
+        "if world.size > 1: → if torch.set_grad_enabled(False) is None:",
+    )
+    was = torch.is_grad_enabled()
+    hunt(leaving)
+    assert torch.is_grad_enabled() is was
 
 
 def test_a_crash_is_no_finding() -> None:
@@ -140,5 +154,5 @@ def test_a_crash_is_no_finding() -> None:
         "if world.size > 1: → if no_such_name:",
     )
     outcome = hunt(crashing)
-    assert isinstance(outcome.by, NameError)
+    assert outcome.told.startswith("NameError")
     assert not outcome.killed
