@@ -22,6 +22,7 @@ SHOWN: tuple[Any, ...] = (
     af.wrap_ddp(within="dp_shard"),
     af.wrap_fsdp(),
     af.wrap_fsdp(find_unused_parameters=True),
+    af.wrap_fsdp(cpu_offload=True),
     af.wrap_deepspeed(2),
     af.context_parallel(),
     af.tensor_parallel({"up": "column", "down": "row"}),

@@ -65,6 +65,11 @@ def give_back_memory(device: torch.device) -> None:
         getattr(torch.get_device_module(device), "empty_cache", int)()
 
 
+def pins(device: torch.device) -> bool:
+    """Whether there is host memory from and to which a device copies without a wait."""
+    return _pins(device.type)
+
+
 @cache
 def _pins(kind_of_device: str) -> bool:
     """Whether torch has host memory from which such a device copies by itself."""

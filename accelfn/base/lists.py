@@ -20,10 +20,23 @@ def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+def _beside(
+    number: float | torch.Tensor, tensors: Iterable[torch.Tensor]
+) -> float | torch.Tensor:
+    """Return a number that goes with all tensors: with those of the host, one of a device does not.
+
+    The device is waited for then, as it was for what it gave to the host.
+    """
+    if isinstance(number, torch.Tensor) and not number.is_cpu:
+        return number.cpu() if any(each.is_cpu for each in tensors) else number
+    return number
+
+
 def mul_(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor by one number."""
     found = _parts(tensors)
     if found:
+        factor = _beside(factor, found)
         torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -31,6 +44,7 @@ def div_(tensors: Iterable[torch.Tensor], divisor: float | torch.Tensor) -> None
     """Divide each tensor by one number."""
     found = _parts(tensors)
     if found:
+        divisor = _beside(divisor, found)
         torch._foreach_div_(found, divisor)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -82,7 +96,7 @@ def norms(
 
 
 def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return 1 if any element is infinite or not a number, else 0, on their device.
+    """Return 1 if any element is infinite or not a number, else 0, on the device of the first.
 
     One pass, in which torch's kernel multiplies by 1: numbers stay bitwise what they are.
     """
@@ -90,11 +104,13 @@ def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     device = found[0].device if found else None
     # the kernel takes float32 alone, whatever the default dtype is
     flag = torch.zeros((), dtype=torch.float32, device=device)
-    if found:
+    here = [each for each in found if each.device == device]
+    if here:
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
-            found, flag, torch.ones_like(flag)
+            here, flag, torch.ones_like(flag)
         )
-    return flag
+    elsewhere = [each for each in found if each.device != device]
+    return flag.maximum(non_finite(elsewhere).to(device)) if elsewhere else flag
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,11 @@ def cut_axes(tensor: Any) -> tuple[str, ...]:
     return tuple(name for name, placement in placed if not placement.is_replicate())
 
 
+def computes_on(tensor: Any) -> str:
+    """Return on what kind of device a parameter is computed with; its part may lie elsewhere."""
+    return tensor.device_mesh.device_type if is_shard(tensor) else tensor.device.type
+
+
 def with_local(tensor: Any, part: torch.Tensor) -> torch.Tensor:
     """Return a tensor that lies over the ranks as another does, of which this is the part."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - rarely needed

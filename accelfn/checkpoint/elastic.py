@@ -11,6 +11,7 @@ import torch
 
 from accelfn.base import tree
 from accelfn.base.codec import decode, tensors_in
+from accelfn.base.shards import local
 from accelfn.checkpoint import files
 from accelfn.checkpoint.fields import decoded, encoded, fields_of
 from accelfn.checkpoint.manifest import Manifest
@@ -79,31 +80,33 @@ class Source:
 
     def _whole(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         places = {name: self.manifest.file_of(name, rank) for name in names}
-        found = self._read({(file, name) for name, file in places.items()})
+        found = self._read({(file, name) for name, file in places.items()}, self.device)
         return {name: found[file, name] for name, file in places.items()}
 
     def _read(
-        self, places: AbstractSet[tuple[str, str]]
+        self, places: AbstractSet[tuple[str, str]], device: str
     ) -> dict[tuple[str, str], torch.Tensor]:
-        """Return tensors by file and name, each file read once."""
+        """Return tensors by file and name, on a device, each file read once."""
         found: dict[tuple[str, str], torch.Tensor] = {}
         for file in sorted({file for file, _ in places}):
             tensors = self._read_file(
-                file, {name for each, name in places if each == file}
+                file, {name for each, name in places if each == file}, device
             )
             found |= {(file, name): tensor for name, tensor in tensors.items()}
         return found
 
-    def _read_file(self, file: str, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+    def _read_file(
+        self, file: str, names: AbstractSet[str], device: str
+    ) -> dict[str, torch.Tensor]:
         """Return tensors of a file in memory of their own, as each reading gives."""
         if self.held is not None:
             held = self.held[file]
-            return {name: held[name].to(self.device, copy=True) for name in names}
+            return {name: held[name].to(device, copy=True) for name in names}
         return files.read(
             Path(self.folder) / file,
             self.manifest.files[file],
             names,
-            device=self.device,
+            device=device,
             verify=self.verify,
             told=self.told,
         )
@@ -112,12 +115,14 @@ class Source:
         """Return tensors of which slices were saved, or are wanted."""
         plans = {name: self._plan(rank, name) for name in names}
         read = self._read(
-            {(f, name) for name, plan in plans.items() for f in plan.overlapping}
+            {(f, name) for name, plan in plans.items() for f in plan.overlapping}, "cpu"
         )
         found: dict[str, torch.Tensor] = {}
         for name, plan in plans.items():
             parts = [(plan.parts[f], read[f, name]) for f in plan.overlapping]
-            found[name] = assembled(plan.target, plan.dtype, parts).to(self.device)
+            wanted = self.sharded.get(name)
+            device = self.device if wanted is None else local(wanted).device
+            found[name] = assembled(plan.target, plan.dtype, parts).to(device)
         return found
 
     def _plan(self, rank: int, name: str) -> "_Plan":

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 import attrs
 import torch
 
+from accelfn.base import shards
 from accelfn.errors import CheckpointCorruptError, PlainDataError
 
 T = TypeVar("T")
@@ -216,17 +217,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
-    """Return a DTensor that lies as another does, of this rank's slice."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - as above
+    """Return a DTensor that lies as another does, of this rank's slice.
 
-    return DTensor.from_local(
-        local.to(sharded.to_local().device),
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    torch's own `from_local` would bring it to the device of the mesh.
+    """
+    return shards.with_local(sharded, local.to(shards.local(sharded).device))
 
 
 def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:

@@ -38,8 +38,8 @@ def average_(
     moving = [t for t in parts if t.is_floating_point() or t.is_complex()]
     if world.size == 1:
         return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in moving):
-        same = [tensor for tensor in moving if tensor.dtype == dtype]
+    for kind in dict.fromkeys((each.dtype, each.device) for each in moving):
+        same = [each for each in moving if (each.dtype, each.device) == kind]
         for bucket in _buckets(same, bucket_cap_mb):
             _average_bucket_(bucket, weight, world, label)
 
@@ -51,6 +51,7 @@ def _average_bucket_(
     # below float32 a weight could not be counted: average in float32
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     seen = torch.zeros(1, dtype=wide, device=world.device) + weight
+    seen = seen.to(same[0].device)  # parts may lie on the host
     flat = pack([*same, seen.to(dtype)]).to(wide)
     flat[-1:] = 1
     flat.mul_(seen)

@@ -42,6 +42,8 @@ def by_calls(
         world: whose ranks have the parts.
         label: what the ranks are doing.
 
+    The wholes lie on the world's device, where parts may not be.
+
     Law: bitwise what was cut.
 
     Cost: of each axis along which they are cut, a gather for every 32 MiB of whole tensors of
@@ -151,7 +153,7 @@ def _along(
     """
     rooms = {n: -(-lengths[n] // ranks.size) for n in parts}  # of the first rank
     sent = [_padded(part, dims[n], rooms[n]) for n, part in parts.items()]
-    flat = torch.cat([each.reshape(-1) for each in sent])
+    flat = torch.cat([each.reshape(-1) for each in sent]).to(ranks.device)
     rows = all_gather(flat, ranks, label=label)
     of_each = zip(*(row.split([e.numel() for e in sent]) for row in rows), strict=True)
     found: dict[str, torch.Tensor] = {}

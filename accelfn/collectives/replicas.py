@@ -193,7 +193,8 @@ def sums_of(
     Where a rank has a part it is a collective.
     """
     listed = list(tensors)
-    sums = torch.stack([checksum(shards.local(tensor)) for tensor in listed])
+    here = (checksum(shards.local(tensor)) for tensor in listed)
+    sums = torch.stack([each.to(world.device) for each in here])  # some are the host's
     alike: dict[tuple[str, ...], list[int]] = {}
     for i, tensor in enumerate(listed):
         alike.setdefault(shards.cut_axes(tensor), []).append(i)

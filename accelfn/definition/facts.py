@@ -37,6 +37,7 @@ FACTS: Mapping[str, str] = {
     "judges_finite": "it looks at the gradients, so that a loss may be infinite",
     "micro_batches": "a function of a batch that returns its parts, each of which has its"
     " backward pass",
+    "offloads": "parts of parameters lie in the host's memory, and are computed with elsewhere",
     "one_graph": "the loss is traced as one graph",
     "recomputes": "modules run again in the backward pass",
     "sees_skips": "its `after_update` is called after a skipped update, too",

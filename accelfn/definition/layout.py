@@ -22,6 +22,7 @@ from accelfn.base import shards
 from accelfn.base.pending import Pending
 from accelfn.collectives import by_calls
 from accelfn.definition.cuts import Cuts, cuts_of, largest_part
+from accelfn.definition.facts import facts_of
 from accelfn.world import World
 from accelfn.world.folding import folded
 
@@ -35,7 +36,7 @@ class Layout:
 
     Attributes:
         mesh: the axes.
-        device: where parts live.
+        device: where parts live; the host, where a transform offloads them.
         cuts: by parameter; of those that are cut at all.
         shapes: of the whole parameters, by name.
     """
@@ -50,16 +51,22 @@ class Layout:
         cls, owners: Iterable[Any], metas: Mapping[str, torch.Tensor], world: World
     ) -> Self | None:
         """Return what transforms say together; None where nothing is cut."""
-        world = folded(world)
+        owners, world = list(owners), folded(world)
         cuts = cuts_of(owners, metas, world.axes)
         if not cuts:
             return None
         shapes = {name: meta.shape for name, meta in metas.items()}
-        return cls(world.mesh, world.device, cuts, shapes)
+        on_host = any("offloads" in facts_of(each) for each in owners)
+        device = torch.device("cpu") if on_host else world.device
+        return cls(world.mesh, device, cuts, shapes)
 
     def same(self, other: "Layout | None") -> bool:
-        """Whether another cuts alike."""
-        return other is not None and (self.cuts, self.mesh) == (other.cuts, other.mesh)
+        """Whether another cuts alike, and keeps parts in the same memory."""
+        return other is not None and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.cuts, self.mesh, self.device
 
     def spec(self, name: str, like: torch.Tensor) -> DTensorSpec:
         """Return torch's record of how a parameter, or what has its shape, lies."""
@@ -104,7 +111,7 @@ class Layout:
         """Return what this rank holds of a tensor that all have, in memory of its own.
 
         It has room for as many elements as the largest part, as FSDP gathers them. The whole
-        may be on the CPU: the part is on the world's device. Or it may lie already as ranks
+        may be on any device: the part is on the layout's. Or it may lie already as ranks
         compute.
         """
         if name not in self.cuts:

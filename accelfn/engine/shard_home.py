@@ -14,11 +14,17 @@ import attrs
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from accelfn.base import shards, tree
+from accelfn.base import accelerator, shards, tree
 from accelfn.definition.definition import Definition
 from accelfn.engine.home import built
 from accelfn.engine.module.scores import whole
@@ -79,6 +85,8 @@ class Splitter:
         reshard_after_forward: whether they are given up after the forward pass.
         gather_dtype: in which they are gathered and computed with; None is their own.
         reduce_dtype: in which gradients are reduced; None is the parameters' own.
+        device: on which they are computed with.
+        cpu_offload: whether parts lie on the CPU.
     """
 
     mesh: DeviceMesh
@@ -86,6 +94,13 @@ class Splitter:
     reshard_after_forward: bool
     gather_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    device: torch.device
+    cpu_offload: bool
+
+    @property
+    def pins(self) -> bool:
+        """Whether parts lie where the device copies from by itself."""
+        return self.cpu_offload and accelerator.pins(self.device)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -101,6 +116,9 @@ class Splitter:
             # None: not what the backward pass begins with
             "reshard_after_forward": None if self.reshard_after_forward else False,
             "ignored_params": whole,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.pins)
+            if self.cpu_offload
+            else OffloadPolicy(),
         }
         for unit in reversed(self.units(module)):  # what lies in another comes first
             fully_shard(unit, mp_policy=self._policy(unit), **how)
@@ -203,14 +221,23 @@ class ShardHome:
             split = self._split[name]
             count = split.padded_sharded_param_size.numel()
             part = value._local_tensor
-            if shards.room(part) < count:  # made by somebody's own operators
-                part = value._local_tensor = shards.padded(part, count)
+            has_room = shards.room(part) >= count  # not if made by somebody's operators
+            if not has_room or (self._splitter.pins and not part.is_pinned()):
+                part = value._local_tensor = self._rehomed(part, count)
             split._sharded_param_data = part.as_strided(
                 (count,), (1,), part.storage_offset()
             )
             held: Any = split.sharded_param
             held._local_tensor = param.data = part
         self.shows.state = params
+
+    def _rehomed(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """Return a copy of a part in memory from which torch can gather it."""
+        if not self._splitter.pins:
+            return shards.padded(part, count)
+        shape = (max(count, part.numel()),)
+        memory = accelerator.host_memory(shape, part.dtype, self._splitter.device)
+        return memory.zero_()[: part.numel()].view(part.shape).copy_(part)
 
     def has_gradients(self) -> bool:
         """Whether some are there."""
@@ -280,7 +307,7 @@ class ShardHome:
         """Let the optimizer have parts, and the next pass what it adds to."""
         # until they are reduced they are as they were computed
         dtypes = () if grads.reduced else self._splitter.dtypes
-        grads.check_fit(self.shows.state, dtypes)
+        grads.check_fit(self.shows.state, dtypes, self._splitter.device)
         self.clear_gradients()
         for name, param in self.trained.items():
             grad, split = grads.tensors.get(name), self._split.get(name)

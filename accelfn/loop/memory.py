@@ -95,11 +95,13 @@ class MemoryEstimate:
         num_parameters: how many numbers the model has.
         by_dtype: the bytes for each dtype that the setup takes.
         refused: why it does not take the others.
+        on_host: the names of what lies in the host's memory, where the setup keeps it there.
     """
 
     num_parameters: int
     by_dtype: Mapping[torch.dtype, StateBytes]
     refused: Mapping[torch.dtype, str]
+    on_host: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Show a table, a column a dtype."""
@@ -122,8 +124,13 @@ class MemoryEstimate:
         )
         return (
             f"A training state of {self.num_parameters:,} parameters, on each rank:\n"
-            f"{table}\n{refused}Activations are not included, nor what a step makes and drops."
+            f"{table}\n{refused}{self._placed()}Activations are not included, nor what a step"
+            " makes and drops."
         )
+
+    def _placed(self) -> str:
+        names = ", ".join(self.on_host)
+        return f"In the host's memory (cpu_offload): {names}.\n" if names else ""
 
 
 @called
@@ -193,7 +200,27 @@ def memory_estimate(
                 raise
             refused[dtype] = str(error)
     count = sum(param.numel() for param in bare.module.parameters())
-    return MemoryEstimate(num_parameters=count, by_dtype=by_dtype, refused=refused)
+    return MemoryEstimate(
+        num_parameters=count,
+        by_dtype=by_dtype,
+        refused=refused,
+        on_host=_on_host(chain(setup), axes),
+    )
+
+
+def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names of what a setup keeps in the host's memory, where a model is cut."""
+    facts = setup.facts
+    if "offloads" not in facts or axes.get("dp_shard", 1) == 1:
+        return ()
+    names = ("parameters", "gradients", "optimizer", "slots")
+    are_whole = _are_whole(setup)  # on the device, until they are reduced
+    return tuple(each for each in names if each != "gradients" or not are_whole)
+
+
+def _are_whole(setup: chain) -> bool:
+    """Whether gradients of micro-batches wait whole for the last one."""
+    return "whole_gradients" in setup.facts and "micro_batches" in setup.facts
 
 
 def _bare(source: ModelSource) -> Skeleton:
@@ -230,9 +257,8 @@ def _counted(
     size = _Size({n: params[n].shape for n in parts}, parts)
     trainable = state.definition.skeleton.trainable
     gradients = {name: params[name] for name in trainable}
-    facts = setup.facts
-    are_whole = "whole_gradients" in facts and "micro_batches" in facts
-    grads = _Size({}, {}).of(gradients) if are_whole else size.of(gradients)
+    whole = _Size({}, {}).of(gradients)
+    grads = whole if _are_whole(setup) else size.of(gradients)
     copied = [
         each
         for each in setup.owners["engine"]

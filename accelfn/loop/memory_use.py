@@ -9,7 +9,7 @@ import torch
 
 from accelfn.base import tree
 from accelfn.base.calling import called
-from accelfn.base.shards import is_shard, local
+from accelfn.base.shards import computes_on, is_shard, local
 from accelfn.base.sizes import shown
 from accelfn.state.state import TrainState, check_state
 
@@ -21,14 +21,21 @@ class Bytes:
     Attributes:
         here: on this rank, with what rounds parts up to one size.
         whole: as much as one process would need for all of them.
+        host: of `here`, what parts of tensors take in the host's memory where the ranks
+            compute on another device (`wrap_fsdp(cpu_offload=True)`).
     """
 
     here: int
     whole: int
+    host: int = 0
 
     def __add__(self, other: "Bytes") -> "Bytes":
         """Return both together."""
-        return Bytes(here=self.here + other.here, whole=self.whole + other.whole)
+        return Bytes(
+            here=self.here + other.here,
+            whole=self.whole + other.whole,
+            host=self.host + other.host,
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -61,16 +68,25 @@ class Memory:
             yield f"slot {name!r}", size
 
     def __str__(self) -> str:
-        """Show a table: a line for what there is, a column for this rank and for the whole."""
+        """Show a table: a line for what there is, a column for this rank and for the whole.
+
+        Between them stands what of this rank's lies on the host, if there is any.
+        """
         rows = [(name, each) for name, each in self.rows() if each.whole]
         rows.append(("total", self.total))
+        columns = {
+            "here": [each.here for _, each in rows],
+            "on host": [each.host for _, each in rows],
+            "whole": [each.whole for _, each in rows],
+        }
+        if not self.total.host:
+            del columns["on host"]
         width = max(len(name) for name, _ in rows)
-        head = f"{'':{width}}{'here':>12}{'whole':>12}"
-        lines = [
-            f"{name:{width}}{shown(each.here):>12}{shown(each.whole):>12}"
-            for name, each in rows
-        ]
-        return "\n".join([head, *lines])
+        lines = [f"{'':{width}}" + "".join(f"{head:>12}" for head in columns)]
+        for i, (name, _) in enumerate(rows):
+            cells = (shown(column[i]) for column in columns.values())
+            lines.append(f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells))
+        return "\n".join(lines)
 
 
 @called
@@ -109,7 +125,15 @@ def memory(state: TrainState) -> Memory:
 def _bytes_of(value: Any) -> Bytes:
     """Return the bytes of all tensors in a tree, each counted once."""
     tensors = {id(each): each for each in tree.tensor_leaves(value)}.values()
-    return Bytes(here=sum(map(_held, tensors)), whole=sum(map(_size, tensors)))
+    return Bytes(
+        here=sum(map(_held, tensors)),
+        whole=sum(map(_size, tensors)),
+        host=sum(_held(each) for each in tensors if _is_offloaded(each)),
+    )
+
+
+def _is_offloaded(tensor: torch.Tensor) -> bool:
+    return is_shard(tensor) and local(tensor).device.type != computes_on(tensor)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -172,13 +172,17 @@ class Grads:
         self.taken.lease.end(GradsError, _GIVEN, update=self.taken.update)
 
     def check_fit(
-        self, params: Mapping[str, torch.Tensor], dtypes: Collection[torch.dtype] = ()
+        self,
+        params: Mapping[str, torch.Tensor],
+        dtypes: Collection[torch.dtype] = (),
+        device: torch.device | None = None,
     ) -> None:
         """Raise unless each is a gradient of the parameter of its name.
 
         Args:
             params: the parameters.
             dtypes: which a gradient may have beside its parameter's.
+            device: where a gradient may be beside where its parameter is.
 
         Raises:
             GradsError: one is not.
@@ -195,7 +199,8 @@ class Grads:
                 )
                 raise GradsError(msg)
             dtype = param.dtype if grad.dtype in dtypes else grad.dtype
-            have = (tuple(grad.shape), dtype, grad.device)
+            place = param.device if grad.device == device else grad.device
+            have = (tuple(grad.shape), dtype, place)
             if have != want:
                 msg = (
                     f"The gradient of {name!r} is {have}, but the parameter is {want}."

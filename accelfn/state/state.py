@@ -454,7 +454,12 @@ class TrainState:
         }
         buffers = {name: each.to(device) for name, each in self._buffers.items()}
         # dicts: an engine may have kept values in another order, which others do not know
-        opt_state = dict(self._opt_state)
+        opt_state = {
+            name: {
+                key: _beside(params.get(name), key, each) for key, each in kept.items()
+            }
+            for name, kept in self._opt_state.items()
+        }
         return attrs.evolve(self, params=params, buffers=buffers, opt_state=opt_state)
 
     @called
@@ -504,6 +509,14 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
+
+
+def _beside(param: torch.Tensor | None, key: str, value: Any) -> Any:
+    """Return what an optimizer keeps of a parameter where that is; its counts stay, as in torch."""
+    is_tensor = isinstance(value, torch.Tensor) and not is_shard(value)
+    if param is None or key == "step" or not is_tensor:
+        return value
+    return value.to(param.device)
 
 
 def check_state(call: str, value: object) -> None:

@@ -42,6 +42,8 @@ def _left_to_device(update: Update, engine: Engine) -> bool:
     """
     if _reads_at_once(update.world.device) or not engine.can_skip(update.grads):
         return False
+    if "offloads" in update.state.setup.facts:  # its optimizer runs on the host
+        return False
     told = {o.name: facts_of(o) for o in update.state.setup.owners["after_update"]}
     noted = {name for name, facts in told.items() if "sees_skips" in facts}
     kept = update.state.slots.items()

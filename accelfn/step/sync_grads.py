@@ -89,4 +89,4 @@ def _zeros(state: TrainState, name: str) -> torch.Tensor:
     """Return a gradient of nothing, in the shape in which a rank computes."""
     layout, param = state.definition.layout, state.params[name]
     shape = param.shape if layout is None else layout.computed(name)
-    return torch.zeros(shape, dtype=param.dtype, device=param.device)
+    return torch.zeros(shape, dtype=param.dtype, device=state.world.device)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from accelfn.base import lists
 from accelfn.base.arguments import is_number, truth
-from accelfn.base.shards import is_shard, local
+from accelfn.base.shards import computes_on, is_shard, local
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, GradsError, OptimizerError
 from accelfn.state.grads import Grads
@@ -229,6 +229,7 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     Nor is it in a dtype of this rank's parts, of which another may have none of some dtype.
     """
     norm = _norm_here([local(each) for each in shards], norm_type).double()
+    norm = norm.to(computes_on(shards[0]))  # from the host, if the shards lie there
     finite = not math.isinf(norm_type)
     # gloo's maximum of a number and NaN may be either
     crossing = norm**norm_type if finite else norm.nan_to_num(math.inf, math.inf)

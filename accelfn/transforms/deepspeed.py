@@ -209,6 +209,8 @@ class wrap_deepspeed:
             reshard_after_forward=True,
             gather_dtype=None,
             reduce_dtype=None,
+            device=state.world.device,
+            cpu_offload=False,
         )
         home = ZeroHome(state, splitter, config, ranks)
 

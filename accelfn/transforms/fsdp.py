@@ -85,6 +85,10 @@ class wrap_fsdp:
             until the last one, which alone reduces; "sharded" reduces with each and keeps
             rows: 1/n of the memory, and a reduce-scatter a unit and micro-batch.
         find_unused_parameters: allow parameters that take no part in the loss.
+        cpu_offload: whether a rank's rows of parameters, gradients and optimizer state, and
+            slots of their shape, lie in the host's memory. They come to the device to be
+            gathered, gradients go back once they are reduced, and the optimizer steps on the
+            host. A lone number stays on the device.
 
     Law:
         Parameters and optimizer state are those of one process on the whole batch, up to
@@ -99,6 +103,10 @@ class wrap_fsdp:
         parameters' bytes a rank, where DistributedDataParallel sends 2 (n - 1) / n. Each
         further micro-batch gathers again. m copies add an all-reduce of a rank's rows.
         Buffers are broadcast from rank 0 before an update's first forward pass.
+        With cpu_offload a device has of all this what is gathered and its gradients, and
+        activations. Over its bus go a rank's rows for each all-gather, and back once for each
+        reduce-scatter; the rows are in pinned memory. The update waits for the device, and
+        takes as long as the host's processor needs for it.
         `TrainState.create(setup=...)` makes the whole model in the host's memory, on each
         rank, before it is cut; with init="shard", a module of it at a time.
 
@@ -108,7 +116,9 @@ class wrap_fsdp:
             `optimizer_in_backward`, or `compile` as one graph; when the state is made, beside
             another transform than `local_sgd` that lets ranks differ.
         WorldError: when the state is made, the world has axes, and neither "dp_shard" nor "cp"
-            among them; or has none, and copies are to train apart.
+            among them; or has none, and copies are to train apart. With cpu_offload: the ranks
+            compute on the CPU; one rank computes on a device; or they have no backend for what
+            lies on the CPU.
         ModelError: when the state is made, `units` match nothing, a parameter is tied over two
             units, or a unit has parameters of two dtypes, or complex ones.
         OptimizerError: when the state is made, the optimizer does not go element by element;
@@ -142,14 +152,16 @@ class wrap_fsdp:
     reduce_dtype: torch.dtype | None = _option(None, _is_dtype)
     accumulate: Literal["whole", "sharded"] = _option("whole", _is_way)
     find_unused_parameters: bool = _option(default=False, validator=truth())
+    cpu_offload: bool = _option(default=False, validator=truth())
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Whether it waits for all parameters, and what gradients are before the last."""
+        """Whether it waits for all parameters, what gradients are, and where they lie."""
         unused = "find_unused_parameters=True" if self.find_unused_parameters else None
         return {
             "draws_nothing": True,
             "finds_unused": unused,
+            "offloads": self.cpu_offload,
             "whole_gradients": self.accumulate == "whole",
         }
 
@@ -164,6 +176,8 @@ class wrap_fsdp:
         """Refuse what cannot be split without changing the numbers."""
         module = state.definition.skeleton.module
         self._check_axes(state.world)
+        if self.cpu_offload:
+            self._check_offload(state.world)
         self._check_apart(state)
         check_units(module, self._units(module), f"{self!r}")
         check_elements(state, f"{self!r}", dims=(0,))
@@ -179,6 +193,8 @@ class wrap_fsdp:
             reshard_after_forward=self.reshard_after_forward,
             gather_dtype=self.gather_dtype,
             reduce_dtype=self.reduce_dtype,
+            device=state.world.device,
+            cpu_offload=self.cpu_offload,
         )
         home = ShardHome(state.definition, splitter, state.params, state.buffers)
         make = partial(
@@ -219,6 +235,35 @@ class wrap_fsdp:
                     " each rank has a model of its own. Leave out one of the two."
                 )
                 raise CompositionError(msg)
+
+    def _check_offload(self, world: World) -> None:
+        """Refuse a world in which nothing would leave a device.
+
+        Raises:
+            WorldError: there is no device, or no parts of anything, or no way to talk of them.
+        """
+        device, several = world.device.type, world.loss.size > 1
+        if several and device == "cpu":
+            why = "this world computes on the CPU, where all lies in the host's memory already"
+        elif device != "cpu" and not several:
+            why = (
+                "this world has one rank, whose device has the model whole, and nothing is"
+                " gathered"
+            )
+        elif several and not world.connection.joins(torch.device("cpu")):
+            msg = (
+                f"{self!r}: parts lie on the CPU, and this world's backend joins no ranks"
+                f' there. Name one for both, as World.from_env(backend="cpu:gloo,{device}:nccl"),'
+                " or none: that is what from_env takes by itself."
+            )
+            raise WorldError(msg)
+        else:
+            return
+        msg = (
+            f"{self!r}: {why}. Leave cpu_offload out here; where a script runs on both:"
+            ' cpu_offload=world.size > 1 and world.device.type != "cpu".'
+        )
+        raise WorldError(msg)
 
     def _check_axes(self, world: World) -> None:
         """Refuse a world in which there is nothing to split over."""

@@ -11,6 +11,7 @@ import torch
 from accelfn.base import lists, tree
 from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
+from accelfn.base.shards import computes_on
 from accelfn.collectives import all_reduce_
 from accelfn.definition.transform import transform
 from accelfn.engine.module.float8 import Chosen, check_installed, to_float8
@@ -170,7 +171,7 @@ class autocast:
         dtype = _DTYPES[self.precision]
 
         def autocast_loss(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
-            kind = next(model.parameters()).device.type
+            kind = computes_on(next(model.parameters()))
             # torch keeps cast weights until the outermost region ends, which may be one of
             # the caller's around many updates: these would see the first one's weights
             torch.clear_autocast_cache()
@@ -219,7 +220,7 @@ class autocast:
 
     def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Look for what is not finite, on all ranks, and move the scale."""
-        found = lists.non_finite(grads.tensors.values())
+        found = lists.non_finite(grads.tensors.values()).to(slot["scale"].device)
         if not update.replicated:
             all_reduce_([found], update.world, label="autocast: overflow?")
         scale, good = slot["scale"].clone(), slot["good"].clone()

@@ -137,6 +137,14 @@ class Connection:
             )
             raise WorldError(msg)
 
+    def joins(self, device: torch.device) -> bool:
+        """Whether ranks can talk of what lies on such a device."""
+        try:
+            cast("Any", self.group)._get_backend(device)
+        except RuntimeError:
+            return False
+        return True
+
     def timeout(self, device: torch.device) -> float | None:
         """Return after how many seconds a collective fails; None where nobody can tell."""
         try:

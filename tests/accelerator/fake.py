@@ -10,13 +10,14 @@ host waits for it: values that are read, copies, shapes that depend on values.
 
 import ctypes
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -38,12 +39,19 @@ _waits: list[list[str]] = []
 
 
 class _Tensor(ctypes.Structure):
-    """The start of a DLManagedTensor: where its memory is, and on which device."""
+    """A DLManagedTensor: where its memory is, on which device, and what lets go of it."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device", ctypes.c_int32),
         ("index", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
     )
 
 
@@ -57,6 +65,9 @@ def _carried(tensor: torch.Tensor, device: int) -> torch.Tensor:
     capsule = torch._C._to_dlpack(tensor.detach())
     head = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     head.device, head.index = device, 0
+    if device == _EXTENSION:
+        for meter in _meters:
+            meter.take(head, tensor)
     return torch._C._from_dlpack(capsule)
 
 
@@ -77,14 +88,25 @@ def on_device(value: Any) -> Any:
 class Event:
     """What is waited for is there: operations end before they return."""
 
-    def __init__(self, device: torch.device) -> None:
-        assert device.type == NAME
+    is_recorded = False
 
-    def record(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        assert device is None or device.type == NAME
+
+    def record(self, _: Any = None) -> None:
         self.is_recorded = True
 
     def synchronize(self) -> None:
         assert self.is_recorded
+
+
+class Stream(torch.cpu.Stream):
+    """A queue whose work is done when it is given."""
+
+    def record_event(self, event: Any = None) -> Event:
+        found = event or Event(torch.device(NAME))
+        found.record()
+        return found
 
 
 class Module:
@@ -93,9 +115,9 @@ class Module:
     default_generators = (torch.Generator(),)
     _initialized = True
     device = staticmethod(nullcontext)
-    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    Stream, Event = Stream, Event
     stream = staticmethod(torch.cpu.stream)
-    current_stream = staticmethod(torch.cpu.current_stream)
+    current_stream = staticmethod(lambda *_: Stream())
     synchronize = staticmethod(torch.cpu.synchronize)
 
     def is_initialized(self) -> bool:
@@ -146,6 +168,7 @@ def install() -> None:
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
     aten.impl("_copy_from_and_resize", _copy_from, "PrivateUse1")
+    aten.impl("_to_copy", _to_copy, "PrivateUse1")
     aten.impl("record_stream", _nothing, "PrivateUse1")
     for name in (*_LOW, *_WIDE):
         aten.impl(name, _cast(name), "AutocastPrivateUse1")
@@ -155,11 +178,88 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda tensor: tensor
     torch.Tensor.is_pinned = lambda tensor: tensor.is_cpu
     torch.Event = Event
-    # nor a way to give memory back: what FSDP has gathered stays
-    _fsdp_param.free_storage = _nothing
+    # nor a way to give memory back: what FSDP has gathered stays, and is not counted
+    _fsdp_param.free_storage = _give_back
+    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = _have_again
 
 
 def _nothing(*_: Any) -> None: ...
+
+
+class Meter:
+    """Counts the bytes that each thread, which is a simulated rank, has of the device.
+
+    Attributes:
+        peaks: the most that each had at a time.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: dict[int, int] = {}
+        self._have: dict[int, int] = {}
+        self._kept: dict[int, tuple[int, int, int, Any]] = {}
+        self._away: set[int] = set()
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._let_go)
+
+    def take(self, head: _Tensor, tensor: torch.Tensor) -> None:
+        """Count a tensor's memory until nothing has it any more."""
+        owner, size = threading.get_ident(), tensor.untyped_storage().nbytes()
+        let_go = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(head.deleter)
+        self._kept[ctypes.addressof(head)] = owner, head.data, size, let_go
+        head.deleter = ctypes.cast(self._call, ctypes.c_void_p).value
+        self._add(owner, size)
+
+    def _let_go(self, address: int) -> None:
+        owner, data, size, let_go = self._kept.pop(address)
+        if data in self._away:
+            self._away.discard(data)
+        else:
+            self._add(owner, -size)
+        let_go(address)
+
+    def give_back(self, tensor: torch.Tensor, *, is_away: bool) -> None:
+        """Count no more, or again, the memory of a tensor that is given back, or had again."""
+        data = tensor.data_ptr()
+        if (data in self._away) is is_away:
+            return
+        for owner, at, size, _ in [*self._kept.values()]:
+            if at == data:
+                self._away ^= {data}
+                self._add(owner, -size if is_away else size)
+
+    def _add(self, owner: int, size: int) -> None:
+        have = self._have[owner] = self._have.get(owner, 0) + size
+        self.peaks[owner] = max(have, self.peaks.get(owner, 0))
+
+
+_meters: list[Meter] = []
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Count what is had of the device's memory in the block.
+
+    What is there before is not counted, and what is there after it is never let go.
+    """
+    meter = Meter()
+    _meters.append(meter)
+    try:
+        yield meter
+    finally:
+        _meters.remove(meter)
+        _ended.append(meter)  # tensors have its function
+
+
+_ended: list[Meter] = []
+
+
+def _give_back(tensor: torch.Tensor) -> None:
+    for meter in _meters:
+        meter.give_back(tensor, is_away=True)
+
+
+def _have_again(tensor: torch.Tensor) -> None:
+    for meter in _meters:
+        meter.give_back(tensor, is_away=False)
 
 
 def _unpinned(make: Any) -> Any:
@@ -253,6 +353,21 @@ def _copy_from(
         _note(f"a copy from {source.device.type} to {target.device.type}")
     on_host(target).copy_(on_host(source))
     return target
+
+
+def _to_copy(
+    source: torch.Tensor,
+    *,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+    **kind: Any,
+) -> torch.Tensor:
+    """Return a copy of another kind; torch's own pins memory for it, in C++."""
+    told = {name: each for name, each in kind.items() if each is not None}
+    told.pop("pin_memory", None)
+    preserved = memory_format or torch.preserve_format
+    made = torch.empty_like(source, memory_format=preserved, **told)
+    return made.copy_(source, non_blocking=non_blocking)
 
 
 def _cast(name: str) -> Any:

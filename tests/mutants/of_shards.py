@@ -112,7 +112,7 @@ MUTANTS = [
         "L33: parts without room are padded, and the state keeps the ones from before",
         LOADS,
         shard_home.ShardHome.bind,
-        "part = value._local_tensor = shards.padded → part = shards.padded",
+        "part = value._local_tensor = self._rehomed → part = self._rehomed",
     ),
     Mutant(
         "L33: gradients that were looked at stay, and are added to those of the next step",
@@ -310,8 +310,7 @@ MUTANTS = [
         "whole gradients of micro-batches are estimated as parts",
         test_wrap_fsdp.test_whole_gradients_are_estimated,
         memory._counted,
-        "_Size({}, {}).of(gradients) if are_whole else size.of(gradients)"
-        " → size.of(gradients)",
+        "whole if _are_whole(setup) else size.of(gradients) → size.of(gradients)",
         args={"accumulate": "whole", "parts": 1},
     ),
 ]

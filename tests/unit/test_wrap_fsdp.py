@@ -412,6 +412,33 @@ def test_whole_gradients_are_estimated(accumulate, parts):
     assert estimate.grads == 2 * estimate.params // parts
 
 
+@pytest.mark.parametrize(("accumulate", "names"), [("whole", 3), ("sharded", 4)])
+def test_what_lies_on_the_host_is_estimated(accumulate, names):
+    """Gradients too, unless they wait whole; in a world of one nothing does."""
+    setup = af.chain(
+        af.wrap_fsdp(accumulate=accumulate, cpu_offload=True),
+        af.accumulate(num_micro_batches=2),
+    )
+    cut = af.memory_estimate(Net, setup, optimizer=adamw, axes={"dp_shard": 2})
+    assert len(cut.on_host) == names
+    assert f"In the host's memory (cpu_offload): {', '.join(cut.on_host)}." in str(cut)
+    whole = af.memory_estimate(Net, setup, optimizer=adamw)
+    assert (whole.on_host, "host" in str(whole)) == ((), False)
+
+
+def test_nothing_is_offloaded_from_the_cpu():
+    """Several ranks are refused by a sentence; one has all there, as it is asked for."""
+    setup = af.wrap_fsdp(cpu_offload=True)
+
+    def fn(world: af.World) -> None:
+        with pytest.raises(af.WorldError, match="Leave cpu_offload out here"):
+            af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
+
+    in_two(fn)
+    alone = af.TrainState.create(model=Net, optimizer=adamw, setup=setup)
+    assert {param.device.type for param in alone.params.values()} == {"cpu"}
+
+
 class Odd(nn.Module):
     """A parameter of some shape and dtype."""
 
