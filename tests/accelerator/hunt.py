@@ -7,9 +7,11 @@ import sys
 import attrs
 
 from tests.accelerator import fake
+from tests.mutants import profile
 
 if __name__ == "__main__":
     fake.install()
+    profile.load()
 
     from tests.mutants.hunt import hunt
     from tests.mutants.mutants import MUTANTS

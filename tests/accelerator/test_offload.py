@@ -96,7 +96,7 @@ def stepped(run: Run, state: af.TrainState, updates: int = 2) -> Any:
     more=(),
     axes=HERE[2],
 )
-@settings(max_examples=24)
+@settings(max_examples=8)
 @given(
     run=runs(),
     options=options,
@@ -219,7 +219,7 @@ def test_gradients_that_are_reduced_by_hand_come_to_the_host(engine: Any) -> Non
     axes=HERE[0],
     acts=[("step", 0), ("load", 0), ("step", 2), ("look apart", 2), ("step", 2)],
 )
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(run=runs(), options=options, axes=st.sampled_from(HERE), acts=acts)
 def test_states_on_the_host_do_not_meet(
     run: Run, options: Any, axes: dict[str, int], acts: Acts
@@ -244,7 +244,7 @@ ENGINES = {
 engines = st.sampled_from(sorted(ENGINES))
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(
     run=runs(),
     one=engines,
@@ -284,7 +284,7 @@ def test_what_is_saved_on_the_host_goes_on_anywhere(
 
 
 @example(run=PLAIN, one="on the device", other="on the host", axes=HERE[0])
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(run=runs(), one=engines, other=engines, axes=st.sampled_from(HERE))
 def test_a_state_goes_to_the_host_and_back(
     run: Run, one: str, other: str, axes: dict[str, int]
@@ -307,7 +307,7 @@ def test_a_state_goes_to_the_host_and_back(
     on_ranks(axes, fn)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(run=runs(), axes=st.sampled_from(HERE))
 def test_what_is_on_the_host_is_looked_at_as_on_the_device(
     run: Run, axes: dict[str, int]
@@ -333,7 +333,7 @@ def test_what_is_on_the_host_is_looked_at_as_on_the_device(
         assert repr(scores) == repr(others)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(run=runs(micro=1, behind=()), opt_state=st.booleans())
 def test_copies_on_the_host_train_apart(run: Run, *, opt_state: bool) -> None:
     """Averages of parts that lie on the host are those of parts on the device, bitwise."""
@@ -405,7 +405,7 @@ class Deep:
         return max(meter.peaks.values())
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     width=st.sampled_from([128, 160]),
     micro=st.sampled_from([1, 2]),

@@ -6,25 +6,15 @@ import time
 import warnings
 
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from rich.console import Console
 
 import accelfn as af
-from accelfn.testing.plugin import register_profiles
-
-register_profiles(replace=True)
-settings.register_profile(
-    "mutants",
-    parent=settings.get_profile("ci"),  # what CI draws, and as many
-    phases=[Phase.explicit, Phase.generate],  # one counterexample is enough: not shrunk
-    suppress_health_check=list(HealthCheck),
-    report_multiple_bugs=False,
-)
-settings.load_profile("mutants")  # before the laws are imported, which take it over
+from tests.mutants import profile
 
 
 def main() -> int:
     """Return how many mutants survived."""
+    profile.load()
     from tests.mutants.hunt import hunt
     from tests.mutants.mutants import MUTANTS
     from tests.mutants.page import PAGE, page
