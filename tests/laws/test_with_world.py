@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import moving
+from accelfn.checkpoint import arriving
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
+from tests.laws.alive import Alive
 from tests.laws.worlds import params
 from tests.strategies import Run, differences, runs, tensors
 
@@ -109,13 +110,89 @@ def test_small_tensors_are_handed_over_together(
         af.with_world(state, world)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "_AT_ONCE", most)
+        patch.setattr(arriving, "_AT_ONCE", most)
         log = simulate(size, fn).log
     given_ = [each for each in log if each.label == "with_world: hand over"]
     for root in range(size):
         *full, last = [each.num_bytes for each in given_ if each.root == root] or [1]
         assert all(each >= most for each in full)
         assert last > 0
+
+
+class Deep(nn.Module):
+    """Layers of equal size."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+WIDTH = 32
+LAYER = 4 * WIDTH * WIDTH
+OWN = {
+    "alike": (af.wrap_ddp(),),
+    "apart": (af.local_sgd(sync_every=9),),
+    "apart with averages": (af.local_sgd(sync_every=9), af.ema(0.5)),
+    "split": (af.wrap_fsdp(),),
+}
+
+
+def held_by(state: af.TrainState) -> int:
+    """Return the bytes of a state on this rank."""
+    return af.memory(state).total.here
+
+
+@given(
+    layers=st.integers(6, 12),
+    setup=st.sampled_from(sorted(OWN)),
+    optimizer=st.sampled_from([torch.optim.SGD, torch.optim.AdamW]),
+    sizes=st.sampled_from([each for each in WORLDS if each[0] <= 4]),
+)
+@example(8, "apart", torch.optim.AdamW, (4, 4, 4))
+@example(8, "apart", torch.optim.AdamW, (4, 4, 2))
+@example(8, "split", torch.optim.AdamW, (4, 4, 4))
+def test_a_rank_holds_what_it_goes_on_with(
+    layers: int,
+    setup: str,
+    optimizer: type[torch.optim.Optimizer],
+    sizes: tuple[int, int, int],
+) -> None:
+    """At the peak the move has made what the rank gets, as much again, and a few tensors,
+    whether ranks have the same, each its own, or parts, and however many go on.
+    """
+    total, givers, size = sizes
+
+    def fn(world: af.World) -> tuple[int, int]:
+        old, new = world.split(size=givers), world.split(size=size)
+        state = af.TrainState.create(
+            model=partial(Deep, layers),
+            optimizer=partial(optimizer, lr=0.1),
+            setup=af.chain(*OWN[setup]),
+            world=old,
+        )
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        for _ in range(2):
+            state, _ = step(state, torch.full((1, WIDTH), 1.0 + world.rank))
+        with Alive() as alive:
+            moved = af.with_world(
+                state,
+                new,
+                among=None if size == total else world,
+                newcomer=world.rank >= givers,
+            )
+        return alive.most, held_by(moved)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arriving, "_AT_ONCE", 1)
+        for most, gets in simulate(total, fn):
+            assert gets <= most <= 2 * gets + 6 * LAYER
 
 
 COPIES = {"dp_replicate": 2, "dp_shard": 2}

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of tensors that a thread made are alive at once."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Alive(TorchDispatchMode):
+    """Counts the memory that operations make while it is entered, on this thread.
+
+    Attributes:
+        most: bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operation, and count the memory of what it returns."""
+        there = {storage._cdata for storage in _storages((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for storage in _storages(made):
+            if storage._cdata not in there and storage._cdata not in self._made:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._made = {k: v for k, v in self._made.items() if not v[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._made.values()))
+        return made
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [
+        each.untyped_storage()
+        for each in tree_leaves(values)
+        if isinstance(each, torch.Tensor) and type(each).__name__ != "DTensor"
+    ]
