@@ -105,24 +105,27 @@ class Source:
         return {name: found[file, name] for name, file in places.items()}
 
     def _read(
-        self, places: AbstractSet[tuple[str, str]], device: str
+        self,
+        places: AbstractSet[tuple[str, str]],
+        device: str,
+        *,
+        is_copied: bool = False,
     ) -> dict[tuple[str, str], torch.Tensor]:
         """Return tensors by file and name, on a device, each file read once."""
         found: dict[tuple[str, str], torch.Tensor] = {}
         for file in sorted({file for file, _ in places}):
-            tensors = self._read_file(
-                file, {name for each, name in places if each == file}, device
-            )
+            here = {name for each, name in places if each == file}
+            tensors = self._read_file(file, here, device, is_copied=is_copied)
             found |= {(file, name): tensor for name, tensor in tensors.items()}
         return found
 
     def _read_file(
-        self, file: str, names: AbstractSet[str], device: str
+        self, file: str, names: AbstractSet[str], device: str, *, is_copied: bool
     ) -> dict[str, torch.Tensor]:
-        """Return tensors of a file in memory of their own, as each reading gives."""
+        """Return tensors of a file in memory of their own, unless they are copied next."""
         if self.held is not None:
             held = self.held[file]
-            return {name: held[name].to(device, copy=True) for name in names}
+            return {n: held[n].to(device, copy=not is_copied) for n in names}
         return files.read(
             Path(self.folder) / file,
             self.manifest.files[file],
@@ -136,7 +139,9 @@ class Source:
         """Return tensors of which slices were saved, or are wanted."""
         plans = {name: self._plan(rank, name) for name in names}
         read = self._read(
-            {(f, name) for name, plan in plans.items() for f in plan.overlapping}, "cpu"
+            {(f, name) for name, plan in plans.items() for f in plan.overlapping},
+            "cpu",
+            is_copied=True,
         )
         found: dict[str, torch.Tensor] = {}
         for name, plan in plans.items():

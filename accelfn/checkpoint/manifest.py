@@ -209,7 +209,9 @@ class Manifest:
             for file in reversed(self.files.values())
             for name, entry in file.tensors.items()
         }
-        kinds = {name: DTYPES[dtypes[name]] for name in self.differing if name in dtypes}
+        kinds = {
+            name: DTYPES[dtypes[name]] for name in self.differing if name in dtypes
+        }
         return frozenset(
             n for n, kind in kinds.items() if kind.is_floating_point or kind.is_complex
         )

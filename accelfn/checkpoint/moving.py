@@ -86,7 +86,9 @@ def with_world(
         return None if newcomer else contents_of(state, "write")
 
     contents, said = _all_do("say what it holds", meeting, say, _said)
-    manifest, arrivals = _handed_over(contents, list(map(json.loads, said)), meeting, state)
+    manifest, arrivals = _handed_over(
+        contents, list(map(json.loads, said)), meeting, state
+    )
     where = f"the state of update {manifest.step}"
 
     def take() -> TrainState:
