@@ -64,10 +64,11 @@ def with_world(
     Cost: BLAKE3 of what a rank has, as a save; then what that save would write is sent to
     all ranks: what all have alike once, and what is each rank's own for each. A rank keeps in
     the host's memory what it goes on with, until it has it; where there is a mean, that is
-    summed as it arrives. So its peak is what it had, what it gets, once more as much, and the
-    25 MB that arrive at once, or one tensor if that is larger; of a split model whose copies
-    are averaged, the parts of one copy that it needs. Slots that a transform merges
-    (PowerSGD's, DiLoCo's) are kept of every rank, for it is given them all.
+    summed as it arrives. So its peak is what it had, what it gets, once more as much, and some
+    times the 25 MB that arrive at once, or a tensor if that is larger. Of a split model there
+    is room for its parameters too, and the parts as they were where they are cut otherwise.
+    On more or fewer ranks slots that a transform merges (PowerSGD's, DiLoCo's) are kept of
+    every rank, for its `merge` is given them all.
 
     Raises:
         StateError: nobody hands over a state, those that do have not all parts of a model

@@ -159,6 +159,7 @@ OPTIMIZERS = {
 @example(8, "apart", "adamw", (4, 4, 4))
 @example(8, "apart", "adamw", (4, 4, 2))
 @example(8, "split", "adamw", (4, 4, 4))
+@example(8, "split", "adamw", (4, 2, 4))
 def test_a_rank_holds_what_it_goes_on_with(
     layers: int,
     setup: str,
