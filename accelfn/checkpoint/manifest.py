@@ -206,7 +206,7 @@ class Manifest:
         """The tensors of which ranks had other values, that have a mean."""
         dtypes = {
             name: entry.dtype
-            for file in reversed(self.files.values())
+            for file in reversed(list(self.files.values()))
             for name, entry in file.tensors.items()
         }
         kinds = {

@@ -19,25 +19,28 @@ class Alive(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call an operation, and count the memory of what it returns."""
-        there = {storage._cdata for storage in _storages((args, kwargs))}
+        there = _storages((args, kwargs))
         made = func(*args, **(kwargs or {}))
-        for storage in _storages(made):
-            if storage._cdata not in there and storage._cdata not in self._made:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._made = {k: v for k, v in self._made.items() if not v[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self._made.values()))
+        self._made |= {
+            ref: num_bytes
+            for ref, num_bytes in _storages(made).items()
+            if ref not in there
+        }
+        self._made = {r: n for r, n in self._made.items() if not r.expired()}
+        self.most = max(self.most, sum(self._made.values()))
         return made
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    return [
+def _storages(values: Any) -> dict[StorageWeakRef, int]:
+    storages = [
         each.untyped_storage()
         for each in tree_leaves(values)
         if isinstance(each, torch.Tensor) and type(each).__name__ != "DTensor"
     ]
+    return {StorageWeakRef(each): each.nbytes() for each in storages}
