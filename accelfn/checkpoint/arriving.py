@@ -8,7 +8,7 @@ and it says so in what ranks do next.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import attrs
@@ -96,7 +96,7 @@ def received(
 
 
 @contextlib.contextmanager
-def to_the_end(arrivals: Arrivals) -> Iterator[None]:
+def to_the_end(arrivals: Arrivals) -> Generator[None]:
     """Let pass what has not arrived yet where this rank fails; others wait for it else."""
     try:
         yield
