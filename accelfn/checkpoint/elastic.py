@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which files a rank reads: those of as many ranks, or of any other number."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ class Source:
         slots: those that take the place of the ranks' own, where there is a mean.
         told: how many bytes have been read since it was last called.
         held: the tensors of each file, where they are in memory and not in a folder.
+        means: those over ranks, where they were taken as the ranks' own arrived.
     """
 
     folder: Path | str
@@ -48,35 +49,55 @@ class Source:
     sharded: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     told: files.Told = files.unheard
     held: Mapping[str, Mapping[str, torch.Tensor]] | None = None
+    means: Mapping[str, torch.Tensor] | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all fields."""
-        merged = {f"slots.{name}" for name in self.slots}
-        trees = {
-            unit: tree
-            for unit, tree in self.manifest.trees_of(self.rank).items()
-            if unit not in merged
-        }
-        names = {name for tree in trees.values() for name in tensors_in(tree)}
-        fields = decoded(trees, self.tensors(names))
+        trees = self._trees
+        fields = decoded(trees, self.tensors(_names_in(trees)))
         return {**fields, "slots": {**fields["slots"], **self.slots}}
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors in all fields but the slots that take the place of the ranks' own."""
+        return _names_in(self._trees)
+
+    @property
+    def _trees(self) -> dict[str, Any]:
+        merged = {f"slots.{name}" for name in self.slots}
+        trees = self.manifest.trees_of(self.rank)
+        return {unit: tree for unit, tree in trees.items() if unit not in merged}
 
     def tensors(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors by name; where the state has a DTensor, its slice as one."""
-        found = self._as(self.rank if self.weights is None else 0, names)
+        moving: AbstractSet[str] = frozenset()
+        means: Mapping[str, torch.Tensor] = {}
         if self.weights is not None:
-            own = {n: found[n] for n in names & self.manifest.differing}
-            moving = {
-                n for n, t in own.items() if t.is_floating_point() or t.is_complex()
-            }
-            found |= self._mean(moving)
+            moving = names & self.manifest.with_mean
+            means = self._means(moving)
+        found = {**self.of_rank(self.rank, names - moving), **means}
         wanted = {n: each for n, each in self.sharded.items() if n in found}
         return found | {n: like(found[n], each) for n, each in wanted.items()}
 
-    def _as(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+    def of_rank(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors as a rank had them; where the state has a DTensor, its slice."""
-        apart = {n for n in names if n in self.manifest.sharded or n in self.sharded}
+        apart = {n for n in names if self._is_apart(n)}
         return self._resliced(rank, apart) | self._whole(rank, names - apart)
+
+    def places(self, rank: int, names: AbstractSet[str]) -> set[tuple[str, str]]:
+        """Return the files, each with a name, of which `of_rank` reads something."""
+        return {
+            (file, name)
+            for name in names
+            for file in (
+                self._plan(rank, name).overlapping
+                if self._is_apart(name)
+                else [self.manifest.file_of(name, rank)]
+            )
+        }
+
+    def _is_apart(self, name: str) -> bool:
+        return name in self.manifest.sharded or name in self.sharded
 
     def _whole(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         places = {name: self.manifest.file_of(name, rank) for name in names}
@@ -84,24 +105,27 @@ class Source:
         return {name: found[file, name] for name, file in places.items()}
 
     def _read(
-        self, places: AbstractSet[tuple[str, str]], device: str
+        self,
+        places: AbstractSet[tuple[str, str]],
+        device: str,
+        *,
+        is_copied: bool = False,
     ) -> dict[tuple[str, str], torch.Tensor]:
         """Return tensors by file and name, on a device, each file read once."""
         found: dict[tuple[str, str], torch.Tensor] = {}
         for file in sorted({file for file, _ in places}):
-            tensors = self._read_file(
-                file, {name for each, name in places if each == file}, device
-            )
+            here = {name for each, name in places if each == file}
+            tensors = self._read_file(file, here, device, is_copied=is_copied)
             found |= {(file, name): tensor for name, tensor in tensors.items()}
         return found
 
     def _read_file(
-        self, file: str, names: AbstractSet[str], device: str
+        self, file: str, names: AbstractSet[str], device: str, *, is_copied: bool
     ) -> dict[str, torch.Tensor]:
-        """Return tensors of a file in memory of their own, as each reading gives."""
+        """Return tensors of a file in memory of their own, unless they are copied next."""
         if self.held is not None:
             held = self.held[file]
-            return {name: held[name].to(device, copy=True) for name in names}
+            return {n: held[n].to(device, copy=not is_copied) for n in names}
         return files.read(
             Path(self.folder) / file,
             self.manifest.files[file],
@@ -115,7 +139,9 @@ class Source:
         """Return tensors of which slices were saved, or are wanted."""
         plans = {name: self._plan(rank, name) for name in names}
         read = self._read(
-            {(f, name) for name, plan in plans.items() for f in plan.overlapping}, "cpu"
+            {(f, name) for name, plan in plans.items() for f in plan.overlapping},
+            "cpu",
+            is_copied=True,
         )
         found: dict[str, torch.Tensor] = {}
         for name, plan in plans.items():
@@ -148,18 +174,30 @@ class Source:
             raise CheckpointError(msg)
         return _Plan(target or Slice.whole(shape), files.DTYPES[dtype], parts)
 
-    def _mean(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return the means over ranks, or over copies, reading one's at a time."""
+    def _means(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+        if self.means is None:
+            return self.mean(lambda rank: [self.of_rank(rank, names)])
+        return {name: self.means[name] for name in names}
+
+    def mean(
+        self, parts: Callable[[int], Iterable[Mapping[str, torch.Tensor]]]
+    ) -> dict[str, torch.Tensor]:
+        """Return the means over ranks, or over copies, taking one's at a time.
+
+        Args:
+            parts: gives the tensors that a rank had, some at a time.
+        """
         weights = self.weights or ()
         total = sum(weights)
         sums: dict[str, torch.Tensor] = {}
         dtypes: dict[str, torch.dtype] = {}
         for rank, weight in zip(self.manifest.firsts, weights, strict=True):
             share = weight / total if total else 1 / len(weights)
-            for name, tensor in self._as(rank, names).items():
-                dtypes[name] = tensor.dtype
-                wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
-                sums[name] = wide * share + sums.get(name, 0)
+            for part in parts(rank):
+                for name, tensor in part.items():
+                    dtypes[name] = tensor.dtype
+                    wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+                    sums[name] = wide * share + sums.get(name, 0)
         return {name: each.to(dtypes[name]) for name, each in sums.items()}
 
 
@@ -178,37 +216,65 @@ class _Plan:
 
 
 def source_of(
-    state: TrainState,
-    manifest: Manifest,
-    folder: Path | str,
-    *,
-    verify: bool = True,
-    held: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+    state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return how this rank reads a checkpoint, from its folder or out of memory.
+    """Return how this rank reads a checkpoint.
 
     Raises:
         CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
     """
-    world, differs = state.world, manifest.differs
+    return merged(state, addressed(state, manifest, folder, verify=verify))
+
+
+def addressed(
+    state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
+) -> Source:
+    """Return how this rank reads a checkpoint, before slots are merged; it reads nothing."""
+    world = state.world
     source = Source(
         folder=folder,
         manifest=manifest,
         device=str(world.device),
         verify=verify,
-        held=held,
         sharded=_sharded(state, manifest),
     )
+    own = goes_on(state, source) and manifest.differs
+    return attrs.evolve(source, rank=world.rank if own else 0)
+
+
+def goes_on(state: TrainState, source: Source) -> bool:
+    """Whether each rank goes on with what one rank had."""
+    manifest, world = source.manifest, state.world
     # ranks that have copies together are none that have one each
     alike = manifest.copies == state.definition.copy_of_each
     if not manifest.copies:
         alike = alike and not source.sharded.keys() & set(manifest.per_rank)
-    alike = alike or differs in ((), ("buffers",))
-    if manifest.world_size == world.size and alike:
-        return attrs.evolve(source, rank=world.rank if differs else 0)
-    if not differs or differs == ("buffers",):
+    alike = alike or manifest.differs in ((), ("buffers",))
+    return manifest.world_size == world.size and alike
+
+
+def merged(state: TrainState, source: Source) -> Source:
+    """Return the source with slots for more or fewer ranks, where there are.
+
+    Raises:
+        CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
+    """
+    if goes_on(state, source):
+        return source
+    if source.manifest.differs in ((), ("buffers",)):
         return _alike(state, source)
     return _averaging(state, source)
+
+
+def to_merge(state: TrainState, manifest: Manifest, rank: int) -> set[str]:
+    """Return the tensors in slots, as a rank had them, of which one slot is made."""
+    trees = manifest.trees_of(rank)
+    slots = {f"slots.{each.name}" for each in _merging(state, manifest)}
+    return _names_in({unit: trees[unit] for unit in slots & trees.keys()})
+
+
+def _names_in(trees: Mapping[str, Any]) -> set[str]:
+    return {name for tree in trees.values() for name in tensors_in(tree)}
 
 
 def _sharded(state: TrainState, manifest: Manifest) -> Mapping[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import attrs
 from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
 from accelfn.checkpoint.digest import FORMAT, FORMATS, Algorithm
-from accelfn.checkpoint.files import File
+from accelfn.checkpoint.files import DTYPES, File
 from accelfn.checkpoint.others import checkpoints_near, reader_of
 from accelfn.checkpoint.slices import of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
@@ -199,6 +199,21 @@ class Manifest:
             tuple(file.tensors[tensor].shape)
             for file in self.files.values()
             if tensor in file.tensors
+        )
+
+    @cached_property
+    def with_mean(self) -> frozenset[str]:
+        """The tensors of which ranks had other values, that have a mean."""
+        dtypes = {
+            name: entry.dtype
+            for file in reversed(list(self.files.values()))
+            for name, entry in file.tensors.items()
+        }
+        kinds = {
+            name: DTYPES[dtypes[name]] for name in self.differing if name in dtypes
+        }
+        return frozenset(
+            n for n, kind in kinds.items() if kind.is_floating_point or kind.is_complex
         )
 
     def slices_of(self, tensor: str, rank: int) -> Mapping[str, Any]:

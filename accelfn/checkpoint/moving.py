@@ -6,7 +6,7 @@ decides who writes what, and what another number of ranks makes of it, is that o
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -15,12 +15,13 @@ import torch
 from accelfn.base import tree
 from accelfn.base.calling import called
 from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.elastic import source_of
+from accelfn.checkpoint.arriving import Arrivals, arriving, received, to_the_end
+from accelfn.checkpoint.elastic import to_merge
 from accelfn.checkpoint.load import restored
-from accelfn.checkpoint.manifest import Manifest, rank_file
+from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import contents_of
 from accelfn.checkpoint.slices import is_sharded
-from accelfn.collectives import broadcast_, broadcast_object, gather_text
+from accelfn.collectives import broadcast_object, gather_text
 from accelfn.definition.definition import check_axes
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, CheckpointCorruptError, StateError
@@ -29,12 +30,8 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.world import World
 
 T = TypeVar("T")
-Held = Mapping[str, Mapping[str, torch.Tensor]]
-"""The tensors of each file that a save would have written."""
 
 _CALL = "af.with_world(state, world)"
-_AT_ONCE = 25_000_000
-"""Bytes that are sent together, at least where tensors are small."""
 
 
 @called
@@ -65,8 +62,13 @@ def with_world(
     saved. There and back, to a world of as many ranks, is nothing.
 
     Cost: BLAKE3 of what a rank has, as a save; then what that save would write is sent to
-    all ranks, a file after the other, and each rank keeps it in the host's memory until it
-    returns. So what all have alike travels once, and what is each rank's own for each.
+    all ranks: what all have alike once, and what is each rank's own for each. A rank keeps in
+    the host's memory what it goes on with, until it has it; where there is a mean, that is
+    summed as it arrives. So its peak is what it had, what it gets, once more as much, and some
+    times the 25 MB that arrive at once, or a tensor if that is larger. Of a split model there
+    is room for its parameters too, and the parts as they were where they are cut otherwise.
+    On more or fewer ranks slots that a transform merges (PowerSGD's, DiLoCo's) are kept of
+    every rank, for its `merge` is given them all.
 
     Raises:
         StateError: nobody hands over a state, those that do have not all parts of a model
@@ -85,13 +87,16 @@ def with_world(
         return None if newcomer else contents_of(state, "write")
 
     contents, said = _all_do("say what it holds", meeting, say, _said)
-    manifest, held = _handed_over(contents, list(map(json.loads, said)), meeting, state)
+    manifest, arrivals = _handed_over(
+        contents, list(map(json.loads, said)), meeting, state
+    )
     where = f"the state of update {manifest.step}"
 
     def take() -> TrainState:
-        fresh = _begun(state, world)
+        with to_the_end(arrivals):
+            fresh = _begun(state, world)
         return restored(
-            fresh, where, lambda: source_of(fresh, manifest, where, held=held)
+            fresh, where, lambda: received(fresh, manifest, where, arrivals)
         )
 
     return _all_do("take the state over", meeting, take, lambda _: "")[0]
@@ -150,8 +155,8 @@ def _handed_over(
     said: Sequence[Mapping[str, Any] | None],
     world: World,
     state: TrainState,
-) -> tuple[Manifest, Held]:
-    """Return what a save of the ranks that have a state would have written.
+) -> tuple[Manifest, Arrivals]:
+    """Return what a save of the ranks that have a state would have written, as it arrives.
 
     Raises:
         StateError: no rank has one, or they have not all of a model that is split.
@@ -172,13 +177,13 @@ def _handed_over(
     text = json.dumps(files.unwritten(mine).to_plain())
     listed = gather_text(text, world, label="with_world: list tensors")
     written = [files.File.from_plain(json.loads(listed[rank])) for rank in givers]
-    plain = None
+    told = None
     if world.rank == givers[0] and division is not None and contents is not None:
-        plain = (
-            division.manifest(contents, written, step=state.step).to_bytes().decode()
-        )
-    plain = broadcast_object(
-        plain, world, root=givers[0], label="with_world: say what there is"
+        there = division.manifest(contents, written, step=state.step)
+        merged = {n for r in there.firsts for n in to_merge(state, there, r)}
+        told = [there.to_bytes().decode(), sorted(merged)]
+    plain, merged = broadcast_object(
+        told, world, root=givers[0], label="with_world: say what there is"
     )
     try:
         manifest = Manifest.from_bytes(plain.encode())
@@ -188,11 +193,7 @@ def _handed_over(
             f" {error}. Go on from the last checkpoint."
         )
         raise StateError(msg) from error
-    held = {
-        rank_file(place): _sent(written[place], mine, root=root, world=world)
-        for place, root in enumerate(givers)
-    }
-    return manifest, held
+    return manifest, arriving(manifest, set(merged), mine, givers, meeting=world)
 
 
 def _numbered(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -202,34 +203,6 @@ def _numbered(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {**each, "copy": None if each["copy"] is None else copies.index(each["copy"])}
         for each in ranks
     ]
-
-
-def _sent(
-    file: files.File, mine: Mapping[str, torch.Tensor], *, root: int, world: World
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file that rank `root` has, on all ranks, on the host."""
-    held: dict[str, torch.Tensor] = {}
-    for names in _some_at_once(file):
-        if world.rank == root:
-            tensors = [mine[name].detach().to(world.device) for name in names]
-        else:
-            tensors = [file.tensors[name].empty().to(world.device) for name in names]
-        broadcast_(tensors, world, root=root, label="with_world: hand over")
-        held |= {n: t.cpu() for n, t in zip(names, tensors, strict=True)}
-    return held
-
-
-def _some_at_once(file: files.File) -> Iterator[list[str]]:
-    names: list[str] = []
-    begin = 0
-    for name, entry in file.tensors.items():
-        begin = begin if names else entry.begin
-        names.append(name)
-        if entry.end - begin >= _AT_ONCE:
-            yield names
-            names = []
-    if names:
-        yield names
 
 
 def _begun(state: TrainState, world: World) -> TrainState:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import moving
+from accelfn.checkpoint import arriving
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
+from tests.laws.alive import Alive
 from tests.laws.worlds import params
 from tests.strategies import Run, differences, runs, tensors
 
@@ -109,13 +110,131 @@ def test_small_tensors_are_handed_over_together(
         af.with_world(state, world)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "_AT_ONCE", most)
+        patch.setattr(arriving, "_AT_ONCE", most)
         log = simulate(size, fn).log
     given_ = [each for each in log if each.label == "with_world: hand over"]
     for root in range(size):
         *full, last = [each.num_bytes for each in given_ if each.root == root] or [1]
         assert all(each >= most for each in full)
         assert last > 0
+
+
+class Deep(nn.Module):
+    """Layers of equal size."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+WIDTH = 64
+LAYER = 4 * WIDTH * WIDTH
+OWN = {
+    "alike": (af.wrap_ddp(),),
+    "apart": (af.local_sgd(sync_every=9),),
+    "apart with averages": (af.local_sgd(sync_every=9), af.ema(0.5)),
+    "split": (af.wrap_fsdp(),),
+}
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=0.1),
+}
+
+
+@given(
+    layers=st.integers(6, 12),
+    setup=st.sampled_from(sorted(OWN)),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    sizes=st.sampled_from([each for each in WORLDS if each[0] <= 4]),
+)
+@example(8, "apart", "adamw", (4, 4, 4))
+@example(8, "apart", "adamw", (4, 4, 2))
+@example(8, "split", "adamw", (4, 4, 4))
+@example(8, "split", "adamw", (4, 2, 4))
+def test_a_rank_holds_what_it_goes_on_with(
+    layers: int,
+    setup: str,
+    optimizer: str,
+    sizes: tuple[int, int, int],
+) -> None:
+    """At the peak a move has made what the rank gets, as much again, and a few tensors,
+    whether ranks have the same, each its own, or parts, and however many go on. Of a model
+    that is split it makes room for the parameters first, and parts that are cut otherwise it
+    holds as they were.
+    """
+    total, givers, size = sizes
+
+    def fn(world: af.World) -> tuple[int, ...]:
+        old, new = world.split(size=givers), world.split(size=size)
+        state = af.TrainState.create(
+            model=partial(Deep, layers),
+            optimizer=OPTIMIZERS[optimizer],
+            setup=af.chain(*OWN[setup]),
+            world=old,
+        )
+        state = stepped(state, world.rank)
+        with Alive() as alive:
+            moved = af.with_world(
+                state,
+                new,
+                among=None if size == total else world,
+                newcomer=world.rank >= givers,
+            )
+        had, gets = af.memory(state), af.memory(moved)
+        return alive.most, had.total.here, gets.total.here, gets.params.here
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arriving, "_AT_ONCE", 1)
+        ranks = simulate(total, fn).results
+    for most, _, gets, room in ranks:
+        allowed = 2 * gets + 3 * LAYER
+        if setup == "split":
+            allowed += room + (givers != size) * max(had for _, had, _, _ in ranks)
+        assert gets <= most <= allowed
+
+
+def stepped(state: af.TrainState, rank: int) -> af.TrainState:
+    """Return a state after two updates on what is a rank's own."""
+
+    def loss_fn(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net(x).square().mean()
+
+    step = af.make_step(loss_fn)
+    for _ in range(2):
+        state, _ = step(state, torch.full((1, WIDTH), 1.0 + rank))
+    return state
+
+
+@given(size=st.integers(3, 4), bad=st.integers(0, 3))
+def test_who_can_take_nothing_lets_it_pass(size: int, bad: int) -> None:
+    """A newcomer that fails with most still to arrive keeps nobody waiting, and tells all."""
+    bad %= size
+
+    def fn(world: af.World) -> str:
+        is_new = world.rank == bad
+        state = af.TrainState.create(
+            model=partial(Deep, 3),
+            optimizer=OPTIMIZERS["sgd"],
+            setup=af.wrap_ddp() if is_new else af.local_sgd(sync_every=9),
+            world=world.split(size=1),
+        )
+        state = state if is_new else stepped(state, world.rank)
+        with pytest.raises(af.Error) as raised:
+            af.with_world(state, world, newcomer=is_new)
+        return str(raised.value)
+
+    for rank, text in enumerate(simulate(size, fn)):
+        told = f"rank {bad} of {size} could not take the state over"
+        assert (told in text) is (rank != bad)
 
 
 COPIES = {"dp_replicate": 2, "dp_shard": 2}

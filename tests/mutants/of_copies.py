@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "L45: copies that lie otherwise than they were saved take one another's parts",
         GOES_ON,
-        elastic.source_of,
+        elastic.goes_on,
         "manifest.copies == state.definition.copy_of_each → True",
     ),
     Mutant(

@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         "L45: parameters of ranks that differed are rounded at each rank when they are loaded",
         test_resume.test_a_mean_of_narrow_parameters_is_rounded_once,
-        elastic.Source._mean,
+        elastic.Source.mean,
         "tensor.float() if tensor.dtype.itemsize < 4 else tensor → tensor",
     ),
     Mutant(

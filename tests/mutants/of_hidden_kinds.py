@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs of kinds that no law saw, found by planting some that were chosen from the code alone."""
 
-from accelfn.checkpoint import background, commit, moving, retention, store
+from accelfn.checkpoint import arriving, background, commit, moving, retention, store
 from accelfn.collectives import averages, in_few_bits, parts
 from accelfn.launching import script
 from accelfn.loop import profiling
@@ -185,14 +185,14 @@ MUTANTS = [
     Mutant(
         "L45: after the first full call each tensor is handed over alone",
         HANDED,
-        moving._some_at_once,
-        "begin = begin if names else entry.begin → begin = begin or entry.begin",
+        arriving._some_at_once,
+        "some, num_bytes = {}, 0 → some = {}",
     ),
     Mutant(
         "L45: each tensor is handed over alone",
         HANDED,
-        moving._some_at_once,
-        "if entry.end - begin >= _AT_ONCE: → if entry.end > begin:",
+        arriving._some_at_once,
+        "if num_bytes >= _AT_ONCE: → if num_bytes:",
     ),
     Mutant(
         "a rank that was hurried long ago has no time to write",

@@ -104,7 +104,7 @@ if isinstance(where, str):
     Mutant(
         "L45: loaded on other ranks just after an average, what differs becomes zeros",
         REPLICAS,
-        elastic.Source._mean,
+        elastic.Source.mean,
         "1 / len(weights) → 0",
     ),
     Mutant(

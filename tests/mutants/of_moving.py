@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how a state goes on in another world."""
 
-from accelfn.checkpoint import elastic, moving
+from accelfn.checkpoint import arriving, elastic, moving
 from tests.laws import test_with_world
 from tests.mutants.mutant import Mutant
 
 MOVED = test_with_world.test_a_state_that_is_moved_was_saved_and_loaded
+HOLDS = test_with_world.test_a_rank_holds_what_it_goes_on_with
 FAILS = test_with_world.test_a_rank_that_fails_is_told_of_on_all
 
 MUTANTS = [
@@ -25,7 +26,7 @@ MUTANTS = [
         "L45: a state that is moved shares tensors with the one that it was",
         MOVED,
         elastic.Source._read_file,
-        "copy=True → copy=False",
+        "copy=not is_copied → copy=False",
     ),
     Mutant(
         "L45: newcomers hand over what they begin with",
@@ -38,6 +39,30 @@ MUTANTS = [
         test_with_world.test_a_copy_that_is_left_is_what_all_go_on_from,
         moving._numbered,
         'else copies.index(each["copy"]) → else each["copy"]',
+    ),
+    Mutant(
+        "L43: a rank keeps all that is handed over",
+        HOLDS,
+        arriving._keep_some,
+        "if (file, name) in wanted} → if True}",
+    ),
+    Mutant(
+        "L43: what is in a mean already is kept until all of it is",
+        HOLDS,
+        arriving._passing,
+        "del held[each][name] → pass",
+    ),
+    Mutant(
+        "L43: what is cut anew is copied before",
+        HOLDS,
+        elastic.Source._resliced,
+        "is_copied=True → is_copied=False",
+    ),
+    Mutant(
+        "L54: a rank that can take nothing leaves the others waiting",
+        test_with_world.test_who_can_take_nothing_lets_it_pass,
+        arriving.to_the_end.__wrapped__,
+        "except Exception: → except ZeroDivisionError:",
     ),
     Mutant(
         "L54: a rank that cannot take a state over is alone with it",

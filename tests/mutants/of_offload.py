@@ -75,7 +75,7 @@ MUTANTS = [
         "what is read to be cut comes by way of the device",
         FEW,
         elastic.Source._resliced,
-        'for f in plan.overlapping}, "cpu" → for f in plan.overlapping}, self.device',
+        '"cpu", → self.device,',
     ),
     Mutant(
         "a setup that differs by where parts lie leaves them where they are",

@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         "L45: ranks that were alone go on as the ranks of one worker, each with its own",
         GOES_ON,
-        elastic.source_of,
+        elastic.goes_on,
         "manifest.copies == state.definition.copy_of_each → not manifest.copies or "
         "manifest.copies == state.definition.copy_of_each",
     ),
@@ -121,8 +121,8 @@ MUTANTS = [
     Mutant(
         "L45: ranks that trained apart after they were one go on as the first of them",
         post_local.test_a_run_goes_on_before_and_after_the_switch,
-        elastic.source_of,
-        "rank=world.rank if differs else 0 → rank=0",
+        elastic.addressed,
+        "rank=world.rank if own else 0 → rank=0",
     ),
     Mutant(
         "gradients of a worker that were not averaged are taken",

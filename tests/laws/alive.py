@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of tensors that a thread made are alive at once."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Alive(TorchDispatchMode):
+    """Counts the memory that operations make while it is entered, on this thread.
+
+    Attributes:
+        most: bytes that were alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operation, and count the memory of what it returns."""
+        there = _storages((args, kwargs))
+        made = func(*args, **(kwargs or {}))
+        self._made |= {
+            ref: num_bytes
+            for ref, num_bytes in _storages(made).items()
+            if ref not in there
+        }
+        self._made = {r: n for r, n in self._made.items() if not r.expired()}
+        self.most = max(self.most, sum(self._made.values()))
+        return made
+
+
+def _storages(values: Any) -> dict[StorageWeakRef, int]:
+    storages = [
+        each.untyped_storage()
+        for each in tree_leaves(values)
+        if isinstance(each, torch.Tensor) and type(each).__name__ != "DTensor"
+    ]
+    return {StorageWeakRef(each): each.nbytes() for each in storages}
