@@ -98,7 +98,7 @@ MUTANTS = [
         "L11: an exchange in which nobody saw anything moves the anchor",
         PAPERS,
         exchange.Exchange.arrived,
-        "if not total > 0: → if False:",
+        "if not is_positive(total): → if False:",
     ),
     Mutant(
         "L11: a parameter of a full bucket is not exchanged",
@@ -287,7 +287,7 @@ MUTANTS = [
         "L3: a mean of nobody's is no number",
         WEIGHT,
         averages._average_bucket_,
-        "_may_be_zero(weight) and not flat[-1] → False",
+        "_may_be_zero(weight) and not is_positive(flat[-1]) → False",
     ),
     Mutant(
         "L3: the rest of a large tensor is not averaged",
