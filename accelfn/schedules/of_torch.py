@@ -105,7 +105,8 @@ class from_torch:
 class TorchRates:
     """The numbers that a torch scheduler sets in an optimizer's groups, by update.
 
-    They are found once, in order, and by one thread at a time.
+    They are found once, in order, and by one thread at a time. A scheduler that fails has ended,
+    and each later call says why; one that is interrupted is made again.
     """
 
     def __init__(
@@ -113,22 +114,15 @@ class TorchRates:
     ) -> None:
         """Make the scheduler on a copy of the optimizer, of which nothing is trained."""
         self._lock = Lock()
+        self._factory, self._prototype = factory, optimizer
         self._optimizer: Any = scratch_of(optimizer)
         groups = self._optimizer.param_groups
         self._given = [
             {k: _said(v) for k, v in group.items() if k not in STRUCTURE}
             for group in groups
         ]
-        try:
-            self._scheduler = factory(self._optimizer)
-        except Exception as error:
-            msg = (
-                f"schedules.from_torch: the factory failed on {type(optimizer).__name__}"
-                f" with {len(groups)} parameter groups: {error}"
-            )
-            raise ArgumentError(msg) from error
-        _check(self._scheduler, self._optimizer)
-        self._optimizer._opt_called = True  # torch warns of a scheduler that goes first
+        self._scheduler = self._made()
+        self._is_whole = True
         self._ended: Exception | None = None
         self._rates = [array("d") for _ in groups]
         self._others: dict[tuple[int, str], list[Any]] = {}
@@ -152,23 +146,51 @@ class TorchRates:
             found[at] = known[update]
         return found
 
+    def _made(self) -> Any:
+        """Return the factory's scheduler on this optimizer."""
+        try:
+            scheduler: Any = self._factory(self._optimizer)
+        except Exception as error:
+            msg = (
+                "schedules.from_torch: the factory failed on"
+                f" {type(self._prototype).__name__} with {len(self._optimizer.param_groups)} parameter groups: {error}"
+            )
+            raise ArgumentError(msg) from error
+        _check(scheduler, self._optimizer)
+        self._optimizer._opt_called = True  # torch warns of a scheduler that goes first
+        return scheduler
+
     def _advance(self) -> None:
         """Step the scheduler, and note what it set."""
         if self._ended is None:
             try:
+                if not self._is_whole:
+                    self._make_again()
+                self._is_whole = False  # if interrupted, what it has done is not known
                 self._scheduler.step()
+                self._note()
             except Exception as error:  # noqa: BLE001 - it is told, now and later
                 self._ended = error
+            else:
+                self._is_whole = True
         if self._ended is not None:
             msg = (
                 f"schedules.from_torch: {type(self._scheduler).__name__} has no rate for"
                 f" update {self._num_known}: {self._ended}"
             )
             raise ArgumentError(msg) from self._ended
-        self._note()
+
+    def _make_again(self) -> None:
+        """Replace a scheduler that was interrupted by one that has come as far."""
+        self._optimizer = scratch_of(self._prototype)
+        self._scheduler = self._made()
+        for _ in range(self._num_known - 1):
+            self._scheduler.step()
 
     def _note(self) -> None:
-        for i, group in enumerate(self._optimizer.param_groups):
+        """Keep what the groups have, in place of what an interrupted note has left."""
+        groups, count = self._optimizer.param_groups, self._num_known
+        for i, group in enumerate(groups):
             for key, given in self._given[i].items():
                 now = _said(group[key])
                 if (
@@ -176,11 +198,11 @@ class TorchRates:
                     and (i, key) not in self._others
                     and _differs(now, given)
                 ):
-                    self._others[i, key] = [given] * self._num_known
+                    self._others[i, key] = [given] * count
         for (i, key), known in self._others.items():
-            known.append(_said(self._optimizer.param_groups[i][key]))
-        for known, group in zip(self._rates, self._optimizer.param_groups, strict=True):
-            known.append(float(group["lr"]))
+            known[count:] = [_said(groups[i][key])]
+        for known, group in zip(self._rates, groups, strict=True):
+            known[count:] = array("d", [float(group["lr"])])
         self._num_known += 1
 
 
