@@ -135,7 +135,7 @@ def train(
 
 def trained_parts(found: Found) -> Found:
     """Return what training is about: not what counts skips, nor the running scale."""
-    apart = ("slots.autocast", "slots.skip_nonfinite")
+    apart = ("num_skipped", "slots.autocast", "slots.skip_nonfinite")
     return {path: found[path] for path in found if not path.startswith(apart)}
 
 
