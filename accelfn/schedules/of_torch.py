@@ -151,9 +151,10 @@ class TorchRates:
         try:
             scheduler: Any = self._factory(self._optimizer)
         except Exception as error:
+            num_groups = len(self._optimizer.param_groups)
             msg = (
-                "schedules.from_torch: the factory failed on"
-                f" {type(self._prototype).__name__} with {len(self._optimizer.param_groups)} parameter groups: {error}"
+                f"schedules.from_torch: the factory failed on {type(self._prototype).__name__}"
+                f" with {num_groups} parameter groups: {error}"
             )
             raise ArgumentError(msg) from error
         _check(scheduler, self._optimizer)

@@ -117,8 +117,8 @@ def test_misspelt_field():
     "body",
     [
         {"__init__": lambda self, scale: setattr(self, "scale", scale)},
-        {"grad": lambda self, grads, slot: (grads, slot)},
-        {"grads": lambda self, grads: grads},
+        {"grad": lambda _, grads, slot: (grads, slot)},
+        {"grads": lambda _, grads: grads},
     ],
     ids=lambda body: next(iter(body)),
 )
