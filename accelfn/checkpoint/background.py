@@ -211,7 +211,8 @@ class Writing:
 
     def _alone(self, error: BaseException) -> CheckpointWriteError:
         """Return what ends this rank's part, and no other's, as an error of the save."""
-        rank, is_there = self.save.rank, disk.is_there(self.save.final)
+        rank = self.save.rank
+        is_there = disk.is_there(self.save.final)
         begins = self.save.unread if is_there else self.save.unsaved
         known = CheckpointWriteError(
             f"{begins}: rank {rank} failed: {commit.told(error)}"

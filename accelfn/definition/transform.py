@@ -112,9 +112,8 @@ def transform(cls: type[T]) -> type[T]:
         raise ArgumentError(msg)
     check_fields(cls)
     check_attributes(cls)
-    written = vars(cls).get(
-        "__init__"
-    )  # a class of Python's own, refused below, has a slot
+    # of a class of Python's own, which is refused below, it is a slot's
+    written = vars(cls).get("__init__")
     if written is not None and not isinstance(written, WrapperDescriptorType):
         msg = (
             f"@af.transform: {cls.__name__} has an __init__ of its own, and gets one that takes"
