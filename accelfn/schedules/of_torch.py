@@ -183,15 +183,15 @@ class TorchRates:
 
     def _make_again(self) -> None:
         """Replace a scheduler that was interrupted by one that has come as far."""
+        for known in (*self._rates, *self._others.values()):
+            del known[self._num_known :]
         self._optimizer = scratch_of(self._prototype)
         self._scheduler = self._made()
         for _ in range(self._num_known - 1):
             self._scheduler.step()
 
     def _note(self) -> None:
-        """Keep what the groups have, in place of what an interrupted note has left."""
-        groups, count = self._optimizer.param_groups, self._num_known
-        for i, group in enumerate(groups):
+        for i, group in enumerate(self._optimizer.param_groups):
             for key, given in self._given[i].items():
                 now = _said(group[key])
                 if (
@@ -199,11 +199,11 @@ class TorchRates:
                     and (i, key) not in self._others
                     and _differs(now, given)
                 ):
-                    self._others[i, key] = [given] * count
+                    self._others[i, key] = [given] * self._num_known
         for (i, key), known in self._others.items():
-            known[count:] = [_said(groups[i][key])]
-        for known, group in zip(self._rates, groups, strict=True):
-            known[count:] = array("d", [float(group["lr"])])
+            known.append(_said(self._optimizer.param_groups[i][key]))
+        for known, group in zip(self._rates, self._optimizer.param_groups, strict=True):
+            known.append(float(group["lr"]))
         self._num_known += 1
 
 

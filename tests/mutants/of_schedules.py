@@ -42,7 +42,7 @@ MUTANTS = [
         "L19: a momentum that a scheduler begins to move is taken for the next update",
         CYCLED,
         of_torch.TorchRates._note,
-        "[given] * count → [given] * (count + 1)",
+        "[given] * self._num_known → [given] * (self._num_known + 1)",
     ),
     Mutant(
         "L19: a scheduler of a rate that is a tensor rounds otherwise than on that",
