@@ -10,7 +10,10 @@ from torch import nn
 import accelfn as af
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-FIELDS = ("params", "buffers", "opt_state", "step", "cursor", "seed", "slots")
+FIELDS = (
+    *("params", "buffers", "opt_state", "slots"),
+    *("step", "num_skipped", "cursor", "seed"),
+)
 
 
 def linear_state(inputs: int = 1, outputs: int = 1, /, **options: Any) -> af.TrainState:

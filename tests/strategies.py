@@ -181,6 +181,7 @@ def tensors(state: af.TrainState) -> dict[str, torch.Tensor]:
     for field in ("params", "buffers", "opt_state", "slots"):
         walk(field, getattr(state, field))
     walk("step", state.step)
+    walk("num_skipped", state.num_skipped)
     walk("cursor", {"epoch": state.cursor.epoch, "samples": state.cursor.samples})
     has_parts = any(map(is_shard, found.values()))
     return wholes(found, state.world, label="compare") if has_parts else found

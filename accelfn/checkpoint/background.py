@@ -195,7 +195,7 @@ class Writing:
             held = self._talk.begin()
             commit.write(self.save, self._contents, self._talk)
             # there it is: what is said now is said by rank 0, and asks for no other's file
-            self.save.agreed(lambda _, text: [text], "read it back", self._then)
+            self.save.agreed(lambda _, text: [text], commit.READ_BACK, self._then)
         except CheckpointWriteError as error:
             self._error = error  # all ranks have it
         except PeerFailedError as error:
@@ -212,8 +212,10 @@ class Writing:
     def _alone(self, error: BaseException) -> CheckpointWriteError:
         """Return what ends this rank's part, and no other's, as an error of the save."""
         rank = self.save.rank
+        is_there = disk.is_there(self.save.final)
+        begins = self.save.unread if is_there else self.save.unsaved
         known = CheckpointWriteError(
-            f"{self.save.unsaved}: rank {rank} failed: {commit.told(error)}"
+            f"{begins}: rank {rank} failed: {commit.told(error)}"
         )
         known.__cause__ = error
         return known

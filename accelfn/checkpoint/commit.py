@@ -38,6 +38,9 @@ from accelfn.errors import (
 Exchange: TypeAlias = Callable[[str, str], list[str]]
 """What is done, and a rank's text: the texts of all ranks, in rank order."""
 
+READ_BACK = "read it back"
+"""What is done behind the rename: what is not what was written loses its name again."""
+
 _SPEECHLESS = "failed OSError it had no room to say why"
 
 
@@ -121,6 +124,11 @@ class Save:
         """How an error begins."""
         return f"The state of step {self.step} was not saved"
 
+    @property
+    def unread(self) -> str:
+        """How an error begins of a checkpoint that is there, and may not be whole."""
+        return f"The state of step {self.step} was saved, but not verified"
+
     def agreed(
         self,
         exchange: Exchange,
@@ -143,6 +151,8 @@ class Save:
             outcome = f"ok {act() or ''}"
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
             failure, outcome = error, f"failed {type(error).__name__} {told(error)}"
+            if what == READ_BACK and not isinstance(error, CheckpointError):
+                outcome = f"unread {type(error).__name__} {told(error)}"
         outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
         if commits:
             done = not outcomes[0] and disk.is_there(self.final)
@@ -154,7 +164,8 @@ class Save:
                     with suppress(OSError):
                         disk.remove(self.partial)
                 kind, _, reason = (text or _SPEECHLESS)[7:].partition(" ")
-                msg = f"{self.unsaved}: rank {rank} could not {what}: {reason}"
+                begins = self.unread if text.startswith("unread ") else self.unsaved
+                msg = f"{begins}: rank {rank} could not {what}: {reason}"
                 in_use = kind == DirectoryInUseError.__name__
                 error_type = DirectoryInUseError if in_use else CheckpointWriteError
                 raise error_type(msg) from failure

@@ -93,4 +93,7 @@ def discard(directory: Path, step: int) -> None:
     gone = directory / f".tmp-{name_of(step)}.gone"
     disk.remove(gone)
     disk.rename(directory / name_of(step), gone)
-    disk.remove(gone)
+    with suppress(
+        OSError
+    ):  # it is no checkpoint any more, and the next save removes it
+        disk.remove(gone)

@@ -204,7 +204,7 @@ class CheckpointStore:
                 self._writing.start()
             else:
                 commit.write(job, contents[0], exchange)
-                job.agreed(exchange, "read it back", retain)
+                job.agreed(exchange, commit.READ_BACK, retain)
         except CheckpointWriteError as error:
             if state.world.is_main and self._lock is not None:
                 self._close_talk(job)
@@ -310,6 +310,8 @@ class CheckpointStore:
     def _ended(self) -> CheckpointWriteError | None:
         """Wait for the save that is under way, and return its error, the same on all ranks.
 
+        Of one that failed nothing is left.
+
         Raises:
             PeerFailedError: a rank is gone.
         """
@@ -327,9 +329,12 @@ class CheckpointStore:
         text = "" if error is None else str(error)
         texts = gather_text(text, world, label=f"store: outcome of step {step}")
         self._writing = None  # not before: an interrupt may have ended the waiting
+        failed = [CheckpointWriteError(text) for text in texts if text]
         if world.is_main:
             self._close_talk(writing.save)
-        failed = [CheckpointWriteError(text) for text in texts if text]
+            if failed:  # by now nobody writes to it
+                with suppress(OSError):  # the next save removes it
+                    disk.remove(writing.save.partial)
         if not failed:
             return None
         failed[0].__cause__ = None if error is None else error.__cause__

@@ -9,6 +9,7 @@ accelfn's own are made the same way. Leftmost is outermost; values flow left to 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import WrapperDescriptorType
 from typing import (
     Any,
     NoReturn,
@@ -111,6 +112,15 @@ def transform(cls: type[T]) -> type[T]:
         raise ArgumentError(msg)
     check_fields(cls)
     check_attributes(cls)
+    # of a class of Python's own, which is refused below, it is a slot's
+    written = vars(cls).get("__init__")
+    if written is not None and not isinstance(written, WrapperDescriptorType):
+        msg = (
+            f"@af.transform: {cls.__name__} has an __init__ of its own, and gets one that takes"
+            " its options. Leave it out, and write each option as a line of the class, such as"
+            " scale: float = 1.0."
+        )
+        raise ArgumentError(msg)
     named = cast("Any", cls)
     try:
         named.__call__ = _apply
@@ -120,13 +130,6 @@ def transform(cls: type[T]) -> type[T]:
             " be changed; see its docstring for one."
         )
         raise ArgumentError(msg) from error
-    if "__init__" in vars(cls):
-        msg = (
-            f"@af.transform: {cls.__name__} has an __init__ of its own, and gets one that takes"
-            " its options. Leave it out, and write each option as a line of the class, such as"
-            " scale: float = 1.0."
-        )
-        raise ArgumentError(msg)
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True

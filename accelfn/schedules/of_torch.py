@@ -105,7 +105,8 @@ class from_torch:
 class TorchRates:
     """The numbers that a torch scheduler sets in an optimizer's groups, by update.
 
-    They are found once, in order, and by one thread at a time.
+    They are found once, in order, and by one thread at a time. A scheduler that fails has ended,
+    and each later call says why; one that is interrupted is made again.
     """
 
     def __init__(
@@ -113,22 +114,15 @@ class TorchRates:
     ) -> None:
         """Make the scheduler on a copy of the optimizer, of which nothing is trained."""
         self._lock = Lock()
+        self._factory, self._prototype = factory, optimizer
         self._optimizer: Any = scratch_of(optimizer)
         groups = self._optimizer.param_groups
         self._given = [
             {k: _said(v) for k, v in group.items() if k not in STRUCTURE}
             for group in groups
         ]
-        try:
-            self._scheduler = factory(self._optimizer)
-        except Exception as error:
-            msg = (
-                f"schedules.from_torch: the factory failed on {type(optimizer).__name__}"
-                f" with {len(groups)} parameter groups: {error}"
-            )
-            raise ArgumentError(msg) from error
-        _check(self._scheduler, self._optimizer)
-        self._optimizer._opt_called = True  # torch warns of a scheduler that goes first
+        self._scheduler = self._made()
+        self._is_whole = True
         self._ended: Exception | None = None
         self._rates = [array("d") for _ in groups]
         self._others: dict[tuple[int, str], list[Any]] = {}
@@ -152,20 +146,49 @@ class TorchRates:
             found[at] = known[update]
         return found
 
+    def _made(self) -> Any:
+        """Return the factory's scheduler on this optimizer."""
+        try:
+            scheduler: Any = self._factory(self._optimizer)
+        except Exception as error:
+            num_groups = len(self._optimizer.param_groups)
+            msg = (
+                f"schedules.from_torch: the factory failed on {type(self._prototype).__name__}"
+                f" with {num_groups} parameter groups: {error}"
+            )
+            raise ArgumentError(msg) from error
+        _check(scheduler, self._optimizer)
+        self._optimizer._opt_called = True  # torch warns of a scheduler that goes first
+        return scheduler
+
     def _advance(self) -> None:
         """Step the scheduler, and note what it set."""
         if self._ended is None:
             try:
+                if not self._is_whole:
+                    self._make_again()
+                self._is_whole = False  # if interrupted, what it has done is not known
                 self._scheduler.step()
+                self._note()
             except Exception as error:  # noqa: BLE001 - it is told, now and later
                 self._ended = error
+            else:
+                self._is_whole = True
         if self._ended is not None:
             msg = (
                 f"schedules.from_torch: {type(self._scheduler).__name__} has no rate for"
                 f" update {self._num_known}: {self._ended}"
             )
             raise ArgumentError(msg) from self._ended
-        self._note()
+
+    def _make_again(self) -> None:
+        """Replace a scheduler that was interrupted by one that has come as far."""
+        for known in (*self._rates, *self._others.values()):
+            del known[self._num_known :]
+        self._optimizer = scratch_of(self._prototype)
+        self._scheduler = self._made()
+        for _ in range(self._num_known - 1):
+            self._scheduler.step()
 
     def _note(self) -> None:
         for i, group in enumerate(self._optimizer.param_groups):

@@ -155,6 +155,74 @@ def test_any_update_can_be_asked_for(given: Given, order: list[int]) -> None:
     assert expected == [actual[step] for step in range(9)]
 
 
+class Broken:
+    """A scheduler's `step` that breaks once, before, in the middle of, or behind its work."""
+
+    def __init__(
+        self, scheduler: Any, at: int, where: str, error: BaseException
+    ) -> None:
+        self.scheduler, self.step, self.error = scheduler, scheduler.step, error
+        self.left, self.where = at, where
+        scheduler.step = self
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left != 0:
+            self.step()
+        elif self.where == "wrong rate":
+            self.scheduler.optimizer.param_groups[-1]["lr"] = self.error.args[0]
+        else:
+            if self.where == "behind":
+                self.step()
+            raise self.error
+
+
+@given(
+    given=givens(),
+    at=st.integers(1, 6),
+    where=st.sampled_from(["before", "behind", "wrong rate"]),
+    interrupted=st.booleans(),
+    later=st.lists(st.integers(0, 8), min_size=1, max_size=4),
+)
+def test_an_error_is_told_again_or_costs_nothing(
+    given: Given, at: int, where: str, interrupted: bool, later: list[int]
+) -> None:
+    """A1: after a scheduler's error every ask for that update, or a later one, is the same
+    error; after an interrupt rates are those of one that was not interrupted.
+    """
+    broken: list[Broken] = []
+    error = KeyboardInterrupt("stop") if interrupted else ValueError("boom")
+
+    def breaks(optimizer: Any) -> Any:
+        scheduler = given.scheduler(optimizer)
+        if not broken and armed:
+            broken.append(Broken(scheduler, at, where, error))
+        return scheduler
+
+    def lrs(state: af.TrainState, update: int) -> tuple[float, ...] | str:
+        try:
+            return attrs.evolve(state, step=update).lrs
+        except af.ArgumentError as told:
+            return str(told)
+
+    if interrupted and where == "wrong rate":
+        return
+    armed = False
+    expected = [lrs(given.state(), update) for update in range(9)]
+    armed = True
+    state = attrs.evolve(given, scheduler=breaks).state()
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            lrs(state, 8)
+    else:
+        said = lrs(state, 8)
+        assert isinstance(said, str)
+        assert f"has no rate for update {at}: " in said
+        expected[at:] = [said] * (9 - at)
+    assert [expected[update] for update in later] == [lrs(state, u) for u in later]
+    assert expected == [lrs(state, update) for update in range(9)]
+
+
 @given(
     given=givens(),
     size=st.integers(1, 2),

@@ -11,9 +11,17 @@ from accelfn.transforms import local_sgd
 from tests.kit import test_check_transform, test_facts
 from tests.laws import test_users_own, users_own
 from tests.mutants.mutant import Mutant
-from tests.unit import test_modules
+from tests.unit import test_modules, test_transform
 
 MUTANTS = [
+    Mutant(
+        "a class that is refused for its __init__ was made callable before",
+        test_transform.test_a_class_that_is_refused_stays_as_it_was,
+        transform.transform,
+        'written = vars(cls).get("__init__")'
+        ' → cls.__call__ = _apply; written = vars(cls).get("__init__")',
+        args={"body": {"__init__": lambda *_: None}},
+    ),
     Mutant(
         "modules that are checkpointed are given another forward afterwards",
         test_modules.test_who_changes_modules_stands_in_any_order,

@@ -26,6 +26,30 @@ MUTANTS = [
         "failed[0].__cause__ = None if error is None else error.__cause__ → pass",
     ),
     Mutant(
+        "L54: what a save has written that was stopped stays until the next",
+        test_failing_saves.test_a_save_names_whose_error_it_was,
+        store.CheckpointStore._ended,
+        "disk.remove(writing.save.partial) → pass",
+    ),
+    Mutant(
+        "L54: a checkpoint that there was no memory to read back is said not to be there",
+        test_failing_saves.test_a_save_names_whose_error_it_was,
+        commit.Save.agreed,
+        "what == READ_BACK → False",
+    ),
+    Mutant(
+        "L54: a checkpoint whose reading back was stopped is said not to be there",
+        test_failing_saves.test_a_save_names_whose_error_it_was,
+        background.Writing._alone,
+        "disk.is_there(self.save.final) → False",
+    ),
+    Mutant(
+        "L54: a checkpoint that lost its name again is said to be there",
+        test_failing_saves.test_a_save_names_whose_error_it_was,
+        commit.Save.agreed,
+        "not isinstance(error, CheckpointError) → True",
+    ),
+    Mutant(
         "L54: a disk that cannot be listed hides why a save failed",
         test_failing_saves.test_a_disk_that_breaks_fails_saves,
         store.CheckpointStore._with_newest,

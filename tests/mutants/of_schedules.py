@@ -15,6 +15,7 @@ from tests.laws import test_plateau, test_schedule_advice, test_torch_schedules
 from tests.mutants.mutant import Mutant
 
 STEPPED = test_torch_schedules.test_from_torch_is_the_scheduler_stepped
+BROKEN = test_torch_schedules.test_an_error_is_told_again_or_costs_nothing
 CYCLED = test_torch_schedules.test_momenta_are_cycled
 
 MUTANTS = [
@@ -60,6 +61,24 @@ MUTANTS = [
         test_torch_schedules.test_any_update_can_be_asked_for,
         of_torch.TorchRates.__call__,
         '(i, "lr"): known[update] → (i, "lr"): known[-1]',
+    ),
+    Mutant(
+        "L19: a torch scheduler that was interrupted goes on from half of its work",
+        BROKEN,
+        of_torch.TorchRates._advance,
+        "self._is_whole = False → pass",
+    ),
+    Mutant(
+        "L19: a torch scheduler that was interrupted begins with its first update again",
+        BROKEN,
+        of_torch.TorchRates._make_again,
+        "self._num_known - 1 → 0",
+    ),
+    Mutant(
+        "L19: a torch scheduler that failed is told so once, and then goes on",
+        BROKEN,
+        of_torch.TorchRates._advance,
+        "if self._ended is None: → if True:",
     ),
     Mutant(
         "L46: a state that was loaded takes the rates of a run's first updates",

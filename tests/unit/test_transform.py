@@ -113,6 +113,24 @@ def test_misspelt_field():
                 return grads, slot
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"__init__": lambda self, scale: setattr(self, "scale", scale)},
+        {"grad": lambda _, grads, slot: (grads, slot)},
+        {"grads": lambda _, grads: grads},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_a_class_that_is_refused_stays_as_it_was(body):
+    """What is wrong with it is found before anything of it is changed."""
+    cls = type("Scaled", (), body)
+    before = dict(vars(cls))
+    with pytest.raises(af.ArgumentError, match="Scaled"):
+        af.transform(cls)
+    assert before == dict(vars(cls))
+
+
 def test_helper_methods_start_with_an_underscore():
     """A helper with an underscore is allowed."""
 
