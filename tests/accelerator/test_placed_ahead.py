@@ -71,6 +71,18 @@ IN_TURN = [([0, 1, 2, 3], False)] * 3
     extra=100,
     seed=0,
 )
+@example(  # the first is sent in vain, and has other values when it is called
+    trees=CHAIN,
+    passes=[([1, 0], False), ([1, 2], False), ([0], False)],
+    extra=100,
+    seed=0,
+)
+@example(
+    trees=CHAIN,
+    passes=[([1, 0], False), ([1], False), ([0], False)],
+    extra=100,
+    seed=0,
+)
 @settings(max_examples=40)
 @given(
     trees=st.lists(TREES, min_size=2, max_size=4),

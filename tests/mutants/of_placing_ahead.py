@@ -42,8 +42,8 @@ MUTANTS = [
     Mutant(
         "L41: what is sent ahead in a pass is used by the next",
         LAW,
-        Ahead.within,
-        "self._turn(runs=False)\n\n → pass\n\n",
+        Ahead._turn,
+        "self._wait() → pass",
     ),
     Mutant(
         "nothing is sent ahead",
