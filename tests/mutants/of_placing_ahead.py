@@ -40,12 +40,6 @@ MUTANTS = [
         "guest.ahead = None → pass",
     ),
     Mutant(
-        "L41: what is sent ahead in a pass is used by the next",
-        LAW,
-        Ahead._turn,
-        "self._wait() → pass",
-    ),
-    Mutant(
         "nothing is sent ahead",
         test_placed_ahead.test_a_device_waits_for_the_first_alone,
         Ahead.send,
