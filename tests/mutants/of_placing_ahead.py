@@ -8,19 +8,19 @@ from tests.mutants.mutant import Mutant
 LAW = test_placed_ahead.test_what_is_sent_ahead_computes_the_same_in_its_budget
 MUTANTS = [
     Mutant(
-        "L41: what was sent ahead is used before it is there",
+        "what was sent ahead is used before it is there",
         LAW,
         Ahead._wait,
         "module.current_stream(self.device).wait_stream(self.side) → pass",
     ),
     Mutant(
-        "L41: what is sent ahead goes where the stream that computes may still write",
+        "what is sent ahead goes where the stream that computes may still write",
         LAW,
         Ahead.send,
         "self.side.wait_stream(module.current_stream(self.device)) → pass",
     ),
     Mutant(
-        "L41: memory is let go before what was sent to it is there",
+        "memory is let go before what was sent to it is there",
         LAW,
         Ahead.receive,
         "self._wait(guests)"
@@ -28,13 +28,13 @@ MUTANTS = [
         " self._wait(guests)",
     ),
     Mutant(
-        "L41: what is sent ahead needs no room",
+        "what is sent ahead needs no room",
         LAW,
         Ahead.send,
         "> self.room → > self.room * 1000",
     ),
     Mutant(
-        "L41: what was sent ahead in vain stays on the device",
+        "what was sent ahead in vain stays on the device",
         LAW,
         Ahead._wait,
         "guest.ahead = None → pass",
