@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are elsewhere, and come for the forward of their module."""
 
-from contextlib import ExitStack
-from typing import Any
-
 import attrs
 import torch
-from torch import nn
 
-from accelfn.errors import ModelError
 from accelfn.weights.mapped import Mapped, is_aligned
 
 
@@ -20,6 +15,7 @@ class Guest:
     home: torch.Tensor
     device: torch.device
     file: Mapped | None = None
+    ahead: torch.Tensor | None = None
     uses: int = 0
 
     def come(self) -> None:
@@ -27,7 +23,9 @@ class Guest:
         self.uses += 1
         if self.uses == 1:
             away = self.home.device != self.device
-            if away:
+            if self.ahead is not None:
+                self.param.data, self.ahead = self.ahead, None
+            elif away:
                 self.param.data = self.home.to(self.device)
             elif not is_aligned(self.home):
                 self.param.data = self.home.clone()
@@ -39,25 +37,3 @@ class Guest:
             self.param.data = self.home
             if self.file is not None:
                 self.file.drop()
-
-
-def let_in(stack: ExitStack, module: nn.Module, guests: list[Guest]) -> None:
-    """Let guests come before a module's forward, and go after it, whatever it raises."""
-
-    def before(_module: nn.Module, _args: Any) -> None:
-        for guest in guests:
-            guest.come()
-        if torch.is_grad_enabled():
-            msg = (
-                "af.placed: gradients are on in its block, and parameters are gone before"
-                " a backward pass. Leave out torch.enable_grad(); a model that is trained over"
-                " several devices is split by af.wrap_fsdp()."
-            )
-            raise ModelError(msg)
-
-    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-        for guest in guests:
-            guest.go()
-
-    stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-    stack.callback(module.register_forward_hook(after, always_call=True).remove)

@@ -16,7 +16,9 @@ from accelfn.base.calling import called
 from accelfn.base.tree import tensor_leaves, to_device
 from accelfn.checkpoint import files
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
-from accelfn.placing.guests import Guest, let_in
+from accelfn.placing.ahead import Ahead
+from accelfn.placing.guests import Guest
+from accelfn.placing.hooks import let_in
 from accelfn.placing.plan import DISK, DeviceMap
 from accelfn.placing.units import Part, units_of
 from accelfn.structure.placed import PLACED, refuse_placed
@@ -51,8 +53,10 @@ def placed(
 
     Law: outputs are bitwise those of the model where it was, on the same kind of device.
 
-    Cost: what is offloaded is read at each forward. A model with values is written to the
-        disk, as far as it goes there, and read back at the end.
+    Cost: what is offloaded is read at each forward. From pinned memory of the host, the unit
+        that followed in the pass before is copied while one computes, on a stream of the
+        device's, if the budget has room for both. A model with values is written to the disk,
+        as far as it goes there, and read back at the end.
 
     Raises:
         ModelError: the model is placed already, or has parameters that share memory without
@@ -75,7 +79,7 @@ def placed(
         values = _values(model, named, weights)
         there = stack.enter_context(_given(model, values))
         units = units_of(model)  # with the parameters that have values now
-        _settle(stack, plan, units, there)
+        _settle(stack, model, plan, units, there)
         for param in model.parameters():
             PLACED[param] = True
             stack.callback(PLACED.pop, param)
@@ -211,6 +215,7 @@ def _given(
 
 def _settle(
     stack: ExitStack,
+    model: nn.Module,
     plan: DeviceMap,
     units: list[list[Part]],
     there: Mapping[int, Mapped],
@@ -218,6 +223,7 @@ def _settle(
     """Put each unit where it is to be, and let guests come with hooks."""
     where = {name: unit.device for unit in plan.units for name in unit.names}
     away = {DISK} if plan.computes == "cpu" else {"cpu", DISK}
+    ahead = Ahead.on(torch.device(plan.computes), plan.room)
     for unit in units:
         place = where[unit[0].name]
         runs = torch.device(plan.computes if place in away else place)
@@ -242,7 +248,9 @@ def _settle(
             some = {
                 id(t): guests[id(t)] for t in part.tensors.values() if id(t) in guests
             }
-            let_in(stack, part.module, list(some.values()))
+            let_in(stack, part.module, tuple(some.values()), ahead)
+    if ahead is not None:
+        ahead.within(stack, model)
 
 
 def _move(

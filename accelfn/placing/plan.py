@@ -86,8 +86,15 @@ class DeviceMap:
         if device != self.computes:
             return here
         away = self._offloaded()
-        coming = max((unit.num_bytes - unit.buffer_bytes for unit in away), default=0)
+        coming = self._largest()
         return here + coming + sum(unit.buffer_bytes for unit in away)
+
+    @property
+    def room(self) -> int:
+        """How many bytes of parameters may come at a time to where they compute."""
+        budget = self.budgets.get(self.computes)
+        left = budget - self.needed(self.computes) if isinstance(budget, int) else 0
+        return left + self._largest()
 
     def moved(self, name: str, device: str) -> "DeviceMap":
         """Return a map in which one unit is elsewhere.
@@ -121,6 +128,11 @@ class DeviceMap:
             f"{name:<{widths[0]}}  {size:>{widths[1]}}  {where}"
             for name, size, where in [head, *rows]
         )
+
+    def _largest(self) -> int:
+        """Return the bytes of the largest unit that comes."""
+        away = self._offloaded()
+        return max((unit.num_bytes - unit.buffer_bytes for unit in away), default=0)
 
     def _offloaded(self) -> list[Unit]:
         away = {DISK} if self.computes == "cpu" else {"cpu", DISK}

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from accelfn.base import accelerator
+from tests.accelerator import streams
 
 NAME = "fake"
 _CPU, _EXTENSION = 1, 12
@@ -35,6 +36,7 @@ _READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"
 _LOW = ("addmm", "baddbmm", "bmm", "linear", "matmul", "mm", "conv1d", "conv2d")
 _WIDE = ("mse_loss", "nll_loss", "binary_cross_entropy")
 """What autocast runs in few bits, and in many, as on the CPU."""
+_DATA = torch._C.TensorBase.data
 _waits: list[list[str]] = []
 
 
@@ -85,39 +87,15 @@ def on_device(value: Any) -> Any:
     return _carried(value, _EXTENSION) if is_hosts else value
 
 
-class Event:
-    """What is waited for is there: operations end before they return."""
-
-    is_recorded = False
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        assert device is None or device.type == NAME
-
-    def record(self, _: Any = None) -> None:
-        self.is_recorded = True
-
-    def synchronize(self) -> None:
-        assert self.is_recorded
-
-
-class Stream(torch.cpu.Stream):
-    """A queue whose work is done when it is given."""
-
-    def record_event(self, event: Any = None) -> Event:
-        found = event or Event(torch.device(NAME))
-        found.record()
-        return found
-
-
 class Module:
     """What stands as `torch.fake`."""
 
     default_generators = (torch.Generator(),)
     _initialized = True
     device = staticmethod(nullcontext)
-    Stream, Event = Stream, Event
-    stream = staticmethod(torch.cpu.stream)
-    current_stream = staticmethod(lambda *_: Stream())
+    Stream, Event = streams.Stream, streams.Event
+    stream = staticmethod(streams.on)
+    current_stream = staticmethod(streams.current)
     synchronize = staticmethod(torch.cpu.synchronize)
 
     def is_initialized(self) -> bool:
@@ -177,10 +155,20 @@ def install() -> None:
     torch.empty = _unpinned(torch.empty)
     torch.Tensor.pin_memory = lambda tensor: tensor
     torch.Tensor.is_pinned = lambda tensor: tensor.is_cpu
-    torch.Event = Event
+    torch.Event = streams.Event
+    torch.Tensor.data = property(_DATA.__get__, _set_data)
     # nor a way to give memory back: what FSDP has gathered stays, and is not counted
     _fsdp_param.free_storage = _give_back
     _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = _have_again
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor be of another device, as torch lets those of its own devices."""
+    if NAME in (kinds := {tensor.device.type, value.device.type}) and len(kinds) > 1:
+        new = value.detach().requires_grad_(tensor.requires_grad)
+        torch._C._swap_tensor_impl(tensor, new)
+    else:
+        _DATA.__set__(tensor, value)
 
 
 def _nothing(*_: Any) -> None: ...
@@ -275,6 +263,7 @@ def _carry_out(op: Any, *args: Any, **options: Any) -> Any:
     _refuse_two_devices(op, tensors)
     if _is_view(op):
         return op.redispatch(_AS_THE_CPU, *args, **options)
+    streams.current().synchronize()
     hosts = {id(leaf): on_host(leaf) for leaf in tensors}
     plain = [_plain(hosts.get(id(leaf), leaf)) for leaf in leaves]
     args, options = pytree.tree_unflatten(plain, spec)
@@ -288,7 +277,10 @@ def _carry_out(op: Any, *args: Any, **options: Any) -> Any:
         ):  # what an operation writes may be given its shape by it
             on = on_device(host)
             torch.ops.aten.set_.source_Tensor.redispatch(_AS_THE_CPU, own, on)
-    return pytree.tree_map(lambda each: ours.get(id(each), on_device(each)), found)
+    made = pytree.tree_map(lambda each: ours.get(id(each), on_device(each)), found)
+    if "empty" in op._schema.name:
+        streams.have(made)
+    return made
 
 
 def _fitting(op: Any, args: Any) -> Any:
@@ -348,10 +340,23 @@ def _copy_from(
     target: torch.Tensor,
     non_blocking: bool = False,  # noqa: FBT002 - torch's own schema
 ) -> torch.Tensor:
-    """Copy between devices, or on one."""
+    """Copy between devices, or on one; what nobody waits for, when it is waited for."""
     if source.device != target.device and not non_blocking:
         _note(f"a copy from {source.device.type} to {target.device.type}")
-    on_host(target).copy_(on_host(source))
+
+    def copy(to: torch.Tensor) -> None:
+        on_host(to).copy_(on_host(source))
+
+    if (
+        target.device.type == NAME != source.device.type
+        and non_blocking
+        and streams.is_aside()
+    ):
+        on_host(target).fill_(torch.nan if target.is_floating_point() else 1)
+        streams.queue(target, copy)
+    else:
+        streams.current().synchronize()
+        copy(target)
     return target
 
 

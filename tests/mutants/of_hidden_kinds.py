@@ -5,7 +5,7 @@ from accelfn.checkpoint import arriving, background, commit, moving, retention, 
 from accelfn.collectives import averages, in_few_bits, parts
 from accelfn.launching import script
 from accelfn.loop import profiling
-from accelfn.placing import guests
+from accelfn.placing import guests, hooks
 from accelfn.track import report
 from accelfn.weights import import_state
 from accelfn.world import connection, regrouping, world
@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         "L47: after a pass that broke off, parameters stay where they were computed with",
         test_placing.test_a_placed_model_computes_the_same,
-        guests.let_in,
+        hooks.let_in,
         "after, always_call=True → after",
     ),
     Mutant(

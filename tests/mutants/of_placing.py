@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in where the parts of a model go, and in how they come for a forward."""
 
-from accelfn.placing.guests import Guest, let_in
+from accelfn.placing.guests import Guest
+from accelfn.placing.hooks import let_in
 from accelfn.placing.placed import (
     _fill_buffers,
     _given,
