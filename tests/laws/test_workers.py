@@ -132,6 +132,15 @@ whole = st.builds(Apart, st.sampled_from([1, 2, 4, 6]), st.just(1))
     every=af.local_sgd(sync_every=3),
     updates=(2, 2),
 )
+@example(  # along the other axis
+    run=Run(1, 1, "weighted", "sgd", in_list=True, micro=1),
+    two=(
+        Apart(2, 2, af.wrap_ddp(within="dp_replicate")),
+        Apart(2, 2, af.wrap_ddp(within="dp_shard")),
+    ),
+    every=af.local_sgd(sync_every=3),
+    updates=(1, 0),
+)
 @given(
     run=trainings,
     two=st.tuples(workers, workers | split | whole) | st.tuples(split | whole, workers),
