@@ -194,7 +194,7 @@ def sums_of(
     """
     listed = list(tensors)
     here = (checksum(shards.local(tensor)) for tensor in listed)
-    sums = torch.stack([each.to(world.device) for each in here])  # some are the host's
+    sums = torch.stack([each.to(readable(world.device)) for each in here])
     alike: dict[tuple[str, ...], list[int]] = {}
     for i, tensor in enumerate(listed):
         alike.setdefault(shards.cut_axes(tensor), []).append(i)

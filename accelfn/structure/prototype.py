@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from accelfn.base.arguments import why_not
 from accelfn.base.signatures import signature
-from accelfn.errors import ArgumentError, ModelError, OptimizerError
+from accelfn.errors import ArgumentError, Error, ModelError, OptimizerError
 from accelfn.structure.partition import (
     NamedParameters,
     Partitioned,
@@ -77,7 +77,8 @@ def prototype_of(
         try:
             optimizer = source(trainable)
         except Exception as error:
-            error.add_note(_CALLED)
+            if not isinstance(error, Error):  # which says what to write
+                error.add_note(_CALLED)
             raise
     if not isinstance(optimizer, Optimizer):
         msg = (

@@ -11,7 +11,6 @@ import torch
 from accelfn.base import lists, tree
 from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
-from accelfn.base.shards import computes_on
 from accelfn.collectives import all_reduce_
 from accelfn.definition.transform import transform
 from accelfn.engine.module.float8 import Chosen, check_installed, to_float8
@@ -171,7 +170,11 @@ class autocast:
         dtype = _DTYPES[self.precision]
 
         def autocast_loss(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
-            kind = computes_on(next(model.parameters()))
+            param = next(model.parameters())
+            mesh = getattr(
+                param, "device_mesh", None
+            )  # of a part, which the host may hold
+            kind = param.device.type if mesh is None else mesh.device_type
             # torch keeps cast weights until the outermost region ends, which may be one of
             # the caller's around many updates: these would see the first one's weights
             torch.clear_autocast_cache()

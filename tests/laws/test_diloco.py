@@ -434,7 +434,10 @@ def test_other_ranks_go_on(
     for field in ("params", "seen", "error", "anchor"):
         one, two = (mean([found for found, _ in r], field) for r in (before, after))
         assert close(one, two)
-    assert close(dict(before[0][1]), dict(after[0][1]))
+    if (
+        bits == 32
+    ):  # fewer round the last exchange, and other ranks have other things to round
+        assert close(dict(before[0][1]), dict(after[0][1]))
 
 
 @given(

@@ -147,7 +147,12 @@ def test_a_step_that_raises_leaves_a_state_or_none(case: Case, part: float) -> N
     """
     at = int(part * case.num_operations())
     state, step = case.ready()
-    before, held = tensors(state), SimpleNamespace(step=state.step, cursor=state.cursor)
+    before, held = (
+        tensors(state),
+        SimpleNamespace(
+            step=state.step, cursor=state.cursor, num_skipped=state.num_skipped
+        ),
+    )
     for field in ("params", "buffers", "opt_state", "slots"):
         setattr(held, field, getattr(state, field))
     with pytest.raises(KeyboardInterrupt), Interrupted(at):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what lies in the host's memory, and is computed with on a device."""
 
-from accelfn.base import lists, shards
+from accelfn.base import lists
 from accelfn.checkpoint import elastic
 from accelfn.collectives import averages, parts, replicas
 from accelfn.definition import layout
@@ -9,7 +9,7 @@ from accelfn.engine import shard_home
 from accelfn.loop import memory, memory_use
 from accelfn.state import state
 from accelfn.step import skipping, sync_grads
-from accelfn.transforms import clip, fsdp
+from accelfn.transforms import clip, fsdp, precision
 from tests.accelerator import test_offload
 from tests.mutants.mutant import Mutant
 from tests.unit import test_wrap_fsdp
@@ -45,7 +45,7 @@ MUTANTS = [
         "checksums of copies stay where what they are of is",
         TRAINS,
         replicas.sums_of,
-        "each.to(world.device) → each",
+        "each.to(readable(world.device)) → each",
     ),
     Mutant(
         "a number of the device is multiplied with what lies on the host",
@@ -98,9 +98,8 @@ MUTANTS = [
     Mutant(
         "autocast goes by where a parameter lies, and not by where it is computed with",
         CASTS,
-        shards.computes_on,
-        "tensor.device_mesh.device_type if is_shard(tensor) → local(tensor).device.type"
-        " if is_shard(tensor)",
+        precision.autocast.loss,
+        "if mesh is None else mesh.device_type → if True else mesh.device_type",
         args={"cast": test_offload.CASTS[0], "fused": False},
     ),
     Mutant(
