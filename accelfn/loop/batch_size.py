@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelfn.base import accelerator
 from accelfn.base.arguments import check_integer
 from accelfn.base.calling import called
-from accelfn.collectives import all_gather, naming
+from accelfn.collectives import all_gather, barrier, naming
 from accelfn.collectives.agreed import check_world
 from accelfn.collectives.missing import wake
 from accelfn.errors import (
@@ -58,7 +58,8 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
     Law: the batch size is the largest `start // 2**k` for which no rank runs out of memory,
         the same on all ranks; a rank that does while others wait for it ends their waiting.
 
-    Cost: a gather of two numbers a try, and in a world of several ranks a process group a try.
+    Cost: a gather of two numbers a try, and in a world of several ranks a process group and a
+        barrier a try.
 
     Raises:
         OutOfMemoryError: not even a batch size of 1 fits; the last error is its cause.
@@ -245,6 +246,8 @@ def _branch(world: World) -> tuple[World, Callable[[], None]]:
 def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
     timeout = _backend(world).options._timeout
     group = dist.new_group(timeout=timeout, backend="gloo")
+    # a rank that gave it up while others join it still would break their joining
+    barrier(world, label=_LABEL)
     branch = attrs.evolve(world, group=group, owns_group=False)
     branch.connection.is_branch = True
     del group

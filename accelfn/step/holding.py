@@ -15,6 +15,7 @@ debuggers and notebooks raise in a thread by themselves, are not held: there is 
 import _signal  # pyright: ignore[reportMissingImports]
 import functools
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -37,16 +38,19 @@ class holding(AbstractContextManager["holding"]):
     """Hold Ctrl-C back from `begin()` to the end of a `with` block, in the main thread.
 
     A second one goes to its handler at once, for an update may hang. Whoever returns from the
-    block must do nothing more: CPython looks for signals at calls and where loops turn round,
-    and so not between a `return` and the assignment of what it returns.
+    block must do nothing more: CPython looks for signals where functions begin, where loops
+    turn round, and behind calls. Behind calls of Python's own functions it looks, too, while
+    another evaluates their frames, as `torch.compile` may, and so between a `return` and the
+    assignment of what it returns.
     """
 
-    __slots__ = ("_is_over", "_noted", "_previous")
+    __slots__ = ("_is_over", "_noted", "_on_the_way", "_previous")
 
     def __init__(self) -> None:
         """Hold nothing yet."""
         self._previous: Any = None
         self._noted = self._is_over = False
+        self._on_the_way: dict[FrameType, int | None] = {}
 
     def begin(self) -> None:
         """Hold it from now on, if there is a handler in Python that it would come to."""
@@ -73,28 +77,48 @@ class holding(AbstractContextManager["holding"]):
             self._is_over = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted or not self._is_in(frame):
+        way = self._way_out(frame)
+        if self._noted or not way:
             self._previous(number, frame)
-        self._noted = True
+        self._noted, self._on_the_way = True, way
 
-    def _is_in(self, frame: FrameType | None) -> bool:
-        """Whether the block is still running; a debugger may have broken off its very end."""
+    def _way_out(self, frame: FrameType | None) -> dict[FrameType, int | None]:
+        """Return the block's frame, and those that wait for it with the call that they are at.
+
+        None of them if it is not running: a debugger may have broken off its very end.
+        """
+        way: dict[FrameType, int | None] = {}
         while frame is not None:
             if any(each is self for each in frame.f_locals.values()):
-                return True
+                way = {frame: None}  # a block is left at several calls
+            elif way:
+                way[frame] = frame.f_lasti
             frame = frame.f_back
-        return False
+        return way
 
     def _send_later(self) -> None:
         threading.Thread(target=self._send, name="accelfn Ctrl-C", daemon=True).start()
 
     def _send(self) -> None:
-        """Send it to the main thread, which looks for it when the step has returned."""
-        while not self._is_over:
-            time.sleep(_POLL)
+        """Send it to the main thread, which looks for it when the caller has the result."""
         main = _main_thread().ident
-        if main is not None:
-            signal.pthread_kill(main, signal.SIGINT)
+        if main is None:
+            return
+        while not (self._is_over and self._has_arrived(main)):
+            time.sleep(_POLL)
+        self._on_the_way = {}  # frames that know this block, and the caller's states
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def _has_arrived(self, main: int) -> bool:
+        """Whether no frame of the main thread is at the call still that began the block."""
+        frame, inner = sys._current_frames().get(main), None
+        while frame is not None and frame not in self._on_the_way:
+            frame, inner = frame.f_back, frame
+        if frame is None:
+            return True
+        at = self._on_the_way[frame]
+        # what is called from the same place again is the next update, which has not begun
+        return at is not None and (at != frame.f_lasti or inner is not None)
 
 
 def held(function: Callable[P, R]) -> Callable[P, R]:

@@ -4,17 +4,19 @@
 import functools
 import gc
 import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -213,6 +215,57 @@ def test_an_interrupt_comes_before_an_update_or_after_it(
         all_come()
     assert same(before, tensors(state)) or same(after, tensors(state))
     assert af.salvage(state) is state
+
+
+@contextmanager
+def kept_from_leaving() -> Iterator[None]:
+    """Let other threads run at the very end of what holds Ctrl-C, for as long as they like."""
+
+    def leave(self: holding.holding, *error: object) -> None:
+        leaves(self, *error)
+        time.sleep(2e-3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        leaves = holding.holding.__exit__
+        patch.setattr(holding.holding, "__exit__", leave)
+        yield
+
+
+@contextmanager
+def frames_of_dynamo() -> Iterator[None]:
+    """Let torch evaluate frames, and threads take turns as fast as they can.
+
+    CPython then looks for signals behind the calls of Python's own functions too.
+    """
+    interval, before = sys.getswitchinterval(), set_eval_frame(False)
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        set_eval_frame(before)
+
+
+@given(
+    setup=st.sampled_from(sorted(SETUPS)),
+    call=st.sampled_from(["step", "apply_grads", "finalize"]),
+    held_up=st.sampled_from([kept_from_leaving, frames_of_dynamo]),
+)
+def test_an_interrupt_waits_until_the_caller_has_what_it_held_back(
+    setup: str, call: str, held_up: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """B3: what is noted in an update comes when the state is its caller's, wherever that is."""
+    update = updating(setup, call)
+    state = created(setup)
+    with default_handler():
+        for _ in range(8):
+            before = state
+            with pytest.raises(KeyboardInterrupt), held_up():  # noqa: PT012
+                with AtASeam(1, "before"):
+                    state = update(state)
+                all_come()
+            assert state is not before
+            assert state is af.salvage(before)
 
 
 @given(

@@ -2,9 +2,11 @@
 """Programs that look for a batch size; each takes a world and plain data."""
 
 import importlib
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -143,3 +145,19 @@ def stepped(state: af.TrainState, loss: Callable[..., Any], updates: int) -> Any
     for _ in range(updates):
         state, _ = step(state, next(batches))
     return state
+
+
+def join_slowly(world: af.World) -> tuple[float, float]:
+    """Return when this rank had joined a try, which takes rank 0 long, and when it began."""
+    join, times = dist.new_group, []
+
+    def new_group(*args: Any, **named: Any) -> Any:
+        group = join(*args, **named)
+        time.sleep(0.0 if world.rank else 0.2)
+        times.append(time.monotonic())
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        began = af.find_batch_size(lambda *_: time.monotonic(), 1, world)
+    return times[0], began

@@ -61,3 +61,10 @@ def test_a_search_in_a_search_is_refused() -> None:
     """As on simulated ranks: the inner one would need a world that may be given up."""
     with pytest.raises(RankError, match="of another search"):
         run_ranks(2, programs.search_in_a_search)
+
+
+@pytest.mark.ranks(2)
+def test_a_try_begins_when_all_have_joined_it() -> None:
+    """A rank that runs out of memory at once would break the joining of one that is slow."""
+    times = run_ranks(2, programs.join_slowly)
+    assert max(joined for joined, _ in times) <= min(began for _, began in times)

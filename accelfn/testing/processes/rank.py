@@ -4,6 +4,7 @@
 Programs and results travel by pickle; what cannot is refused before it is sent.
 """
 
+import gc
 import io
 import multiprocessing
 import os
@@ -198,6 +199,8 @@ def _result(
     """Run a packed program, and return its packed result."""
     try:
         fn, args, axes = pickle.loads(program)  # noqa: S301 - the caller's own
+        if not gc.get_freeze_count():
+            gc.freeze()  # what was imported would be gone through by each collection
     except Exception as error:
         msg = f"The rank cannot import what it is to run: {error!r}. Is it on sys.path?"
         raise ArgumentError(msg) from error
