@@ -138,15 +138,19 @@ class Exchange:
         return dict(zip(names, _cut(flat, parts), strict=True))
 
 
-def met(flights: Sequence[Flight], bits: int, like: Mapping[str, Any]) -> Flight:
-    """Return the flight that all ranks would have had, of those of each."""
+def met(
+    flights: Sequence[Flight], bits: int, like: Mapping[str, Any]
+) -> tuple[Flight, Tensors]:
+    """Return the flight that all ranks would have had, and what rounding leaves out of it."""
     first = flights[0]
     if first.get("half") != 1:
-        return first
-    dtype = _dtype_of({name: like[name] for name in first["names"]})
-    parts = [summed(each["values"].wait(), bits, dtype) for each in flights]
-    whole = torch.cat([coded for coded, _, _ in parts])
-    return {**first, "half": 2, "values": Pending.of(whole), "weight": parts[0][2]}
+        return first, {}
+    parts = {name: like[name] for name in first["names"]}
+    sums = [summed(f["values"].wait(), bits, _dtype_of(parts)) for f in flights]
+    whole, total = torch.cat([coded for coded, _, _ in sums]), sums[0][2]
+    left = torch.where(total > 0, torch.cat([each for _, each, _ in sums]), 0)
+    flight = {**first, "half": 2, "values": Pending.of(whole), "weight": total}
+    return flight, dict(zip(parts, _cut(left, parts), strict=True))
 
 
 def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:

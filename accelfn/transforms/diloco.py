@@ -216,10 +216,11 @@ class diloco:
             name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count
             for name in first["error"]
         }
-        flights = {
-            key: met([s["flights"][key] for s in slots], self.bits, first["anchor"])
-            for key in first["flights"]
-        }
+        flights: dict[str, Any] = {}
+        for key in first["flights"]:
+            flown = [slot["flights"][key] for slot in slots]
+            flights[key], left = met(flown, self.bits, first["anchor"])
+            error = {**error, **{name: error[name] + left[name] for name in left}}
         mean = [sum(each) / count for each in zip(*seen, strict=True)]
         merged = {**first, "weights": mean, "error": error, "flights": flights}
         return [sum(each) for each in seen], merged

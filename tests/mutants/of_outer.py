@@ -197,7 +197,13 @@ MUTANTS = [
         "L45: other ranks take the first part of a flight for all",
         OTHERS,
         module.met,
-        "torch.cat([coded for coded, _, _ in parts]) → torch.cat([parts[0][0]] * len(parts))",
+        "torch.cat([coded for coded, _, _ in sums]) → torch.cat([sums[0][0]] * len(sums))",
+    ),
+    Mutant(
+        "L45: what a flight's rounding leaves out is forgotten where other ranks load it",
+        OTHERS,
+        diloco.merge,
+        "error[name] + left[name] → error[name]",
     ),
     Mutant(
         "L10: the weight is sent with each number",

@@ -22,6 +22,8 @@ from tests.mutants.mutant import Mutant
 from tests.unit import test_frozen as cases_of_frozen
 from tests.unit import test_views
 
+WAITS = test_ctrl_c.test_an_interrupt_waits_until_the_caller_has_what_it_held_back
+
 MUTANTS = [
     Mutant(
         "L41: parameters that have some elements in common and begin apart are taken",
@@ -149,7 +151,25 @@ MUTANTS = [
         "L54: of interrupts in one update all but the first are swallowed",
         test_ctrl_c.test_the_handler_in_place_is_asked,
         holding.holding._note,
-        "self._noted or not self._is_in(frame) → not self._is_in(frame)",
+        "self._noted or not way → not way",
+    ),
+    Mutant(
+        "L54: an interrupt comes when an update is over, and its caller has not the state",
+        WAITS,
+        holding.holding._send,
+        "(self._is_over and self._has_arrived(main)) → self._is_over",
+    ),
+    Mutant(
+        "L54: whoever leaves the block that held an interrupt is thought to have arrived",
+        WAITS,
+        holding.holding._has_arrived,
+        "at is not None and ( → (",
+    ),
+    Mutant(
+        "L54: an interrupt looks at the frame that runs, and not at who waits for it",
+        WAITS,
+        holding.holding._has_arrived,
+        "frame, inner = frame.f_back, frame → return True",
     ),
     Mutant(
         "L54: an old state knows the one that came of it, and not the newest",
