@@ -111,7 +111,8 @@ class holding(AbstractContextManager["holding"]):
 
     def _has_arrived(self, main: int) -> bool:
         """Whether no frame of the main thread is at the call still that began the block."""
-        frame, inner = sys._current_frames().get(main), None
+        running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        frame, inner = running.get(main), None
         while frame is not None and frame not in self._on_the_way:
             frame, inner = frame.f_back, frame
         if frame is None:
