@@ -18,12 +18,13 @@ def let_in(
     """Let guests come before a module's forward, and go after it, whatever it raises."""
 
     def before(_module: nn.Module, _args: Any) -> None:
-        if ahead is not None:
-            ahead.receive(guests)
+        told = None if all(guest.uses for guest in guests) else ahead
+        if told is not None:
+            told.receive(guests)
         for guest in guests:
             guest.come()
-        if ahead is not None:
-            ahead.send()
+        if told is not None:
+            told.send()
         if torch.is_grad_enabled():
             msg = (
                 "af.placed: gradients are on in its block, and parameters are gone before"

@@ -20,7 +20,7 @@ from accelfn.placing.ahead import Ahead
 from accelfn.placing.guests import Guest
 from accelfn.placing.hooks import let_in
 from accelfn.placing.plan import DISK, DeviceMap
-from accelfn.placing.units import Part, units_of
+from accelfn.placing.units import Part, calls_of, units_of
 from accelfn.structure.placed import PLACED, refuse_placed
 from accelfn.weights.mapped import Mapped, mapped
 from accelfn.weights.shards import shards_at
@@ -36,10 +36,10 @@ def placed(
     """Lend a model whose units are where a plan says, for its forward, without gradients.
 
     A unit on a device is there until the end. One that is offloaded comes to the plan's first
-    device for its forward, and goes after it: from the host's memory where there is an
-    accelerator, or from files on the disk, which are mapped and not copied. Buffers are where
-    their unit computes. Inputs follow from device to device, and what the model returns is on
-    the device of its inputs.
+    device for its forward, and goes after it, or each of its modules does that is called by
+    itself: from the host's memory where there is an accelerator, or from files on the disk,
+    which are mapped and not copied. Buffers are where their unit computes. Inputs follow from
+    device to device, and what the model returns is on the device of its inputs.
 
     At the end the model is as it was: the same parameters, with their values where they were,
     and no hooks. Buffers have the values that its forward gave them, or `weights`.
@@ -242,15 +242,20 @@ def _settle(
             id(param): Guest(param, home, runs, file)
             for param, (home, file) in zip(params.values(), homes, strict=True)
         }
-        for guest in guests.values():  # Ctrl-C may have left one away from home
-            stack.callback(setattr, guest.param, "data", guest.home)
-        for part in unit:
-            some = {
-                id(t): guests[id(t)] for t in part.tensors.values() if id(t) in guests
-            }
-            let_in(stack, part.module, tuple(some.values()), ahead)
+        _invite(stack, unit, guests, ahead)
     if ahead is not None:
         ahead.within(stack, model)
+
+
+def _invite(
+    stack: ExitStack, unit: list[Part], guests: Mapping[int, Guest], ahead: Ahead | None
+) -> None:
+    """Let parameters come for whatever of their unit is called, and be at home in the end."""
+    for guest in guests.values():  # Ctrl-C may have left one away from home
+        stack.callback(setattr, guest.param, "data", guest.home)
+    for call in [each for part in unit for each in calls_of(part)]:
+        some = {id(t): guests[id(t)] for t in call.tensors if id(t) in guests}
+        let_in(stack, call.module, tuple(some.values()), ahead)
 
 
 def _move(
@@ -346,9 +351,9 @@ def _follow(
     for unit in units:
         place = where[unit[0].name]
         device = torch.device(plan.computes if place in {"cpu", DISK} else place)
-        for part in unit:
+        for module in [call.module for part in unit for call in calls_of(part)]:
             stack.callback(
-                part.module.register_forward_pre_hook(
+                module.register_forward_pre_hook(
                     moving(device), prepend=True, with_kwargs=True
                 ).remove
             )

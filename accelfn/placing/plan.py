@@ -59,13 +59,11 @@ class DeviceMap:
         for device, budget in self.budgets.items():
             needed = self.needed(device)
             if isinstance(budget, int) and needed > budget:
-                largest = max(
-                    self._offloaded() or self.units, key=lambda u: u.num_bytes
-                )
+                guests = [] if device != self.computes else _at_once(self._offloaded())
                 coming = (
-                    f", the largest offloaded unit among it, {largest.shown} of"
-                    f" {shown(largest.num_bytes)}, while it computes"
-                    if device == self.computes and self._offloaded()
+                    f", of which {' and '.join(unit.shown for unit in guests)} of"
+                    f" {shown(_coming(guests))} come from elsewhere to compute"
+                    if guests
                     else ""
                 )
                 msg = (
@@ -81,20 +79,19 @@ class DeviceMap:
         return devices[0] if devices else "cpu"
 
     def needed(self, device: str) -> int:
-        """Return how many bytes a device holds at most, while the model computes."""
+        """Return how many bytes a device holds at most, while the model computes.
+
+        A module is called within those that it is a part of, and what is theirs has come, too.
+        """
         here = sum(unit.num_bytes for unit in self.units if unit.device == device)
-        if device != self.computes:
-            return here
-        away = self._offloaded()
-        coming = self._largest()
-        return here + coming + sum(unit.buffer_bytes for unit in away)
+        return here + (_visiting(self._offloaded()) if device == self.computes else 0)
 
     @property
     def room(self) -> int:
         """How many bytes of parameters may come at a time to where they compute."""
         budget = self.budgets.get(self.computes)
         left = budget - self.needed(self.computes) if isinstance(budget, int) else 0
-        return left + self._largest()
+        return left + _coming(_at_once(self._offloaded()))
 
     def moved(self, name: str, device: str) -> "DeviceMap":
         """Return a map in which one unit is elsewhere.
@@ -129,11 +126,6 @@ class DeviceMap:
             for name, size, where in [head, *rows]
         )
 
-    def _largest(self) -> int:
-        """Return the bytes of the largest unit that comes."""
-        away = self._offloaded()
-        return max((unit.num_bytes - unit.buffer_bytes for unit in away), default=0)
-
     def _offloaded(self) -> list[Unit]:
         away = {DISK} if self.computes == "cpu" else {"cpu", DISK}
         return [unit for unit in self.units if unit.device in away]
@@ -149,7 +141,8 @@ def place(
     `nn.ModuleList` or of a class in the model's `_no_split_modules`; or a largest module without
     blocks; or the tensors that a module around these has itself. Units with a tensor in common
     are one, and none is split. The first accelerator computes what is on the CPU or the disk,
-    without accelerators the CPU does, and its budget has room for the largest such unit.
+    without accelerators the CPU does, and its budget has room for the largest such unit, and
+    for what modules around it have themselves.
 
     Args:
         model: is not changed; it may be one of `empty_weights`.
@@ -186,12 +179,34 @@ def place(
 
 
 def _fits(found: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
-    """Whether a device has room for its units, and all others of the rest or the largest."""
+    """Whether a device has room for its units, and all others of the rest or what comes."""
     here = sum(unit.num_bytes for unit in found if unit.device == device)
     if here + sum(unit.num_bytes for unit in rest) <= limit:
         return True
-    coming = max((unit.num_bytes - unit.buffer_bytes for unit in rest), default=0)
-    return here + coming + sum(unit.buffer_bytes for unit in rest) <= limit
+    return here + _visiting(rest) <= limit
+
+
+def _visiting(away: list[Unit]) -> int:
+    """Return how many bytes of offloaded units are where they compute, at most."""
+    return _coming(_at_once(away)) + sum(unit.buffer_bytes for unit in away)
+
+
+def _coming(guests: list[Unit]) -> int:
+    return sum(unit.num_bytes - unit.buffer_bytes for unit in guests)
+
+
+def _at_once(away: list[Unit]) -> list[Unit]:
+    """Return the offloaded units that are there at a time, where they are the most bytes."""
+    met = [
+        [unit for unit in away if any(_is_within(name, each) for each in unit.names)]
+        for name in dict.fromkeys(name for unit in away for name in unit.names)
+    ]
+    return max(met, key=_coming, default=[])
+
+
+def _is_within(name: str, module: str) -> bool:
+    """Whether a module is another, or a part of it."""
+    return module in ("", name) or name.startswith(f"{module}.")
 
 
 def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:

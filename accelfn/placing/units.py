@@ -4,7 +4,8 @@
 A block is a member of an `nn.ModuleList` that lies in no other, or a module of a class that
 the model names in `_no_split_modules`, as those of Transformers do. A block is a unit, and so
 is each largest module that has no block in it; the tensors that a module around them has itself
-are one, too. Units with a tensor in common are one.
+are one, too, with those of lists of parameters, which nobody calls. Units with a tensor in common
+are one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,30 @@ class Part:
     name: str
     module: nn.Module
     tensors: Mapping[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """A module that may be called by itself, and which tensors it needs then."""
+
+    module: nn.Module
+    tensors: tuple[torch.Tensor, ...]
+
+
+def calls_of(part: Part) -> list[Call]:
+    """Return what may be called of a part: itself, or modules in it one by one.
+
+    A container's members may be called in a loop, and those of a module by another method than
+    its forward.
+    """
+    inside = [each for each in part.module.modules() if each is not part.module]
+    calls = [Call(each, tuple(_own("", each).values())) for each in inside]
+    itself = Call(part.module, tuple(part.tensors.values()))
+    whole = {id(tensor) for tensor in itself.tensors}
+    return [
+        itself,
+        *(c for c in calls if c.tensors and {*map(id, c.tensors)} <= whole),
+    ]
 
 
 def units_of(model: nn.Module) -> list[list[Part]]:
@@ -64,14 +89,30 @@ def _parts(model: nn.Module) -> Iterator[Part]:
         seen.add(id(module))
         inside = [each for each in module.modules() if each is not module]
         whole = name and not any(id(each) in blocks for each in inside)
+        if not inside and not _has_forward(module):
+            return  # its tensors are those of the module around it
         if id(module) in blocks or whole or not inside:
             yield Part(name, module, _named(name, module, recurse=True))
             return
-        yield Part(name, module, _named(name, module, recurse=False))
+        if _has_forward(module) or not name:
+            yield Part(name, module, _own(name, module))
         for child, each in module.named_children():
             yield from walk(f"{name}.{child}" if name else child, each)
 
     yield from walk("", model)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _own(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module has itself, or in lists that have no forward."""
+    found = _named(name, module, recurse=False)
+    for child, each in module.named_children():
+        if not _has_forward(each):
+            found |= _own(f"{name}.{child}" if name else child, each)
+    return found
 
 
 def _named(name: str, module: nn.Module, *, recurse: bool) -> dict[str, torch.Tensor]:

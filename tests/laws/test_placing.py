@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose parts are elsewhere computes what it does whole, and is as it was after."""
 
+import copy
 import tempfile
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,16 +39,17 @@ class Node(nn.Module):
         if self.kind == "own":
             self.scale = nn.Parameter(torch.randn(WIDTH))
         nodes = [Node(each, first) for each in inside]
-        listed = self.kind == "list"
+        listed = self.kind in ("list", "two inputs")
         self.inside = nn.ModuleList(nodes) if listed else nn.Sequential(*nodes)
 
     def forward(self, x, *, scale=1.0):
         self.calls += 1
         x = self.layer(x)
-        for each in self.inside:
-            x = each(x, scale=0.5) if self.kind == "two inputs" else each(x)
-            if self.kind == "twice":
-                x = each(x)
+        if isinstance(self.inside, nn.Sequential):
+            x = self.inside(self.inside(x)) if self.kind == "twice" else self.inside(x)
+        else:
+            for each in self.inside:
+                x = each(x, scale=0.5) if self.kind == "two inputs" else each(x)
         return (x * self.scale if self.kind == "own" else x) * scale
 
 
@@ -67,6 +70,16 @@ def same(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
 
 
+@example(  # what a module has itself is there while a part of it computes
+    tree=("own", [("list", [("own", [("list", [("linear", ())])])])]),
+    share=0,
+    moves=[(number, True) for number in range(9)],
+    empty=False,
+    training=False,
+    seed=0,
+    raises=False,
+    where=0,
+)
 @given(
     tree=TREES,
     share=st.integers(0, 100),
@@ -102,7 +115,12 @@ def test_a_placed_model_computes_the_same(
         else:
             torch.manual_seed(seed)
             twin = Node(tree).train(training)
-        largest = max(unit.num_bytes for unit in whole(model, folder).units)
+        every = {
+            "units": [
+                attrs.evolve(unit, device="disk") for unit in whole(model, folder).units
+            ]
+        }
+        largest = comes(model, SimpleNamespace(**every))
         budget = largest + total * share // 100 + sum(b.nbytes for b in model.buffers())
         plan = af.place(model, {"cpu": budget, "disk": folder})
         assert sum(unit.num_bytes for unit in plan.units) == total
@@ -163,11 +181,31 @@ def whole(model, folder):
 
 
 def held(model, plan):
-    """Count what the host may hold: what stays, all buffers, and the largest that comes."""
+    """Count what the host may hold: what stays, all buffers, and what comes at a time."""
     sizes = [(unit.num_bytes - unit.buffer_bytes, unit.device) for unit in plan.units]
     stays = sum(size for size, device in sizes if device == "cpu")
-    comes = max((size for size, device in sizes if device == "disk"), default=0)
-    return stays + comes + sum(b.nbytes for b in model.buffers())
+    return stays + comes(model, plan) + sum(b.nbytes for b in model.buffers())
+
+
+def comes(model, plan):
+    """Run a model, and count the parameters of offloaded units that are in use at a time."""
+    model = copy.deepcopy(model).to_empty(device="cpu")
+    in_use, most = [], [0]
+    modules = dict(model.named_modules())
+
+    def come(unit):
+        in_use.append(unit)
+        units = {id(each): each for each in in_use}.values()
+        most[0] = max(
+            most[0], sum(each.num_bytes - each.buffer_bytes for each in units)
+        )
+
+    for unit in plan.units:
+        for name in unit.names if unit.device == "disk" else ():
+            modules[name].register_forward_pre_hook(lambda *_, u=unit: come(u))
+            modules[name].register_forward_hook(lambda *_, u=unit: in_use.remove(u))
+    model(torch.zeros(3, WIDTH))
+    return most[0]
 
 
 def away(model, plan, folder):

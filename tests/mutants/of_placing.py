@@ -5,16 +5,19 @@ from accelfn.placing.guests import Guest
 from accelfn.placing.hooks import let_in
 from accelfn.placing.placed import (
     _fill_buffers,
+    _follow,
     _given,
     _read_back,
     _settle,
 )
-from accelfn.placing.plan import DeviceMap, _fits
-from accelfn.placing.units import units_of
+from accelfn.placing.plan import DeviceMap, _at_once, _fits, _is_within
+from accelfn.placing.units import _own, calls_of, units_of
+from tests.accelerator import test_placed
 from tests.laws import test_placing
 from tests.mutants.mutant import Mutant
 
 LAW = test_placing.test_a_placed_model_computes_the_same
+HOWEVER = test_placed.test_parts_are_there_however_they_are_called
 MUTANTS = [
     Mutant(
         "L41: a hook stays on a model after it was placed",
@@ -60,15 +63,46 @@ MUTANTS = [
         "if met: → if False:",
     ),
     Mutant(
-        "L41: the largest unit that is offloaded needs no room",
+        "L41: what is offloaded needs no room",
         LAW,
         DeviceMap.needed,
-        "return here + coming + → return here +",
+        "_visiting(self._offloaded()) if device == self.computes else 0 → 0",
+    ),
+    Mutant(
+        "L41: what modules around a unit have themselves needs no room",
+        LAW,
+        _is_within,
+        'module in ("", name) or name.startswith(f"{module}.") → module == name',
+    ),
+    Mutant(
+        "L41: all that is offloaded is thought to come at a time",
+        LAW,
+        _at_once,
+        "any(_is_within(name, each) for each in unit.names) → True",
     ),
     Mutant(
         "L41: a device is filled without room for what comes",
         test_placing.test_the_order_of_units_is_filled,
         _fits,
-        "return here + coming + → return here +",
+        "return here + _visiting(rest) → return here",
+    ),
+    Mutant(
+        "what is called in a container, or by a method, does not come",
+        HOWEVER,
+        calls_of,
+        "inside = [each for each in part.module.modules() if each is not part.module]"
+        " → inside = []",
+    ),
+    Mutant(
+        "inputs do not follow to what is called in a container",
+        HOWEVER,
+        _follow,
+        "[call.module for part in unit for call in calls_of(part)] → [p.module for p in unit]",
+    ),
+    Mutant(
+        "lists of parameters stay where they are",
+        HOWEVER,
+        _own,
+        "if not _has_forward(each): → if False:",
     ),
 ]

@@ -49,7 +49,7 @@ def test_a_plan_is_a_table(tmp_path):
         ),
         (
             {"cpu": 100, "disk": "."},
-            r"100 B is too small.*128 B.*largest.*embed \+ head",
+            r"100 B is too small.*128 B.*embed \+ head of 128 B come",
         ),
         ({"cpu": "1 apple"}, r"'1 apple'.*expected a number of bytes"),
         ({"cpu": 0}, "expected a number of bytes"),
