@@ -98,6 +98,8 @@ def tests(session: nox.Session) -> None:
     # one more than cores, for one group of tests waits most of its time
     num_workers = (os.cpu_count() or 1) + 1
     side_by_side = "-n", str(num_workers), "--dist", "loadgroup"
+    # groups begin in the order of tests/conftest.py, which puts the longest first
+    side_by_side += ("--no-loadscope-reorder",)
     # what was skipped is said, with its reason, and where the time went
     said = "-rs", "--durations=30", *side_by_side
     # What hangs shows the stacks of all its threads, and ends its process, which nothing takes

@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(
     """Skip tests of accelerators where torch sees none; say which tests go one by one.
 
     Side by side, the tests of a file stay together, and so do most that start real ranks, in
-    two groups: those that wait for ranks to fail, and those in which ranks compute.
+    two groups: those that wait for ranks to fail, and those in which ranks compute. The first
+    takes longest, and begins first.
     """
     from tests.budget import budgeted  # when the profile is loaded
 
@@ -52,6 +53,7 @@ def pytest_collection_modifyitems(
             if file.startswith("tests/ranks/"):
                 group = "ranks that wait" if Path(file).stem in WAIT else "ranks"
             item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path.stem not in WAIT)
 
 
 def pytest_collection_finish() -> None:
