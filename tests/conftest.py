@@ -24,6 +24,8 @@ WAIT = {
     *("test_mpirun", "test_srun", "test_two_hosts", "test_traffic_on_a_cable"),
 }
 
+_WAITING = "ranks that wait"
+
 register_profiles(replace=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
@@ -48,12 +50,15 @@ def pytest_collection_modifyitems(
         if item.get_closest_marker("cuda") and accelerator.kind() != "cuda":
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA"))
         if config.pluginmanager.hasplugin("xdist"):
-            file = item.nodeid.partition("::")[0]
-            group = file
-            if file.startswith("tests/ranks/"):
-                group = "ranks that wait" if Path(file).stem in WAIT else "ranks"
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.path.stem not in WAIT)
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: _group(item) != _WAITING)
+
+
+def _group(item: pytest.Item) -> str:
+    file = item.nodeid.partition("::")[0]
+    if not file.startswith("tests/ranks/"):
+        return file
+    return _WAITING if Path(file).stem in WAIT else "ranks"
 
 
 def pytest_collection_finish() -> None:
