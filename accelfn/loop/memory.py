@@ -210,8 +210,7 @@ def memory_estimate(
 
 def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of what a setup keeps in the host's memory, where a model is cut."""
-    facts = setup.facts
-    if "offloads" not in facts or axes.get("dp_shard", 1) == 1:
+    if "offloads" not in setup.facts or axes.get("dp_shard", 1) == 1:
         return ()
     names = ("parameters", "gradients", "optimizer", "slots")
     are_whole = _are_whole(setup)  # on the device, until they are reduced
