@@ -34,7 +34,7 @@ from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LocalRunner, LossFunction, Runner
-from accelfn.engine.untaken import refuse_taken, refuse_unused, thaw
+from accelfn.engine.untaken import refuse_frozen, refuse_taken, refuse_unused
 from accelfn.errors import GradsError, LossError
 from accelfn.schedules.advice import advise_of_rates
 from accelfn.state.grads import Grads, Taken, never_zero
@@ -334,12 +334,10 @@ class Engine:
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that a backward pass left, or what it stepped."""
-        found, trained = (
-            dict(stepped) or self._home.take_gradients(),
-            self._home.trained,
-        )
+        found = dict(stepped) or self._home.take_gradients()
+        trained = self._home.trained
         if len(found) < len(trained):
-            thaw(trained, found)
+            refuse_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
             unused = [name for name in trained if name not in found]
             refuse_unused(unused, are_held=self._holder is not None)
