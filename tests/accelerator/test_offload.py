@@ -129,9 +129,8 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
 CASTS = [
     af.autocast("bf16"),
     af.autocast("fp16", init_scale=4.0),
-    af.autocast(
-        "fp16", init_scale=2.0**40
-    ),  # the first updates overflow, and are skipped
+    # the first updates overflow, and are skipped
+    af.autocast("fp16", init_scale=2.0**40),
 ]
 
 
