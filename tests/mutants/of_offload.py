@@ -99,7 +99,7 @@ MUTANTS = [
         "autocast goes by where a parameter lies, and not by where it is computed with",
         CASTS,
         precision.autocast.loss,
-        "if mesh is None else mesh.device_type → if True else mesh.device_type",
+        "computes_on(next(model.parameters())) → next(model.parameters()).device.type",
         args={"cast": test_offload.CASTS[0], "fused": False},
     ),
     Mutant(
