@@ -15,7 +15,8 @@ from torch.autograd import profiler
 from accelfn.base.contexts import NOTHING, span
 from accelfn.collectives import check_sums
 from accelfn.definition.facts import facts_of
-from accelfn.engine.engine import Engine, engine_of
+from accelfn.engine.building import engine_of
+from accelfn.engine.engine import Engine
 from accelfn.errors import GradsError, StateDonatedError
 from accelfn.state.grads import Grads
 from accelfn.state.hyper import planned_for

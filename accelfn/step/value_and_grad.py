@@ -16,7 +16,7 @@ from accelfn.data.cursor import Cursor
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
-from accelfn.engine.engine import engine_of
+from accelfn.engine.building import engine_of
 from accelfn.engine.first_batch import check_first_batch, check_loaded
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples

@@ -3,7 +3,7 @@
 
 from accelfn.checkpoint import elastic
 from accelfn.definition import slots
-from accelfn.engine import engine
+from accelfn.engine import building
 from accelfn.state import state
 from accelfn.transforms import check, ema, local_sgd
 from tests.laws import test_exchanging
@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "L10: an engine made anew asks of ranks that train apart that they agree",
         test_exchanging.test_a_period_begins_where_it_was_put_on,
-        engine.engine_of,
+        building._compare,
         '"apart" not in setup.facts or state.step == 0 → True',
     ),
     Mutant(
@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "L2: DDP takes what somebody gave to one rank alone, without a look",
         test_exchanging.test_ddp_looks_at_what_it_is_given,
-        engine.engine_of,
+        building._compare,
         '"apart" not in setup.facts or state.step == 0 → state.step == 0',
     ),
     Mutant(
