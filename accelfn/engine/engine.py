@@ -36,7 +36,8 @@ from accelfn.engine.untaken import refuse_frozen, refuse_taken, refuse_unused
 from accelfn.errors import GradsError, LossError
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics, Number
-from accelfn.state.state import OptState, TrainState
+from accelfn.state.state import TrainState
+from accelfn.state.values import OptState
 from accelfn.structure.prototype import Assignments, rebuilt
 
 if TYPE_CHECKING:

@@ -21,9 +21,10 @@ from accelfn.errors import GradsError, StateDonatedError
 from accelfn.state.grads import Grads
 from accelfn.state.hyper import planned_for
 from accelfn.state.metrics import Metrics, Number
-from accelfn.state.state import OptState, TrainState
+from accelfn.state.state import TrainState
 from accelfn.state.succession import skipped, successor, through_state
 from accelfn.state.update import Update, through
+from accelfn.state.values import OptState
 from accelfn.step.skipping import decided
 from accelfn.structure.prototype import Assignments
 from accelfn.world import World

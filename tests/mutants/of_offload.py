@@ -7,7 +7,7 @@ from accelfn.collectives import averages, parts, replicas
 from accelfn.definition import layout
 from accelfn.engine import shard_home
 from accelfn.loop import memory, memory_use
-from accelfn.state import state
+from accelfn.state import values
 from accelfn.step import skipping, sync_grads
 from accelfn.transforms import clip, fsdp, precision
 from tests.accelerator import test_offload
@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         "what an optimizer makes of a lone number beforehand stays on the host",
         TRAINS,
-        state._beside,
+        values._beside,
         "value.to(param.device) → value",
     ),
     Mutant(
