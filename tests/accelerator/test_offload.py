@@ -18,6 +18,7 @@ from accelfn.base.shards import is_shard, local
 from accelfn.base.tree import tensor_leaves
 from accelfn.testing import simulate
 from tests.accelerator import fake
+from tests.accelerator.meter import metered
 from tests.laws.fully_sharded import Stack
 from tests.laws.histories import Acts, Training, acts, check_apart_on
 from tests.laws.split_models import AXES, LOSSES, Block, Run, runs
@@ -399,7 +400,7 @@ class Deep:
 
     def peak(self) -> int:
         """Return the most bytes that a rank has of its device, from the beginning on."""
-        with fake.metered() as meter, tempfile.TemporaryDirectory() as folder:
+        with metered() as meter, tempfile.TemporaryDirectory() as folder:
             on_ranks({"dp_shard": 2}, partial(self.run, folder=folder))
         return max(meter.peaks.values())
 
