@@ -10,7 +10,7 @@ from accelfn.loop import memory, memory_use
 from accelfn.state import values
 from accelfn.step import skipping, sync_grads
 from accelfn.transforms import clip, fsdp, precision
-from tests.accelerator import test_offload
+from tests.accelerator import test_offload, test_offloaded_bytes
 from tests.mutants.mutant import Mutant
 from tests.unit import test_wrap_fsdp
 
@@ -20,7 +20,7 @@ LOADS = test_offload.test_what_is_saved_on_the_host_goes_on_anywhere
 MOVES = test_offload.test_a_state_goes_to_the_host_and_back
 LOOKS = test_offload.test_what_is_on_the_host_is_looked_at_as_on_the_device
 CASTS = test_offload.test_what_is_offloaded_is_computed_with_in_few_bits
-FEW = test_offload.test_a_device_has_a_few_units_however_many_there_are
+FEW = test_offloaded_bytes.test_a_device_has_a_few_units_however_many_there_are
 
 MUTANTS = [
     Mutant(
@@ -125,19 +125,19 @@ MUTANTS = [
     ),
     Mutant(
         "nothing of a state is told to lie on the host",
-        test_offload.test_bytes_are_told_by_where_they_are,
+        test_offloaded_bytes.test_bytes_are_told_by_where_they_are,
         memory_use._is_offloaded,
         "local(tensor).device.type != computes_on(tensor) → False",
     ),
     Mutant(
         "one rank on a device is told to offload, and does not",
-        test_offload.test_one_rank_on_a_device_offloads_nothing_and_is_refused,
+        test_offloaded_bytes.test_one_rank_on_a_device_offloads_nothing_and_is_refused,
         fsdp.wrap_fsdp._check_offload,
         'if kind != "cpu" and not several: → if False:',
     ),
     Mutant(
         "ranks that cannot talk of what lies on the host find out later",
-        test_offload.test_a_backend_that_knows_devices_alone_is_refused,
+        test_offloaded_bytes.test_a_backend_that_knows_devices_alone_is_refused,
         fsdp.wrap_fsdp._check_offload,
         "if several and not world.connection.joins → if False and not world.connection.joins",
     ),
