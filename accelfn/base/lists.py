@@ -23,9 +23,10 @@ def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _beside(
     number: float | torch.Tensor, tensors: Iterable[torch.Tensor]
 ) -> float | torch.Tensor:
-    """Return a number that goes with all tensors: with those of the host, one of a device does not.
+    """Return a number that every tensor can be multiplied by, or divided.
 
-    The device is waited for then, as it was for what it gave to the host.
+    A tensor on the host takes no number of a device. The number is copied to the host then,
+    for which the device is waited for, as it was for the tensors that it gave to the host.
     """
     if isinstance(number, torch.Tensor) and not number.is_cpu:
         return number.cpu() if any(each.is_cpu for each in tensors) else number

@@ -10,7 +10,7 @@ import torch
 
 
 def readable(device: torch.device) -> torch.device:
-    """Return where lies what is to be read: the host, where a device keeps no values."""
+    """Return the device for tensors that will be read: the host, in place of meta."""
     return torch.device("cpu") if device.type == "meta" else device
 
 

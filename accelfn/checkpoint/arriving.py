@@ -97,11 +97,11 @@ def received(
 
 @contextlib.contextmanager
 def to_the_end(arrivals: Arrivals) -> Generator[None]:
-    """Let pass what has not arrived yet where this rank fails; others wait for it else."""
+    """Take part in the collectives that are left if the block fails: others wait in them."""
     try:
         yield
     except Exception:
-        for _ in arrivals:  # none, if it was this that failed
+        for _ in arrivals:  # none are left, if it was a collective that failed
             pass
         raise
 
@@ -131,7 +131,14 @@ def _keep_some(
 def _passing(
     source: Source, rank: int, held: Held, arrived: Iterator[Arrival]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield what a rank had, each tensor when all of it is there, and keep none."""
+    """Yield what a rank had, each tensor when all of its slices are there, and keep none.
+
+    Args:
+        source: what this rank goes on with.
+        rank: whose tensors arrive.
+        held: where slices wait for the others of their tensor.
+        arrived: one stage.
+    """
     names = source.names & source.manifest.with_mean
     files = {n: {f for f, _ in source.places(rank, {n})} for n in names}
     stays = {(f, n) for n in names for f in files[n] if n in held.get(f, {})}

@@ -163,8 +163,9 @@ class Save:
                 if self.rank == 0 and (what != "begin" or failure is None):
                     with suppress(OSError):
                         disk.remove(self.partial)
-                kind, _, reason = (text or _SPEECHLESS)[7:].partition(" ")
-                begins = self.unread if text.startswith("unread ") else self.unsaved
+                verdict, _, error = (text or _SPEECHLESS).partition(" ")
+                kind, _, reason = error.partition(" ")
+                begins = self.unread if verdict == "unread" else self.unsaved
                 msg = f"{begins}: rank {rank} could not {what}: {reason}"
                 in_use = kind == DirectoryInUseError.__name__
                 error_type = DirectoryInUseError if in_use else CheckpointWriteError

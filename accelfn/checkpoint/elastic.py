@@ -122,7 +122,7 @@ class Source:
     def _read_file(
         self, file: str, names: AbstractSet[str], device: str, *, is_copied: bool
     ) -> dict[str, torch.Tensor]:
-        """Return tensors of a file in memory of their own, unless they are copied next."""
+        """Return tensors of a file in memory of their own, unless the caller copies them."""
         if self.held is not None:
             held = self.held[file]
             return {n: held[n].to(device, copy=not is_copied) for n in names}

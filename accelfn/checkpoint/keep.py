@@ -93,7 +93,6 @@ def discard(directory: Path, step: int) -> None:
     gone = directory / f".tmp-{name_of(step)}.gone"
     disk.remove(gone)
     disk.rename(directory / name_of(step), gone)
-    with suppress(
-        OSError
-    ):  # it is no checkpoint any more, and the next save removes it
+    # it is no checkpoint any more, and the next save removes it
+    with suppress(OSError):
         disk.remove(gone)

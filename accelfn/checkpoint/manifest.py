@@ -204,6 +204,7 @@ class Manifest:
     @cached_property
     def with_mean(self) -> frozenset[str]:
         """The tensors of which ranks had other values, that have a mean."""
+        # reversed: the first file that has a tensor says its dtype, as in all else
         dtypes = {
             name: entry.dtype
             for file in reversed(list(self.files.values()))

@@ -22,10 +22,8 @@ def on_device(
     """
     if device.type == "cpu":
         return pairs
-    if device.type in (
-        "mps",
-        "meta",
-    ):  # one has one stream, and the host's memory; one none
+    # mps has one stream, and the host's memory; meta has neither
+    if device.type in ("mps", "meta"):
         return _moved(pairs, device)
     return _prefetched(pairs, device)
 

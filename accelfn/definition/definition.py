@@ -166,6 +166,10 @@ def check_axes(setup: chain, world: World) -> None:
             raise WorldError(msg)
 
 
+_NEED_VALUES = {"splits_layers", "splits_sequences", "compiles"}
+"""What a transform tells that torch cannot do for parameters without values."""
+
+
 def check_device(setup: chain, world: World) -> None:
     """Raise where a transform needs values and the world's device keeps none.
 
@@ -184,9 +188,6 @@ def check_device(setup: chain, world: World) -> None:
                 ' values, device="cpu", or leave the transform out.'
             )
             raise ModelError(msg)
-
-
-_NEED_VALUES = {"splits_layers", "splits_sequences", "compiles"}
 
 
 def check_schedule(schedule: object) -> None:

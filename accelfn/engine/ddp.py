@@ -86,7 +86,7 @@ class LeanDDP(DistributedDataParallel):
     def lay_out(self) -> None:
         """Put gradients into buckets in that order, for good; torch would after a step."""
         self.reducer._push_all_rebuilt_params()
-        with _Alike() if self.device.type == "meta" else nullcontext():
+        with _KeepsOrder() if self.device.type == "meta" else nullcontext():
             self.reducer._rebuild_buckets()
 
     def forward(self, *inputs: Any) -> Any:
@@ -104,10 +104,10 @@ class LeanDDP(DistributedDataParallel):
         return self._post_forward(returned)
 
 
-class _Alike(TorchDispatchMode):
-    """Lets DDP keep the order of its buckets where it would read what rank 0 has sent.
+class _KeepsOrder(TorchDispatchMode):
+    """Lets DDP keep its own order of buckets, where it would take that which rank 0 has sent.
 
-    On meta that cannot be read; it is the same on all ranks.
+    On meta what was sent cannot be read, and the order is the same on all ranks.
     """
 
     def __torch_dispatch__(

@@ -18,28 +18,26 @@ from torch.autograd import profiler
 
 from accelfn.base import draws, lists, tree
 from accelfn.base.contexts import NOTHING, span
-from accelfn.base.shards import is_shard
-from accelfn.collectives import check_replicas
 from accelfn.data.cursor import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.definition.fields import check_returned
-from accelfn.engine.agreement import check_definitions, check_gradients
+from accelfn.engine.agreement import check_gradients
 from accelfn.engine.buffers import Buffers
 from accelfn.engine.elsewhere import refuse_elsewhere
-from accelfn.engine.home import Home, home_of
+from accelfn.engine.home import Home
 from accelfn.engine.module.made import made
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples
-from accelfn.engine.runner import LocalRunner, LossFunction, Runner
-from accelfn.engine.untaken import refuse_taken, refuse_unused, thaw
+from accelfn.engine.runner import LossFunction, Runner
+from accelfn.engine.untaken import refuse_frozen, refuse_taken, refuse_unused
 from accelfn.errors import GradsError, LossError
-from accelfn.schedules.advice import advise_of_rates
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics, Number
-from accelfn.state.state import OptState, TrainState
+from accelfn.state.state import TrainState
+from accelfn.state.values import OptState
 from accelfn.structure.prototype import Assignments, rebuilt
 
 if TYPE_CHECKING:
@@ -334,12 +332,10 @@ class Engine:
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that a backward pass left, or what it stepped."""
-        found, trained = (
-            dict(stepped) or self._home.take_gradients(),
-            self._home.trained,
-        )
+        found = dict(stepped) or self._home.take_gradients()
+        trained = self._home.trained
         if len(found) < len(trained):
-            thaw(trained, found)
+            refuse_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
             unused = [name for name in trained if name not in found]
             refuse_unused(unused, are_held=self._holder is not None)
@@ -407,46 +403,3 @@ def _over_params(definition: Definition, home: Home) -> LiveOptimizer:
     memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
     names = {param: name for name, param in home.params.items()}
     return LiveOptimizer(rebuilt(definition.optimizer, memo), names, home.shows)
-
-
-def local_engine(state: TrainState) -> Engine:
-    """Return an engine in which nothing crosses ranks."""
-    return Engine(state, home_of(state), lambda module, _: LocalRunner(module))
-
-
-def engine_of(state: TrainState) -> Engine:
-    """Return the engine of the state's definition, building it at first use."""
-    cache = state.definition.cache
-    if cache.engine is None:
-        state.lease.check()
-        setup, world = state.definition.setup, state.definition.world
-        if world.is_main:
-            advise_of_rates(state.definition.schedule)
-        chosen = setup.owners["engine"]
-        if world.size > 1 and (
-            chosen or setup.owners["reduce"] or state.definition.layout is not None
-        ):
-            check_definitions(state)
-            values = "apart" not in setup.facts or state.step == 0
-            whole = {n: p for n, p in state.params.items() if not is_shard(p)}
-            has_copies = world.axes.get("dp_replicate", 1) > 1
-            check_replicas(
-                state.params if has_copies else whole,
-                world,
-                label="compare replicas",
-                values=values,
-                trained=set(state.definition.skeleton.trainable),
-            )
-            if not values and state.definition.trains_apart:
-                copy = state.definition.copy  # whose ranks agree at any time
-                check_replicas(whole, copy, label="compare replicas", values=True)
-        if chosen and state.definition.copy.size > 1:
-            made = chosen[0].engine(state)
-            ok = isinstance(made, Engine)
-            check_returned(
-                chosen[0], "engine", ok=ok, returned=made, expected="an Engine"
-            )
-            cache.engine = made
-        else:
-            cache.engine = local_engine(state)
-    return cache.engine

@@ -14,7 +14,7 @@ from accelfn.base.advice import advise
 from accelfn.base.contexts import own_modes
 from accelfn.collectives import all_gather, checksum
 from accelfn.data import Batch
-from accelfn.engine.engine import engine_of
+from accelfn.engine.building import engine_of
 from accelfn.state.state import TrainState
 
 

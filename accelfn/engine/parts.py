@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accelfn.base import shards
-from accelfn.state.state import OptState
+from accelfn.state.values import OptState
 
 # torch's DTensors have no public way to be made of parts without an operator
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
+from accelfn.base.signatures import qualname
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
 from accelfn.state.metrics import Loss, Number, WeightedSum
 
@@ -102,7 +103,7 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
             returned.total, weight, is_mean=False, sums=sums, is_finite=finite
         )
     msg = (
-        f"{_name(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor"
+        f"{qualname(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor"
         " (the mean over the samples), or af.Loss(total, weight, name=total)."
     )
     raise LossError(msg)
@@ -122,17 +123,17 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
     """Return the scalar's value, detached."""
     if scalar.ndim != 0:
         msg = (
-            f"{_name(loss_fn)} returned a tensor of shape {tuple(scalar.shape)};"
+            f"{qualname(loss_fn)} returned a tensor of shape {tuple(scalar.shape)};"
             " expected a scalar. Take its mean(), or return af.Loss(total.sum(),"
             " weight)."
         )
         raise LossError(msg)
     if scalar.is_complex():
-        msg = f"{_name(loss_fn)} returned a complex number; a loss is real. Take its abs()."
+        msg = f"{qualname(loss_fn)} returned a complex number; a loss is real. Take its abs()."
         raise LossError(msg)
     if not scalar.requires_grad:
         msg = (
-            f"The loss that {_name(loss_fn)} returned has no gradient: it does not"
+            f"The loss that {qualname(loss_fn)} returned has no gradient: it does not"
             " depend on a trainable parameter. Was it detached, computed under"
             " no_grad, or rebuilt from numbers?"
         )
@@ -148,7 +149,7 @@ def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) 
     empty = _has_no_rows(samples.value)
     of = " for a batch without samples" if empty else ""
     msg = (
-        f"{_name(loss_fn)} returned {float(value)}{of}. The state is as it was before this"
+        f"{qualname(loss_fn)} returned {float(value)}{of}. The state is as it was before this"
         " step. Look at the batch, the learning rate and the precision; af.skip_nonfinite()"
         " skips such updates."
     )
@@ -162,7 +163,3 @@ def _has_no_rows(value: Any) -> bool:
 
 def _detached(value: Number) -> Number:
     return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
-
-
-def _name(loss_fn: Callable[..., Any]) -> str:
-    return getattr(loss_fn, "__qualname__", None) or repr(loss_fn)

@@ -22,15 +22,15 @@ def refuse_taken() -> NoReturn:
     raise LossError(msg)
 
 
-def thaw(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
-    """Refuse a loss function that froze parameters; they are as they were afterwards.
+def refuse_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
+    """Refuse a loss function that froze parameters, once they are trained again.
 
     Args:
         trained: what is to have a gradient, by name.
         found: what has one.
 
     Raises:
-        LossError: it did; they are named.
+        LossError: it froze some, which are named.
     """
     frozen = [n for n, p in trained.items() if n not in found and not p.requires_grad]
     for name in frozen:

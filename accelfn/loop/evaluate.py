@@ -18,7 +18,7 @@ from accelfn.data import Batch, Data, Plan
 from accelfn.data.alike import check_alike
 from accelfn.data.cut import even_part
 from accelfn.data.reading import Reading
-from accelfn.engine.engine import engine_of
+from accelfn.engine.building import engine_of
 from accelfn.engine.home import lent
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.state.mean import mean

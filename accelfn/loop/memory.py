@@ -6,48 +6,28 @@ optimizer takes a step on them. So what is counted is what the optimizer and the
 really keep, and not a formula of theirs.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, cast
 
 import attrs
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.base import tree
 from accelfn.base.calling import called
 from accelfn.base.pending import Pending
 from accelfn.base.sizes import shown
-from accelfn.data.cursor import Cursor
 from accelfn.definition.cuts import cuts_of, largest_part
-from accelfn.definition.definition import Definition
 from accelfn.definition.transform import chain
-from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.errors import ArgumentError, ModelError
+from accelfn.loop.fake_state import OptimizerFactory, stepped_on_fakes
 from accelfn.state.state import TrainState
-from accelfn.structure.prototype import NamedParameters, prototype_of, rebuilt
 from accelfn.structure.skeleton import ModelSource, Skeleton, skeleton_of
-from accelfn.world import World
 from accelfn.world.axes import extents, folded
 
-OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ATEN = torch.ops.aten
-_READING = (
-    _ATEN.item.default,
-    _ATEN._local_scalar_dense.default,
-    _ATEN.is_nonzero.default,
-)
 
 
 @attrs.frozen(kw_only=True)
@@ -193,7 +173,7 @@ def memory_estimate(
     refused: dict[torch.dtype, str] = {}
     for dtype in _DTYPES:
         try:
-            state, slots = _made(bare, chain(setup), optimizer, dtype)
+            state, slots = stepped_on_fakes(bare, chain(setup), optimizer, dtype)
             by_dtype[dtype] = _counted(state, slots, chain(setup), axes)
         except ModelError as error:
             if dtype is torch.float32:
@@ -210,8 +190,7 @@ def memory_estimate(
 
 def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of what a setup keeps in the host's memory, where a model is cut."""
-    facts = setup.facts
-    if "offloads" not in facts or axes.get("dp_shard", 1) == 1:
+    if "offloads" not in setup.facts or axes.get("dp_shard", 1) == 1:
         return ()
     names = ("parameters", "gradients", "optimizer", "slots")
     are_whole = _are_whole(setup)  # on the device, until they are reduced
@@ -236,15 +215,6 @@ def _bare(source: ModelSource) -> Skeleton:
         )
         raise ArgumentError(msg)
     return skeleton_of(made)
-
-
-def _made(
-    bare: Skeleton, setup: chain, optimizer: OptimizerFactory, dtype: torch.dtype
-) -> tuple[TrainState, Mapping[str, Any]]:
-    """Return a state after an update, and the slots that a setup adds to it."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _Valueless(), _Copied():
-        state = _stepped(_faked(bare, dtype), optimizer)
-        return state, state.with_setup(setup).slots
 
 
 def _counted(
@@ -313,103 +283,6 @@ def _named(
         for leaf in tree.tree_leaves(value):
             if leaf is not value:
                 yield from _named(leaf, names, within)
-
-
-def _faked(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
-    """Return a copy whose tensors are fake, and those of floating point of a dtype."""
-
-    def fake(meta: torch.Tensor) -> torch.Tensor:
-        return _like(meta, dtype if meta.is_floating_point() else meta.dtype)
-
-    return bare.build(
-        {name: fake(param) for name, param in bare.module.named_parameters()},
-        {name: fake(buffer) for name, buffer in bare.module.named_buffers()},
-    )
-
-
-def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
-    """Return the state of a model of fake tensors after a step of its optimizer."""
-    skeleton = skeleton_of(module)
-    prototype, _ = prototype_of(optimizer, module, skeleton)
-    params = dict(module.named_parameters())
-    metas = dict(skeleton.module.named_parameters())
-    memo: dict[int, Any] = {id(metas[name]): param for name, param in params.items()}
-    names = {param: name for name, param in params.items()}
-    live = LiveOptimizer(rebuilt(prototype, memo), names)
-    live.load({})
-    for name in skeleton.trainable:
-        params[name].grad = torch.empty_like(params[name])
-    return TrainState(
-        params={name: param.detach() for name, param in params.items()},
-        buffers={name: buffer.detach() for name, buffer in module.named_buffers()},
-        opt_state=live.update({}),
-        step=1,
-        cursor=Cursor(),
-        seed=0,
-        slots={},
-        definition=Definition(
-            skeleton=skeleton,
-            optimizer=prototype,
-            schedule=None,
-            rates=None,
-            data=None,
-            setup=chain(),
-            world=World(),
-            name="state",
-        ),
-    )
-
-
-class _Valueless(TorchDispatchMode):
-    """Reads 0.5 or 1 from tensors without values, for optimizers that look at norms.
-
-    Those among an optimizer's options have values, which it checks.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Carry out an operation."""
-        del types
-        if func in _READING and getattr(args[0], "constant", None) is not None:
-            args = (args[0].constant,)
-        found = list(tree.tensor_leaves(args))
-        if found and not any(isinstance(t, FakeTensor) for t in found):
-            if func is not _ATEN.lift_fresh.default:  # which makes one fake
-                with unset_fake_temporarily():
-                    return func(*args, **(kwargs or {}))
-        elif func in _READING:
-            given = args[0].dtype
-            return 0.5 if given.is_floating_point else given is torch.bool or 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Copied(TorchFunctionMode):
-    """Copies a tensor among an optimizer's options without its values, which torch cannot."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Carry out a call."""
-        del types
-        if func is torch.Tensor.__deepcopy__:
-            given, memo = args
-            memo[id(given)] = _like(given, given.dtype)
-            return memo[id(given)]
-        return func(*args, **(kwargs or {}))
-
-
-def _like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a fake tensor of another's shape; that one may be of any kind."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

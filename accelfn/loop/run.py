@@ -9,6 +9,7 @@ import attrs
 
 from accelfn.base.arguments import integer, is_integer
 from accelfn.base.calling import called
+from accelfn.base.signatures import qualname
 from accelfn.errors import ArgumentError
 from accelfn.loop.batches import batches
 from accelfn.loop.stopping import stopping
@@ -163,7 +164,9 @@ class _Actions:
                 seen, self._since[period] = self._since[period], Metrics({})
                 for action in actions:
                     numbers = _numbers(action, action(state, seen), state.world)
-                    _note(numbers, f"{_name(action)} (every {period})", by, state.step)
+                    _note(
+                        numbers, f"{qualname(action)} (every {period})", by, state.step
+                    )
                     told.update(numbers)
         return told
 
@@ -259,13 +262,13 @@ def _numbers(action: Action, returned: object, world: World) -> Numbers:
         return {}
     if isinstance(returned, Metrics) and world.loss.size > 1:
         msg = (
-            f"af.run: {_name(action)} returned Metrics, which are what this rank alone saw:"
+            f"af.run: {qualname(action)} returned Metrics, which are what this rank alone saw:"
             " return af.mean(metrics, state.world)."
         )
         raise ArgumentError(msg)
     if isinstance(returned, Mapping):
         return cast("Numbers", returned)
-    msg = f"af.run: {_name(action)} returned {returned!r}; expected numbers by name, or None."
+    msg = f"af.run: {qualname(action)} returned {returned!r}; expected numbers by name, or None."
     raise ArgumentError(msg)
 
 
@@ -279,7 +282,3 @@ def _note(numbers: Numbers, action: str, by: dict[str, str], step: int) -> None:
             )
             raise ArgumentError(msg)
         by[name] = action
-
-
-def _name(action: Action) -> str:
-    return getattr(action, "__qualname__", None) or repr(action)

@@ -14,13 +14,14 @@ from accelfn.placing.guests import Guest
 
 @attrs.define(eq=False)
 class Ahead:
-    """Sends what is called next on a stream of its own, while what is here computes.
+    """Sends the parameters of the module that is called next, while this one computes.
 
-    Next is what came after the last two last time, in the same pass.
+    It is foreseen from the two modules that were called last: next is the one that followed
+    these two, in this order, the last time.
 
     Attributes:
         device: that computes.
-        room: bytes that may be there at a time, of all that comes.
+        room: how many bytes of parameters that come and go may be on the device at a time.
         side: the stream on which it is sent.
     """
 
@@ -55,7 +56,7 @@ class Ahead:
         stack.callback(model.register_forward_hook(end, always_call=True).remove)
 
     def receive(self, guests: tuple[Guest, ...]) -> None:
-        """Be told what is called; what was sent is there from now on, or gone if it is another."""
+        """Hear whose module is called: what was sent for it is there now, and no other is kept."""
         if not self._runs:
             return
         self._all.update(guests)
@@ -64,7 +65,7 @@ class Ahead:
         self._wait(guests)
 
     def send(self) -> None:
-        """Send what is next, if all that is here leaves it room."""
+        """Send what is foreseen, if there is room for it beside what is on the device."""
         if not self._runs:
             return
         some = tuple(g for g in self._next.get(self._last, ()) if _can_be_sent(g))

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 
 from accelfn.base.advice import advise
+from accelfn.base.signatures import qualname
 from accelfn.schedules.of_torch import from_torch
 from accelfn.schedules.rates import Rates
 from accelfn.schedules.schedule import Schedule
@@ -21,7 +22,7 @@ def advise_of_rates(schedule: Schedule | None) -> None:
         return
     peak = max(_factors(schedule), default=0.0)
     if 0 < peak < _LEAST_PEAK:
-        name = getattr(schedule, "__qualname__", None) or repr(schedule)
+        name = qualname(schedule)
         advise(
             f"schedule={name} gives factors of the optimizer's learning rate, of which the"
             f" largest is {peak:g}: no update would take more than that part of it. If they"

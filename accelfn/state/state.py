@@ -6,9 +6,9 @@ JAX's donated buffers are: after it, the old records raise, and the new one owns
 The lease belongs to the tensors, so all records that share them go together.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self
 
 import attrs
 import torch
@@ -17,9 +17,7 @@ from accelfn.base import tree, words
 from accelfn.base.arguments import check_word, is_integer
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
-from accelfn.base.shards import is_shard
 from accelfn.base.words import foreign
-from accelfn.collectives import check_replicas
 from accelfn.data import Data
 from accelfn.data.cursor import Cursor
 from accelfn.definition.definition import (
@@ -31,24 +29,22 @@ from accelfn.definition.definition import (
     checked_world,
     say_batch_size,
 )
-from accelfn.definition.facts import by_rank, check_needs, facts_of
+from accelfn.definition.facts import by_rank, check_needs
 from accelfn.definition.slots import carried_over, check_own_name, own_objects
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, CallError
 from accelfn.schedules.rates import bound
 from accelfn.schedules.schedule import Schedule
-from accelfn.state.alike import check_alike, shared_slots
 from accelfn.state.beginning import in_parts, whole
 from accelfn.state.hyper import rates_of_next_update
 from accelfn.state.lease import Lease
 from accelfn.state.shared_draws import shared_draws
 from accelfn.state.skips import Skips
+from accelfn.state.values import OptState, Values, check_met, cut, laid_out, on_device
 from accelfn.structure.given import seal_optimizer
 from accelfn.structure.prototype import OptimizerSource, trained_names
 from accelfn.structure.skeleton import ModelSource, check_params, give_away
 from accelfn.world import World
-
-OptState: TypeAlias = dict[str, dict[str, Any]]
 
 
 @called
@@ -335,7 +331,7 @@ class TrainState:
         check_params(params, self._params)
         with own_modes(self.world.device):
             copies = {n: tree.clone(params[n]) for n in self._params}
-            copies = self._as_laid(copies)
+            copies = cut(copies, self.definition.layout)
         return attrs.evolve(self, params=copies)
 
     @called
@@ -378,15 +374,17 @@ class TrainState:
         check_device(composed, self.world)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
-        definition = attrs.evolve(self.definition, setup=composed)
-        regrouped = definition.copy_of_each not in ((), self.definition.copy_of_each)
+        before = self.definition
+        definition = attrs.evolve(before, setup=composed)
+        values = Values(self._params, self._buffers, self._opt_state, slots)
+        regrouped = definition.copy_of_each not in ((), before.copy_of_each)
         if "apart" in self.setup.facts and (regrouped or "apart" not in composed.facts):
             kept = {name: slot for name, slot in slots.items() if name in new}
-            self._check_met(kept, by_rank(composed))
-        state = attrs.evolve(self, slots=slots, definition=definition)
-        if self.definition.layout or definition.layout:
-            state = state._laid_out(self.definition)._moved(self.world.device)
-            slots = state._slots
+            check_met(attrs.evolve(values, slots=kept), before, by_rank(composed))
+        if before.layout or definition.layout:
+            values = on_device(laid_out(values, before, definition), self.world.device)
+            slots = values.slots
+        state = attrs.evolve(self, **values.by_field, definition=definition)
         with own_modes(self.world.device):
             for owner in composed.owners["init"]:
                 if owner.name not in slots:
@@ -395,72 +393,6 @@ class TrainState:
                     if slot is not None:
                         slots[owner.name] = slot
         return state
-
-    def _check_met(
-        self, slots: Mapping[str, Any], own: Collection[tuple[str, str]]
-    ) -> None:
-        """Raise unless ranks that trained apart hold the same; buffers are rank 0's again."""
-        (apart, *_) = (each for each in self.setup if "apart" in facts_of(each))
-        check_alike(
-            {
-                "params": self._params,
-                "opt_state": self._opt_state,
-                "slots": shared_slots(slots, own),
-            },
-            self.world,
-            is_split=self.definition.layout is not None,
-            advice=(
-                f"Under {apart!r} ranks trained apart, and now they would drift. Bring them"
-                " together first: state = af.finalize(state) averages parameters, and under"
-                " af.local_sgd(opt_state=True) what the optimizer keeps of them."
-            ),
-        )
-
-    def _as_laid(self, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return parameters as the layout has them, of which some may be whole."""
-        layout = self.definition.layout
-        if layout is None:
-            return params
-        return {n: p if is_shard(p) else layout.cut(n, p) for n, p in params.items()}
-
-    def _laid_out(self, before: Definition) -> Self:
-        """Return the state with its values as its own definition's layout has them."""
-        from accelfn.definition.layout import laid_out  # noqa: PLC0415 - rarely needed
-
-        layout = self.definition.layout
-        if layout is not None and layout.same(before.layout):
-            return self
-        if before.layout is None:  # what is cut must have been the same on all ranks
-            check_replicas(
-                self._params,
-                self.world,
-                label="compare replicas",
-                values="apart" not in before.setup.facts,
-            )
-        named = before.skeleton.module.named_parameters()
-        shapes = {name: meta.shape for name, meta in named}
-        with own_modes(self.world.device):
-            moved = [
-                laid_out(each, layout, shapes, self.world)
-                for each in (self._params, self._opt_state, self._slots)
-            ]
-        params, opt_state, slots = moved
-        return attrs.evolve(self, params=params, opt_state=opt_state, slots=slots)
-
-    def _moved(self, device: torch.device) -> Self:
-        """Return the state with what was not split on a device, where parts are."""
-        params = {
-            n: p if is_shard(p) else p.to(device) for n, p in self._params.items()
-        }
-        buffers = {name: each.to(device) for name, each in self._buffers.items()}
-        # dicts: an engine may have kept values in another order, which others do not know
-        opt_state = {
-            name: {
-                key: _beside(params.get(name), key, each) for key, each in kept.items()
-            }
-            for name, kept in self._opt_state.items()
-        }
-        return attrs.evolve(self, params=params, buffers=buffers, opt_state=opt_state)
 
     @called
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
@@ -509,14 +441,6 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
-
-
-def _beside(param: torch.Tensor | None, key: str, value: Any) -> Any:
-    """Return what an optimizer keeps of a parameter where that is; its counts stay, as in torch."""
-    is_tensor = isinstance(value, torch.Tensor) and not is_shard(value)
-    if param is None or key == "step" or not is_tensor:
-        return value
-    return value.to(param.device)
 
 
 def check_state(call: str, value: object) -> None:

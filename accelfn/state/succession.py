@@ -16,8 +16,9 @@ from accelfn.errors import ArgumentError
 from accelfn.state.lease import Lease
 from accelfn.state.shared_draws import shared_draws
 from accelfn.state.skips import Skips
-from accelfn.state.state import OptState, TrainState
+from accelfn.state.state import TrainState
 from accelfn.state.update import Update, with_own
+from accelfn.state.values import OptState
 
 _fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
 """Set a new state's fields."""

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from accelfn.base.arguments import is_number
+from accelfn.base.signatures import qualname
 from accelfn.collectives import sum_named
 from accelfn.data import Batch
 from accelfn.errors import LossError
@@ -54,7 +55,9 @@ def counted(count: Count, parts: Sequence[Any], ranks: World) -> Counts:
         if found is None:
             continue
         if totals is not None and totals.keys() != found.keys():
-            msg = f"{_name(count)} counted {sorted(totals)}, and then {sorted(found)}."
+            msg = (
+                f"{qualname(count)} counted {sorted(totals)}, and then {sorted(found)}."
+            )
             raise LossError(msg)
         totals = {n: (totals or {}).get(n, 0) + each for n, each in found.items()}
     if totals is None:  # an empty share: its stand-in says what there is to count
@@ -82,7 +85,7 @@ def of_shares(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
         share = returned if isinstance(returned, Loss) else Loss(returned, 1)
         if not isinstance(share.weight, (int, float)) or share.weight != 1:
             msg = (
-                f"{_name(loss_fn)} returned af.Loss(weight={share.weight!r}) beside count=,"
+                f"{qualname(loss_fn)} returned af.Loss(weight={share.weight!r}) beside count=,"
                 " by which it has divided already. Return its part of the update's loss, or"
                 " af.Loss(part, 1, name=(total, weight))."
             )
@@ -94,7 +97,7 @@ def of_shares(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
         }
         return Loss(share.total * counts.whole, weight, **aux)
 
-    loss_of_share.__qualname__ = _name(loss_fn)
+    loss_of_share.__qualname__ = qualname(loss_fn)
     return loss_of_share
 
 
@@ -113,13 +116,9 @@ def _checked(count: Count, returned: Any) -> dict[str, float]:
         scalar = isinstance(value, torch.Tensor) and value.numel() == 1
         if not (scalar or is_number(value)) or not 0 <= float(value) < math.inf:
             msg = (
-                f"{_name(count)} returned {returned!r}; expected a count, 0 or more, or"
+                f"{qualname(count)} returned {returned!r}; expected a count, 0 or more, or"
                 " several by name."
             )
             raise LossError(msg)
         found[name] = value.item() if isinstance(value, torch.Tensor) else value
     return found
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
-from accelfn.engine.engine import engine_of
+from accelfn.engine.building import engine_of
 from accelfn.engine.runner import LossFunction
 from accelfn.state.metrics import Metrics
 from accelfn.state.state import TrainState, check_state

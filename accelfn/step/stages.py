@@ -15,14 +15,16 @@ from torch.autograd import profiler
 from accelfn.base.contexts import NOTHING, span
 from accelfn.collectives import check_sums
 from accelfn.definition.facts import facts_of
-from accelfn.engine.engine import Engine, engine_of
+from accelfn.engine.building import engine_of
+from accelfn.engine.engine import Engine
 from accelfn.errors import GradsError, StateDonatedError
 from accelfn.state.grads import Grads
 from accelfn.state.hyper import planned_for
 from accelfn.state.metrics import Metrics, Number
-from accelfn.state.state import OptState, TrainState
+from accelfn.state.state import TrainState
 from accelfn.state.succession import skipped, successor, through_state
 from accelfn.state.update import Update, through
+from accelfn.state.values import OptState
 from accelfn.step.skipping import decided
 from accelfn.structure.prototype import Assignments
 from accelfn.world import World

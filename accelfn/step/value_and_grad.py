@@ -10,12 +10,13 @@ import torch
 from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes, span
+from accelfn.base.signatures import qualname
 from accelfn.data import Batch
 from accelfn.data.cursor import Cursor
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
-from accelfn.engine.engine import engine_of
+from accelfn.engine.building import engine_of
 from accelfn.engine.first_batch import check_first_batch, check_loaded
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
@@ -101,7 +102,7 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         raise ArgumentError(msg)
     if _is_torchs(loss_fn):
         msg = (
-            f"value_and_grad({_name(loss_fn)}): it is a loss of torch, of outputs and targets."
+            f"value_and_grad({qualname(loss_fn)}): it is a loss of torch, of outputs and targets."
             " Write one of a model and a batch that calls it: def loss_fn(model, batch):"
             " inputs, targets = batch; return F.cross_entropy(model(inputs), targets)."
         )
@@ -145,10 +146,6 @@ def _is_torchs(loss_fn: object) -> bool:
     """Return whether a loss is torch's own, which knows no model."""
     kind = loss_fn if isinstance(loss_fn, FunctionType) else type(loss_fn)
     return kind.__module__ in ("torch.nn.functional", "torch.nn.modules.loss")
-
-
-def _name(loss_fn: object) -> str:
-    return getattr(loss_fn, "__name__", None) or repr(loss_fn)
 
 
 def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> Counts:

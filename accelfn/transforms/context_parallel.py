@@ -11,9 +11,10 @@ from torch import nn
 from accelfn.base import tree
 from accelfn.base.advice import advise
 from accelfn.base.arguments import integer
+from accelfn.base.signatures import qualname
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
-from accelfn.engine.module.first_look import Coarsest, first_of, name_of, untouched
+from accelfn.engine.module.first_look import Coarsest, first_of, untouched
 from accelfn.engine.module.heads import Exchanging
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, LossError
@@ -115,7 +116,7 @@ class context_parallel:
                 sequence.check(loss_fn, model, batch, *extras)
             return sequence.of_part(loss_fn, model, batch, *extras)
 
-        loss_of_part.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
+        loss_of_part.__qualname__ = qualname(loss_fn)
         return loss_of_part
 
 
@@ -136,7 +137,7 @@ class _Sequence:
             returned = loss_fn(model, part, *extras)
         if not isinstance(returned, Loss):
             msg = (
-                f"af.context_parallel: {name_of(loss_fn)} returned {type(returned).__name__} of"
+                f"af.context_parallel: {qualname(loss_fn)} returned {type(returned).__name__} of"
                 " a part of each sequence. Return af.Loss(total, weight), the sum over this"
                 " part and the number of tokens that count in it."
             )
@@ -166,7 +167,7 @@ class _Sequence:
         self.is_checked = drawn or any(bool(row[1]) for row in rows)
         if drawn:
             advise(
-                f"af.context_parallel: {name_of(loss_fn)} draws random numbers, so it could not"
+                f"af.context_parallel: {qualname(loss_fn)} draws random numbers, so it could not"
                 " be compared with the same loss in one piece. See for yourself that all but"
                 " attention goes position by position."
             )
@@ -185,7 +186,7 @@ class _Sequence:
         size = max(float(total.abs()), float(told[:, 2].abs().sum()))
         if weight != weights or float((total - total_of_parts).abs()) > near * size:
             msg = (
-                f"af.context_parallel: {name_of(loss_fn)} is not the same in parts. Of the first"
+                f"af.context_parallel: {qualname(loss_fn)} is not the same in parts. Of the first"
                 f" {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
                 f"{float(weight):g}); the sums over parts are {float(total_of_parts):.6g} and"
                 f" {float(weights):g}. Everything but F.scaled_dot_product_attention must go"

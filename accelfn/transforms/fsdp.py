@@ -237,33 +237,35 @@ class wrap_fsdp:
                 raise CompositionError(msg)
 
     def _check_offload(self, world: World) -> None:
-        """Refuse a world in which nothing would leave a device.
+        """Refuse a world in which nothing would leave a device, or whose ranks could not sum it.
+
+        One rank on the CPU is taken: there a script is tried that runs on devices.
 
         Raises:
             WorldError: there is no device, or no parts of anything, or no way to talk of them.
         """
-        device, several = world.device.type, world.loss.size > 1
-        if several and device == "cpu":
+        kind, several = world.device.type, world.loss.size > 1
+        why = ""
+        if several and kind == "cpu":
             why = "this world computes on the CPU, where all lies in the host's memory already"
-        elif device != "cpu" and not several:
+        if kind != "cpu" and not several:
             why = (
                 "this world has one rank, whose device has the model whole, and nothing is"
                 " gathered"
             )
-        elif several and not world.connection.joins(torch.device("cpu")):
+        if why:
+            msg = (
+                f"{self!r}: {why}. Leave cpu_offload out here; where a script runs on both:"
+                ' cpu_offload=world.size > 1 and world.device.type != "cpu".'
+            )
+            raise WorldError(msg)
+        if several and not world.connection.joins(torch.device("cpu")):
             msg = (
                 f"{self!r}: parts lie on the CPU, and this world's backend joins no ranks"
-                f' there. Name one for both, as World.from_env(backend="cpu:gloo,{device}:nccl"),'
+                f' there. Name one for both, as World.from_env(backend="cpu:gloo,{kind}:nccl"),'
                 " or none: that is what from_env takes by itself."
             )
             raise WorldError(msg)
-        else:
-            return
-        msg = (
-            f"{self!r}: {why}. Leave cpu_offload out here; where a script runs on both:"
-            ' cpu_offload=world.size > 1 and world.device.type != "cpu".'
-        )
-        raise WorldError(msg)
 
     def _check_axes(self, world: World) -> None:
         """Refuse a world in which there is nothing to split over."""

@@ -11,6 +11,8 @@ import torch
 from accelfn.base import lists, tree
 from accelfn.base.arguments import is_integer, is_number
 from accelfn.base.calling import called
+from accelfn.base.shards import computes_on
+from accelfn.base.signatures import qualname
 from accelfn.collectives import all_reduce_
 from accelfn.definition.transform import transform
 from accelfn.engine.module.float8 import Chosen, check_installed, to_float8
@@ -170,11 +172,7 @@ class autocast:
         dtype = _DTYPES[self.precision]
 
         def autocast_loss(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
-            param = next(model.parameters())
-            mesh = getattr(
-                param, "device_mesh", None
-            )  # of a part, which the host may hold
-            kind = param.device.type if mesh is None else mesh.device_type
+            kind = computes_on(next(model.parameters()))
             # torch keeps cast weights until the outermost region ends, which may be one of
             # the caller's around many updates: these would see the first one's weights
             torch.clear_autocast_cache()
@@ -186,7 +184,7 @@ class autocast:
             finally:
                 torch.clear_autocast_cache()
 
-        autocast_loss.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
+        autocast_loss.__qualname__ = qualname(loss_fn)
         return autocast_loss
 
     def module(self, module: torch.nn.Module, state: TrainState) -> torch.nn.Module:

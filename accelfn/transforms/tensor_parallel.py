@@ -10,9 +10,10 @@ from torch import nn
 
 from accelfn.base import draws
 from accelfn.base.arguments import truth
+from accelfn.base.signatures import qualname
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
-from accelfn.engine.module.first_look import Coarsest, first_of, name_of, untouched
+from accelfn.engine.module.first_look import Coarsest, first_of, untouched
 from accelfn.engine.module.parallel_layers import Layers
 from accelfn.engine.module.plan import (
     check_model,
@@ -169,7 +170,7 @@ class tensor_parallel:
             layers.begin()
             return whole(loss_fn(model, batch, *extras))
 
-        loss_of_layers.__qualname__ = getattr(loss_fn, "__qualname__", repr(loss_fn))
+        loss_of_layers.__qualname__ = qualname(loss_fn)
         return loss_of_layers
 
     def _split(self, module: nn.Module, world: World) -> None:
@@ -190,7 +191,7 @@ def _check(
         BatchError: the ranks have different batches.
         LossError: the two differ.
     """
-    ranks, looks, name = layers.ranks, layers.looks, name_of(loss_fn)
+    ranks, looks, name = layers.ranks, layers.looks, qualname(loss_fn)
     first, trouble, part = first_of(batch), None, None
     looks.begin()
     try:

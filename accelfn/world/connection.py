@@ -77,7 +77,8 @@ class Connection:
         is_broken: whether a collective failed in it because of another rank.
         is_closed: whether the world is.
         is_lent: whether a branch of it is in use, and it must not be.
-        is_branch: whether it is one: the same processes, joined by a group of their own.
+        is_branch: whether it is a branch of another: it joins the same processes, by a process
+            group of its own.
     """
 
     def __init__(

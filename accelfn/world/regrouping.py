@@ -235,13 +235,13 @@ class Launched:
         if not (self._all_arrive(names) and self._opened(names, store)):
             return None
         self.is_newcomer = False
-        rank, size = names.index(self._name), len(names)
-        if size == 1:
+        if len(names) == 1:
             return Connection(None, activity=activity, regrouping=self)
+        rank = names.index(self._name)
         return Connection(
             dist.group.WORLD,
             activity=activity,
-            roll_call=RollCall(store, rank, size, rank_0_keeps_it=False),
+            roll_call=RollCall(store, rank, len(names), rank_0_keeps_it=False),
             regrouping=self,
         )
 
@@ -249,16 +249,15 @@ class Launched:
         """Let torch join those who have arrived; return whether all of them lived so long.
 
         Raises:
-            WorldError: they did, and it cannot.
+            WorldError: all of them live, and torch cannot join them.
         """
-        rank, size = names.index(self._name), len(names)
-        if size == 1:
+        if len(names) == 1:
             return True
         try:
             opened(
                 self._watched(store, names),
-                rank,
-                size,
+                names.index(self._name),
+                len(names),
                 backend=self._backend,
                 device=self._device,
                 timeout=self._timeout,

@@ -10,7 +10,6 @@ host waits for it: values that are read, copies, shapes that depend on values.
 
 import ctypes
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from accelfn.base import accelerator
-from tests.accelerator import streams
+from tests.accelerator import meter, streams
 
 NAME = "fake"
 _CPU, _EXTENSION = 1, 12
@@ -40,23 +39,6 @@ _DATA = torch._C.TensorBase.data
 _waits: list[list[str]] = []
 
 
-class _Tensor(ctypes.Structure):
-    """A DLManagedTensor: where its memory is, on which device, and what lets go of it."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", ctypes.c_int32),
-        ("index", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    )
-
-
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype = ctypes.c_void_p
 _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
@@ -65,11 +47,10 @@ _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 def _carried(tensor: torch.Tensor, device: int) -> torch.Tensor:
     """Return a tensor of the same memory on another device."""
     capsule = torch._C._to_dlpack(tensor.detach())
-    head = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    head = meter.Tensor.from_address(_pointer(capsule, b"dltensor"))
     head.device, head.index = device, 0
     if device == _EXTENSION:
-        for meter in _meters:
-            meter.take(head, tensor)
+        meter.take(head, tensor)
     return torch._C._from_dlpack(capsule)
 
 
@@ -158,8 +139,8 @@ def install() -> None:
     torch.Event = streams.Event
     torch.Tensor.data = property(_DATA.__get__, _set_data)
     # nor a way to give memory back: what FSDP has gathered stays, and is not counted
-    _fsdp_param.free_storage = _give_back
-    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = _have_again
+    _fsdp_param.free_storage = meter.give_back
+    _fsdp_param.alloc_storage = _fsdp_param_group.alloc_storage = meter.have_again
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -172,82 +153,6 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _nothing(*_: Any) -> None: ...
-
-
-class Meter:
-    """Counts the bytes that each thread, which is a simulated rank, has of the device.
-
-    Attributes:
-        peaks: the most that each had at a time.
-    """
-
-    def __init__(self) -> None:
-        self.peaks: dict[int, int] = {}
-        self._have: dict[int, int] = {}
-        self._kept: dict[int, tuple[int, int, int, Any]] = {}
-        self._away: set[int] = set()
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._let_go)
-
-    def take(self, head: _Tensor, tensor: torch.Tensor) -> None:
-        """Count a tensor's memory until nothing has it any more."""
-        owner, size = threading.get_ident(), tensor.untyped_storage().nbytes()
-        let_go = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(head.deleter)
-        self._kept[ctypes.addressof(head)] = owner, head.data, size, let_go
-        head.deleter = ctypes.cast(self._call, ctypes.c_void_p).value
-        self._add(owner, size)
-
-    def _let_go(self, address: int) -> None:
-        owner, data, size, let_go = self._kept.pop(address)
-        if data in self._away:
-            self._away.discard(data)
-        else:
-            self._add(owner, -size)
-        let_go(address)
-
-    def give_back(self, tensor: torch.Tensor, *, is_away: bool) -> None:
-        """Count no more, or again, the memory of a tensor that is given back, or had again."""
-        data = tensor.data_ptr()
-        if (data in self._away) is is_away:
-            return
-        for owner, at, size, _ in [*self._kept.values()]:
-            if at == data:
-                self._away ^= {data}
-                self._add(owner, -size if is_away else size)
-
-    def _add(self, owner: int, size: int) -> None:
-        have = self._have[owner] = self._have.get(owner, 0) + size
-        self.peaks[owner] = max(have, self.peaks.get(owner, 0))
-
-
-_meters: list[Meter] = []
-
-
-@contextmanager
-def metered() -> Iterator[Meter]:
-    """Count what is had of the device's memory in the block.
-
-    What is there before is not counted, and what is there after it is never let go.
-    """
-    meter = Meter()
-    _meters.append(meter)
-    try:
-        yield meter
-    finally:
-        _meters.remove(meter)
-        _ended.append(meter)  # tensors have its function
-
-
-_ended: list[Meter] = []
-
-
-def _give_back(tensor: torch.Tensor) -> None:
-    for meter in _meters:
-        meter.give_back(tensor, is_away=True)
-
-
-def _have_again(tensor: torch.Tensor) -> None:
-    for meter in _meters:
-        meter.give_back(tensor, is_away=False)
 
 
 def _unpinned(make: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import nn
 import accelfn as af
 from accelfn.base import accelerator
 from tests.accelerator import fake, streams
+from tests.accelerator.meter import metered
 from tests.laws.test_placing import TREES, Node, breaking, look, values
 
 DEVICE = f"{fake.NAME}:0"
@@ -49,7 +50,7 @@ def passed(model: nn.Module, x: torch.Tensor, passes: list[Pass]) -> tuple[Seen,
     Between passes the first parameter gets other values.
     """
     found, first = Seen(), next(model.parameters())
-    with fake.metered() as meter:
+    with metered() as meter:
         for number, (order, is_broken) in enumerate(passes):
             if is_broken:
                 with breaking(model, number), pytest.raises(OSError, match="broken"):

@@ -15,7 +15,7 @@ import accelfn as af
 from accelfn.definition.transform import transform
 from accelfn.state.update import Update
 from accelfn.testing import simulate
-from tests.laws.test_pairs import Scales
+from tests.laws.test_flow import Scales
 from tests.strategies import LOSSES, Run, differences, tensors
 
 WEIGHTS = st.lists(st.sampled_from([0, 0, 0.5, 3]), min_size=1, max_size=3)

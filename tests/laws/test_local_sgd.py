@@ -11,7 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.test_diloco import NAMES, Moves, moves
+from tests.laws.outer_by_hand import NAMES, Moves, moves
 from tests.laws.worlds import DDP, Found, alone, params, trained, without_slots
 from tests.strategies import Run, differences, runs, tensors
 

@@ -11,9 +11,11 @@ from accelfn.state import alike, shared_draws
 from accelfn.transforms import ema, local_sgd
 from accelfn.world import slurm
 from tests.laws import (
+    test_causes,
     test_data_calls,
     test_definitions,
     test_launch_calls,
+    test_launched_places,
     test_load_calls,
     test_parameters,
     test_plateau,
@@ -60,20 +62,20 @@ MUTANTS = [
     ),
     Mutant(
         "L55: ranks of a smaller machine take GPUs that it has not",
-        test_launch_calls.test_a_rank_is_where_its_launcher_says,
+        test_launched_places.test_a_rank_is_where_its_launcher_says,
         slurm.place_of,
         "local_size=per_node[node_rank] → local_size=per_node[0]",
     ),
     Mutant(
         "L55: on a busy machine the report of a run begins with a consequence",
-        test_launch_calls.test_the_cause_of_a_failure_comes_first,
+        test_causes.test_the_cause_of_a_failure_comes_first,
         failures.by_cause,
         "ended_by_us=each.ended_by_us and not (each.error and each.at < first)"
         " → ended_by_us=each.ended_by_us",
     ),
     Mutant(
         "L55: the report of a run begins with a consequence",
-        test_launch_calls.test_the_cause_of_a_failure_comes_first,
+        test_causes.test_the_cause_of_a_failure_comes_first,
         failures.by_cause,
         "return ended_by_us, failure.lost_peer, is_blamed, failure.at"
         " → return ended_by_us, is_blamed, failure.lost_peer, failure.at",

@@ -4,7 +4,7 @@
 from accelfn.engine import compression, ddp
 from accelfn.state import succession
 from accelfn.transforms import compress
-from tests.laws import test_compression
+from tests.laws import test_16_bits, test_compression
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -16,31 +16,31 @@ MUTANTS = [
     ),
     Mutant(
         "L3: the weight of the losses is rounded as gradients are",
-        test_compression.test_what_16_bits_can_hold_is_exact,
+        test_16_bits.test_what_16_bits_can_hold_is_exact,
         ddp.DDPRunner._sum,
         "dtype=torch.float64 → dtype=torch.float16",
     ),
     Mutant(
         "L3: gradients are divided by the weight itself before they are rounded",
-        test_compression.test_what_16_bits_can_hold_is_exact,
+        test_16_bits.test_what_16_bits_can_hold_is_exact,
         compression.Narrow.weigh,
         "unit, 1.0 → weight, 1.0",
     ),
     Mutant(
         "L3: totals are not divided by their weight before they are rounded, and overflow",
-        test_compression.test_what_16_bits_can_hold_is_exact,
+        test_16_bits.test_what_16_bits_can_hold_is_exact,
         compression.Narrow.weigh,
         "unit, 1.0 → 1.0, 1.0",
     ),
     Mutant(
         "L17: gradients that a scale has made for 16 bits are divided by their weight too",
-        test_compression.test_16_bits_round_each_rank_once_and_the_sum,
+        test_16_bits.test_16_bits_round_each_rank_once_and_the_sum,
         compression.Narrow.begin,
         "loss_scale is not None → False",
     ),
     Mutant(
         "L17: gradients are divided by the power of 2 below their weight, and overflow sooner",
-        test_compression.test_a_total_overflows_no_sooner_than_its_mean,
+        test_16_bits.test_a_total_overflows_no_sooner_than_its_mean,
         compression.Narrow.weigh,
         "(mantissa == 0.5) → (mantissa >= 0.5)",
     ),

@@ -3,7 +3,7 @@
 
 from accelfn.checkpoint import commit, elastic, grammar, manifest
 from accelfn.definition import definition
-from accelfn.engine import engine
+from accelfn.engine import building
 from accelfn.state import state, update
 from accelfn.step import value_and_grad
 from accelfn.transforms import fsdp, local_sgd
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "L2: copies of a split model are not compared before they train",
         test_split_copies.test_copies_are_compared_before_they_train,
-        engine.engine_of,
+        building._compare,
         'world.axes.get("dp_replicate", 1) > 1 → False',
     ),
     Mutant(

@@ -9,6 +9,7 @@ from accelfn.engine import agreement
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.structure import given
 from tests.laws import (
+    test_buckets,
     test_collectives_at_limits,
     test_counts,
     test_definitions,
@@ -57,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "L40: batches lie across the windows that were sorted, and mix lengths",
-        test_orders.test_buckets_are_sorted_windows,
+        test_buckets.test_buckets_are_sorted_windows,
         buckets.bucketed.of_epoch,
         "-(-self.window // step) * step → max(self.window, step)",
     ),
@@ -76,7 +77,7 @@ MUTANTS = [
     ),
     Mutant(
         "L39: a bucketed budget has long and short samples in one batch",
-        test_orders.test_budgets_of_buckets_are_of_like_samples,
+        test_buckets.test_budgets_of_buckets_are_of_like_samples,
         buckets.bucketed.of_epoch,
         "batch_size is None → batch_size == 0",
     ),

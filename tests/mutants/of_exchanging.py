@@ -3,8 +3,8 @@
 
 from accelfn.checkpoint import elastic
 from accelfn.definition import slots
-from accelfn.engine import engine
-from accelfn.state import state
+from accelfn.engine import building
+from accelfn.state import state, values
 from accelfn.transforms import check, ema, local_sgd
 from tests.laws import test_exchanging
 from tests.mutants.mutant import Mutant
@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         "L10: an engine made anew asks of ranks that train apart that they agree",
         test_exchanging.test_a_period_begins_where_it_was_put_on,
-        engine.engine_of,
+        building._compare,
         '"apart" not in setup.facts or state.step == 0 → True',
     ),
     Mutant(
@@ -38,19 +38,19 @@ MUTANTS = [
     Mutant(
         "L2: DDP takes over what ranks have trained apart, without a look at their optimizers",
         test_exchanging.test_ranks_go_together_again_when_they_agree,
-        state.TrainState._check_met,
-        '"opt_state": self._opt_state, → ',
+        values.check_met,
+        '"opt_state": values.opt_state, → ',
     ),
     Mutant(
         "L2: DDP takes over what ranks have trained apart, without a look at their averages",
         test_exchanging.test_ranks_go_together_again_when_they_agree,
-        state.TrainState._check_met,
-        '"slots": shared_slots(slots, own), → ',
+        values.check_met,
+        '"slots": shared_slots(values.slots, own), → ',
     ),
     Mutant(
         "L2: DDP takes what somebody gave to one rank alone, without a look",
         test_exchanging.test_ddp_looks_at_what_it_is_given,
-        engine.engine_of,
+        building._compare,
         '"apart" not in setup.facts or state.step == 0 → state.step == 0',
     ),
     Mutant(
@@ -81,6 +81,6 @@ MUTANTS = [
         "L19: a state with another setup begins its schedule again",
         test_exchanging.test_what_is_neutral_comes_and_goes,
         state.TrainState.with_setup,
-        "slots=slots, → slots=slots, step=0,",
+        "**values.by_field, → **values.by_field, step=0,",
     ),
 ]

@@ -2,7 +2,7 @@
 """Bugs in what helps around a training: batch sizes, estimates, losses of text."""
 
 from accelfn.engine import read_loss
-from accelfn.loop import batch_size, memory
+from accelfn.loop import batch_size, fake_state
 from tests.laws import test_batch_size, test_memory, test_padded_text
 from tests.mutants.mutant import Mutant
 
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "L34: an estimate takes the optimizer's state before its first step",
         test_memory.test_an_estimate_is_exact,
-        memory._stepped,
+        fake_state._stepped,
         "live.update({}) → {}",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from accelfn.launching import (
     worker,
 )
 from accelfn.launching.function import _check_device
-from tests.laws import test_launch_calls, test_shown_lines
+from tests.laws import test_causes, test_launch_calls, test_shown_lines
 from tests.mutants.mutant import Mutant
 from tests.unit import (
     test_answers,
@@ -56,7 +56,7 @@ MUTANTS = [
     ),
     Mutant(
         "L55: the command of a run that was killed ends with 9, and not with 137",
-        test_launch_calls.test_the_cause_of_a_failure_comes_first,
+        test_causes.test_the_cause_of_a_failure_comes_first,
         failures.Failure.exit_code,
         "128 - self.status → -self.status",
     ),
@@ -80,13 +80,13 @@ MUTANTS = [
     ),
     Mutant(
         "L55: a rank that was merely ended is blamed beside the one that raised",
-        test_launch_calls.test_the_cause_of_a_failure_comes_first,
+        test_causes.test_the_cause_of_a_failure_comes_first,
         failures.by_cause,
         "if all(each.lost_peer → if any(each.lost_peer",
     ),
     Mutant(
         "L55: of two ranks that failed for reasons of their own the second is not shown",
-        test_launch_calls.test_the_cause_of_a_failure_comes_first,
+        test_causes.test_the_cause_of_a_failure_comes_first,
         failures.report,
         "if is_cause and failure.places not in told: → if is_cause and not told:",
     ),

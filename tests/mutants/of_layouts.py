@@ -5,7 +5,7 @@ from accelfn.checkpoint import commit, elastic, partial
 from accelfn.collectives import replicas
 from accelfn.definition import layout
 from accelfn.engine import ddp, fsdp, shard_home
-from accelfn.state import state
+from accelfn.state import values
 from accelfn.transforms import clip
 from accelfn.weights import export
 from tests.laws import (
@@ -68,20 +68,20 @@ MUTANTS = [
     Mutant(
         "L47: averages stay as they lay under another setup",
         MOVES,
-        state.TrainState._laid_out,
-        "params, opt_state, slots = moved → params, opt_state, slots = *moved[:2], self._slots",
+        values.laid_out,
+        "params, opt_state, slots = moved → params, opt_state, slots = *moved[:2], values.slots",
     ),
     Mutant(
         "L47: an optimizer's state stays as it lay under another setup",
         MOVES,
-        state.TrainState._laid_out,
+        values.laid_out,
         "params, opt_state, slots = moved"
-        " → params, opt_state, slots = moved[0], self._opt_state, moved[2]",
+        " → params, opt_state, slots = moved[0], values.opt_state, moved[2]",
     ),
     Mutant(
         "models that ranks have drawn differently are cut, and made one of pieces",
         unit.test_ranks_with_models_of_their_own_are_refused,
-        state.TrainState._laid_out,
+        values.laid_out,
         "if before.layout is None: → if False:",
     ),
     Mutant(

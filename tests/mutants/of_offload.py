@@ -7,10 +7,10 @@ from accelfn.collectives import averages, parts, replicas
 from accelfn.definition import layout
 from accelfn.engine import shard_home
 from accelfn.loop import memory, memory_use
-from accelfn.state import state
+from accelfn.state import values
 from accelfn.step import skipping, sync_grads
 from accelfn.transforms import clip, fsdp, precision
-from tests.accelerator import test_offload
+from tests.accelerator import test_offload, test_offloaded_bytes
 from tests.mutants.mutant import Mutant
 from tests.unit import test_wrap_fsdp
 
@@ -20,7 +20,7 @@ LOADS = test_offload.test_what_is_saved_on_the_host_goes_on_anywhere
 MOVES = test_offload.test_a_state_goes_to_the_host_and_back
 LOOKS = test_offload.test_what_is_on_the_host_is_looked_at_as_on_the_device
 CASTS = test_offload.test_what_is_offloaded_is_computed_with_in_few_bits
-FEW = test_offload.test_a_device_has_a_few_units_however_many_there_are
+FEW = test_offloaded_bytes.test_a_device_has_a_few_units_however_many_there_are
 
 MUTANTS = [
     Mutant(
@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         "what an optimizer makes of a lone number beforehand stays on the host",
         TRAINS,
-        state._beside,
+        values._beside,
         "value.to(param.device) → value",
     ),
     Mutant(
@@ -99,7 +99,7 @@ MUTANTS = [
         "autocast goes by where a parameter lies, and not by where it is computed with",
         CASTS,
         precision.autocast.loss,
-        "if mesh is None else mesh.device_type → if True else mesh.device_type",
+        "computes_on(next(model.parameters())) → next(model.parameters()).device.type",
         args={"cast": test_offload.CASTS[0], "fused": False},
     ),
     Mutant(
@@ -125,33 +125,33 @@ MUTANTS = [
     ),
     Mutant(
         "nothing of a state is told to lie on the host",
-        test_offload.test_bytes_are_told_by_where_they_are,
+        test_offloaded_bytes.test_bytes_are_told_by_where_they_are,
         memory_use._is_offloaded,
         "local(tensor).device.type != computes_on(tensor) → False",
     ),
     Mutant(
         "one rank on a device is told to offload, and does not",
-        test_offload.test_one_rank_on_a_device_offloads_nothing_and_is_refused,
+        test_offloaded_bytes.test_one_rank_on_a_device_offloads_nothing_and_is_refused,
         fsdp.wrap_fsdp._check_offload,
-        'elif device != "cpu" and not several: → elif False:',
+        'if kind != "cpu" and not several: → if False:',
     ),
     Mutant(
         "ranks that cannot talk of what lies on the host find out later",
-        test_offload.test_a_backend_that_knows_devices_alone_is_refused,
+        test_offloaded_bytes.test_a_backend_that_knows_devices_alone_is_refused,
         fsdp.wrap_fsdp._check_offload,
-        "elif several and not world.connection.joins → elif False and not world.connection.joins",
+        "if several and not world.connection.joins → if False and not world.connection.joins",
     ),
     Mutant(
         "ranks on the CPU are told to offload, and do not",
         test_wrap_fsdp.test_nothing_is_offloaded_from_the_cpu,
         fsdp.wrap_fsdp._check_offload,
-        'if several and device == "cpu": → if False:',
+        'if several and kind == "cpu": → if False:',
     ),
     Mutant(
         "an estimate does not tell what lies on the host",
         test_wrap_fsdp.test_what_lies_on_the_host_is_estimated,
         memory._on_host,
-        'if "offloads" not in facts or → if True or',
+        'if "offloads" not in setup.facts or → if True or',
         args={"accumulate": "sharded", "names": 4},
     ),
     Mutant(

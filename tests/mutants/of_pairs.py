@@ -7,13 +7,13 @@ from accelfn.engine import compression, ddp, engine
 from accelfn.state import grads, hyper, succession, update
 from accelfn.step import value_and_grad
 from accelfn.transforms import accumulate, clip, ema
-from tests.laws import test_dtypes, test_pairs, test_skipping
+from tests.laws import test_dtypes, test_flow, test_pairs, test_skipping
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
         "L30: the leftmost transform of losses is the innermost",
-        test_pairs.test_wrappers_nest,
+        test_flow.test_wrappers_nest,
         value_and_grad.wrap_loss,
         'reversed(setup.owners["loss"]) → setup.owners["loss"]',
         args={"field": "loss"},
@@ -27,7 +27,7 @@ MUTANTS = [
     ),
     Mutant(
         "L30: each is given the state's own parameters to evaluate, not the last one's",
-        test_pairs.test_values_flow_from_the_left,
+        test_flow.test_values_flow_from_the_left,
         update.through,
         """\
 (value, slot, update)
@@ -38,7 +38,7 @@ MUTANTS = [
     ),
     Mutant(
         "L17: of several that scale losses only the last does",
-        test_pairs.test_loss_scales_are_multiplied,
+        test_flow.test_loss_scales_are_multiplied,
         update.through,
         """\
 (value, slot, update)
@@ -48,20 +48,20 @@ MUTANTS = [
     ),
     Mutant(
         "L30: a rate for all groups leaves one that was set for a group before",
-        test_pairs.test_the_last_one_that_sets_a_hyperparameter_wins,
+        test_flow.test_the_last_one_that_sets_a_hyperparameter_wins,
         hyper.laid_over,
         "planned[i, key] = value"
         " → planned[i, key] = planned.get((i, key), value) if isinstance(where, str) else value",
     ),
     Mutant(
         "L30: of parameter groups of one name a transform sets the first alone",
-        test_pairs.test_the_last_one_that_sets_a_hyperparameter_wins,
+        test_flow.test_the_last_one_that_sets_a_hyperparameter_wins,
         hyper._chosen,
         "    return found →     return found[:1]",
     ),
     Mutant(
         "L30: a size of micro-batches wins over a number that a later transform gives",
-        test_pairs.test_the_last_accumulation_cuts,
+        test_flow.test_the_last_accumulation_cuts,
         accumulate.accumulate.data,
         ", micro_batch_size=None → ",
     ),

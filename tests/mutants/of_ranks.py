@@ -133,10 +133,10 @@ if not owners: return update
         test_ddp.test_buckets_change_nothing,
         engine.Engine._found,
         """\
-self._home.take_gradients(),
+self._home.take_gradients()
 →
 {n: g for n, g in self._home.take_gradients().items()
- if g._base is not None or not reduced},
+ if g._base is not None or not reduced}
 """,
     ),
     Mutant(

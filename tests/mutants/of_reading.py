@@ -22,7 +22,16 @@ from accelfn.data import (
 from accelfn.data.lockstep import _batch, _together
 from accelfn.data.orders import buckets, order, samplers, weights
 from accelfn.data.split import _like
-from tests.laws import test_gathering, test_orders, test_ranks_data, test_streams
+from tests.laws import (
+    test_buckets,
+    test_gathering,
+    test_mixes,
+    test_orders,
+    test_ranks_data,
+    test_streams,
+    test_unequal_streams,
+    test_weighted,
+)
 from tests.mutants.mutant import Mutant
 
 OF_ORDERS = [
@@ -53,45 +62,45 @@ OF_ORDERS = [
     ),
     Mutant(
         "L40: a draw at a border takes the sample before it",
-        test_orders.test_a_weight_of_zero_is_never_drawn,
+        test_weighted.test_a_weight_of_zero_is_never_drawn,
         weights.weighted.of_epoch,
         'np.searchsorted(below, at, side="right")'
         ' → np.searchsorted(below, at, side="right") - 1',
     ),
     Mutant(
         "L40: without replacement a sample may come again",
-        test_orders.test_without_replacement_nothing_comes_twice,
+        test_weighted.test_without_replacement_nothing_comes_twice,
         weights.weighted.of_epoch,
         "if self.replacement: → if True:",
     ),
     Mutant(
         "L40: heavy samples come too often",
-        test_orders.test_weights_are_frequencies,
+        test_weighted.test_weights_are_frequencies,
         weights.weighted.of_epoch,
         "np.cumsum(self.weights) → np.cumsum(self.weights**1.1)",
     ),
     Mutant(
         "L40: without replacement heavy samples come first too often",
-        test_orders.test_without_replacement_as_one_draws_after_another,
+        test_weighted.test_without_replacement_as_one_draws_after_another,
         weights.weighted.of_epoch,
         "-np.log1p(-uniform(np.arange(n), key=key)) / self.weights"
         " → uniform(np.arange(n), key=key) / self.weights",
     ),
     Mutant(
         "L35: samples of a batch have any lengths",
-        test_orders.test_buckets_are_sorted_windows,
+        test_buckets.test_buckets_are_sorted_windows,
         buckets.bucketed.of_epoch,
         'indices = indices[np.argsort(self.lengths[indices], kind="stable")] → pass',
     ),
     Mutant(
         "L40: the batches of a window come by length",
-        test_orders.test_batches_of_a_window_come_in_any_order,
+        test_buckets.test_batches_of_a_window_come_in_any_order,
         buckets.bucketed.of_epoch,
         "reshape(whole, step)[turns] → reshape(whole, step)[np.sort(turns)]",
     ),
     Mutant(
         "L35: a batch leaves out the sample with which it would be full",
-        test_orders.test_budgets_are_kept_and_used,
+        test_buckets.test_budgets_are_kept_and_used,
         budget._fitting,
         "int(beyond.argmax()) if → max(1, int(beyond.argmax()) - 1) if",
     ),
@@ -115,26 +124,26 @@ OF_ORDERS = [
     ),
     Mutant(
         "L35: what a block's shares lose is the last dataset's",
-        test_orders.test_mixes_have_their_shares_in_every_block,
+        test_mixes.test_mixes_have_their_shares_in_every_block,
         mixed.Mixed.used,
         "positions = sum(self.shares), self.block * blocks"
         " → positions = sum(self.shares), self.block * blocks // 4 * 5",
     ),
     Mutant(
         "L35: the samples of a mixed dataset that come first come most",
-        test_orders.test_mixes_go_through_each_dataset,
+        test_mixes.test_mixes_go_through_each_dataset,
         mixed.Mixed.of_epoch,
         "start + np.arange(len(places)) → np.arange(len(places))",
     ),
     Mutant(
         "L35: the rest of a shorter dataset is not seen",
-        test_orders.test_zips_go_through_each_dataset,
+        test_mixes.test_zips_go_through_each_dataset,
         zipped.Side.of_epoch,
         "through = positions + epoch * n → through = positions",
     ),
     Mutant(
         "L40: shuffled datasets that are zipped stay paired",
-        test_orders.test_zipped_shuffles_differ,
+        test_mixes.test_zipped_shuffles_differ,
         zipped.Side.of_epoch,
         'draws.key(seed, "zip", self.names[which]) → draws.key(seed, "zip")',
     ),
@@ -209,7 +218,7 @@ OF_STREAMS = [
     ),
     Mutant(
         "L36: the last batch of a rank's own stream counts until all have ended",
-        test_streams.test_ranks_with_unequal_streams_see_each_sample_once,
+        test_unequal_streams.test_ranks_with_unequal_streams_see_each_sample_once,
         sharded.Sharded._epoch,
         """\
 count = 0
@@ -219,14 +228,14 @@ count = len(values) and 1
     ),
     Mutant(
         "L42: a resumed worker that was at its end gives its samples again",
-        test_streams.test_workers_of_unequal_streams_see_each_sample_once,
+        test_unequal_streams.test_workers_of_unequal_streams_see_each_sample_once,
         sharded.Counted.load_state_dict,
         'self._ended = state["ended"] → self._ended = False',
         args={"workers": 2},
     ),
     Mutant(
         "L42: a rank's own stream begins anew when it is resumed",
-        test_streams.test_unequal_streams_go_on_where_they_were_cut,
+        test_unequal_streams.test_unequal_streams_go_on_where_they_were_cut,
         sharded.Sharded._loader,
         "if start.memory is not None: → if False:",
     ),

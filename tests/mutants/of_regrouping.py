@@ -9,15 +9,15 @@ from accelfn.testing.simulation.gatherings import Gatherings
 from accelfn.testing.simulation.plan import Plan
 from accelfn.world import connection, watched, world
 from accelfn.world import regrouping as regrouping_of_processes
-from tests.laws import test_launch_calls, test_regroup
+from tests.laws import test_launch_calls, test_regroup, test_regroup_errors
 from tests.mutants.mutant import Mutant
 from tests.unit import test_regrouping as of_processes
 
 REST = test_regroup.test_the_rest_go_on_from_the_last_average
 BACK = test_regroup.test_a_rank_that_comes_back_comes_in_at_an_average
 OWN = test_regroup.test_what_is_each_rank_s_own_it_keeps
-REFUSED = test_regroup.test_what_cannot_be_regrouped_is_refused
-FEWER = test_regroup.test_fewer_than_may_go_on_do_not
+REFUSED = test_regroup_errors.test_what_cannot_be_regrouped_is_refused
+FEWER = test_regroup_errors.test_fewer_than_may_go_on_do_not
 
 MUTANTS = [
     Mutant(
@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "L45: ranks have the numbers in the next world that they had",
-        test_regroup.test_the_old_world_says_where_the_ranks_are,
+        test_regroup_errors.test_the_old_world_says_where_the_ranks_are,
         ranks._Room.meet,
         "followed(room.group.rank(), → followed(world.rank % room.group.size(),",
     ),
@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     Mutant(
         "L54: a rank that raises is as one that is killed",
-        test_regroup.test_a_rank_that_raises_ends_the_run,
+        test_regroup_errors.test_a_rank_that_raises_ends_the_run,
         Exchange.ended,
         "if crashed and self.gatherings.lose(rank, how): →"
         " if self.gatherings.lose(rank, how):",
@@ -131,19 +131,19 @@ MUTANTS = [
     ),
     Mutant(
         "L54: of a part that is gone with its rank a manifest is said to have changed",
-        test_regroup.test_a_part_of_a_model_that_is_gone_is_missed,
+        test_regroup_errors.test_a_part_of_a_model_that_is_gone_is_missed,
         moving._handed_over,
         "except CheckpointCorruptError as error: → except ZeroDivisionError as error:",
     ),
     Mutant(
         "L54: a return that nobody has reached is left out in silence",
-        test_regroup.test_a_return_that_is_not_reached_is_an_error,
+        test_regroup_errors.test_a_return_that_is_not_reached_is_an_error,
         Gatherings.expect,
         "self._coming[rank] = update → self._coming[rank] = 4",
     ),
     Mutant(
         "L54: a rank that comes back in vain is left out in silence",
-        test_regroup.test_whoever_comes_back_in_vain_is_told_of,
+        test_regroup_errors.test_whoever_comes_back_in_vain_is_told_of,
         Gatherings.formed,
         "self._late.add(rank) → pass",
     ),
@@ -155,19 +155,19 @@ MUTANTS = [
     ),
     Mutant(
         "L54: a rank that has not come in trains alone",
-        test_regroup.test_who_has_not_come_in_does_not_train_alone,
+        test_regroup_errors.test_who_has_not_come_in_does_not_train_alone,
         connection._refuse_alone,
         "raise WorldError(msg) → pass",
     ),
     Mutant(
         "L54: whoever kept the old world is not told where its ranks are",
-        test_regroup.test_the_old_world_says_where_the_ranks_are,
+        test_regroup_errors.test_the_old_world_says_where_the_ranks_are,
         world.World.followed,
         "self.connection.successor = met → pass",
     ),
     Mutant(
         "L54: what repeats a run does not say that it was elastic",
-        test_regroup.test_a_failed_run_says_how_it_was_elastic,
+        test_regroup_errors.test_a_failed_run_says_how_it_was_elastic,
         Plan.__str__,
         "if self.elastic is not None: → if False:",
     ),

@@ -2,7 +2,7 @@
 """Bugs in who is told what of a save that goes wrong, and in what the next one does."""
 
 from accelfn.checkpoint import background, commit, disk, keep, lock, retention, store
-from tests.laws import test_failing_saves, test_store
+from tests.laws import test_ended_saves, test_failing_saves, test_store
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -87,19 +87,19 @@ MUTANTS = [
     ),
     Mutant(
         "L53: what runs that were killed behind their saves have left stays for ever",
-        test_failing_saves.test_runs_that_are_killed_leave_no_more_than_is_kept,
+        test_ended_saves.test_runs_that_are_killed_leave_no_more_than_is_kept,
         retention.Retention.before,
         "if not self._others(kept): → if True:",
     ),
     Mutant(
         "L53: older checkpoints are removed for a newest that is not whole",
-        test_failing_saves.test_runs_that_are_killed_leave_no_more_than_is_kept,
+        test_ended_saves.test_runs_that_are_killed_leave_no_more_than_is_kept,
         retention.Retention.before,
         "keeping.verify(newest) → pass",
     ),
     Mutant(
         "L54: an interrupt between forgets a thread that writes",
-        test_failing_saves.test_no_interrupt_lets_saves_write_over_each_other,
+        test_ended_saves.test_no_interrupt_lets_saves_write_over_each_other,
         store.CheckpointStore.save,
         """\
 self._writing = Writing(job, contents[0], retain, patience=patience)

@@ -4,7 +4,7 @@
 import inspect
 
 from accelfn.checkpoint import fields
-from accelfn.engine import engine
+from accelfn.engine import building
 from accelfn.loop import observe
 from accelfn.schedules import advice, of_torch
 from accelfn.state import hyper
@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "L2: what all ranks would say is said by each",
         test_schedule_advice.test_one_rank_tells,
-        engine.engine_of,
+        building.engine_of,
         "if world.is_main: → if True:",
     ),
 ]

@@ -8,7 +8,7 @@ from accelfn.engine import fsdp, parts, shard_home
 from accelfn.engine.module import units
 from accelfn.engine.optimizer import trial
 from accelfn.loop import evaluate, memory, memory_use
-from accelfn.state import state, update, views
+from accelfn.state import state, update, values, views
 from accelfn.testing.comparing import differences
 from accelfn.transforms import clip
 from tests.laws import (
@@ -216,12 +216,12 @@ MUTANTS = [
         "L47: a state that is created for other ranks' parts is whole there",
         SHARE,
         state.TrainState.with_setup,
-        "state = state._laid_out(self.definition)._moved(self.world.device) → pass",
+        "on_device(laid_out(values, before, definition), self.world.device) → values",
     ),
     Mutant(
         "parameters that are put in are whole on each rank",
         test_wrap_fsdp.test_parameters_that_are_put_in_are_cut,
-        state.TrainState._as_laid,
+        values.cut,
         "p if is_shard(p) else layout.cut(n, p) → p",
     ),
     Mutant(

@@ -6,7 +6,7 @@ from accelfn.engine import engine
 from accelfn.state import grads, succession
 from accelfn.step import counts, skipping, stages, value_and_grad
 from accelfn.transforms import precision, skip
-from tests.laws import test_counts, test_skipping
+from tests.laws import test_counts, test_loss_scales, test_skipping
 from tests.mutants.mutant import Mutant
 from tests.unit import test_precision
 
@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "L19: state.step and the schedule go on over a skipped update",
-        test_skipping.test_the_scale_follows_its_rule,
+        test_loss_scales.test_the_scale_follows_its_rule,
         succession.skipped,
         "step=state.step, → step=state.step + 1,",
     ),
@@ -69,31 +69,31 @@ MUTANTS = [
     ),
     Mutant(
         "L18: a skipped update takes back the smaller scale too",
-        test_skipping.test_the_scale_follows_its_rule,
+        test_loss_scales.test_the_scale_follows_its_rule,
         succession.through_state,
         "state = changed(state, slots=dict(slots)) → pass",
     ),
     Mutant(
         "L18: growth_factor is ignored",
-        test_skipping.test_the_scale_follows_its_rule,
+        test_loss_scales.test_the_scale_follows_its_rule,
         precision.autocast.grads,
         'self._option("growth_factor") → 2.0',
     ),
     Mutant(
         "L16: gradients are not divided by the loss scale before they are clipped",
-        test_skipping.test_a_scale_that_is_a_power_of_2_changes_no_bit,
+        test_loss_scales.test_a_scale_that_is_a_power_of_2_changes_no_bit,
         grads.Taken.scale,
         "self.loss_scale.double() * self.denominator → self.denominator",
     ),
     Mutant(
         "L17: only the first micro-batch's loss is scaled",
-        test_skipping.test_a_scale_that_is_a_power_of_2_changes_no_bit,
+        test_loss_scales.test_a_scale_that_is_a_power_of_2_changes_no_bit,
         engine.Engine._backward,
         "if loss_scale is not None: → if loss_scale is not None and into is None:",
     ),
     Mutant(
         "L17: the scale of a total is not divided by its weight",
-        test_skipping.test_a_loss_that_is_a_total_needs_no_smaller_scale,
+        test_loss_scales.test_a_loss_that_is_a_total_needs_no_smaller_scale,
         precision.autocast.loss_scale,
         'slot["scale"] / slot["unit"] → slot["scale"]',
         args={"rows": 4096},

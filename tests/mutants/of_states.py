@@ -46,7 +46,7 @@ MUTANTS = [
     Mutant(
         "L22: what a loss has frozen stays frozen",
         test_memory_of_models.test_what_a_loss_freezes_is_trained_after_it,
-        untaken.thaw,
+        untaken.refuse_frozen,
         "trained[name].requires_grad_() → pass",
     ),
     Mutant(

@@ -3,7 +3,7 @@
 
 from accelfn.checkpoint import commit, elastic, manifest
 from accelfn.definition import definition
-from accelfn.engine import engine
+from accelfn.engine import building
 from accelfn.state import state
 from accelfn.step import stages, sync_grads, value_and_grad
 from accelfn.transforms import compress, ddp, local_sgd
@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "L10: a worker of one rank has DistributedDataParallel without a group",
         ALONE,
-        engine.engine_of,
-        "chosen and state.definition.copy.size > 1 → chosen and world.loss.size > 1",
+        building._built,
+        "state.definition.copy.size > 1 → state.world.loss.size > 1",
     ),
     Mutant(
         "L10: a worker of one rank adds to no gradients that it took",
@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "L2: ranks of a worker are compared before the first update alone",
         laws.test_ranks_of_a_worker_are_compared,
-        engine.engine_of,
-        "not values and state.definition.trains_apart → False",
+        building._compare,
+        "not values and definition.trains_apart → False",
     ),
     Mutant(
         "L45: a merge gets the slot of the first worker as often as there are workers",

@@ -12,7 +12,7 @@ from accelfn.world import (
     torchrun,
     world,
 )
-from tests.laws import test_launch_calls
+from tests.laws import test_launched_places
 from tests.mutants.mutant import Mutant
 from tests.unit import test_axes, test_place, test_roll_call, test_world
 
@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "L55: ranks of the first machine wait at its loopback for those of the others",
-        test_launch_calls.test_a_rank_is_where_its_launcher_says,
+        test_launched_places.test_a_rank_is_where_its_launcher_says,
         slurm.place_of,
         "THIS_MACHINE if place.local_size == size → THIS_MACHINE if node_rank == 0",
     ),
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "L55: all ranks of Ray Train are on the first machine",
-        test_launch_calls.test_a_rank_is_where_its_launcher_says,
+        test_launched_places.test_a_rank_is_where_its_launcher_says,
         place.machine_of,
         'in ("GROUP_RANK", "NODE_RANK") → in ("GROUP_RANK",)',
     ),

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
-from accelfn.engine.engine import engine_of
+from accelfn.engine.building import engine_of
 from accelfn.engine.zero import runner
 from accelfn.engine.zero.flats import Flats
 from tests.laws.histories import Acts, Training, check_apart_on

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn.base.signatures import qualname
 from accelfn.errors import CompileError, RecompilationWarning
 from accelfn.state.metrics import Loss
 from accelfn.world import World
@@ -64,12 +65,12 @@ class Compiler:
         """Return what was made of a loss function, compiled; made at first use."""
         known = self._losses.get(loss_fn)
         if known is None:
-            known = self.compiled(make(), name_of(loss_fn))
+            known = self.compiled(make(), qualname(loss_fn))
             self._losses[loss_fn] = known
             if len(self._losses) == _MANY:
                 msg = (
                     f"{_MANY} loss functions were compiled for one model, the last of them"
-                    f" {name_of(loss_fn)} at update {self.step}. Call af.make_step once,"
+                    f" {qualname(loss_fn)} at update {self.step}. Call af.make_step once,"
                     " before the loop, and give it what changes as an extra."
                 )
                 warnings.warn(msg, RecompilationWarning, stacklevel=2)
@@ -185,11 +186,6 @@ class Compiled:
             " leave it out of the graph: af.compile(fullgraph=False) breaks it there, and"
             " af.compile(regions=...) compiles parts of the model alone."
         )
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """Return what users call a function."""
-    return getattr(fn, "__qualname__", None) or repr(fn)
 
 
 def opened(returned: Any) -> tuple[bool, Any]:

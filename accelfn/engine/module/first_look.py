@@ -10,7 +10,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from accelfn.base import draws, tree
-from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError
 
 
@@ -73,8 +72,3 @@ def first_of(batch: Any) -> Any:
     except BatchError:
         return batch
     return tree.tree_map(lambda leaf: leaf[:1] if leaf.ndim else leaf, batch)
-
-
-def name_of(function: LossFunction) -> str:
-    """Return what a loss function is called."""
-    return getattr(function, "__qualname__", None) or repr(function)

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from accelfn.base import lists, tree
+from accelfn.base.signatures import qualname
 from accelfn.engine.module.compiled import (
     Compiled,
     Compiler,
     closed,
     detached,
-    name_of,
     opened,
 )
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
@@ -140,7 +140,7 @@ class TwoGraphsRunner(Delegating):
                 loss_fn(model, value, *extras)
                 raise
 
-        compiled_loss.__qualname__ = name_of(loss_fn)
+        compiled_loss.__qualname__ = qualname(loss_fn)
         return compiled_loss
 
 

@@ -124,7 +124,7 @@ def keep_course(
     modules: Mapping[nn.Module, str],
     *,
     stay: Callable[[], bool],
-    closed: Callable[[], None],
+    when_all_came: Callable[[], None],
 ) -> None:
     """Have DeepSpeed's optimizer of stage 3 tell a course what it comes to.
 
@@ -134,7 +134,7 @@ def keep_course(
         names: of parameters, by their ids.
         modules: what modules are called.
         stay: whether the gradients of a pass stay on their rank.
-        closed: is called when all have come, before the last are summed.
+        when_all_came: is called when all have come, before the last are summed.
     """
     send = zero.reduce_ready_partitions_and_remove_grads
     end = zero.independent_gradient_partition_epilogue
@@ -148,7 +148,7 @@ def keep_course(
 
     def end_on_course() -> None:
         course.come("has ended its backward pass")
-        closed()
+        when_all_came()
         end()
 
     def fetch_on_course(module: nn.Module, *, forward: bool) -> None:

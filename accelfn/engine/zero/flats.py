@@ -16,7 +16,7 @@ from accelfn.base import shards
 from accelfn.definition.layout import Layout
 from accelfn.engine.zero.places import Run, Runs, evenly, moved
 from accelfn.errors import OptimizerError, StateError
-from accelfn.state.state import OptState
+from accelfn.state.values import OptState
 from accelfn.world import World
 
 _FLAT = "<flat {}>"

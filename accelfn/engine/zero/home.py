@@ -16,7 +16,8 @@ from accelfn.engine.zero.places import evenly, moved
 from accelfn.engine.zero.zero import Zero, noting
 from accelfn.errors import GradsError
 from accelfn.state.grads import Grads
-from accelfn.state.state import OptState, TrainState
+from accelfn.state.state import TrainState
+from accelfn.state.values import OptState
 from accelfn.structure.prototype import rebuilt
 from accelfn.world import World
 

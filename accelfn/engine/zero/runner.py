@@ -103,7 +103,7 @@ class ZeroRunner:
         sums = _Sums(self._home, self._ranks, weight)
         try:
             with self._backward:
-                self._zero.backward(loss, ends=self._sync, close=sums.start)
+                self._zero.backward(loss, ends=self._sync, when_all_came=sums.start)
         except RuntimeError as error:
             if any(sign in str(error) for sign in ("got [0]", "tensor b (0)")):
                 msg = NOT_GATHERED.format(which="a parameter")

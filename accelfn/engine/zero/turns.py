@@ -71,7 +71,7 @@ def take_turns(
     zero: Any,
     ranks: World,
     come_listed: Callable[[], bool],
-    closed: Callable[[], None],
+    when_all_came: Callable[[], None],
 ) -> tuple[Turns, Turns]:
     """Have DeepSpeed's optimizer of stage 1 or 2 send gradients of all parameters in turns.
 
@@ -81,7 +81,7 @@ def take_turns(
         zero: the optimizer.
         ranks: the ranks.
         come_listed: whether the gradients of a pass come in the order of its parameters.
-        closed: is called when all have had their turn, before the last are summed.
+        when_all_came: is called when all have had their turn, before the last are summed.
 
     Returns:
         The turns of passes in which they do, and of those in which they do not.
@@ -110,7 +110,7 @@ def take_turns(
                 if zero.use_grad_accum_attribute:
                     zero._fill_param_grad_accum_attribute(param)
             send(param, group_of[param])
-        closed()
+        when_all_came()
         end()
 
     zero.reduce_ready_partitions_and_remove_grads = come

@@ -47,7 +47,7 @@ class Zero:
         self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
         self._coalesces = self._flushes = False
-        self._close: Callable[[], None] | None = None
+        self._when_all_came: Callable[[], None] | None = None
         self._drop_views()
 
     def _drop_views(self) -> None:
@@ -159,17 +159,18 @@ class Zero:
         return self._engine(*inputs)
 
     def backward(
-        self, loss: torch.Tensor, *, ends: bool, close: Callable[[], None]
+        self, loss: torch.Tensor, *, ends: bool, when_all_came: Callable[[], None]
     ) -> None:
         """Add the gradients of a loss; in the last pass they are those of all ranks.
 
         Args:
             loss: that `forward` returned.
             ends: whether the pass is the last one of an update.
-            close: is called in that, once all gradients have come, and before DeepSpeed waits
-                for the last sum of them: at the same place among its sums on all ranks.
+            when_all_came: is called in that, once all gradients have come, and before
+                DeepSpeed waits for the last sum of them: at the same place among its sums on
+                all ranks.
         """
-        self._close = close if ends else None
+        self._when_all_came = when_all_came if ends else None
         self._engine.backward(loss, scale_wrt_gas=False)
         if ends and self._coalesces:
             self._coalesce(on=False)
@@ -180,13 +181,13 @@ class Zero:
             else:
                 self._engine._flush_coalesced_reduction_zero12(self._optimizer)
             self._flushes = False
-        self._closed()
+        self._tell_all_came()
 
-    def _closed(self) -> None:
+    def _tell_all_came(self) -> None:
         """Let it be known that all gradients have come, once in an update."""
-        close, self._close = self._close, None
-        if close is not None:
-            close()
+        tell, self._when_all_came = self._when_all_came, None
+        if tell is not None:
+            tell()
 
     def _coalesce(self, *, on: bool) -> None:
         """Leave gradients on their rank, or no more.
@@ -235,11 +236,11 @@ class Zero:
                 names,
                 modules,
                 stay=lambda: self._coalesces,
-                closed=self._closed,
+                when_all_came=self._tell_all_came,
             )
         else:
             self._turns = take_turns(
-                self._optimizer, self._ranks, self._come_listed, self._closed
+                self._optimizer, self._ranks, self._come_listed, self._tell_all_came
             )
 
     def _come_listed(self) -> bool:
@@ -269,7 +270,7 @@ class Zero:
 
     def drop_gradients(self) -> None:
         """Leave nothing of backward passes that no update will take."""
-        zero, self._close = self._optimizer, None
+        zero, self._when_all_came = self._optimizer, None
         self._coalesce(on=False)
         for param in self._params:
             param.grad = None

@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from accelfn.base.arguments import why_not
+from accelfn.base.signatures import qualname
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.entries import Entry
 from accelfn.testing.simulation.faults import Crash, Fault
@@ -184,7 +185,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the call that repeats the run."""
-        name = getattr(self.fn, "__qualname__", None) or repr(self.fn)
+        name = qualname(self.fn)
         parts = [str(self.size), name]
         if self.schedule:
             parts.append(f"schedule={list(self.schedule)}")

@@ -5,6 +5,8 @@ from typing import Any
 
 import attrs
 
+from accelfn.base.signatures import qualname
+
 
 def as_code(self: Any) -> str:
     """Return the call that makes a record; what is at its default is left out."""
@@ -13,7 +15,7 @@ def as_code(self: Any) -> str:
         value = getattr(self, field.name)
         if field.default is not attrs.NOTHING and value == field.default:
             continue
-        name = getattr(value, "__qualname__", None) or repr(value)
+        name = qualname(value)
         shown.append(f"{field.name}={name}" if field.kw_only else name)
     return f"{type(self).__name__}({', '.join(shown)})"
 
