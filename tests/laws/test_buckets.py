@@ -84,6 +84,16 @@ def test_budgets_are_kept_and_used(
     assert all(cost(batch) <= limit for batch in found)
 
 
+def test_batches_of_a_budget_come_in_any_order() -> None:
+    """In each epoch another order of batches is drawn, but for the last one's place."""
+    costs = [5, 6, 7, 8]
+    order, budget = af.orders.bucketed(costs), af.budget(costs, limit=8)
+    data = numbers(4, order, batch_size=budget)
+    turns = Counter(tuple(order_of(data, seed=0, epoch=e)) for e in range(1200))
+    expected = {(*three, 3): 1 / 6 for three in permutations(range(3))}
+    assert chi_square(turns, expected) < 25.7  # 5 degrees of freedom: P is 1e-4
+
+
 @given(costs=LENGTHS, more=st.integers(0, 60), seed=SEEDS)
 def test_budgets_of_buckets_are_of_like_samples(
     costs: list[int], more: int, seed: int

@@ -2,9 +2,9 @@
 """Bugs that a stranger chose from the code alone, which no law saw, and their kin."""
 
 from accelfn.base import codec
-from accelfn.checkpoint import commit, keep
-from accelfn.collectives import parts
-from accelfn.data import stream
+from accelfn.checkpoint import commit, compare, keep
+from accelfn.collectives import averages, parts
+from accelfn.data import epoch, stream
 from accelfn.engine import agreement, buffers, compression, engine, watch
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.engine.zero import places
@@ -19,6 +19,8 @@ from accelfn.testing.traffic import traffic
 from accelfn.transforms import clip, context_parallel, diloco, local_sgd
 from accelfn.weights import import_state
 from tests.laws import (
+    test_averages,
+    test_buckets,
     test_buffers,
     test_compression,
     test_counts,
@@ -46,10 +48,23 @@ from tests.laws import (
     test_whole_tensors,
 )
 from tests.mutants.mutant import Mutant
-from tests.unit import test_batches, test_loss, test_step, test_views
+from tests.unit import test_batches, test_checkpoint, test_loss, test_step, test_views
 from tests.unit import test_context_parallel as unit
 
 OF_DATA = [
+    Mutant(
+        "L4: batches of a budget come in the same order in each epoch",
+        test_buckets.test_batches_of_a_budget_come_in_any_order,
+        epoch.epoch_of,
+        'draws.key(seed, "batches", number) → draws.key(seed, "batches")',
+    ),
+    Mutant(
+        "a fact that data has only now is no other data",
+        test_checkpoint.test_going_on_with_another_kind_of_data,
+        compare.check_data,
+        "names = dict.fromkeys((*saved, *facts)) → names = dict.fromkeys(saved)",
+        args={"turned": True},
+    ),
     Mutant(
         "L35: a stream that keeps the state that it began with goes on in it",
         test_streams.test_each_reading_begins_at_the_beginning,
@@ -86,6 +101,12 @@ OF_CHECKPOINTS = [
 ]
 
 OF_RANKS = [
+    Mutant(
+        "L3: a large tensor that is not in one piece is cut as if it were",
+        test_averages.test_a_mean_is_that_of_all_in_any_pieces,
+        averages._buckets,
+        "tensor.numel() <= most or not tensor.is_contiguous() → tensor.numel() <= most",
+    ),
     Mutant(
         'ranks along "cp" are compared with those of the first samples alone',
         unit.test_batches_that_differ_along_cp_are_refused,

@@ -173,6 +173,36 @@ def test_restarts_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     assert report.endswith("restart 1 of 1 follows\n")
 
 
+def test_each_attempt_is_reported_for_itself(tmp_path: Path) -> None:
+    """Another rank fails after the restart, and it alone is named then."""
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS_IN_TURN)
+    ((code, _, error),) = ended(
+        [launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)]
+    )
+    assert code == 1
+    first, second = error.split("accelfn launch: ")[-2:]
+    assert first.startswith("rank 1 failed first (exit code 1, pid ")
+    assert "RuntimeError: attempt 0" in first
+    assert second.startswith("rank 0 failed first (exit code 1, pid ")
+    assert "RuntimeError: attempt 1" in second
+
+
+FAILS_IN_TURN = """\
+import os, sys, time
+
+rank, attempt = (int(os.environ[n]) for n in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+came = os.path.join(sys.argv[1], f"{attempt}{rank}")
+other = os.path.join(sys.argv[1], f"{attempt}{1 - rank}")
+open(came, "w").close()
+while not os.path.exists(other):
+    time.sleep(0.01)
+if rank != attempt:
+    raise RuntimeError(f"attempt {attempt}")
+time.sleep(600)
+"""
+
+
 @pytest.mark.parametrize("how", ["numbered", "elastic"])
 def test_machines_meet_and_restart(how: str, tmp_path: Path) -> None:
     """Two launchers make one run, by number or by torchrun's rendezvous; all start again."""

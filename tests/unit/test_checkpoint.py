@@ -430,6 +430,26 @@ def test_going_on_with_other_data(saved, case):
     assert af.load(other, folder, allow=changed).step == 2
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(X)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_going_on_with_another_kind_of_data(tmp_path, turned):
+    """A stream for what has a length, or the other way round: what one alone says is told."""
+    kinds = [
+        af.Data(source, batch_size=3, remainder="drop", fingerprint="digits")
+        for source in (X, Stream())
+    ]
+    one, other = reversed(kinds) if turned else kinds
+    af.save(fresh(data=one), tmp_path / "it")
+    with pytest.raises(af.CheckpointError, match="was saved with other data") as raised:
+        af.load(fresh(data=other), tmp_path / "it")
+    told = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:-1]]
+    assert sorted(told) == ["order", "samples"]
+
+
 def test_loading_without_data(saved):
     """A state that only evaluates needs none."""
     folder = saved

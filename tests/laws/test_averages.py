@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mean over ranks is the same in any pieces, of tensors that lie in any way."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.collectives.averages import average_
+from accelfn.testing import simulate
+
+LAYOUTS = {
+    "in one piece": lambda t: t,
+    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+    "every other": lambda t: t.repeat_interleave(2, 3)[..., ::2],
+}
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.tuples(*[st.integers(1, 3)] * 4), st.sampled_from(sorted(LAYOUTS))
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    weights=st.lists(st.integers(0, 3), min_size=2, max_size=4),
+    most=st.integers(1, 40) | st.none(),
+)
+def test_a_mean_is_that_of_all_in_any_pieces(
+    shapes: list[tuple[tuple[int, ...], str]],
+    dtype: torch.dtype,
+    weights: list[int],
+    most: int | None,
+) -> None:
+    """By weight, in buffers of any size, larger and smaller than a tensor."""
+
+    def given_to(rank: int) -> list[torch.Tensor]:
+        draws = torch.Generator().manual_seed(rank)
+        return [
+            torch.randint(-8, 9, shape, generator=draws).to(dtype)
+            for shape, _ in shapes
+        ]
+
+    def train(world: af.World) -> list[torch.Tensor]:
+        tensors = [
+            LAYOUTS[layout](each)
+            for each, (_, layout) in zip(given_to(world.rank), shapes, strict=True)
+        ]
+        cap = None if most is None else (most + 0.5) * dtype.itemsize / 2**20
+        try:
+            average_(
+                tensors, weights[world.rank], world, label="mean", bucket_cap_mb=cap
+            )
+        except RuntimeError as error:
+            pytest.fail(f"{shapes}: {error}")
+        return tensors
+
+    seen = weights if any(weights) else [1] * len(weights)
+    all_given = [given_to(rank) for rank in range(len(weights))]
+    for found in simulate(len(weights), train):
+        for number, each in enumerate(found):
+            parts = [
+                w * one[number].double() for w, one in zip(seen, all_given, strict=True)
+            ]
+            expected = torch.stack(parts).sum(0) / sum(seen)
+            eps = torch.finfo(dtype).eps
+            assert torch.allclose(each.double(), expected, rtol=4 * eps, atol=4 * eps)
