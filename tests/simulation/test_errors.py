@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
 from accelfn.testing import Crash, simulate
+from accelfn.testing.simulation.turns import Turns
 
 Mismatch = af.errors.CollectiveMismatchError
 Deadlock = af.errors.DeadlockError
@@ -721,3 +722,17 @@ def test_arguments_of_simulate(arguments, message):
     size, fn = given.pop("size"), given.pop("fn")
     with pytest.raises(af.errors.ArgumentError, match=message):
         simulate(size, fn, **given)
+
+
+def test_what_ends_the_first_rank_is_what_is_raised():
+    """Where giving a rank its turn fails, for each of them, the first is told."""
+    came = []
+
+    def enter(rank):
+        came.append(rank)
+        raise ValueError(rank)
+
+    turns = Turns(3, [], on_stuck=lambda: None, on_leave=lambda _: None, on_enter=enter)
+    with pytest.raises(ValueError, match=r"^\d$") as raised:
+        turns.run(lambda _: None)
+    assert (raised.value.args, sorted(came)) == ((came[0],), [0, 1, 2])
