@@ -52,7 +52,7 @@ class DeviceMap:
     """
 
     units: tuple[Unit, ...]
-    budgets: Mapping[str, int | Path] = attrs.field(kw_only=True)
+    budgets: Mapping[str, int | Path] = attrs.field(kw_only=True, converter=dict)
 
     def __attrs_post_init__(self) -> None:
         """Refuse a map whose devices would hold more than they may."""
