@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the laws of sharing look at: a state of every sort of tensor, and where tensors lie."""
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -11,6 +12,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn.base.shards import local
+from accelfn.testing import simulate
+from tests.states import values
 
 SETUPS = {
     "none": af.chain(),
@@ -72,9 +75,9 @@ class Scene:
     world: af.World
 
     @classmethod
-    def of(cls, world: af.World, setup: str, *, seed: int, updates: int) -> "Scene":
+    def of(cls, world: af.World, setup: str, *, updates: int) -> "Scene":
         """Return the same one each time."""
-        at = torch.Generator().manual_seed(seed)
+        at = torch.Generator().manual_seed(0)
         rows = torch.randn(24, 3, generator=at), torch.randn(24, 2, generator=at)
         reduced = [] if setup in ("apart", "in flight") else [af.wrap_ddp()]
         state = af.TrainState.create(
@@ -83,7 +86,6 @@ class Scene:
             data=af.Data(rows, batch_size=8, shuffle=True),
             setup=af.chain(af.shard_data(), *reduced, SETUPS[setup]),
             world=world,
-            seed=seed,
         ).with_slot("mine", {"best": torch.ones(2), "notes": [1, {"a": 2}]})
         made = cls(state, Counted(), world)
         return attrs.evolve(made, state=made.trained(updates))
@@ -177,13 +179,20 @@ def in_common(one: Any, two: Any) -> int:
     )
 
 
-def all_but_the_same(fields: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Yield the pairs of fields of which tensors lie in the same memory."""
-    names = sorted(fields)
-    for i, one in enumerate(names):
-        for two in names[i + 1 :]:
-            if in_common(fields[one], fields[two]):
-                yield one, two
+@cache
+def undisturbed(size: int, setup: str, updates: int) -> tuple[Any, ...]:
+    """Return each rank's state of two updates later, where nobody looks."""
+    return simulate(
+        size,
+        lambda world: values(Scene.of(world, setup, updates=updates).trained(2)),
+    ).results
 
 
-Changeable = MutableMapping[str, Any] | list[Any]
+def stored(scene: Scene, read: Callable[[str], Any], save: Callable[..., Any]) -> Any:
+    """Return what is read of what is saved in a directory that all ranks see."""
+    made = tempfile.mkdtemp() if scene.world.is_main else None
+    parent = af.broadcast_object(made, scene.world)
+    save(scene.state, f"{parent}/saved")
+    found = read(f"{parent}/saved")
+    af.barrier(scene.world)
+    return found
