@@ -39,6 +39,7 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_sharing::test_a_wrapper_may_keep_what_it_took",
         "laws.test_written_again::test_metrics_stay_what_they_were",
         "laws.test_written_again::test_gradients_that_are_the_same_are_given_away_together",
         "laws.test_written_again::test_memory_that_others_hold_is_copied",

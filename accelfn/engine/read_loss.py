@@ -139,7 +139,7 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
         raise LossError(msg)
     value = scalar.detach()
     # one that was computed is nobody else's; a parameter itself, or a view of one, is
-    return own(value) if scalar.is_leaf or scalar._is_view() else value
+    return value.clone() if scalar.is_leaf or scalar._is_view() else value
 
 
 def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) -> bool:

@@ -83,7 +83,8 @@ def _pair(name: str, entry: object) -> "WeightedSum":
     """Return the sum that a total with its weight is."""
     pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
     if len(pair) == 2 and all(map(_is_scalar, pair)):
-        return WeightedSum(*map(own, cast("tuple[Number, Number]", entry)))
+        amount, weight = cast("tuple[Number, Number]", entry)
+        return WeightedSum(own(amount), own(weight))
     msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight)."
     raise ArgumentError(msg)
 

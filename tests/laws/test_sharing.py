@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -103,7 +104,10 @@ def predicted(scene: Scene) -> Any:
 def collected(scene: Scene) -> Any:
     given, world = dict(scene.state.params), scene.world
     nothing: dict[str, Any] = {}
+    one = {"w": given["inner.weight"]}
     return [
+        *(call(one, world) for call in (af.reduce, af.gather, af.broadcast)),
+        af.start_reduce(one, world, "min").wait(),
         af.reduce(given, world, "mean"),
         af.reduce(given, world, "max", weight=None),
         af.reduce(given, world, "mean", weight=2),
@@ -160,6 +164,39 @@ def test_what_is_taken_is_apart(what: str, size: int, setup: str, updates: int) 
         assert before == bits(held)
         assert expected[world.rank] == values(scene.trained(2))
         assert before == bits(held)
+
+    simulate(size, rank)
+
+
+class Twice:
+    """Takes gradients of two losses, and keeps the tensors of the first."""
+
+    kept: list[Any] = attrs.field(factory=list, kw_only=True, eq=False)
+
+    def value_and_grad(self, compute: Any) -> Any:
+        def both(state: Any, batch: Any, *extras: Any, **options: Any) -> Any:
+            _, one = compute(state, batch, *extras, **options)
+            held = [*one.tensors.values(), *one.buffers.values()]
+            before = bits(held)
+            found = compute(state, batch, *extras, **options)
+            self.kept.append(before == bits(held))
+            return found
+
+        return both
+
+
+@given(size=SIZES, setup=NAMED, updates=st.integers(1, 3))
+def test_a_wrapper_may_keep_what_it_took(size: int, setup: str, updates: int) -> None:
+    """L22: gradients that a transform takes stay when it takes others, as SAM does."""
+    twice = af.transform(Twice)
+
+    def rank(world: af.World) -> None:
+        scene = Scene.of(world, setup, updates=0)
+        wrapper = twice()
+        state = scene.state.with_setup(af.chain(wrapper, scene.state.setup))
+        for _ in range(updates):
+            state, _ = scene.step(state)
+        assert [True] * updates == wrapper.kept
 
     simulate(size, rank)
 

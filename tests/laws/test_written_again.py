@@ -26,6 +26,7 @@ from tests.laws.sharing import (
     ruin,
     spans,
     stored,
+    tensors_in,
     undisturbed,
 )
 from tests.states import bits, values
@@ -283,6 +284,46 @@ def test_what_was_given_may_change(what: str) -> None:
     assert made is not None
 
 
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a tensor": lambda rows: rows,
+    "a tuple": lambda rows: (rows, rows[:, 0]),
+    "a dict": lambda rows: {"x": rows, "y": rows[:, 1]},
+    "an array": lambda rows: rows.numpy(),
+    "a list": lambda rows: [*rows],
+    "a subset": lambda rows: torch.utils.data.Subset(
+        torch.utils.data.TensorDataset(rows), range(7)
+    ),
+}
+
+
+@given(
+    form=st.sampled_from(sorted(FORMS)),
+    shuffle=st.booleans(),
+    batch_size=st.integers(1, 9),
+    parts=st.integers(1, 3),
+)
+def test_who_writes_to_a_batch_leaves_the_data(
+    form: str, *, shuffle: bool, batch_size: int, parts: int
+) -> None:
+    """L22: a batch has rows of its own: neither the dataset nor another batch changes with it."""
+    rows = torch.arange(14.0).reshape(7, 2)
+    data = af.Data(FORMS[form](rows), batch_size=batch_size, shuffle=shuffle)
+    state = af.TrainState.create(
+        model=partial(nn.Linear, 2, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=data,
+        setup=af.accumulate(num_micro_batches=parts),
+    )
+    expected = [bits(list(b.micro_batches)) for b in af.batches(state, epochs=2)]
+    found = []
+    for batch in af.batches(state, epochs=2):
+        found.append(bits(list(batch.micro_batches)))
+        for each in tensors_in(list(batch.micro_batches)):
+            each.fill_(99)
+    assert expected == found
+    assert torch.equal(torch.arange(14.0).reshape(7, 2), rows)
+
+
 WRITTEN = "batch", "extras", "template", "saved behind its back", "sent"
 
 
@@ -313,6 +354,7 @@ def test_what_a_call_was_given_is_the_callers_again(
             assert expected == values(attrs.evolve(scene, state=made).trained(2))
         elif what == "sent":
             given = {name: each.clone() for name, each in scene.state.params.items()}
+            given["alone"] = torch.ones(2, dtype=torch.float64)  # of its dtype
             now = af.reduce(given, world, "mean")
             pending = af.start_reduce(given, world, "mean")
             ruin(given)
