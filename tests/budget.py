@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import settings
 
 _NUMBERS = {
-    6: (  # of each call of a table
+    4: (  # of each call of a table, beside examples
         "laws.test_sharing::test_what_is_taken_is_apart",
         "laws.test_sharing::test_what_is_lent_is_not_copied",
         "laws.test_written_again::test_what_a_call_was_given_is_the_callers_again",

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -29,6 +29,7 @@ from tests.laws.sharing import (
     in_common,
     module_of,
     ruin,
+    same_containers,
     spans,
     stored,
     undisturbed,
@@ -40,6 +41,17 @@ SIZES = st.sampled_from([2, 1])
 SEEDS = st.integers(0, 3)
 UPDATES = st.integers(0, 2)
 NAMED = st.sampled_from(sorted(SETUPS))
+
+
+def on_two_ranks(**fixed: Any) -> Callable[[Any], Any]:
+    """Try a law with each setup, before it is drawn."""
+
+    def explicitly(law: Any) -> Any:
+        for setup in SETUPS:
+            law = example(size=2, setup=setup, **fixed)(law)
+        return law
+
+    return explicitly
 
 
 def loaded(scene: Scene) -> Any:
@@ -101,9 +113,11 @@ def predicted(scene: Scene) -> Any:
     return list(af.predict(scene.state, scene.state.data, fn))
 
 
+NOTHING: dict[str, Any] = {}
+
+
 def collected(scene: Scene) -> Any:
     given, world = dict(scene.state.params), scene.world
-    nothing: dict[str, Any] = {}
     one = {"w": given["inner.weight"]}
     return [
         *(call(one, world) for call in (af.reduce, af.gather, af.broadcast)),
@@ -118,7 +132,7 @@ def collected(scene: Scene) -> Any:
         af.start_reduce(given, world).wait(),
         af.gather_objects({n: p.clone() for n, p in given.items()}, world),
         af.all_to_all([given] * world.size, world),
-        *(call(nothing, world) for call in (af.gather_ragged, af.pad_across)),
+        *(call(NOTHING, world) for call in (af.gather_ragged, af.pad_across)),
     ]
 
 
@@ -149,6 +163,7 @@ TAKEN: dict[str, Callable[[Scene], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:af.load and")
 @pytest.mark.parametrize("what", TAKEN)
+@on_two_ranks(updates=1)
 @given(size=SIZES, setup=NAMED, updates=UPDATES)
 def test_what_is_taken_is_apart(what: str, size: int, setup: str, updates: int) -> None:
     """L22: it lies elsewhere, stays when the state trains on, and may be overwritten."""
@@ -159,6 +174,8 @@ def test_what_is_taken_is_apart(what: str, size: int, setup: str, updates: int) 
         held, again = TAKEN[what](scene), TAKEN[what](scene)
         assert in_common(held, fields(scene.state)) == 0
         assert in_common(held, again) == 0
+        assert not same_containers(held, again)
+        assert not same_containers(held, fields(scene.state))
         before = bits(held)
         ruin(again)
         assert before == bits(held)
@@ -178,13 +195,14 @@ class Twice:
             _, one = compute(state, batch, *extras, **options)
             held = [*one.tensors.values(), *one.buffers.values()]
             before = bits(held)
-            found = compute(state, batch, *extras, **options)
+            found = compute(state, batch, *extras, "others", **options)
             self.kept.append(before == bits(held))
             return found
 
         return both
 
 
+@on_two_ranks(updates=1)
 @given(size=SIZES, setup=NAMED, updates=st.integers(1, 3))
 def test_a_wrapper_may_keep_what_it_took(size: int, setup: str, updates: int) -> None:
     """L22: gradients that a transform takes stay when it takes others, as SAM does."""

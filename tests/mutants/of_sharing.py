@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     Mutant(
         "L34: who writes to a metric that was read writes to the metrics",
-        NUMBERS,
+        KEPT,
         metrics.WeightedSum.mean,
         "own(self.amount) if → self.amount if",
     ),
