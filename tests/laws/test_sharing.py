@@ -100,8 +100,7 @@ def stepped(scene: Scene) -> Any:
 def applied(scene: Scene) -> Any:
     fork = scene.state.copy()
     metrics, grads = af.value_and_grad(scene.loss)(fork, scene.batch)
-    held = dict(grads.tensors), dict(grads.buffers), metrics
-    return [held, fields(af.apply_grads(fork, grads))]
+    return [metrics, fields(af.apply_grads(fork, grads))]  # and grads are given away
 
 
 def predicted(scene: Scene) -> Any:
