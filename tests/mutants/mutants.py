@@ -17,6 +17,7 @@ from tests.mutants import (
     of_copies,
     of_data,
     of_definitions,
+    of_drawn_options,
     of_draws,
     of_edges,
     of_exchanging,
@@ -75,6 +76,7 @@ from tests.mutants import (
 MUTANTS = [
     *of_ranks.MUTANTS,
     *of_definitions.MUTANTS,
+    *of_drawn_options.MUTANTS,
     *of_draws.MUTANTS,
     *of_same_data.MUTANTS,
     *of_batchnorm.MUTANTS,
