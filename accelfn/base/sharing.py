@@ -2,7 +2,7 @@
 """Values that are apart, and share their memory until one of them is written, if ever."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -32,24 +32,23 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
         return plain.clone()
 
 
-def move_apart(tensors: Iterable[torch.Tensor]) -> None:
-    """Give tensors memory of their own, where others hold some of it, too.
+def apart_from_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in the memory that they have, or copies where others hold it, too.
 
-    As a table of vectors that a factory builds an embedding around, or a constant that is a
-    buffer of every model of a class. Memory that torch has from elsewhere, as numpy's or a
-    mapped file's, does not say who else holds it, and is left.
+    As a table of vectors that a factory builds an embedding around. What is looked for are
+    other tensors: memory that torch has from elsewhere, as numpy's or a mapped file's, does
+    not say who else holds it, and is shared.
 
-    Cost: nothing but a look, where nobody else holds it; else a copy, one tensor at a time.
+    Cost: nothing but a look, where nobody else holds it.
     """
-    by_memory: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
-    for tensor in tensors:
-        if _is_plain(tensor) and not tensor.is_meta:
-            by_memory[_memory(tensor)][id(tensor)] = tensor
-    for same in by_memory.values():
-        several = [*same.values()]
-        if _holders(several[0]) > len(several):
-            for tensor in several:
-                tensor.data = tensor.detach().clone()
+    by_memory: defaultdict[int, set[int]] = defaultdict(set)
+    plain = {n: t for n, t in tensors.items() if _is_plain(t) and not t.is_meta}
+    for tensor in plain.values():
+        by_memory[_memory(tensor)].add(id(tensor))
+    held = {n for n, t in plain.items() if _holders(t) > len(by_memory[_memory(t)])}
+    return {
+        n: t.detach().clone() if n in held else t.detach() for n, t in tensors.items()
+    }
 
 
 def have_memory_in_common(

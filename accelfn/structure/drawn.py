@@ -19,7 +19,6 @@ from torch import nn
 
 from accelfn.base import draws
 from accelfn.base.arguments import why_not
-from accelfn.base.sharing import move_apart
 from accelfn.errors import ModelError
 from accelfn.structure.acts import Act, is_as_made, noted, sets_alike
 from accelfn.structure.on_meta import parameters_on_meta
@@ -90,7 +89,6 @@ def bare(source: ModelSource, *, seed: int, name: str) -> Bare:
             raise ModelError(msg) from error
     check_module(module, source)
     check_values(module, drawn=False)
-    move_apart(module.buffers())
     for own, param in module.named_parameters():
         if not param.is_meta:
             msg = (

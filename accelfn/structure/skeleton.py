@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn.base import draws
 from accelfn.base.arguments import why_not
-from accelfn.base.sharing import move_apart
 from accelfn.errors import ModelError, StateError
 from accelfn.structure.given import refuse_given, seal_model
 from accelfn.structure.overlap import refuse_overlap
@@ -99,8 +98,7 @@ def materialize(
     """Return the module of a factory, drawn from the seed, or the instance itself.
 
     A factory runs on the CPU, so the same seed gives the same model on every device; where
-    the world's is meta, it runs there, and nothing is drawn. Tensors in memory that others
-    hold are copied, for a step would change what they see.
+    the world's is meta, it runs there, and nothing is drawn.
 
     Raises:
         ModelError: it is no module, has meta tensors, nothing in it can be trained, or
@@ -114,9 +112,7 @@ def materialize(
     check_module(module, source)
     if device.type != "meta":
         check_values(cast("nn.Module", module), drawn=True)
-    moved = _moved(cast("nn.Module", module), device)
-    move_apart([*moved.parameters(), *moved.buffers()])
-    return moved
+    return _moved(cast("nn.Module", module), device)
 
 
 def _born_on(device: torch.device) -> AbstractContextManager[object]:

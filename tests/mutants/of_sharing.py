@@ -8,7 +8,7 @@ from accelfn.data import sources
 from accelfn.data.orders import numbers, weights
 from accelfn.engine import buffers, engine, read_loss
 from accelfn.loop import evaluate
-from accelfn.state import metrics
+from accelfn.state import beginning, metrics
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
 from accelfn.step import value_and_grad
@@ -62,20 +62,20 @@ MUTANTS = [
     Mutant(
         "L22: a table around which a model is built is trained with it",
         AROUND,
-        sharing.move_apart,
-        "_holders(several[0]) > len(several) → False",
+        sharing.apart_from_others,
+        "t.detach().clone() if n in held else t.detach() → t.detach()",
     ),
     Mutant(
         "L22: only what three hold of a model's memory is copied",
         AROUND,
-        sharing.move_apart,
-        "> len(several) → > len(several) + 1",
+        sharing.apart_from_others,
+        "> len(by_memory[_memory(t)]) → > len(by_memory[_memory(t)]) + 1",
     ),
     Mutant(
         "L22: constants that are buffers are shared by all models of a class",
         AROUND,
-        skeleton.materialize,
-        "[*moved.parameters(), *moved.buffers()] → [*moved.parameters()]",
+        beginning._copies,
+        "each.detach().clone() → each.detach()",
     ),
     Mutant(
         "L22: memory is copied when a model is given away, though nobody else holds it",
