@@ -13,6 +13,11 @@ from typing import Any
 from hypothesis import settings
 
 _NUMBERS = {
+    4: (  # of each call of a table, beside examples
+        "laws.test_sharing::test_what_is_taken_is_apart",
+        "laws.test_sharing::test_what_is_lent_is_not_copied",
+        "laws.test_written_again::test_what_a_call_was_given_is_the_callers_again",
+    ),
     12: (  # 2 to 8 ranks that split layers, a second each
         "laws.test_megatron::test_any_number_of_ranks_begins_with_the_same",
         "laws.test_megatron::test_what_torch_s_layers_saved_megatron_s_go_on_with",
@@ -34,6 +39,10 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_sharing::test_a_wrapper_may_keep_what_it_took",
+        "laws.test_written_again::test_metrics_stay_what_they_were",
+        "laws.test_written_again::test_gradients_that_are_the_same_are_given_away_together",
+        "laws.test_written_again::test_memory_that_others_hold_is_copied",
         "laws.test_import_parts::test_a_rank_reads_what_it_has",
         "laws.test_import_state::test_what_ranks_saved_in_parts_goes_on",
         "laws.test_faults::test_an_update_alone_is_a_place",

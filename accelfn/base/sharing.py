@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that are apart, and share their memory until one of them is written."""
+"""Values that are apart, and share their memory until one of them is written, if ever."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 import torch
+
+from accelfn.base.shards import local
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,6 +30,48 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
         return torch._lazy_clone(plain)  # pyright: ignore[reportPrivateUsage]
     except RuntimeError:  # it is somebody else's memory, which nothing says beforehand
         return plain.clone()
+
+
+def apart_from_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in the memory that they have, or copies where others hold it, too.
+
+    As a table of vectors that a factory builds an embedding around. What is looked for are
+    other tensors: memory that torch has from elsewhere, as numpy's or a mapped file's, does
+    not say who else holds it, and is shared.
+
+    Cost: nothing but a look, where nobody else holds it.
+    """
+    by_memory: defaultdict[int, set[int]] = defaultdict(set)
+    plain = {n: t for n, t in tensors.items() if _is_plain(t) and not t.is_meta}
+    for tensor in plain.values():
+        by_memory[_memory(tensor)].add(id(tensor))
+    held = {n for n, t in plain.items() if _holders(t) > len(by_memory[_memory(t)])}
+    return {
+        n: t.detach().clone() if n in held else t.detach() for n, t in tensors.items()
+    }
+
+
+def have_memory_in_common(
+    some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> bool:
+    """Whether one of some tensors lies in the memory of one of others."""
+    places = {_memory(local(each)) for each in others if each.numel()}
+    return any(_memory(local(each)) in places for each in some if each.numel())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return what tells a plain tensor's memory from others', without values too."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """Return how many tensors there are in a tensor's memory."""
+    memory = tensor.untyped_storage()  # which holds itself, too
+    return torch._C._storage_Use_Count(memory._cdata) - 1  # pyright: ignore[reportPrivateUsage]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

@@ -91,7 +91,7 @@ def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T
     rows = [_row(leaf) for leaf in tensors_of(values, label, world)]
     world = agreed(world, "gather_ragged", label, values, free=0)
     if not rows:
-        return values
+        return tree.with_leaves(values, [])
     mine = torch.tensor([len(row) for row in rows], device=readable(world.device))
     lengths = torch.stack(all_gather(mine, world, label=label)).tolist()
     counts = [[each[i] for each in lengths] for i in range(len(rows))]
@@ -270,7 +270,7 @@ def pad_across(
         _check_holds(leaf.dtype, value)
     world = agreed(world, "pad_across", label, values, free=dim)
     if not leaves:
-        return values
+        return tree.with_leaves(values, [])
     mine = torch.tensor(
         [leaf.shape[dim] for leaf in leaves], device=readable(world.device)
     )

@@ -71,7 +71,7 @@ class Buffers:
             lists.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Return the buffers after forward passes, by name; the next pass reuses them.
+        """Return the buffers after forward passes, by name; unless left, the next reuses them.
 
         Raises:
             ModelError: a pass made or removed one, or gave one another dtype or device.
@@ -82,6 +82,11 @@ class Buffers:
             if current is not own or not is_set_to(own, self._scratch[each.name]):
                 self._take(each, current)
         return dict(self._scratch)
+
+    def leave(self) -> None:
+        """Leave what the last pass wrote to who holds it; the next one writes elsewhere."""
+        for each in self._found:
+            self._place(each, torch.empty_like(self._scratch[each.name]))
 
     def abandon(self) -> None:
         """Forget a forward pass that raised."""

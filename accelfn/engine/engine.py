@@ -18,6 +18,7 @@ from torch.autograd import profiler
 
 from accelfn.base import draws, lists, tree
 from accelfn.base.contexts import NOTHING, span
+from accelfn.base.shards import is_shard, local, with_local
 from accelfn.data.cursor import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.definition.fields import check_returned
@@ -98,6 +99,7 @@ class Engine:
         # gradients that lie in the home now, not yet applied
         self._live: Mapping[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
+        self._handed_out: frozenset[str] = frozenset()
         self._has_compared = self._layer_ranks.size == 1
 
     def bind(self, state: TrainState) -> None:
@@ -200,6 +202,19 @@ class Engine:
             taken=taken,
         )
         return Metrics(read.sums), grads
+
+    def hand_out(self) -> None:
+        """Let the gradients that were just taken be tensors that their holder may keep.
+
+        What DDP has in its buckets, the next pass writes. The tensors that stand for it get
+        memory of their own then, wherever they are held.
+        """
+        live = self._live if isinstance(self._live, dict) else {}
+        buckets = {n: g for n, g in live.items() if local(g)._base is not None}
+        self._handed_out |= buckets.keys()
+        for name, grad in buckets.items():
+            part = local(grad).detach()
+            live[name] = with_local(grad, part) if is_shard(grad) else part
 
     def prepare(self, state: TrainState, grads: Grads, planned: Assignments) -> Grads:
         """Put gradients before the optimizer, divided unless its kernel will do that.
@@ -376,14 +391,13 @@ class Engine:
 
     def _move_out(self) -> None:
         """Let gradients that nobody applied be their holder's own, if they can be seen."""
+        handed_out, self._handed_out = self._handed_out, frozenset()
         if self._live is None:
             return
         live = self._live if isinstance(self._live, dict) else {}
-        for name, grad in live.items():
-            if grad._base is not None:  # in a DDP bucket, which the next pass writes
-                live[name] = grad.clone()
-        for name, buffer in self._live_buffers.items():
-            self._live_buffers[name] = buffer.clone()
+        for part in (local(live[name]) for name in handed_out):
+            part.data = part.clone()
+        self._buffers.leave()
         self._live, self._live_buffers = None, {}
         self._home.clear_gradients()
 

@@ -11,7 +11,7 @@ import torch
 from accelfn.base import tree
 from accelfn.base.signatures import qualname
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
-from accelfn.state.metrics import Loss, Number, WeightedSum
+from accelfn.state.metrics import Loss, Number, WeightedSum, own
 
 
 @attrs.frozen
@@ -120,7 +120,7 @@ def _is_finite(value: torch.Tensor) -> bool:
 
 
 def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
-    """Return the scalar's value, detached."""
+    """Return the scalar's value, detached, which no update moves."""
     if scalar.ndim != 0:
         msg = (
             f"{qualname(loss_fn)} returned a tensor of shape {tuple(scalar.shape)};"
@@ -138,7 +138,9 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
             " no_grad, or rebuilt from numbers?"
         )
         raise LossError(msg)
-    return scalar.detach()
+    value = scalar.detach()
+    # one that was computed is nobody else's; a parameter itself, or a view of one, is
+    return value.clone() if scalar.is_leaf or scalar._is_view() else value
 
 
 def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) -> bool:
@@ -162,4 +164,5 @@ def _has_no_rows(value: Any) -> bool:
 
 
 def _detached(value: Number) -> Number:
-    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
+    """Return a number's value, which stays when a parameter or a counter that it is moves."""
+    return own(value.detach().reshape(())) if isinstance(value, torch.Tensor) else value

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`place`: which part of a model goes where, as a value."""
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -52,7 +53,9 @@ class DeviceMap:
     """
 
     units: tuple[Unit, ...]
-    budgets: Mapping[str, int | Path] = attrs.field(kw_only=True)
+    budgets: Mapping[str, int | Path] = attrs.field(
+        kw_only=True, converter=copy.deepcopy
+    )
 
     def __attrs_post_init__(self) -> None:
         """Refuse a map whose devices would hold more than they may."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accelfn.base import shards, tree
+from accelfn.base.sharing import apart_from_others
 from accelfn.collectives import check_replicas
 from accelfn.collectives.replicas import checksum
 from accelfn.definition.transform import chain
@@ -65,8 +66,8 @@ def whole(
         module=module,
         skeleton=skeleton,
         prototype=prototype,
-        params={n: p.detach() for n, p in module.named_parameters()},
-        buffers={n: b.detach() for n, b in module.named_buffers()},
+        params=apart_from_others(dict(module.named_parameters())),
+        buffers=_copies(module),
         opt_state=opt_state,
         setup=chain(),
     )
@@ -125,7 +126,12 @@ def in_parts(
         skeleton=skeleton,
         prototype=prototype,
         params=params,
-        buffers={n: b.detach().to(world.device) for n, b in module.named_buffers()},
+        buffers={n: b.to(world.device) for n, b in _copies(module).items()},
         opt_state=opt_state,
         setup=chain(*owners),
     )
+
+
+def _copies(module: nn.Module) -> Tensors:
+    """Return a module's buffers as a state's own: one may be a constant of its whole class."""
+    return {name: each.detach().clone() for name, each in module.named_buffers()}

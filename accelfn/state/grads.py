@@ -10,6 +10,7 @@ import torch
 
 from accelfn.base import lists, words
 from accelfn.base.arguments import is_number
+from accelfn.base.sharing import have_memory_in_common
 from accelfn.base.words import foreign
 from accelfn.data.cursor import Cursor
 from accelfn.errors import GradsError
@@ -208,9 +209,15 @@ class Grads:
                 raise GradsError(msg)
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return the record with `fn` of each gradient."""
+        """Return the record with `fn` of each gradient.
+
+        Where `fn` gives copies, these are given away apart from the gradients that they were
+        made of; where it gives one of those, or a view of it, together.
+        """
         self.taken.lease.check()
         tensors = {name: fn(grad) for name, grad in self.tensors.items()}
+        if have_memory_in_common(tensors.values(), self.tensors.values()):
+            return attrs.evolve(self, tensors=tensors)
         taken = attrs.evolve(self.taken, lease=Lease())
         return attrs.evolve(self, tensors=tensors, taken=taken)
 

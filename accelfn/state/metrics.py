@@ -74,11 +74,17 @@ class Loss:
         object.__setattr__(self, "aux", aux)
 
 
+def own(value: Number) -> Number:
+    """Return a number that nobody else writes to, as a counter or a parameter is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def _pair(name: str, entry: object) -> "WeightedSum":
     """Return the sum that a total with its weight is."""
     pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
     if len(pair) == 2 and all(map(_is_scalar, pair)):
-        return WeightedSum(*cast("tuple[Number, Number]", entry))
+        amount, weight = cast("tuple[Number, Number]", entry)
+        return WeightedSum(own(amount), own(weight))
     msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight)."
     raise ArgumentError(msg)
 
@@ -123,7 +129,7 @@ class WeightedSum:
     def mean(self) -> torch.Tensor:
         """The sum over its weight; 0 where the weight is 0."""
         if self.unit is self.weight or self.unit == self.weight:
-            mean = self.amount if self.weight else 0.0
+            mean = own(self.amount) if self.weight else 0.0
         elif isinstance(self.weight, torch.Tensor):
             nothing = self.weight == 0
             mean = torch.where(
@@ -232,7 +238,7 @@ class Metrics(Mapping[str, torch.Tensor]):
                 " Let the loss give it another name."
             )
             raise LossError(msg)
-        added = {name: WeightedSum(value, 1) for name, value in values.items()}
+        added = {name: WeightedSum(own(value), 1) for name, value in values.items()}
         return Metrics({**self._sums, **added})
 
     def __repr__(self) -> str:

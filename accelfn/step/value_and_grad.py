@@ -83,7 +83,9 @@ def value_and_grad(
     ) -> tuple[Metrics, Grads]:
         check_state("value_and_grad(loss_fn)(state, batch)", state)
         with own_modes(state.definition.world.device):
-            return compute(state, batch, *extras, into=into, sync=sync)
+            found = compute(state, batch, *extras, into=into, sync=sync)
+            engine_of(state).hand_out()
+            return found
 
     return checked
 
@@ -194,6 +196,7 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     stays_local = bool(reducers) and reducers[0].reduce is None
     reduces_by_mean = not reducers or stays_local
     is_scaled = bool(setup.owners["loss_scale"])
+    is_wrapped = bool(setup.owners["value_and_grad"])
     judged = "judges_finite" in setup.facts
 
     def compute(
@@ -224,7 +227,7 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
             engine = engine_of(state)
             if engine.live_update is not None:
                 _check_planned(engine.live_update, state, into, sync=sync)
-            return engine.value_and_grad(
+            found = engine.value_and_grad(
                 state,
                 loss_fn,
                 samples,
@@ -233,6 +236,9 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
                 cursor=cursor,
                 loss_scale=_loss_scale(state) if is_scaled else None,
             )
+            if is_wrapped:  # by what may take others, and keep these
+                engine.hand_out()
+            return found
 
     return compute
 

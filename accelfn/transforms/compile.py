@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the loss and its gradients."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -101,7 +102,9 @@ class compile:  # noqa: A001 - what torch calls it
 
     backend: str | Callable[..., Any] = _option("inductor", _is_backend)
     mode: str | None = _option(None)
-    options: Mapping[str, Any] | None = _option(None, hash=False)
+    options: Mapping[str, Any] | None = _option(
+        None, converter=copy.deepcopy, hash=False
+    )
     dynamic: bool | None = _option(None, attrs.validators.optional(truth()))
     fullgraph: bool = _option(default=True, validator=truth())
     regions: Regions | None = _option(None, _are_regions)

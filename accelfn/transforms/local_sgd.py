@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train ranks apart, and average their parameters every few updates."""
 
+import copy
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -114,7 +115,11 @@ class local_sgd:
         default=25.0, validator=mebibytes(), kw_only=True
     )
     neighbours: Mapping[int, int] = attrs.field(
-        default=_NONE, validator=_are_parts, hash=False, kw_only=True
+        default=_NONE,
+        validator=_are_parts,
+        converter=copy.deepcopy,  # the user's own may change
+        hash=False,
+        kw_only=True,
     )
 
     @property

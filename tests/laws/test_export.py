@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -136,10 +137,20 @@ def test_full_params_are_copies_on_every_rank(
     simulate(size, look)
 
 
-@given(kind=st.sampled_from(KINDS), limit=st.integers(1, 300))
-def test_files_hold_what_they_may(kind: str, limit: int) -> None:
-    """No file is larger than it may be, but one of one tensor; each tensor is in one."""
+@given(
+    kind=st.sampled_from(KINDS),
+    limit=st.integers(1, 300),
+    exactly=st.none() | st.integers(0, 9),
+)
+def test_files_hold_what_they_may(kind: str, limit: int, exactly: int | None) -> None:
+    """No file is larger than it may be, but one of one tensor; each tensor is in one.
+
+    Nor has one room for the first tensor of the next, though it be filled to the last byte.
+    """
     state = trained(kind, af.World.single(device="cpu"))
+    order = af.frozen(state).state_dict()
+    if exactly is not None:  # as much as the first tensors together
+        limit = sum(t.nbytes for t in [*order.values()][: exactly % len(order) + 1])
     with folder() as exported:
         af.export_model(state, exported, max_shard_size=limit)
         held: dict[str, dict[str, int]] = {}
@@ -155,6 +166,9 @@ def test_files_hold_what_they_may(kind: str, limit: int) -> None:
         total <= limit or len(each) == 1
         for total, each in zip(sizes, held.values(), strict=True)
     )
+    in_turn = [held[name] for name in sorted(held) if sum(held[name].values()) <= limit]
+    for one, two in pairwise(in_turn):
+        assert sum(one.values()) + two[min(two, key=[*order].index)] > limit
     names = [name for each in held.values() for name in each]
     assert sorted(names) == sorted({**state.params, **state.buffers})
     if len(held) == 1:

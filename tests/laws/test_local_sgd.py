@@ -2,6 +2,7 @@
 """local_sgd is DDP at one end and plain training at the other, and averages by weight."""
 
 from functools import partial
+from itertools import groupby
 
 import attrs
 import torch
@@ -48,6 +49,7 @@ def test_alone_it_is_plain_training(run: Run, every: int) -> None:
     buffers=st.booleans(),
     opt_state=st.booleans(),
     optimizer=st.sampled_from(["sgd", "momentum", "adamw"]),
+    cap=st.sampled_from([25, 1e-4]),
 )
 def test_it_communicates_when_it_says(
     every: int,
@@ -56,21 +58,32 @@ def test_it_communicates_when_it_says(
     buffers: bool,
     opt_state: bool,
     optimizer: str,
+    cap: float,
 ) -> None:
-    """One all-reduce every sync_every updates, and a gather for opt_state; replicas agree after."""
+    """One all-reduce every sync_every updates, and a gather for opt_state; replicas agree after.
+
+    Where a buffer has not room for all, there are as many as it takes.
+    """
     setup = af.chain(
         af.shard_data(),
-        af.local_sgd(sync_every=every, buffers=buffers, opt_state=opt_state),
+        af.local_sgd(
+            sync_every=every, buffers=buffers, opt_state=opt_state, bucket_cap_mb=cap
+        ),
     )
     run = Run(n=24, batch_size=12, updates=updates, kind="norm", optimizer=optimizer)
     run = attrs.evolve(run, dyadic=False, loss="squared", setup=setup)
     log = simulate(size, lambda world: run.train(run.state(world))).log
     said = [(e.kind, e.label) for e in log if not e.label.startswith("compare ")]
+    once = [each for each, _ in groupby(said)]
     calls = ["all_gather", "all_reduce"] if opt_state else ["all_reduce"]
-    assert said == [(kind, "local_sgd") for kind in calls] * (updates // every)
-    calls = [each for each in log if each.label == "local_sgd"]
-    averaging = [each.step for each in calls if each.kind == "all_reduce"]
-    assert averaging == list(range(every - 1, updates, every))
+    times = updates // every if opt_state else min(updates // every, 1)
+    assert once == [(kind, "local_sgd") for kind in calls] * times
+    sums = [e for e in log if e.label == "local_sgd" and e.kind == "all_reduce"]
+    averaging = [each.step for each in sums]
+    assert sorted(set(averaging)) == list(range(every - 1, updates, every))
+    most = int(cap * 2**20) + 8  # and the weight
+    assert all(each.num_bytes <= most for each in sums)
+    assert (len(averaging) > len(set(averaging))) == (cap < 1 and updates >= every)
     (first, _), *others = trained(size, run, setup)
     for i in range(updates):
         for second, _ in others:

@@ -174,7 +174,7 @@ if isinstance(where, str):
         " statistics",
         STEPS,
         engine.Engine._move_out,
-        "self._live_buffers[name] = buffer.clone() → pass",
+        "self._buffers.leave() → pass",
     ),
     Mutant(
         "L3: gradients that are held while another batch is differentiated get its"

@@ -91,7 +91,7 @@ MUTANTS = [
         "L22: what value_and_grad returned is overwritten by the next backward pass",
         test_ddp.test_gradients_are_the_holders_own,
         engine.Engine._move_out,
-        "live[name] = grad.clone() → pass",
+        "part.data = part.clone() → pass",
     ),
     Mutant(
         "L22: the weight of gradients is overwritten by the next backward pass",

@@ -44,7 +44,7 @@ MUTANTS = [
         "L50: buffers are made anew, without what the factory wrote",
         ITSELF,
         beginning.in_parts,
-        "b.detach().to(world.device) → torch.zeros_like(b)",
+        "b.to(world.device) → torch.zeros_like(b)",
     ),
     Mutant(
         "L47: what a factory registered stays in memory until it has returned",
