@@ -188,10 +188,13 @@ def open_plain(path: Path) -> BinaryIO:
         OSError: it is not there, or is a link, a directory or a device.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return os.fdopen(handle, "rb", buffering=0)
+    except BaseException:
         os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(handle, "rb", buffering=0)
+        raise
 
 
 def _raise_named(error: OSError, path: Path) -> NoReturn:

@@ -211,7 +211,7 @@ class Engine:
             OptimizerError: nobody set a schedule-free optimizer's mode.
         """
         self.bind(state)
-        self._optimizer.check_mode(planned)
+        self._optimizer.expect(planned)
         taken = grads.taken
         is_scaled = taken.loss_scale is not None
         if not taken.is_mean and (
@@ -238,7 +238,7 @@ class Engine:
         """
         assert self.live_update is not None  # noqa: S101 - asked by who composed it
         self.bind(state)
-        self._optimizer.check_mode(planned)
+        self._optimizer.expect(planned)
         self.live_update.plan(planned, hold, begin)
 
     def finish(self, grads: Grads) -> OptState:

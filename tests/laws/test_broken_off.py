@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call that is broken off, wherever it calls others' code, leaves nothing half done."""
+
+import functools
+import io
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.broken_off import (
+    KINDS,
+    Breaking,
+    around,
+    causes,
+    inside,
+    left_behind,
+    threads,
+)
+from tests.states import bits, values
+
+X = torch.linspace(-1, 1, 24 * 3).reshape(24, 3)
+
+
+class Net(nn.Module):
+    """Has what a state can hold: parameters, buffers, and draws in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.norm(self.first(x)).relu()))
+
+
+def loss_fn(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (net(batch)[:, 0] - batch[:, 1]).square().mean()
+
+
+def measure(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return net(batch).mean()
+
+
+@af.transform
+class Everywhere:
+    """Has a say in all that happens, draws, and counts."""
+
+    tells: ClassVar[Mapping[str, Any]] = {"sees_skips": True}
+
+    def init(self, state):
+        return {"seen": torch.zeros(()), "drawn": torch.rand(2)}
+
+    def loss(self, loss_fn):
+        return lambda *given: loss_fn(*given) + 0.0
+
+    def hyper(self, hyper, slot, update):
+        return {"lr": 0.05}, slot
+
+    def grads(self, grads, slot, update):
+        slot["seen"].add_(1)
+        return grads, {**slot, "drawn": torch.rand(2)}
+
+    def after_update(self, state, slot, update):
+        return state, {**slot, "seen": slot["seen"] + 2}
+
+    def eval_params(self, params, slot, update):
+        return {name: param * 2 for name, param in params.items()}, slot
+
+    def finalize(self, state, slot, update):
+        for param in state.params.values():
+            param.mul_(0.5)
+        return state, slot
+
+
+SETUPS = {
+    "plain": af.chain(),
+    "users": Everywhere(),
+    "many": af.chain(
+        af.accumulate(num_micro_batches=2),
+        af.clip_grad_norm(0.5),
+        af.skip_nonfinite(),
+        af.ema(0.5),
+    ),
+    "in backward": af.optimizer_in_backward(),
+    "in halves": af.chain(af.autocast("bf16"), af.plateau(patience=0)),
+}
+OPTIMIZERS = {
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.05),
+}
+
+
+@attrs.define
+class Scene:
+    """What one call is given: a state of its own, and a folder."""
+
+    state: af.TrainState
+    folder: Path
+
+    @property
+    def batch(self) -> Any:
+        return next(iter(af.batches(self.state)))
+
+
+def created(setup: str, optimizer: str, world: af.World | None = None) -> af.TrainState:
+    return af.TrainState.create(
+        model=Net,
+        optimizer=OPTIMIZERS[optimizer],
+        data=af.Data(X, batch_size=6),
+        setup=SETUPS[setup],
+        world=world,
+    )
+
+
+STEP, COMPUTE = af.make_step(loss_fn), af.value_and_grad(loss_fn)
+
+
+def follow(state: af.TrainState, updates: int = 2) -> list[Any]:
+    """Return all of a state after some updates more."""
+    found = []
+    for batch in af.batches(state):
+        state, metrics = STEP(state, batch)
+        found.append((values(state), repr(metrics)))
+        if len(found) == updates:
+            break
+    return found
+
+
+def told(value: Any) -> Any:
+    """Return what a call gave, to be compared bitwise."""
+    if isinstance(value, af.TrainState):
+        return values(value)
+    if isinstance(value, nn.Module):
+        return bits(value.state_dict())
+    if isinstance(value, af.Grads):
+        return bits(dict(value.tensors)), bits(dict(value.buffers))
+    if isinstance(value, af.Loaded):
+        return told(value.state), repr(attrs.evolve(value, state=None))
+    if isinstance(value, af.Batch):
+        return bits(list(value.micro_batches))
+    if isinstance(value, (list, tuple)):
+        return [told(each) for each in value]
+    return bits(value)
+
+
+# The calls
+
+
+def step(scene: Scene) -> Any:
+    return STEP(scene.state, scene.batch)[0]
+
+
+def step_on_a_copy(scene: Scene) -> Any:
+    return STEP(scene.state, scene.batch, donate=False)[0]
+
+
+def gradients(scene: Scene) -> Any:
+    return COMPUTE(scene.state, scene.batch)[1]
+
+
+def more_gradients(scene: Scene) -> Any:
+    _, grads = COMPUTE(scene.state, scene.batch)
+    return COMPUTE(scene.state, scene.batch, into=grads)[1]
+
+
+def apply(scene: Scene) -> Any:
+    _, grads = COMPUTE(scene.state, scene.batch)
+    return af.apply_grads(scene.state, grads)
+
+
+def finalize(scene: Scene) -> Any:
+    return af.finalize(scene.state)
+
+
+def build(scene: Scene) -> Any:
+    af.release(scene.state)
+    return af.build(scene.state)
+
+
+def copy(scene: Scene) -> Any:
+    return scene.state.copy()
+
+
+def eval_params(scene: Scene) -> Any:
+    return dict(af.eval_params(scene.state))
+
+
+def full_params(scene: Scene) -> Any:
+    return af.full_params(scene.state, at="eval")
+
+
+def with_setup(scene: Scene) -> Any:
+    return scene.state.with_setup(af.chain(SETUPS["many"], Everywhere(name="new")))
+
+
+def with_params(scene: Scene) -> Any:
+    doubled = {n: 2 * p for n, p in scene.state.params.items()}
+    return scene.state.with_params(doubled)
+
+
+def with_trainable(scene: Scene) -> Any:
+    return scene.state.with_trainable(lambda name, _: name.startswith("head"))
+
+
+def bind(scene: Scene) -> Any:
+    with af.bind(scene.state, at="train") as net:
+        return inside(measure(net.eval(), X[:2]).detach())
+
+
+def frozen(scene: Scene) -> Any:
+    return af.frozen(scene.state)
+
+
+def rng(scene: Scene) -> Any:
+    with af.rng(scene.state, "a word"):
+        return inside(torch.rand(3))
+
+
+def evaluate(scene: Scene) -> Any:
+    return af.evaluate(scene.state, af.Data(X, batch_size=8), measure)
+
+
+def predict(scene: Scene) -> Any:
+    data = af.Data(X, batch_size=8)
+    return list(af.predict(scene.state, data, lambda net, batch: net(batch)))
+
+
+def batches(scene: Scene) -> Any:
+    return [batch for batch, _ in zip(af.batches(scene.state), range(5), strict=False)]
+
+
+def seek(scene: Scene) -> Any:
+    return af.seek(scene.state, 6)
+
+
+def kept(scene: Scene) -> Path:
+    """Return a folder in which a state of the same kind was saved."""
+    return scene.folder.parent / "kept"
+
+
+def save(scene: Scene) -> Any:
+    af.save(scene.state, scene.folder / "saved")
+    return tree(scene.folder)
+
+
+def load(scene: Scene) -> Any:
+    return af.load(scene.state, kept(scene) / "saved")
+
+
+def load_part(scene: Scene) -> Any:
+    return af.load_part(scene.state, kept(scene) / "saved", ["params", "buffers"])
+
+
+def export(scene: Scene) -> Any:
+    af.export_model(scene.state, scene.folder / "exported", at="eval")
+    return tree(scene.folder)
+
+
+def import_model(scene: Scene) -> Any:
+    return af.import_model(Net, kept(scene) / "exported")
+
+
+def import_onto(scene: Scene) -> Any:
+    return af.import_model(given(), kept(scene) / "exported")
+
+
+def given() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net()
+
+
+def stored(scene: Scene) -> Any:
+    with af.CheckpointStore(scene.folder / "run", async_=False) as store:
+        store.save(scene.state)
+    return tree(scene.folder)
+
+
+def restored(scene: Scene) -> Any:
+    with af.CheckpointStore(kept(scene) / "run") as store:
+        return store.restore(scene.state)
+
+
+def memory(scene: Scene) -> Any:
+    return str(af.memory(scene.state))
+
+
+def memory_estimate(scene: Scene) -> Any:
+    return str(af.memory_estimate(Net, scene.state.setup, optimizer=OPTIMIZERS["adamw"]))
+
+
+def explain(scene: Scene) -> Any:
+    with redirect_stdout(io.StringIO()) as said:
+        scene.state.setup.explain()
+    return said.getvalue()
+
+
+def create(scene: Scene) -> Any:
+    return created("users", "adamw")
+
+
+def create_in_parts(scene: Scene) -> Any:
+    return af.TrainState.create(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)),
+        optimizer=OPTIMIZERS["adamw"],
+        init="shard",
+    )
+
+
+def run(scene: Scene) -> Any:
+    done: list[Any] = []
+
+    def act(state: af.TrainState, metrics: af.Metrics) -> Any:
+        return af.evaluate(state, af.Data(X, batch_size=12), measure)
+
+    def track(numbers: Any, update: int) -> None:
+        done.append((numbers, update))
+
+    state = af.run(
+        scene.state,
+        STEP,
+        until=scene.state.step + 3,
+        actions={2: act},
+        track=track,
+        store=af.CheckpointStore(scene.folder / "run", every=2, async_=False),
+    )
+    return state, done
+
+
+def stopping(scene: Scene) -> Any:
+    with af.stopping(scene.state.world) as stop:
+        return inside(stop.requested())
+
+
+def find_batch_size(scene: Scene) -> Any:
+    def fn(batch_size: int, world: af.World) -> int:
+        if batch_size > 3:
+            raise torch.OutOfMemoryError
+        return batch_size
+
+    return af.find_batch_size(fn, 8, scene.state.world)
+
+
+def placed(scene: Scene) -> Any:
+    net = given().eval()
+    plan = af.place(net, {"cpu": "1GiB", "disk": str(scene.folder)})
+    plan = plan.moved("first", "disk").moved("head", "disk")
+    with torch.no_grad(), af.placed(net, plan) as model:
+        return inside(model(X[:2]))
+
+
+def jsonl(scene: Scene) -> Any:
+    path = scene.folder / "log.jsonl"
+    with af.track.jsonl(path, world=scene.state.world) as track:
+        inside(track)({"loss": 1.0}, 1)
+        track({"loss": torch.tensor(2.0)}, 2)
+    return len(path.read_text().splitlines())
+
+
+def simulated(scene: Scene) -> Any:
+    return simulate(2, lambda world: af.reduce(torch.ones(2), world, "sum")).results
+
+
+def observe(scene: Scene) -> Any:
+    return af.observe(scene.state, 0.5)
+
+
+def empty_weights(scene: Scene) -> Any:
+    with af.empty_weights():
+        return [str(each.device) for each in inside(given()).parameters()]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(each.relative_to(folder)): each.read_bytes()
+        for each in sorted(folder.rglob("*"))
+        if each.is_file()
+    }
+
+
+CALLS: dict[str, Callable[[Scene], Any]] = {
+    each.__name__: each
+    for each in (
+        *(step, step_on_a_copy, gradients, more_gradients, apply, finalize, build),
+        *(copy, eval_params, full_params, with_setup, with_params, with_trainable),
+        *(bind, frozen, rng, evaluate, predict, batches, seek, save, load, load_part),
+        *(export, import_model, import_onto, stored, restored, memory),
+        *(memory_estimate, explain, create, create_in_parts, run, stopping),
+        *(find_batch_size, placed, jsonl, simulated, observe, empty_weights),
+    )
+}
+NOT_OF = {
+    "in backward": {"gradients", "more_gradients", "apply"},
+}
+"""Calls that a setup refuses."""
+NEEDS = {"observe": {"in halves"}}
+
+
+def is_possible(call: str, setup: str) -> bool:
+    return call not in NOT_OF.get(setup, ()) and setup in NEEDS.get(call, SETUPS)
+
+
+@attrs.frozen
+class Case:
+    """A call in a setup, and how it is broken off.
+
+    Attributes:
+        which: of the calls that one place makes, as a part of them.
+    """
+
+    call: str
+    setup: str
+    optimizer: str
+    updates: int
+    kind: str
+    which: float
+
+    def state(self) -> af.TrainState:
+        """Return a state whose engine is there."""
+        state = created(self.setup, self.optimizer)
+        for batch, _ in zip(af.batches(state), range(self.updates), strict=False):
+            state, _ = STEP(state, batch)
+        return state
+
+    def problems(self, folder: Path) -> list[str]:
+        """Return what is wrong after the call was broken off, at each of its places."""
+        act, made = CALLS[self.call], iter(range(10**6))
+
+        def scene(state: af.TrainState) -> Scene:
+            own = folder / str(next(made))
+            own.mkdir()
+            return Scene(state.copy(), own)
+
+        keep = scene(self.state())
+        keep.folder.rename(folder / "kept")
+        keep.folder = folder / "kept"
+        for prepare in (save, export, stored):
+            prepare(keep)
+        twin, first = self.state(), self.state()
+        expected = told(act(scene(twin)))
+        went_on = follow(twin)
+        told(act(scene(first)))
+        counted_in = scene(first)
+        with Breaking() as counted:
+            act(counted_in)
+        found: list[str] = []
+        for (file, line, name), count in counted.counts.items():
+            where = f"{file.rpartition('accelfn/')[2]}:{line} {name}"
+            number = int(self.which * count)
+            at = Breaking((file, line, name), number, KINDS[self.kind])
+            told_of = self._broken(at, scene(first), went_on)
+            again = told(act(scene(first)))
+            if again != expected:
+                told_of.append("another call gives something else")
+            found += [f"{where}: {each}" for each in told_of]
+        return found
+
+    def _broken(self, breaking: Breaking, scene: Scene, went_on: Any) -> list[str]:
+        found: list[str] = []
+        state = scene.state
+        held = [getattr(state, each) for each in ("params", "buffers", "opt_state", "slots")]
+        before, raw = values(state), bits([dict(each) for each in held])
+        there, was = threads(), around()
+        error: BaseException | None = None
+        try:
+            with breaking:
+                CALLS[self.call](scene)
+        except BaseException as caught:  # noqa: BLE001 - it is judged
+            error = caught
+        if breaking.raised is None:
+            found.append("was not reached")
+        elif error is None:
+            found.append("nobody heard of it")
+        elif breaking.raised not in causes(error):
+            found.append(f"the error is another: {error!r}")
+        error = breaking.raised = None
+        found += [f"left behind: {each}" for each in left_behind(was, there)]
+        torch.set_grad_enabled(mode=True)
+        if state.lease.is_over:
+            if bits([dict(each) for each in held]) == raw:
+                found.append("the state is over, and nothing was changed")
+            return found
+        if values(state) != before:
+            return [*found, "the state is another"]
+        if follow(state) != went_on:
+            found.append("the state goes on otherwise")
+        return found
