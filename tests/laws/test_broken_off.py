@@ -6,7 +6,7 @@ import io
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,11 +48,19 @@ class Net(nn.Module):
         return self.head(self.drop(self.norm(self.first(x)).relu()))
 
 
-def loss_fn(net: nn.Module, batch: torch.Tensor) -> af.Loss:
+def mean_loss(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (net(batch)[:, 0] - batch[:, 1]).square().mean()
+
+
+def weighted_loss(net: nn.Module, batch: torch.Tensor) -> af.Loss:
     """Return a total whose weight is a tensor, as that of tokens."""
     weights = batch[:, 0].abs()
     errors = (net(batch)[:, 0] - batch[:, 1]).square()
     return af.Loss((errors * weights).sum(), weights.sum())
+
+
+STEPS = {each: af.make_step(each) for each in (mean_loss, weighted_loss)}
+COMPUTES = {each: af.value_and_grad(each) for each in STEPS}
 
 
 def measure(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -110,14 +118,25 @@ OPTIMIZERS = {
 
 @attrs.define
 class Scene:
-    """What one call is given: a state of its own, and a folder."""
+    """What one call is given: a state and a model of its own, and an empty folder."""
 
     state: af.TrainState
+    loss: Any
     folder: Path
+    net: nn.Module = attrs.field(factory=lambda: a_net())
 
     @property
     def batch(self) -> Any:
         return next(iter(af.batches(self.state)))
+
+    def gradients(self, **options: Any) -> af.Grads:
+        return COMPUTES[self.loss](self.state, self.batch, **options)[1]
+
+
+def a_net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net()
 
 
 def created(setup: str, optimizer: str, world: af.World | None = None) -> af.TrainState:
@@ -130,17 +149,12 @@ def created(setup: str, optimizer: str, world: af.World | None = None) -> af.Tra
     )
 
 
-STEP, COMPUTE = af.make_step(loss_fn), af.value_and_grad(loss_fn)
-
-
-def follow(state: af.TrainState, updates: int = 2) -> list[Any]:
-    """Return all of a state after some updates more."""
+def follow(state: af.TrainState, loss: Any) -> list[Any]:
+    """Return all of a state after each of two updates more."""
     found = []
-    for batch in af.batches(state):
-        state, metrics = STEP(state, batch)
+    for batch, _ in zip(af.batches(state), range(2), strict=False):
+        state, metrics = STEPS[loss](state, batch)
         found.append((values(state), repr(metrics)))
-        if len(found) == updates:
-            break
     return found
 
 
@@ -165,25 +179,28 @@ def told(value: Any) -> Any:
 
 
 def step(scene: Scene) -> Any:
-    return STEP(scene.state, scene.batch)[0]
+    return STEPS[scene.loss](scene.state, scene.batch)[0]
 
 
 def step_on_a_copy(scene: Scene) -> Any:
-    return STEP(scene.state, scene.batch, donate=False)[0]
+    return STEPS[scene.loss](scene.state, scene.batch, donate=False)[0]
 
 
 def gradients(scene: Scene) -> Any:
-    return COMPUTE(scene.state, scene.batch)[1]
+    return scene.gradients()
 
 
 def more_gradients(scene: Scene) -> Any:
-    _, grads = COMPUTE(scene.state, scene.batch)
-    return COMPUTE(scene.state, scene.batch, into=grads)[1]
+    return scene.gradients(into=scene.gradients())
+
+
+def older_gradients(scene: Scene) -> Any:
+    first, second = scene.gradients(), scene.gradients()
+    return scene.gradients(into=first), second
 
 
 def apply(scene: Scene) -> Any:
-    _, grads = COMPUTE(scene.state, scene.batch)
-    return af.apply_grads(scene.state, grads)
+    return af.apply_grads(scene.state, scene.gradients())
 
 
 def finalize(scene: Scene) -> Any:
@@ -284,13 +301,7 @@ def import_model(scene: Scene) -> Any:
 
 
 def import_onto(scene: Scene) -> Any:
-    return af.import_model(a_net(), kept(scene) / "exported")
-
-
-def a_net() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Net()
+    return af.import_model(scene.net, kept(scene) / "exported")
 
 
 def stored(scene: Scene) -> Any:
@@ -341,7 +352,7 @@ def run(scene: Scene) -> Any:
 
     state = af.run(
         scene.state,
-        STEP,
+        STEPS[scene.loss],
         until=scene.state.step + 3,
         actions={2: act},
         track=track,
@@ -365,7 +376,7 @@ def find_batch_size(scene: Scene) -> Any:
 
 
 def placed(scene: Scene) -> Any:
-    net = a_net().eval()
+    net = scene.net.eval()
     plan = af.place(net, {"cpu": "1GiB", "disk": str(scene.folder)})
     plan = plan.moved("first", "disk").moved("head", "disk")
     with torch.no_grad(), af.placed(net, plan) as model:
@@ -404,7 +415,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 CALLS: dict[str, Callable[[Scene], Any]] = {
     each.__name__: each
     for each in (
-        *(step, step_on_a_copy, gradients, more_gradients, apply, finalize, build),
+        *(step, step_on_a_copy, gradients, more_gradients, older_gradients, apply),
+        *(finalize, build),
         *(copy, eval_params, full_params, with_setup, with_params, with_trainable),
         *(bind, frozen, rng, evaluate, predict, batches, seek, save, load, load_part),
         *(export, import_model, import_onto, stored, restored, memory),
@@ -412,9 +424,13 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         *(find_batch_size, placed, jsonl, simulated, observe, empty_weights),
     )
 }
+WRITES = {"save", "export", "stored"}
+"""Calls of which a folder has nothing, or all."""
 DEAR = {"memory_estimate", "find_batch_size", "run", "stored", "placed"}
 """Calls that take a hundredth of a second or more."""
-NOT_OF = {"in backward": {"gradients", "more_gradients", "apply"}}
+NOT_OF = {
+    "in backward": {"gradients", "more_gradients", "older_gradients", "apply"}
+}
 """What a setup refuses."""
 NEEDS = {"observe": "in halves"}
 
@@ -438,8 +454,10 @@ class Case:
     call: str
     setup: str
     optimizer: str
+    loss: Any
     updates: int
     kind: str
+    under: Any
     places: int
     first: float
     which: float
@@ -448,21 +466,26 @@ class Case:
         """Return a state whose engine is there."""
         state = created(self.setup, self.optimizer)
         for batch, _ in zip(af.batches(state), range(self.updates), strict=False):
-            state, _ = STEP(state, batch)
+            state, _ = STEPS[self.loss](state, batch)
         return state
 
     def problems(self, folder: Path) -> list[str]:
         """Return what is wrong after the call was broken off, at each of its places."""
-        act, made = CALLS[self.call], itertools.count()
+        made = itertools.count()
+
+        def act(scene: Scene) -> Any:
+            with self.under():
+                return CALLS[self.call](scene)
 
         def scene(state: af.TrainState) -> Scene:
             own = folder / str(next(made))
             own.mkdir()
-            return Scene(state.copy(), own)
+            return Scene(state.copy(), self.loss, own)
 
         twin, first = self.state(), self.state()
-        expected = told(act(scene(twin)))
-        went_on = follow(twin)
+        at_once = scene(twin)
+        expected, whole = told(act(at_once)), tree(at_once.folder)
+        went_on = follow(twin, self.loss)
         told(act(scene(first)))  # what is made once is there
         counted_in = scene(first)
         with Breaking() as counted:
@@ -471,7 +494,10 @@ class Case:
         for place in self._chosen([*counted.counts]):
             number = int(self.which * counted.counts[place])
             breaking = Breaking(place, number, KINDS[self.kind])
-            problems = self._broken(breaking, scene(first), went_on)
+            hit = scene(first)
+            problems = self._broken(breaking, hit, went_on)
+            if self.call in WRITES and tree(hit.folder) not in ({}, whole):
+                problems.append(f"files are left: {[*tree(hit.folder)]}")
             if told(act(scene(first))) != expected:
                 problems.append("another call gives something else")
             file, line, name = place
@@ -489,10 +515,10 @@ class Case:
     def _broken(self, breaking: Breaking, scene: Scene, went_on: Any) -> list[str]:
         """Return what is wrong after a call, but for what was not called at all."""
         state, error, found = scene.state, None, list[str]()
-        before, held = values(state), Held(state)
+        before, held, net = values(state), Held(state), looks(scene.net)
         there, was = threads(), around()
         try:
-            with breaking:
+            with self.under(), breaking:
                 CALLS[self.call](scene)
         except BaseException as caught:  # noqa: BLE001 - it is judged
             error = caught
@@ -501,14 +527,26 @@ class Case:
         error = breaking.raised = None  # with the frames that they hold
         found += [f"left behind: {each}" for each in left_behind(was, there)]
         torch.set_grad_enabled(mode=True)  # or all that follows is wrong
+        if self.call != "import_onto" and looks(scene.net) != net:
+            found.append("the model is another")
         if not state.lease.is_over:
             if values(state) != before:
                 found.append("the state is another")
-            elif follow(state) != went_on:
+            elif follow(state, self.loss) != went_on:
                 found.append("the state goes on otherwise")
-        elif not held.has_changed():
+        elif self.call != "finalize" and not held.has_changed():
             found.append("the state is over, and nothing was changed")
         return found
+
+
+def looks(net: nn.Module) -> Any:
+    """Return what a model is: its values, where they are, and its hooks."""
+    hooks = [
+        [repr(each._forward_pre_hooks), repr(each._forward_hooks), sorted(vars(each))]
+        for each in net.modules()
+    ]
+    where = [(id(each), each.device) for each in net.parameters()]
+    return bits(net.state_dict()), where, hooks
 
 
 class Held:
@@ -543,8 +581,10 @@ PARTS = st.floats(0, 1, exclude_max=True)
 @given(
     pick=st.data(),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    loss=st.sampled_from([*STEPS]),
     updates=st.integers(0, 2),
     kind=st.sampled_from(sorted(KINDS)),
+    under=st.sampled_from([nullcontext, torch.no_grad, torch.inference_mode]),
     first=PARTS,
     which=PARTS,
 )
