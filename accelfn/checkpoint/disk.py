@@ -189,12 +189,13 @@ def open_plain(path: Path) -> BinaryIO:
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return os.fdopen(handle, "rb", buffering=0)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.fdopen(handle, "rb", buffering=0)
     except BaseException:
         os.close(handle)
         raise
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def _raise_named(error: OSError, path: Path) -> NoReturn:

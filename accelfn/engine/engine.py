@@ -146,7 +146,9 @@ class Engine:
         profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
             key = self._key(state)
-            if samples.known == 0:  # an empty share's stand-in is not counted in buffers
+            if (
+                samples.known == 0
+            ):  # an empty share's stand-in is not counted in buffers
                 kept = tree.clone(dict(kept))
             for share in self._shares:
                 share.counts = samples.known != 0
