@@ -16,7 +16,7 @@ _NUMBERS = {
     4: (  # of each of some 30 calls, which is broken off at 8 places in each
         "laws.test_broken_off::test_what_is_broken_off_leaves_nothing_half_done",
     ),
-    10: (  # of each of 8 calls, at 20 places
+    5: (  # of each of 8 calls, at 60 places
         "laws.test_broken_off::test_an_update_that_is_broken_off_was_not_begun_or_says_so",
     ),
     12: (  # 2 to 8 ranks that split layers, a second each
@@ -40,6 +40,7 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
     ),
     20: (
+        "laws.test_broken_off::test_what_is_broken_off_on_a_rank_is_told_to_the_other",
         "laws.test_import_parts::test_a_rank_reads_what_it_has",
         "laws.test_import_state::test_what_ranks_saved_in_parts_goes_on",
         "laws.test_faults::test_an_update_alone_is_a_place",

@@ -21,7 +21,7 @@ MUTANTS = [
         _UPDATE,
         stages._stepped,
         "except BaseException: → except Exception:",
-        args={"call": "step"},
+        args={"call": "apply"},
     ),
     Mutant(
         "L54: an update that had not begun is judged by what the last one changed",
