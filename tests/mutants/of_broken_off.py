@@ -144,9 +144,9 @@ MUTANTS = [
         args={"call": "jsonl"},
     ),
     Mutant(
-        "L54: a rank whose update did not begin has lost its state",
+        "L54: each rank says of a save that it was itself that could not make it",
         test_broken_off.test_what_is_broken_off_on_a_rank_is_told_to_the_other,
-        stages._undo,
-        "if engine.is_undone(): → if not engine.is_undone():",
+        commit.Save.agreed,
+        "rank {rank} could not → rank {self.rank} could not",
     ),
 ]
