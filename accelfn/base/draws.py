@@ -77,13 +77,17 @@ class seeded(AbstractContextManager[None]):
         held = self._held = _turn.take()
         try:
             self._saved = _default.get_state()
-            _default.manual_seed(self._seed)
             if self._others:
                 self._saved_others = [each.get_state() for each in self._others]
-                for each in self._others:
-                    each.manual_seed(self._seed)
         except BaseException:  # a device that failed, or Ctrl-C
             held.give_back()
+            raise
+        try:
+            _default.manual_seed(self._seed)
+            for each in self._others:
+                each.manual_seed(self._seed)
+        except BaseException:
+            self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:

@@ -188,10 +188,14 @@ def open_plain(path: Path) -> BinaryIO:
         OSError: it is not there, or is a link, a directory or a device.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    try:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.fdopen(handle, "rb", buffering=0)
+    except BaseException:
         os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(handle, "rb", buffering=0)
+        raise
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def _raise_named(error: OSError, path: Path) -> NoReturn:

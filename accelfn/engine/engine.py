@@ -141,19 +141,21 @@ class Engine:
         self._take_in(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
-        key = self._key(state)
         kept = {} if into is None else into.buffers
-        if samples.known == 0:  # an empty share's stand-in is not counted in buffers
-            kept = tree.clone(dict(kept))
-        for share in self._shares:
-            share.counts = samples.known != 0
-        self._buffers.begin(kept)
         compression = self._compression if sync else None
-        if compression is not None:
-            slot = state.slots.get(compression.name)
-            compression.begin(slot, state.seed, loss_scale)
         profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
+            key = self._key(state)
+            if (
+                samples.known == 0
+            ):  # an empty share's stand-in is not counted in buffers
+                kept = tree.clone(dict(kept))
+            for share in self._shares:
+                share.counts = samples.known != 0
+            self._buffers.begin(kept)
+            if compression is not None:
+                slot = state.slots.get(compression.name)
+                compression.begin(slot, state.seed, loss_scale)
             with draws.seeded(key, self._device, tried, num_before):
                 with span("accelfn forward") if profiled else NOTHING:
                     read = self._runner.forward(loss_fn, samples, sync=sync)
@@ -224,7 +226,7 @@ class Engine:
             OptimizerError: nobody set a schedule-free optimizer's mode.
         """
         self.bind(state)
-        self._optimizer.check_mode(planned)
+        self._optimizer.expect(planned)
         taken = grads.taken
         is_scaled = taken.loss_scale is not None
         if not taken.is_mean and (
@@ -251,7 +253,7 @@ class Engine:
         """
         assert self.live_update is not None  # noqa: S101 - asked by who composed it
         self.bind(state)
-        self._optimizer.check_mode(planned)
+        self._optimizer.expect(planned)
         self.live_update.plan(planned, hold, begin)
 
     def finish(self, grads: Grads) -> OptState:
@@ -384,10 +386,15 @@ class Engine:
                 " setup, which scales losses otherwise."
             )
             raise GradsError(msg)
-        self._home.put_gradients(into)
-        into.give_away()
-        if into.taken.is_mean:
-            lists.mul_(into.tensors.values(), into.taken.divisor)
+        try:
+            self._home.put_gradients(into)
+            into.give_away()
+            if into.taken.is_mean:
+                lists.mul_(into.tensors.values(), into.taken.divisor)
+        except BaseException:
+            self._move_out()
+            self._home.clear_gradients()
+            raise
 
     def _move_out(self) -> None:
         """Let gradients that nobody applied be their holder's own, if they can be seen."""

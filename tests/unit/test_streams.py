@@ -5,7 +5,10 @@
 test's time, and a collision would show nowhere else.
 """
 
-from accelfn.base import draws
+import pytest
+import torch
+
+from accelfn.base import accelerator, draws
 
 LOW = (1 << 32) - 1
 
@@ -31,3 +34,25 @@ def test_fold_takes_any_number():
     """Negative and large numbers give 64-bit keys."""
     for number in (-1, 0, 2**63, 2**100):
         assert 0 <= draws.fold(draws.key(0), number) < 2**64
+
+
+class Unseedable:
+    """A device's generator that is lost."""
+
+    def get_state(self):
+        return torch.zeros(0)
+
+    def set_state(self, state):
+        pass
+
+    def manual_seed(self, seed):
+        raise RuntimeError(seed)
+
+
+def test_a_device_that_cannot_be_seeded_leaves_the_cpu_as_it_was(monkeypatch):
+    """The generator that was seeded before it is put back."""
+    monkeypatch.setattr(accelerator, "generators", lambda _: (Unseedable(),))
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError), draws.seeded(1, torch.device("cuda")):
+        pass
+    assert torch.equal(before, torch.get_rng_state())

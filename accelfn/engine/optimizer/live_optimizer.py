@@ -75,7 +75,7 @@ class LiveOptimizer:
         self._assigned: Assignments = {}
         self._kernel: FusedAdam | None = None
         self._watch: Watch | None = None
-        self._is_watched = False
+        self._has_begun = self._is_watched = False
         self._num_entries = -1
         self._state: State = {}
         self._found: list[dict[str, Any]] = []
@@ -116,12 +116,13 @@ class LiveOptimizer:
         self._state = given
         self._num_entries = -1  # the entries are copies: name them again after the step
 
-    def check_mode(self, planned: Assignments) -> None:
-        """Raise unless a schedule-free optimizer, if it is one, is to train.
+    def expect(self, planned: Assignments) -> None:
+        """Expect an update, of which nothing has been done.
 
         Raises:
-            OptimizerError: nobody set its mode.
+            OptimizerError: a schedule-free optimizer is to train, and nobody set its mode.
         """
+        self._has_begun = False
         for i in self._modal:
             if not planned.get((i, _MODE)):
                 msg = (
@@ -233,14 +234,16 @@ class LiveOptimizer:
     @property
     def is_untouched(self) -> bool:
         """Whether an update that raised has, for sure, changed nothing of the state."""
+        if not self._has_begun:
+            return True
         return self._is_watched and self._watch is not None and self._watch.is_untouched
 
     def _begin(self, hyper: Assignments, *, watched: bool) -> None:
         """Begin an update; watched it costs 60 ns a tensor, which a lone kernel would feel."""
-        self._is_watched = watched
         if watched:
             self._watch = self._watch or Watch(self._torch)
             self._watch.begin()
+        self._has_begun, self._is_watched = True, watched
         if hyper or self._assigned:
             self._assign(hyper)
 

@@ -27,8 +27,8 @@ class TakesUpdates(Protocol):
         """Take over a state's entries."""
         ...
 
-    def check_mode(self, planned: Assignments) -> None:
-        """Raise unless a schedule-free optimizer, if it is one, is to train."""
+    def expect(self, planned: Assignments) -> None:
+        """Expect an update, of which nothing has been done; raise where it could not be taken."""
         ...
 
     def divides(self, divisor: Number) -> bool:

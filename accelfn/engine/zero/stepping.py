@@ -31,14 +31,14 @@ class ZeroOptimizer:
         self._live.load(state)
         self._shown = state
 
-    def check_mode(self, planned: Assignments) -> None:
-        """Raise unless all can be stepped as the state says.
+    def expect(self, planned: Assignments) -> None:
+        """Expect an update; raise unless all can be stepped as the state says.
 
         Raises:
             OptimizerError: nobody set a schedule-free optimizer's mode.
             StateError: what was read of its state was written to.
         """
-        self._here.check_mode(planned)
+        self._here.expect(planned)
         if isinstance(self._shown, FlatOptState):
             self._shown.check_read()
 

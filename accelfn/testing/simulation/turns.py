@@ -117,11 +117,11 @@ class Turns:
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError:
+        except BaseException:  # no thread is to be had, or Ctrl-C
             self._has_ended = True
             for gate, thread in zip(self._gates, threads, strict=True):
+                gate.release()
                 if thread.ident is not None:
-                    gate.release()
                     thread.join()
             raise
 
