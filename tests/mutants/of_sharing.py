@@ -210,8 +210,8 @@ MUTANTS = [
         "L22: a setup is put on copies",
         LENT,
         TrainState.with_setup,
-        "state = attrs.evolve(self, slots=slots, definition=definition)"
-        " → state = attrs.evolve(self.copy(), slots=slots, definition=definition)",
+        "attrs.evolve(self, **values.by_field, definition=definition)"
+        " → attrs.evolve(self.copy(), slots=slots, definition=definition)",
         args={"what": "with_setup"},
     ),
     Mutant(
