@@ -2,6 +2,7 @@
 """Gradients as values: what they weigh, what they leave out, and whose state they meet."""
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -16,6 +17,7 @@ from accelfn.definition.transform import transform
 from accelfn.state.update import Update
 from accelfn.testing import simulate
 from tests.laws.test_flow import Scales
+from tests.laws.worlds import single
 from tests.strategies import LOSSES, Run, differences, tensors
 
 WEIGHTS = st.lists(st.sampled_from([0, 0, 0.5, 3]), min_size=1, max_size=3)
@@ -193,6 +195,36 @@ def test_what_is_added_keeps_the_place(kinds: list[bool]) -> None:
         len(kinds),
         4 * len(kinds),
     )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    kind=st.sampled_from(["of batches", "plain", "totals"]),
+)
+def test_what_is_added_is_what_one_pass_gives(sizes: list[int], kind: str) -> None:
+    """Pieces of any sizes, each a whole batch of its own, add up as samples of one do."""
+    sums = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    x = torch.arange(1.0, sums[-1] + 1, dtype=torch.float64)
+
+    def loss(net: nn.Module, batch: torch.Tensor) -> torch.Tensor | af.Loss:
+        each = (net[0] * batch - 1) ** 2
+        return af.Loss(each.sum(), len(each)) if kind == "totals" else each.mean()
+
+    def taken(pieces: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        compute, grads, state = af.value_and_grad(loss), None, number(single())
+        for piece in pieces:
+            data = number(single(), data=af.Data(piece, batch_size=len(piece)))
+            batch = next(iter(af.batches(data)))
+            is_batch = kind == "of batches"
+            _, grads = compute(state, batch if is_batch else piece, into=grads)
+        seen = torch.as_tensor(grads.weight).double()
+        return seen, af.apply_grads(state, grads).params["0"].clone()
+
+    (weight, param), (whole, expected) = map(
+        taken, ([x[a:b] for a, b in pairwise(sums)], [x])
+    )
+    assert float(weight) == float(whole) == sums[-1]
+    assert torch.allclose(param, expected, rtol=1e-12, atol=0)
 
 
 def trained(seed: int, optimizer: str) -> af.TrainState:

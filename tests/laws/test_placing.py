@@ -129,6 +129,8 @@ def test_a_placed_model_computes_the_same(
             with suppress(af.ArgumentError):
                 plan = plan.moved(name, "disk" if is_disk else "cpu")
         assert held(model, plan) == plan.needed("cpu") <= budget
+        for number, param in enumerate(model.parameters()):
+            param.theirs = number  # as libraries note what they know of one
         before = look(model)
         catching = pytest.raises(ZeroDivisionError) if raises else nullcontext()
         with (
@@ -136,6 +138,8 @@ def test_a_placed_model_computes_the_same(
             af.placed(model, plan, weights=state if empty else None) as lent,
             torch.no_grad(),
         ):
+            marks = [param.theirs for param in lent.parameters()]
+            assert marks == [*range(len(marks))]
             for _ in range(2):
                 assert torch.equal(twin(x), lent(x))
                 with breaking(lent, where), pytest.raises(OSError, match="broken"):

@@ -39,6 +39,12 @@ MUTANTS = [
         "setattr(module, name, param) → None",
     ),
     Mutant(
+        "L41: what is noted on a parameter is not there while it is placed",
+        LAW,
+        _given,
+        "vars(new).update(vars(param)) → vars(new).update(dict.fromkeys(vars(param)))",
+    ),
+    Mutant(
         "L41: statistics that belong to the weights are not read with them",
         LAW,
         _fill_buffers,

@@ -296,6 +296,12 @@ SOUGHT = test_batches.test_seeking_gives_the_batches_that_a_run_had_left
 
 OF_TRAINING = [
     Mutant(
+        "L3: to the mean of one whole batch others are added as if it weighed 1",
+        test_gradients.test_what_is_added_is_what_one_pass_gives,
+        engine.Engine._take_in,
+        "if into.taken.is_mean: → if into.taken.is_mean and into.taken.num_micro_batches > 1:",
+    ),
+    Mutant(
         "L22: a buffer that took another shape is written by the next pass, applied or not",
         BUFFERS,
         buffers.Buffers.commit,
