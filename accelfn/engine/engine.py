@@ -133,23 +133,23 @@ class Engine:
         sync: bool,
         cursor: Cursor | None,
         loss_scale: torch.Tensor | None,
+        may_be_kept: bool,
     ) -> tuple[Metrics, Grads]:
-        """Run the loss forward and backward, adding to `into`; the state stays as it was."""
+        """Run the loss forward and backward, adding to `into`; the state stays as it was.
+
+        Gradients that may be kept are their holder's own when others are taken.
+        """
         self.bind(state)
         tried = state.num_tried
         self._begins(tried)
         self._take_in(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
-        kept = {} if into is None else into.buffers
         compression = self._compression if sync else None
         profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
             key = self._key(state)
-            if (
-                samples.known == 0
-            ):  # an empty share's stand-in is not counted in buffers
-                kept = tree.clone(dict(kept))
+            kept = _buffers_of(into, samples)
             for share in self._shares:
                 share.counts = samples.known != 0
             self._buffers.begin(kept)
@@ -203,6 +203,8 @@ class Engine:
             reduced=averaged is not None or self._num_losses == 1,
             taken=taken,
         )
+        if may_be_kept:
+            self.hand_out()
         return Metrics(read.sums), grads
 
     def hand_out(self) -> None:
@@ -212,7 +214,7 @@ class Engine:
         memory of their own then, wherever they are held.
         """
         live = self._live if isinstance(self._live, dict) else {}
-        buckets = {n: g for n, g in live.items() if local(g)._base is not None}
+        buckets = {name: grad for name, grad in live.items() if _is_in_bucket(grad)}
         self._handed_out |= buckets.keys()
         for name, grad in buckets.items():
             part = local(grad).detach()
@@ -424,3 +426,14 @@ def _over_params(definition: Definition, home: Home) -> LiveOptimizer:
     memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
     names = {param: name for name, param in home.params.items()}
     return LiveOptimizer(rebuilt(definition.optimizer, memo), names, home.shows)
+
+
+def _is_in_bucket(grad: torch.Tensor) -> bool:
+    part = grad if type(grad) is torch.Tensor else local(grad)
+    return part._base is not None
+
+
+def _buffers_of(into: Grads | None, samples: Samples) -> Mapping[str, torch.Tensor]:
+    """Return the buffers that a pass goes on from; they do not count an empty share's stand-in."""
+    kept = {} if into is None else into.buffers
+    return tree.clone(dict(kept)) if samples.known == 0 else kept

@@ -227,7 +227,7 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
             engine = engine_of(state)
             if engine.live_update is not None:
                 _check_planned(engine.live_update, state, into, sync=sync)
-            found = engine.value_and_grad(
+            return engine.value_and_grad(
                 state,
                 loss_fn,
                 samples,
@@ -235,10 +235,8 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
                 sync=sync and reduces_by_mean,
                 cursor=cursor,
                 loss_scale=_loss_scale(state) if is_scaled else None,
+                may_be_kept=is_wrapped,  # by what takes others, too
             )
-            if is_wrapped:  # by what may take others, and keep these
-                engine.hand_out()
-            return found
 
     return compute
 

@@ -172,7 +172,9 @@ class autocast:
         dtype = _DTYPES[self.precision]
 
         def autocast_loss(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
-            kind = computes_on(next(model.parameters()))
+            param = next(model.parameters())
+            is_plain = type(param) is torch.nn.Parameter
+            kind = param.device.type if is_plain else computes_on(param)
             # torch keeps cast weights until the outermost region ends, which may be one of
             # the caller's around many updates: these would see the first one's weights
             torch.clear_autocast_cache()

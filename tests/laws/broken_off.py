@@ -210,6 +210,12 @@ def inside(value: Any) -> Any:
     return value
 
 
+def is_told(raised: BaseException, error: BaseException | None) -> bool:
+    """Whether an error comes of another; what trackers say of theirs is a warning in words."""
+    in_words = isinstance(error, af.TrackingWarning) and str(raised) in str(error)
+    return in_words or raised in causes(error)
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, and what it is said to come of."""
     seen: set[int] = set()

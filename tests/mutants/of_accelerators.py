@@ -66,7 +66,7 @@ MUTANTS = [
         "losses of a device run under the autocast of the CPU",
         test_programs.test_what_ranks_share_on_an_accelerator_is_what_they_share_on_the_cpu,
         precision.autocast.loss,
-        'computes_on(next(model.parameters())) → "cpu"',
+        'param.device.type if is_plain else computes_on(param) → "cpu"',
     ),
     Mutant(
         "a save behind the training's back waits for each tensor",

@@ -166,7 +166,7 @@ if isinstance(where, str):
     Mutant(
         "L3: batch statistics of gradients that are added to are not gone on from",
         STEPS,
-        engine.Engine.value_and_grad,
+        engine._buffers_of,
         "{} if into is None else into.buffers → {}",
     ),
     Mutant(

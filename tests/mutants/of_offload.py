@@ -99,7 +99,7 @@ MUTANTS = [
         "autocast goes by where a parameter lies, and not by where it is computed with",
         CASTS,
         precision.autocast.loss,
-        "computes_on(next(model.parameters())) → next(model.parameters()).device.type",
+        "param.device.type if is_plain else computes_on(param) → param.device.type",
         args={"cast": test_offload.CASTS[0], "fused": False},
     ),
     Mutant(

@@ -106,7 +106,7 @@ MUTANTS = [
         "L22: gradients that a transform took are written when it takes others",
         test_sharing.test_a_wrapper_may_keep_what_it_took,
         value_and_grad._innermost,
-        "if is_wrapped: → if False:",
+        "may_be_kept=is_wrapped → may_be_kept=False",
     ),
     Mutant(
         "L22: gradients that were added to others are written by the next pass",

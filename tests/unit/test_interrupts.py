@@ -130,8 +130,8 @@ def test_ctrl_c_at_random_instants_loses_no_state():
         assert told == {"lost": 0, "wrong": 0, "salvaged": 0}
 
 
-OTHERS = "torch/_dynamo", "hypothesis"
-"""Whose callbacks hear of what is let go of, if another test has used them."""
+OTHERS = "torch/_dynamo", "hypothesis", "torch/utils/data"
+"""Whose callbacks hear of what is let go of, or of processes, if another test has used them."""
 
 
 @pytest.mark.parametrize("setup", SETUPS)
