@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Self, TypeAlias, cast
 import attrs
 import torch
 
+from accelfn.base import large_pages
 from accelfn.checkpoint import disk
 from accelfn.checkpoint.digest import WRITTEN, Algorithm
 from accelfn.checkpoint.hashing import Hashing
@@ -75,7 +76,7 @@ class Entry:
 
     def empty(self) -> torch.Tensor:
         """Return a tensor into which it can be read."""
-        return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        return large_pages.empty(self.shape, DTYPES[self.dtype])
 
 
 @attrs.frozen

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import attrs
 import torch
 
-from accelfn.base import shards
+from accelfn.base import large_pages, shards
 from accelfn.errors import CheckpointCorruptError, PlainDataError
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def assembled(
     Raises:
         CheckpointCorruptError: the parts leave some of it open.
     """
-    result = torch.empty(target.size, dtype=dtype)
+    result = large_pages.empty(target.size, dtype)
     open_ = target.count
     for part, values in parts:
         here, there = target.within(part), part.within(target)

@@ -9,7 +9,7 @@ from accelfn.base import words
 from accelfn.base.advice import advise
 from accelfn.base.arguments import is_integer
 from accelfn.base.calling import called
-from accelfn.base.contexts import span
+from accelfn.base.contexts import own_modes, span
 from accelfn.base.words import foreign
 from accelfn.data import Batch, Data
 from accelfn.data.cursor import Cursor
@@ -60,7 +60,8 @@ class Batches:
         self.data.check_start(self.reading.start, seed=self.reading.seed)
         reader = self.data.read(self.reading)
         while True:
-            with span("accelfn data"):
+            # in inference mode it would make what no step can take
+            with own_modes(self.reading.world.device), span("accelfn data"):
                 batch = next(reader, None)
             if batch is None:
                 return
@@ -99,7 +100,8 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
 
     Law:
         The order of samples depends on (seed, epoch) alone: not on ranks, workers or
-        micro-batches. Resumed at any cursor, the remaining batches are the very ones.
+        micro-batches. Resumed at any cursor, the remaining batches are the very ones. They
+        are read with gradients on and inference mode and autocast off, whatever the caller's.
 
     Cost:
         Starting, at any cursor, reads nothing that was seen before.

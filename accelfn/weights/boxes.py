@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 import torch
 
+from accelfn.base import large_pages
 from accelfn.checkpoint import files
 from accelfn.checkpoint.slices import Slice
 
@@ -34,11 +35,11 @@ def read_box(
     starts, length = _runs(box, strides)
     num_bytes = length * dtype.itemsize
     if len(starts) > 1 and num_bytes < _FINE:
-        flat = torch.empty(starts[-1] + length - starts[0], dtype=dtype)
+        flat = large_pages.empty([starts[-1] + length - starts[0]], dtype)
         stream.seek(begin + starts[0] * dtype.itemsize)
         files.read_into(stream, files.bytes_of(flat))
         return flat.as_strided(box.size, strides).contiguous()
-    found = torch.empty(box.size, dtype=dtype)
+    found = large_pages.empty(box.size, dtype)
     values = files.bytes_of(found)
     for number, start in enumerate(starts):
         stream.seek(begin + start * dtype.itemsize)

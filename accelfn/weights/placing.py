@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from accelfn.base import large_pages
 from accelfn.base.advice import advise
 from accelfn.base.contexts import own_modes
 from accelfn.checkpoint import compare, files
@@ -90,7 +91,7 @@ class Placement:
         dtype, device = self._dtype(value, old), self.device(name, old)
         if dtype == value.dtype or device != torch.device("cpu"):
             return None
-        return torch.empty(value.shape, dtype=dtype, device=device)
+        return large_pages.empty(value.shape, dtype)
 
     def _dtype(self, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
         if not value.is_floating_point():

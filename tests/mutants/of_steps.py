@@ -6,6 +6,7 @@ from accelfn.base import contexts, draws
 from accelfn.definition import facts, slots
 from accelfn.definition.transform import _apply, _check_chain, _flatten, _repr, chain
 from accelfn.engine import buffers, engine, home
+from accelfn.loop import batches
 from accelfn.state import grads, hyper, state, update, views
 from accelfn.step import make_step, stages, sync_grads
 from accelfn.structure import skeleton
@@ -176,6 +177,12 @@ averages = [slot[name] for name in moving]
         test_purity.test_the_process_is_as_before,
         contexts.own_modes,
         "stack.enter_context(torch.enable_grad()) → pass",
+    ),
+    Mutant(
+        "L22: batches that are read in the caller's inference mode are made in it",
+        test_purity.test_the_process_is_as_before,
+        batches.Batches.__iter__,
+        "with own_modes(self.reading.world.device), span → with span",
     ),
     Mutant(
         "L22: a copy's slots are the very tensors of the state it was made from",

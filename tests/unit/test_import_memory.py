@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 from torch import nn
@@ -52,3 +53,34 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert made <= (LAYERS + 1) * TENSOR + SLACK
     filled = risen(lambda: af.import_model(model, path))
     assert filled <= SLACK
+
+
+def lies_in_large_pages(tensor: torch.Tensor) -> bool:
+    """Whether the system was asked for large pages in the middle of a tensor's memory."""
+    middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            inside = begin <= middle < end
+        elif inside and first == "VmFlags:":
+            return "hg" in rest
+    pytest.fail("the tensor lies nowhere")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no large pages that a program can ask for",
+)
+def test_what_is_read_lies_in_large_pages(tmp_path: Path) -> None:
+    """Large tensors of a model, as they are and converted, and of a state that is loaded."""
+    model, path = network(), tmp_path / "model.safetensors"
+    safetensors.torch.save_file(model.state_dict(), path)
+    read = af.import_model(network, path)
+    assert all(map(lies_in_large_pages, read.parameters()))
+    converted = af.import_model(network, path, dtype=torch.bfloat16)
+    assert all(map(lies_in_large_pages, converted.parameters()))
+    state = af.TrainState.create(model=network, optimizer=torch.optim.SGD)
+    af.save(state, tmp_path / "state")
+    loaded = af.load(state, tmp_path / "state")
+    assert all(map(lies_in_large_pages, loaded.params.values()))
