@@ -264,13 +264,14 @@ def test_many_differences_are_counted():
     scale=st.floats(0.0, 4.0),
     rtol=st.sampled_from([0.0, 0.25]),
     atol=st.sampled_from([0.0, 0.5]),
+    beyond=st.sampled_from([[], [], [math.inf], [-math.inf]]),
 )
-def test_a_tolerance_is_of_the_largest_element(values, scale, rtol, atol):
-    """An element may be off by `atol + rtol * largest`, and by no more."""
-    one = torch.tensor(values, dtype=torch.float64)
+def test_a_tolerance_is_of_the_largest_element(values, scale, rtol, atol, beyond):
+    """An element may be off by `atol + rtol * largest` finite one, and by no more."""
+    one = torch.tensor([*values, *beyond], dtype=torch.float64)
     two = one.clone()
     two[0] += scale
-    largest = max(float(one.abs().max()), float(two.abs().max()))
+    largest = max(float(t[: len(values)].abs().max()) for t in (one, two))
     off, allowed = float(abs(one[0] - two[0])), atol + rtol * largest
     if off <= allowed and (off or not torch.equal(one, two) or allowed):
         assert_states_equal(state_of(x=one), state_of(x=two), rtol=rtol, atol=atol)

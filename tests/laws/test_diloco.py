@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
 from accelfn.collectives.few_bits import num_bytes
@@ -334,3 +335,37 @@ def test_its_bytes_are_these(
         landed = sum(e.num_bytes for e in half)
         assert landed % each == 0
         assert exchanges - chosen["fragments"] <= landed // each <= exchanges
+
+
+@given(
+    ranks=st.sampled_from([2, 3]),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    room=st.integers(1, 12),
+    bits=st.sampled_from([16, 8, 4]),
+)
+def test_in_few_bits_a_bucket_has_what_fits(
+    ranks: int, lengths: list[int], room: int, bits: int
+) -> None:
+    """L10: at once cross as many parameters, in order, as have room in a bucket, or one."""
+
+    def train(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: nn.ParameterList(map(torch.zeros, lengths)),
+            optimizer=PLAIN,
+            setup=af.diloco(
+                sync_every=1, bits=bits, bucket_cap_mb=room * 4 / 2**20, fragments=1
+            ),
+            world=world,
+        )
+        af.make_step(lambda model, _: sum(map(torch.sum, model)))(state, None)
+
+    buckets = list[int]()
+    for length in lengths:
+        if buckets and buckets[-1] + length <= room:
+            buckets[-1] += length
+        else:
+            buckets.append(length)
+    log = simulate(ranks, train).log
+    found = [e.num_bytes for e in log if e.kind == "all_to_all_single"]
+    parts = [num_bytes(part_size(bucket, ranks), bits) for bucket in buckets]
+    assert found == [ranks * (part + 8) for part in parts]

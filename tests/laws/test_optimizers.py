@@ -164,6 +164,33 @@ def test_parts_are_saved_and_copied(
             assert differences(one, two) == []
 
 
+some = names.filter(lambda found: 0 < len(found) < 4)
+
+
+@given(one=some, other=some, make=st.sampled_from(["momentum", "adamw"]))
+def test_parts_take_no_other_parts_state(
+    one: frozenset[str], other: frozenset[str], make: str
+) -> None:
+    """A checkpoint of a partition is refused by one whose parts have other parameters, be they
+    as many and of one kind.
+    """
+    run = Run(optimizer=make)
+
+    def parts(mine: frozenset[str]) -> af.partition:
+        is_mine = lambda name, _: name in mine  # noqa: E731
+        return af.partition((is_mine, PARTS[make]), (..., PARTS[make]))
+
+    state, fresh = (made(run, parts(mine), None, single()) for mine in (one, other))
+    state, _ = run.train(state, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        af.save(state, f"{folder}/saved")
+        if one == other:
+            af.load(fresh, f"{folder}/saved")
+            return
+        with pytest.raises(af.CheckpointError, match=r"partition\(.* parameters"):
+            af.load(fresh, f"{folder}/saved")
+
+
 masks = st.lists(names.filter(bool), min_size=1, max_size=4)
 
 

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in options that were drawn from too few values: sizes that were never crossed."""
 
+from accelfn.definition import slots
+from accelfn.outer import fragments
+from accelfn.structure import prototype
+from accelfn.testing.comparing import differences
 from accelfn.transforms import diloco, local_sgd
 from accelfn.weights import shards
-from tests.laws import test_diloco, test_export, test_local_sgd
+from tests.kit import test_states
+from tests.laws import test_diloco, test_export, test_local_sgd, test_optimizers
 from tests.mutants.mutant import Mutant
+from tests.unit import test_state
 
 FILES = test_export.test_files_hold_what_they_may
 
@@ -20,6 +26,36 @@ MUTANTS = [
         test_diloco.test_its_bytes_are_these,
         diloco.diloco._averaged,
         "bucket_cap_mb=self.bucket_cap_mb → bucket_cap_mb=None",
+    ),
+    Mutant(
+        "L10: a bucket of diloco is full when its last parameter alone would be",
+        test_diloco.test_in_few_bits_a_bucket_has_what_fits,
+        fragments.together,
+        "size, axes = size + more, cut → size, axes = more, cut",
+    ),
+    Mutant(
+        "L11: neighbours within a part that met keep what they weighed before it",
+        test_local_sgd.test_neighbours_meet_more_often,
+        local_sgd.local_sgd._near,
+        "if period <= last → if period == last",
+    ),
+    Mutant(
+        "L22: a copied state's objects have their lists in common with the first one's",
+        test_state.test_a_copy_keeps_what_is_one_tensor,
+        slots.own_objects,
+        "copy.deepcopy(leaf) → copy.copy(leaf)",
+    ),
+    Mutant(
+        "L26: a partition takes the state of one whose parts have as many parameters",
+        test_optimizers.test_parts_take_no_other_parts_state,
+        prototype._share,
+        "sorted(owned) → sorted(names.values())",
+    ),
+    Mutant(
+        "whatever differs is near where an element is infinite",
+        test_states.test_a_tolerance_is_of_the_largest_element,
+        differences.largest,
+        "each[each.isfinite()].abs() → each.abs()",
     ),
     Mutant(
         "L41: a file of an export is never filled to the last byte",

@@ -374,6 +374,9 @@ def test_fields_cannot_be_set():
 class Box:
     """An object of the user's, in a slot."""
 
+    def __init__(self):
+        self.seen = [[0]]
+
     def state_dict(self):
         return {}
 
@@ -389,4 +392,7 @@ def test_a_copy_keeps_what_is_one_tensor():
     copied = state.copy()
     assert copied.slots["mine"]["same"] is copied.params[name]
     assert copied.params[name] is not state.params[name]
-    assert copied.slots["mine"]["objects"][0] is not state.slots["mine"]["objects"][0]
+    one, two = (each.slots["mine"]["objects"][0] for each in (state, copied))
+    assert one is not two
+    two.seen[0].append(1)
+    assert one.seen == [[0]]
