@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         "L3: gradients wait for the end, and their memory with them",
         ORDER,
-        turns.Turns.come,
+        turns.Turns._out_of_turn,
         "self._waiting.add(number) → pass",
     ),
     Mutant(
@@ -141,8 +141,14 @@ MUTANTS = [
     Mutant(
         "L1: a second gradient of a parameter waits for ever",
         order.test_what_comes_twice_is_not_held_back,
-        turns.Turns.come,
+        turns.Turns._out_of_turn,
         "if number in self._had: → if False:",
+    ),
+    Mutant(
+        "L1: who comes in its turn passes those who wait for it",
+        ORDER,
+        turns.Turns.come,
+        "if in_turn and not self._waiting: → if in_turn:",
     ),
     Mutant(
         "a setting of DeepSpeed's that accelfn says is taken",

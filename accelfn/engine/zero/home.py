@@ -173,12 +173,14 @@ class ZeroHome:
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the parameters of which DeepSpeed has a gradient."""
-        used = set(self._used)
-        return {n: param for n, param in self.trained.items() if n in used}
+        unused = {*self.unused()}
+        return {n: param for n, param in self.trained.items() if n not in unused}
 
     def unused(self) -> list[str]:
         """Return the parameters of which there is no gradient on this rank."""
-        used = set(self._used)
+        used = {*self._used}
+        if len(used) == len(self.trained):  # as in nearly every pass
+            return []
         return [name for name in self.trained if name not in used]
 
     def put_gradients(self, grads: Grads) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Turns`: gradients cross the ranks in one order, in whichever they come."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,16 @@ class Turns:
         self._order = [] if order is None else [*order]
         self._had, self._waiting = set[int](), set[int]()
 
-    def come(self, number: int) -> Iterator[int]:
-        """Yield whose turn it is now that a gradient has come."""
+    def come(self, number: int) -> Iterable[int]:
+        """Return whose turn it is now that a gradient has come."""
+        turn = len(self._had)
+        in_turn = turn < len(self._order) and self._order[turn] == number
+        if in_turn and not self._waiting:  # as in nearly every pass
+            self._had.add(number)
+            return (number,)
+        return self._out_of_turn(number)
+
+    def _out_of_turn(self, number: int) -> Iterator[int]:
         if number in self._had:  # twice in a pass, which DeepSpeed refuses
             yield number
         self._waiting.add(number)
@@ -86,12 +94,15 @@ def take_turns(
     Returns:
         The turns of passes in which they do, and of those in which they do not.
     """
-    groups = enumerate(zero.bit16_groups)
-    group_of: dict[nn.Parameter, int] = {
-        param: i for i, params in groups for param in params if param.requires_grad
-    }
-    params = list(group_of)
-    number_of = {param: number for number, param in enumerate(params)}
+    listed_in: list[tuple[nn.Parameter, int]] = [
+        (param, group)
+        for group, params in enumerate(zero.bit16_groups)
+        for param in params
+        if param.requires_grad
+    ]
+    params = [param for param, _ in listed_in]
+    # by its id, for a tensor's own hash is a call of Python
+    number_of = {id(param): number for number, param in enumerate(params)}
     listed = Turns(len(params), ranks, range(len(params)))
     learnt = Turns(len(params), ranks)
     send = zero.reduce_ready_partitions_and_remove_grads
@@ -99,8 +110,8 @@ def take_turns(
 
     def come(param: nn.Parameter, _group: int) -> None:
         turns = listed if come_listed() else learnt
-        for turn in turns.come(number_of[param]):
-            send(params[turn], group_of[params[turn]])
+        for turn in turns.come(number_of[id(param)]):
+            send(*listed_in[turn])
 
     def end_in_turn() -> None:
         for turn in (listed if come_listed() else learnt).rest():
@@ -109,7 +120,7 @@ def take_turns(
                 param.grad = torch.zeros_like(param)
                 if zero.use_grad_accum_attribute:
                     zero._fill_param_grad_accum_attribute(param)
-            send(param, group_of[param])
+            send(*listed_in[turn])
         when_all_came()
         end()
 
