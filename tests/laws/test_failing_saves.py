@@ -190,6 +190,31 @@ def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
         assert is_of(root / "step-00000003", 3)
 
 
+@given(size=st.integers(1, 3), number=st.sampled_from([errno.ENOSPC, errno.EIO]))
+def test_a_store_whose_last_save_failed_lets_go(size: int, number: int) -> None:
+    """B6: to close it tells of the save, and another store may write to the directory."""
+
+    write = files.write
+
+    def full(path: Path, *args: Any) -> Any:
+        if "step-00000001" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return write(path, *args)
+
+    def train(world: af.World) -> None:
+        saved = af.CheckpointStore(root)
+        saved.save(state_of(1, world))
+        with pytest.raises(af.CheckpointWriteError, match=os.strerror(number)):
+            saved.close()
+        with af.CheckpointStore(root) as other:
+            other.save(state_of(2, world))
+
+    base()
+    with lent() as root, mock.patch.object(files, "write", full):
+        simulate(size, train)
+        assert is_of(root / "step-00000002", 2)
+
+
 def test_two_failed_saves_are_both_told() -> None:
     """B6: so that neither is lost in the other."""
 

@@ -7,6 +7,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "L34: a store whose last save failed keeps its directory when it is closed",
+        test_failing_saves.test_a_store_whose_last_save_failed_lets_go,
+        store.CheckpointStore.close,
+        """\
+    try:
+        self.wait()
+    finally:
+        self._release()
+→
+    self.wait()
+    self._release()
+""",
+    ),
+    Mutant(
         "L54: an error that ends a writer is said to be rank 0's",
         test_failing_saves.test_a_save_names_whose_error_it_was,
         background.Writing._alone,

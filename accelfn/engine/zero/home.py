@@ -13,7 +13,7 @@ from accelfn.engine.home import built
 from accelfn.engine.shard_home import Splitter, lent_in_parts
 from accelfn.engine.zero.flats import FlatOptState, FlatParams, flat_key, flattened
 from accelfn.engine.zero.places import evenly, moved
-from accelfn.engine.zero.zero import Zero, noting
+from accelfn.engine.zero.zero import Zero
 from accelfn.errors import GradsError
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
@@ -81,7 +81,7 @@ class ZeroHome:
         # what the optimizer has of them, which it goes on with when they are thawed
         self._at_rest: OptState = {}
         self._bound: FlatParams | None = None
-        self._used: list[str] = []
+        self._used: list[torch.Tensor] = []
         self._held: HeldGradients | None = None
 
     def wrap(self, root: nn.Module) -> Zero:
@@ -92,7 +92,9 @@ class ZeroHome:
         self.zero = Zero(root, rebuilt(prototype, memo), self._config, self._ranks)
         self.zero.align(self.names)
         self.where = self.zero.where(self.names, self._layout)
-        noting(self.trained, self._used)
+        for param in self.trained.values():
+            # the list's own method, for a function would be a call of Python's for each
+            param.register_post_accumulate_grad_hook(self._used.append)
         weakref.finalize(self, self.zero.free)
         return self.zero
 
@@ -178,10 +180,10 @@ class ZeroHome:
 
     def unused(self) -> list[str]:
         """Return the parameters of which there is no gradient on this rank."""
-        used = {*self._used}
+        used = {*map(id, self._used)}
         if len(used) == len(self.trained):  # as in nearly every pass
             return []
-        return [name for name in self.trained if name not in used]
+        return [name for name, param in self.trained.items() if id(param) not in used]
 
     def put_gradients(self, grads: Grads) -> None:
         """Leave the gradients that DeepSpeed holds where they are.

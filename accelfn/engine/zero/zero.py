@@ -281,16 +281,3 @@ class Zero:
                 found[key] = None
         zero._epilogue_ran_this_backward = False
         zero.micro_step_id = 0 if self.stage == 3 else -1
-
-
-def noting(params: Mapping[str, nn.Parameter], seen: list[str]) -> None:
-    """Have the names of parameters noted, in the order in which their gradients come."""
-
-    def hook_of(name: str) -> Callable[[torch.Tensor], None]:
-        def note(_: torch.Tensor) -> None:
-            seen.append(name)
-
-        return note
-
-    for name, param in params.items():
-        param.register_post_accumulate_grad_hook(hook_of(name))
