@@ -112,18 +112,24 @@ class Equal(nn.Module):
     "loss",
     [
         lambda m, x: (m.a * x).sum() + (m.b * x).sum() + m.c.exp(),
+        lambda m, x: m.a @ x if x.ndim == 1 else (m.a * x).sum(),
+        lambda m, x: m.a @ m.b if x.ndim == 1 else (m.a * x).sum(),
         lambda m, _: m.c.exp(),
     ],
-    ids=["inputs", "loss"],
+    ids=["each other", "inputs", "parameters", "loss"],
 )
 def test_a_gradient_lies_in_memory_of_its_own(loss):
-    """Scaling gradients in place changes neither each other, nor the batch, nor the loss."""
+    """Scaling gradients in place changes neither each other, nor the batch, nor the loss, also
+    after a graph for another shape, in which they lie otherwise.
+    """
     clip, x = af.clip_grad_norm(0.1), torch.arange(6.0)
     plain, step = begun(clip, model=Equal), af.make_step(loss)
     compiled = begun(af.compile(), clip, model=Equal)
-    for _ in range(2):
-        plain, expected = step(plain, x)
-        compiled, told = step(compiled, x)
+    for batch in (x, x, torch.ones(2, 6), x):
+        plain, expected = step(plain, batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", af.RecompilationWarning)
+            compiled, told = step(compiled, batch)
         assert torch.allclose(expected["loss"], told["loss"])
     assert torch.equal(x, torch.arange(6.0))
     assert close(plain, compiled)

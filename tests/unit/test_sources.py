@@ -60,6 +60,13 @@ def mapped(folder):
     return np.memmap(folder / "x", dtype=np.float32, mode="r", shape=(10, 2))
 
 
+class Halved(TensorDataset):
+    """Changes rows, as an augmentation does."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] / 2
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("wrap", [lambda array: array, lambda a: {"x": {"y": a}}])
 def test_memory_mapped_array(wrap, workers, tmp_path):
@@ -128,6 +135,7 @@ KINDS = {
         lambda i: X[i],
     ),
     "Subset with items of its own": (Doubled(X, range(10)), lambda i: 2 * X[i]),
+    "tensors with items of their own": (Halved(X), lambda i: X[i] / 2),
     "many at once": (Many(), lambda i: X[i]),
     "items of its own, of one that has many at once": (OneByOne(), lambda i: 2 * X[i]),
     "Subset of such a one": (
