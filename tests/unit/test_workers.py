@@ -22,7 +22,13 @@ from tests.waiting import is_gone, wait_until
 
 torch.set_num_threads(1)
 # torch looks for the cause of a death by opening a file, where SIGCHLD's handler may raise
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    # a message that was being pickled when a worker was killed, on Python 3.13
+    pytest.mark.filterwarnings(
+        "ignore:Exception ignored in.*BytesIO:pytest.PytestUnraisableExceptionWarning"
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
