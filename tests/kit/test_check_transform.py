@@ -77,6 +77,16 @@ class DecaysParams:
 
 
 @af.transform
+class DecaysBuffers:
+    """Changes the buffers before the update."""
+
+    def hyper(self, hyper, slot, update):
+        for buffer in update.state.buffers.values():
+            buffer.mul_(2)
+        return hyper, slot
+
+
+@af.transform
 class ScalesTheBatch:
     """Changes its batch: the caller's own tensors."""
 
@@ -594,6 +604,7 @@ def _settings_kept() -> Iterator[None]:
         (SetsDeterminism(), "leaves_settings"),
         (OpenOption(["a"]), "value"),
         (DecaysParams(), "inputs_unchanged"),
+        (DecaysBuffers(), "inputs_unchanged"),
         (ScalesTheBatch(), "inputs_unchanged"),
         (WritesAnotherSlot(), "own_slot"),
         (CountsInAClosure(), "memory_in_state"),

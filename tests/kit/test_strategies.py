@@ -106,6 +106,12 @@ class TestChains:
         if order[0] not in (af.wrap_ddp, af.local_sgd, af.diloco):
             assert order[0] in {type(each) for each in setup}
 
+    def test_what_is_included_takes_no_other_place(self):
+        """`max_size` counts what is drawn beside what is included, and all of it may be drawn."""
+        mine = [Halve(), Whole(), af.ema(0.5)]
+        full = chains(include=mine, max_size=2)
+        find(full, lambda setup: len(setup) == 5)
+
     @given(data=st.data(), field=st.sampled_from(FIELDS))
     def test_of_a_field(self, data, field):
         """All that is drawn has a say in the field that is asked for."""

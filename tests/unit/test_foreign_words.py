@@ -8,9 +8,11 @@ import pickle
 import re
 import tempfile
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType, PartialState
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -55,6 +57,28 @@ RECORDS = {
     "STORE": (af.CheckpointStore(tempfile.mkdtemp()), words.STORE),
     "TRACKER": (af.track.in_memory(world=WORLD), words.TRACKER),
 }
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_where_a_rank_stands_is_said_rightly(rank):
+    """What is written for Accelerate's words has their value, on two machines of two ranks."""
+    theirs = PartialState.__new__(PartialState)  # with no process behind it
+    theirs.__dict__ = {
+        "process_index": rank,
+        "local_process_index": rank % 2,
+        "num_processes": 4,
+        "distributed_type": DistributedType.MULTI_CPU,
+    }
+    world = SimpleNamespace(rank=rank, local_rank=rank % 2, size=4, is_main=rank == 0)
+    for name in (
+        *("is_main_process", "is_local_main_process", "is_last_process"),
+        *("process_index", "local_process_index", "num_processes"),
+    ):
+        with pytest.raises(AttributeError) as caught:
+            getattr(WORLD, name)
+        written = re.search(r"it is (world.*)\.$", str(caught.value))
+        told = eval(written[1], {"world": world})  # noqa: S307 - our own words
+        assert told == getattr(theirs, name)
 
 
 @pytest.mark.parametrize("name", RECORDS)
