@@ -2,6 +2,7 @@
 """Crash bundles: a step that raised is run again as it was."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -100,6 +101,25 @@ def test_a_run_that_does_not_raise_again_says_so(tmp_path: Path) -> None:
     path.write_text(json.dumps(bundle))
     with pytest.raises(SimulationError, match="did not raise again"):
         replay(tmp_path)
+
+
+def test_a_bundle_is_replayed_beside_its_script(tmp_path: Path) -> None:
+    """The command finds modules of the directory in which it is called, as the script did."""
+    with pytest.raises(FloatingPointError):
+        simulate(1, partial(train, folder=tmp_path))
+    path = tmp_path / "rank-00000.json"
+    bundle = json.loads(path.read_text())
+    bundle["make"] = {"module": "mine", "name": "make"}
+    path.write_text(json.dumps(bundle))
+    (tmp_path / "mine.py").write_text(
+        "def make(world):\n    raise OSError('it is mine')\n"
+    )
+    command = [Path(sys.executable).with_name("accelfn"), "replay", str(tmp_path)]
+    bare = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, env=bare, capture_output=True, text=True
+    )
+    assert "OSError: it is mine" in done.stderr
 
 
 def make_calm(world: af.World) -> Any:

@@ -55,11 +55,20 @@ def train(batch_size: int, world: af.World, full: bool, place: str) -> af.TrainS
 def test_the_largest_that_fits_on_all_ranks_is_found(
     fits: list[int], start: int, place: str, schedule: list[int]
 ) -> None:
-    """It is the largest start/2^k, and trains as if it had been known; else all say so."""
+    """It is the largest start/2^k, and trains as if it had been known; else all say so.
+
+    The connections of a try in vain are closed, on the ranks where it fits, too.
+    """
     tried: list[list[int]] = [[] for _ in fits]
 
     def search(world: af.World) -> tuple[int, dict[str, torch.Tensor]]:
+        given: list[af.World] = []
+
         def fn(batch_size: int, inner: af.World) -> af.TrainState:
+            for each in given if inner is not world else ():
+                with pytest.raises(af.WorldError, match="closed"):
+                    af.barrier(each)
+            given.append(inner)
             tried[world.rank].append(batch_size)
             full = batch_size > fits[world.rank]
             return train(batch_size, inner, full, place)

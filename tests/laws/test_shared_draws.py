@@ -2,7 +2,7 @@
 """What transforms draw is the same on all ranks, and kept as what a state can train with."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -71,6 +71,25 @@ FIELDS = FIELDS - {"seen", "tells"} | {"after_skip"}
 Noting = af.transform(_Noting)
 
 
+@af.transform
+class Quiet:
+    """Has every field that draws could be in, and says that it draws nothing."""
+
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+
+    def loss_scale(self, scale, slot, update):
+        return scale, slot
+
+    def hyper(self, hyper, slot, update):
+        return {}, slot
+
+    def after_update(self, state, slot, update):
+        return state, slot
+
+    def finalize(self, state, slot, update):
+        return state, slot
+
+
 @contextmanager
 def in_modes(grad: bool, inference: bool) -> Iterator[None]:
     """Be a caller who has gradients on or off, or inference mode."""
@@ -78,7 +97,13 @@ def in_modes(grad: bool, inference: bool) -> Iterator[None]:
         yield
 
 
-def seen_by(world: af.World, modes: tuple[bool, bool], seed: int, name: str) -> Drawn:
+def seen_by(
+    world: af.World,
+    modes: tuple[bool, bool],
+    seed: int,
+    name: str,
+    beside: Sequence[Any],
+) -> Drawn:
     """Take three updates, the second of which is skipped; return what each field drew.
 
     Every tensor that the state keeps can be trained with, whatever mode the caller is in.
@@ -92,7 +117,10 @@ def seen_by(world: af.World, modes: tuple[bool, bool], seed: int, name: str) -> 
             optimizer=functools.partial(torch.optim.SGD, lr=0.5),
             data=af.Data(torch.ones(24, 2).double(), batch_size=8),
             setup=af.chain(
-                af.shard_data(), af.wrap_ddp() if world.size > 1 else None, noting
+                af.shard_data(),
+                af.wrap_ddp() if world.size > 1 else None,
+                *beside,
+                noting,
             ),
             world=world,
             seed=seed,
@@ -118,26 +146,39 @@ def seen_by(world: af.World, modes: tuple[bool, bool], seed: int, name: str) -> 
     inference=st.booleans(),
     seed=st.integers(0, 3),
     ambient=st.integers(0, 9),
+    beside=st.lists(
+        st.sampled_from(
+            [af.clip_grad_norm(1.0), af.ema(0.5), af.clip_grad_value(1.0), Quiet()]
+        ),
+        max_size=2,
+        unique_by=type,
+    ),
 )
 def test_what_transforms_draw_is_of_the_state(
-    size: int, grad: bool, inference: bool, seed: int, ambient: int
+    size: int,
+    grad: bool,
+    inference: bool,
+    seed: int,
+    ambient: int,
+    beside: list[Any],
 ) -> None:
     """A6: in every field that has a state, draws are alike on all ranks and all their own.
 
-    They are a function of the seed, the state's name and the update; no two fields, seeds or
-    names share one. The caller's generator is as before, and his modes touch no slot.
+    They are a function of the seed, the state's name and the update, whatever stands beside
+    and draws nothing; no two fields, seeds or names share one. The caller's generator is as
+    before, and his modes touch no slot.
     """
     torch.manual_seed(ambient)  # nothing may depend on it
     runs = simulate(
-        size, lambda world: seen_by(world, (grad, inference), seed, "state")
+        size, lambda world: seen_by(world, (grad, inference), seed, "state", beside)
     ).results
     assert set(runs[0]) == FIELDS
     assert all(each == runs[0] for each in runs)
     before = torch.get_rng_state()
-    alone = seen_by(single(), (True, False), seed, "state")
+    alone = seen_by(single(), (True, False), seed, "state", ())
     others = [
-        seen_by(single(), (True, False), seed + 1, "state"),
-        seen_by(single(), (True, False), seed, "other"),
+        seen_by(single(), (True, False), seed + 1, "state", ()),
+        seen_by(single(), (True, False), seed, "other", ()),
     ]
     assert torch.equal(before, torch.get_rng_state())
     assert alone == runs[0]
