@@ -32,8 +32,9 @@ def run(pytester, monkeypatch):
     # one of the same length, written within a second, would be taken for the one before
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def run(body: str, *options: str) -> pytest.RunResult:
-        pytester.makepyfile(HEAD + body)
+    def run(body: str, *options: str, below: str = ".") -> pytest.RunResult:
+        (pytester.path / below).mkdir(exist_ok=True)
+        pytester.makepyfile(**{f"{below}/test_of_a_user": HEAD + body})
         # the order is looked at
         plugins = "-p", "no:cacheprovider", "-p", "no:randomly"
         return pytester.runpytest_inprocess(*plugins, *options)
@@ -246,12 +247,14 @@ def test_sums(collectives_snapshot):
     def test_written_and_compared(self, run, pytester):
         """The option writes the file beside the test; without it, a change is refused."""
         once, twice = (self.BODY.format(times=times) for times in (1, 2))
-        run(once).assert_outcomes(failed=1)
-        assert not (pytester.path / "sums.txt").exists()
-        run(once, "--update-collectives").assert_outcomes(passed=1)
-        assert "all_reduce SUM, 4 bytes" in (pytester.path / "sums.txt").read_text()
-        run(once).assert_outcomes(passed=1)
-        changed = run(twice)
+        file = pytester.path / "below" / "sums.txt"
+        run(once, below="below").assert_outcomes(failed=1)
+        assert not file.exists()
+        run(once, "--update-collectives", below="below").assert_outcomes(passed=1)
+        assert "all_reduce SUM, 4 bytes" in file.read_text()
+        assert [*pytester.path.glob("*.txt")] == []
+        run(once, below="below").assert_outcomes(passed=1)
+        changed = run(twice, below="below")
         changed.assert_outcomes(failed=1)
         changed.stdout.fnmatch_lines(["E*all_reduce SUM, 4 bytes*2 times*"])
 

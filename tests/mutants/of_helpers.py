@@ -14,6 +14,17 @@ MUTANTS = [
         "batch_size //= 2 → batch_size = max(1, batch_size // 4)",
     ),
     Mutant(
+        "L55: the group of a try that fitted here, and not elsewhere, stays open",
+        test_batch_size.test_the_largest_that_fits_on_all_ranks_is_found,
+        batch_size._Try.all_fit,
+        """\
+        self.result.clear()
+        self.give_up()
+→
+        self.result.clear()
+""",
+    ),
+    Mutant(
         "L55: a rank without memory keeps the group that the others wait in",
         test_batch_size.test_the_largest_that_fits_on_all_ranks_is_found,
         batch_size._tried,

@@ -2,6 +2,7 @@
 """Bugs in what a state is between its steps: what transforms draw, who may still use it."""
 
 from accelfn.base import draws, sharing
+from accelfn.definition import transform
 from accelfn.engine import untaken
 from accelfn.engine.optimizer import in_backward
 from accelfn.loop import salvage
@@ -54,6 +55,16 @@ MUTANTS = [
         test_shared_draws.test_what_transforms_draw_is_of_the_state,
         apply_grads.finalize,
         "with own_modes(state.definition.world.device): → if True:",
+    ),
+    Mutant(
+        "L50: what a transform draws beside one that draws nothing is anybody's",
+        test_shared_draws.test_what_transforms_draw_is_of_the_state,
+        transform.chain.__init__,
+        """\
+if not all(told[id(each)].get("draws_nothing") for each in having)
+→
+if having and not any(told[id(each)].get("draws_nothing") for each in having)
+""",
     ),
     Mutant(
         "L50: what transforms draw after an update, and at the end, differs by rank",
