@@ -23,6 +23,7 @@ from accelfn.errors import ModelError, StateError
 from accelfn.structure.given import refuse_given, seal_model
 from accelfn.structure.overlap import refuse_overlap
 from accelfn.structure.placed import refuse_placed
+from accelfn.structure.wrapped import refuse_wrapped
 
 _CPU = torch.device("cpu")
 _TABLES = dict, OrderedDict, set
@@ -169,13 +170,8 @@ def check_module(module: object, source: object) -> None:
             " torch.nn.Module, or a factory that takes no argument and returns one."
         )
         raise ModelError(msg)
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        msg = (
-            "model=DistributedDataParallel: give the plain module that it wraps, and put"
-            " af.wrap_ddp() into the setup, which wraps the loss in one."
-        )
-        raise ModelError(msg)
     refuse_given(module)
+    refuse_wrapped(module)
     refuse_placed(module)
     _check(module)
     refuse_overlap(module)

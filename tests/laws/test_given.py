@@ -55,14 +55,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3)
     ),
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(3, 3)),
-    "parallel": lambda: nn.DataParallel(nn.Linear(3, 3)),
     "evaluated": lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval(),
 }
-UNTRAINED = {
-    **MODELS,
-    "compiled": lambda: torch.compile(nn.Linear(3, 3), backend="eager"),
-}
-"""With what takes long to train."""
 USES: dict[str, Callable[[Any], object]] = {
     "call": lambda each: each(torch.ones(2, 3)),
     "set": lambda each: setattr(each, "new", 1),
@@ -87,7 +81,7 @@ def made(kind: str) -> nn.Module:
     """Return a model as a factory of its kind makes it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return UNTRAINED[kind]()
+        return MODELS[kind]()
 
 
 def trained(state: af.TrainState, updates: int) -> af.TrainState:
@@ -127,7 +121,48 @@ def test_a_model_that_was_given_raises(
         af.TrainState.create(model=nn.Sequential(given), optimizer=make)
 
 
-@pytest.mark.parametrize("kind", UNTRAINED)
+class Replicas(nn.parallel.DistributedDataParallel):
+    """One without a group, which nobody asks it for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+WRAPPERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "DistributedDataParallel": (Replicas, r"\.module, .*af\.wrap_ddp"),
+    "DataParallel": (nn.DataParallel, r"\.module, .*accelfn launch"),
+    "OptimizedModule": (
+        functools.partial(torch.compile, backend="eager"),
+        r"\._orig_mod, .*af\.compile\(regions=",
+    ),
+}
+
+
+@given(
+    kind=st.sampled_from(sorted(WRAPPERS)),
+    around=st.integers(0, 2),
+    instance=st.booleans(),
+)
+def test_what_torch_has_wrapped_is_refused(
+    kind: str, around: int, instance: bool
+) -> None:
+    """A5: a model, or a part of it at any depth, with its way; the model stays the caller's."""
+    wrap, way = WRAPPERS[kind]
+    model: nn.Module = wrap(nn.Linear(3, 3))
+    for _ in range(around):
+        model = nn.Sequential(nn.Linear(3, 3), model)
+    path = r"\.".join(["model", *["1"] * around])
+    where = f"{path} is a {kind}" if around else f"model={kind}"
+    words = f"^{where}: give the plain module that it wraps, its {way}"
+    with pytest.raises(af.ModelError, match=words):
+        af.TrainState.create(
+            model=model if instance else lambda: model, optimizer=torch.optim.SGD
+        )
+    assert len([*model.parameters()]) == 2 * (around + 1)
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_every_part_is_given(kind: str) -> None:
     """A5: what holds tensors of any kind, however deep, is the state's; the rest is everybody's."""
     model = made(kind)
@@ -154,7 +189,7 @@ def test_an_optimizer_that_was_given_raises(use: str, updates: int) -> None:
     assert "Adam given to the state 'state'" in repr(optimizer)
 
 
-@given(kind=st.sampled_from(sorted(UNTRAINED)))
+@given(kind=st.sampled_from(sorted(MODELS)))
 def test_a_refused_model_is_as_it_was(kind: str) -> None:
     """A5: where create raises, model and optimizer are the caller's, bitwise and in their modes."""
     SHARED["gelu"] = nn.GELU()
@@ -172,7 +207,7 @@ def test_a_refused_model_is_as_it_was(kind: str) -> None:
     af.TrainState.create(model=model, optimizer=optimizer)
 
 
-@given(kind=st.sampled_from(sorted(UNTRAINED)), ready=st.booleans())
+@given(kind=st.sampled_from(sorted(MODELS)), ready=st.booleans())
 def test_what_was_given_keeps_nothing_alive(kind: str, ready: bool) -> None:
     """A5: the given objects have let go of their tensors, which are the state's alone."""
     SHARED["gelu"] = nn.GELU()

@@ -8,7 +8,7 @@ from accelfn.engine.optimizer import in_backward
 from accelfn.loop import salvage
 from accelfn.state import lease, shared_draws, state, succession, update, views
 from accelfn.step import apply_grads, holding, stages
-from accelfn.structure import given, overlap, skeleton
+from accelfn.structure import given, overlap, skeleton, wrapped
 from tests.laws import (
     test_ctrl_c,
     test_frozen,
@@ -55,6 +55,12 @@ MUTANTS = [
         test_shared_draws.test_what_transforms_draw_is_of_the_state,
         apply_grads.finalize,
         "with own_modes(state.definition.world.device): → if True:",
+    ),
+    Mutant(
+        "L54: a part of a model that torch has wrapped is trained in its wrapper",
+        test_given.test_what_torch_has_wrapped_is_refused,
+        wrapped.refuse_wrapped,
+        'in module.named_modules() → in [("", module)]',
     ),
     Mutant(
         "L50: what a transform draws beside one that draws nothing is anybody's",

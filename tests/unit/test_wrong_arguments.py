@@ -77,6 +77,9 @@ def test_what_takes_a_state_takes_nothing_else(name):
 class Wrapped(nn.parallel.DistributedDataParallel):
     """One without a group, which nobody asks it for."""
 
+    def __init__(self):
+        nn.Module.__init__(self)
+
 
 CREATE = {
     "a class": (
@@ -104,7 +107,7 @@ CREATE = {
         r"optimizer=list.*af\.partition",
     ),
     "wrapped by hand": (
-        {"model": lambda: Wrapped.__new__(Wrapped)},
+        {"model": Wrapped},
         r"the plain module that it wraps.*af\.wrap_ddp",
     ),
     "a list": ({"setup": [af.ema(0.5)]}, r"af\.chain\(\*transforms\)"),

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that torch wraps around a model, which a setup does around a loss."""
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+from accelfn.errors import ModelError
+
+_COMPILER = "torch._dynamo.eval_frame"
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raise if a model, or a part of it, is one of torch's wrappers.
+
+    It would do its work inside of each replica, part or graph, and the wrapped module's
+    parameters would have its name before theirs, which nobody else's checkpoints have.
+
+    Raises:
+        ModelError: it is.
+    """
+    for name, each in module.named_modules():
+        for kind, inner, way in _wrappers():
+            if isinstance(each, kind):
+                where = f"model={kind.__name__}" if each is module else f"model.{name}"
+                is_one = "" if each is module else f" is a {kind.__name__}"
+                msg = (
+                    f"{where}{is_one}: give the plain module that it wraps, its .{inner}, and"
+                    f" put {way}."
+                )
+                raise ModelError(msg)
+
+
+def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
+    """Yield kinds of wrappers, the attribute that each holds its module in, and our way."""
+    way = "af.wrap_ddp() into the setup, which wraps the loss in one"
+    yield nn.parallel.DistributedDataParallel, "module", way
+    way = "af.shard_data() and af.wrap_ddp() into the setup, with a process for each device"
+    yield nn.DataParallel, "module", f"{way}, as `accelfn launch` starts them"
+    if _COMPILER in sys.modules:  # else nobody has compiled any, and it takes a second
+        way = "af.compile() into the setup, or af.compile(regions=...) for parts of a model"
+        yield sys.modules[_COMPILER].OptimizedModule, "_orig_mod", way
