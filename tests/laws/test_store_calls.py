@@ -2,6 +2,7 @@
 """A store, all its options and calls drawn together, beside a dict of what must be there."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,81 @@ def agrees(store: af.CheckpointStore, model: Model) -> None:
         return
     best = [f"step-{step:08d}" for step in model.best()]
     assert ([store.best.name] if store.best else []) == best
+
+
+@attrs.frozen
+class Sampled:
+    """Data by the facts that a checkpoint knows them by."""
+
+    samples: int
+    batch_size: int
+    remainder: str
+    order: bool
+    fingerprint: str
+
+    def data(self) -> af.Data:
+        return af.Data(
+            torch.zeros(self.samples, 2),
+            batch_size=self.batch_size,
+            remainder=self.remainder,
+            shuffle=self.order,
+            fingerprint=self.fingerprint,
+        )
+
+    def state(self, world: af.World, value: float) -> af.TrainState:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(2, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            data=self.data(),
+            world=world,
+        )
+        bias = torch.full_like(state.params["bias"], value)
+        return attrs.evolve(state, params={**state.params, "bias": bias}, step=1)
+
+
+FACTS = [each.name for each in attrs.fields(Sampled)]
+SAMPLED = st.builds(
+    Sampled,
+    samples=st.sampled_from([4, 5]),
+    batch_size=st.sampled_from([1, 2]),
+    remainder=st.sampled_from(["short", "drop"]),
+    order=st.booleans(),
+    fingerprint=st.sampled_from(["a", "b"]),
+)
+
+
+@given(
+    first=SAMPLED,
+    differing=st.sets(st.sampled_from(FACTS), max_size=2),
+    allow=st.sets(st.sampled_from(FACTS), max_size=3),
+    other=SAMPLED,
+    size=st.sampled_from([1, 2]),
+)
+def test_data_may_differ_in_what_is_allowed(
+    first: Sampled, differing: set[str], allow: set[str], other: Sampled, size: int
+) -> None:
+    """In nothing else, whether `restore`, `load` or `load_part` was told what may."""
+    now = attrs.evolve(first, **{name: getattr(other, name) for name in differing})
+    changed = {name for name in FACTS if getattr(now, name) != getattr(first, name)}
+
+    def rank(world: af.World) -> None:
+        with af.CheckpointStore(root, keep=None, async_=False) as store:
+            saved = store.save(first.state(world, 7.0))
+        state, words = now.state(world, 0.0), tuple(allow)
+        calls: list[Callable[[], af.TrainState]] = [
+            lambda: store.restore(state, allow=words),
+            lambda: store.restore(state, step=1, allow=words),
+            lambda: af.load(state, saved, allow=words),
+            lambda: af.load_part(
+                state, saved, ["params", "cursor"], allow=words
+            ).state,
+        ]
+        for call in calls:
+            if changed <= allow:
+                assert call().params["bias"].item() == 7.0
+            else:
+                with pytest.raises(af.CheckpointError, match="with other data"):
+                    call()
+
+    with lent() as root:
+        simulate(size, rank)
