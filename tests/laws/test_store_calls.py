@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.checkpoint.manifest import read_manifest
 from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.laws.disks import lent
@@ -58,10 +59,10 @@ class Restore:
 
 @attrs.define
 class Model:
-    """What a store must have: by step, the number of the save and its loss."""
+    """What a store must have: by step, the number of the save, its loss, and `frozen`."""
 
     options: Options
-    there: dict[int, tuple[int, float | None]] = attrs.field(factory=dict)
+    there: dict[int, tuple[int, float | None, str]] = attrs.field(factory=dict)
     is_new: bool = True
 
     def kept(self) -> set[int]:
@@ -75,7 +76,7 @@ class Model:
         sign = 1 if self.options.best_is == "min" else -1
         found = [
             (sign * loss, step)
-            for step, (_, loss) in self.there.items()
+            for step, (_, loss, _) in self.there.items()
             if loss is not None and not math.isnan(loss)
         ]
         return [step for _, step in sorted(found)[:1]]
@@ -91,7 +92,7 @@ class Model:
         self.is_new = False
         if each.step in self.there:
             return False
-        self.there[each.step] = number, each.loss
+        self.there[each.step] = number, each.loss, self.options.frozen
         self.leave({each.step, *self.kept()})
         return True
 
@@ -205,11 +206,14 @@ def restored(
 
 
 def agrees(store: af.CheckpointStore, model: Model) -> None:
-    """Compare a directory with what must be there."""
+    """Compare a directory with what must be there; what is kept by hash is not written."""
     steps = sorted(model.there)
     assert list(store.steps) == steps
     name = f"step-{steps[-1]:08d}" if steps else None
     assert (store.latest and store.latest.name) == name
+    for step, (_, _, frozen) in model.there.items():
+        manifest = read_manifest(store.directory / f"step-{step:08d}")
+        assert bool(manifest.kept) == (frozen == "hash")
     if model.options.keep_best is None:
         with pytest.raises(af.ArgumentError, match="keep_best="):
             _ = store.best

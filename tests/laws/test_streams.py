@@ -346,7 +346,7 @@ def test_a_stream_is_evaluated_on_each_sample_once(
     kind: Callable[[int], Any],
     how: str,
 ) -> None:
-    """Whatever becomes of a short batch in training, and however often it is evaluated."""
+    """Whatever becomes of a short batch in training, and wherever another evaluation was left."""
 
     def rank(world: af.World) -> None:
         state = af.TrainState.create(
@@ -360,6 +360,8 @@ def test_a_stream_is_evaluated_on_each_sample_once(
         for _ in range(2):
             seen = af.predict(state, data, lambda _, batch: batch[:, 0])
             assert list(range(n)) == [int(each) for each in seen]
+            left = af.predict(state, data, lambda _, batch: batch[:, 0])
+            assert int(next(left)) == 0  # and it is read no further
             found = af.evaluate(state, data, lambda _, batch: batch[:, 0].mean())
             assert found["value"] == pytest.approx((n - 1) / 2)
 
