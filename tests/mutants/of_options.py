@@ -4,17 +4,28 @@
 from accelfn.checkpoint.load import load_part
 from accelfn.checkpoint.store import CheckpointStore
 from accelfn.data.dataset import Data
+from accelfn.data.orders import samplers
 from accelfn.data.orders.buckets import bucketed
 from accelfn.loop.evaluate import _Lent
+from accelfn.loop.memory import _counted, memory_estimate
+from accelfn.track.comet import _Comet
+from accelfn.track.mlflow import _MLflow
+from accelfn.track.wandb import wandb
+from accelfn.weights.import_state import _read
 from tests.laws import (
     test_buckets,
+    test_import_state,
+    test_memory,
     test_mixes,
+    test_orders,
     test_randomness,
     test_storage,
     test_store_calls,
     test_streams,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_memory as unit_memory
+from tests.unit import test_track_packages
 
 OF_CHECKPOINTS = [
     Mutant(
@@ -35,6 +46,20 @@ OF_CHECKPOINTS = [
         test_store_calls.test_data_may_differ_in_what_is_allowed,
         load_part,
         'if "cursor" in wanted.only: → if "cursor" in wanted.only and not allow:',
+    ),
+    Mutant(
+        "L53: a store writes frozen parameters that are to be kept by their hash",
+        test_store_calls.test_a_store_is_what_was_saved_and_kept,
+        CheckpointStore._begun,
+        "contents_of(state, self.frozen, metrics=metrics)"
+        ' → contents_of(state, "write", metrics=metrics)',
+    ),
+    Mutant(
+        "L41: what an optimizer keeps of a tied parameter is lost under its other name",
+        test_import_state.test_what_torch_saved_goes_on,
+        _read,
+        "kept = {aliases.get(name, name): each for name, each in found.entries.items()}"
+        " → kept = dict(found.entries)",
     ),
 ]
 
@@ -69,6 +94,64 @@ OF_DATA = [
         Data.zip.__func__,
         "timeout=timeout, → ",
     ),
+    Mutant(
+        "L35: a sampler that draws gives one order to all seeds",
+        test_orders.test_random_samplers_are_functions_of_the_epoch,
+        samplers._drawn,
+        'draws.key(seed, "sampler", epoch) → draws.key(0, "sampler", epoch)',
+    ),
+    Mutant(
+        "L36: updates are counted as those of another seed",
+        test_buckets.test_budgets_are_kept_and_used,
+        Data.num_updates,
+        "self.num_updates_of(i, seed=seed) → self.num_updates_of(i, seed=0)",
+    ),
+]
+
+OF_REPORTS = [
+    Mutant(
+        "a frozen parameter's gradient lies in a bucket",
+        unit_memory.test_what_is_frozen_is_in_no_bucket,
+        _counted,
+        "buckets=grads if copied else 0 → buckets=size.of(params) if copied else 0",
+    ),
+    Mutant(
+        'L20: what a model takes is estimated as if ranks along "cp" had all of it',
+        test_memory.test_an_estimate_counts_parts_of_sequences,
+        memory_estimate,
+        'folded(extents("af.memory_estimate", axes))'
+        ' → extents("af.memory_estimate", axes)',
+    ),
+    Mutant(
+        "a run of W&B is begun anew where it is to be gone on with",
+        test_track_packages.test_a_run_has_its_name_and_is_gone_on_with,
+        wandb,
+        'None if run_id is None else "allow" → None',
+    ),
+    Mutant(
+        "an experiment of Comet is begun anew where it is to be gone on with",
+        test_track_packages.test_a_run_has_its_name_and_is_gone_on_with,
+        _Comet.__init__,
+        '"create" if run_id is None else "get_or_create" → "create"',
+    ),
+    Mutant(
+        "an experiment of Comet has no name of the user's",
+        test_track_packages.test_a_run_has_its_name_and_is_gone_on_with,
+        _Comet.__init__,
+        "name=name, → ",
+    ),
+    Mutant(
+        "a run of MLflow has no name of the user's",
+        test_track_packages.test_a_run_has_its_name_and_is_gone_on_with,
+        _MLflow.__init__,
+        "client.create_run(key, run_name=name) → client.create_run(key)",
+    ),
+    Mutant(
+        "of many numbers MLflow gets the first hundred",
+        test_track_packages.test_mlflow_is_given_no_more_than_it_takes_at_once,
+        _MLflow.metrics,
+        "range(0, len(told), _AT_ONCE) → range(0, 1, _AT_ONCE)",
+    ),
 ]
 
 OF_DRAWS = [
@@ -86,4 +169,4 @@ OF_DRAWS = [
     ),
 ]
 
-MUTANTS = [*OF_CHECKPOINTS, *OF_DATA, *OF_DRAWS]
+MUTANTS = [*OF_CHECKPOINTS, *OF_DATA, *OF_REPORTS, *OF_DRAWS]
