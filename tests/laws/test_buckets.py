@@ -52,19 +52,6 @@ def test_batches_of_a_window_come_in_any_order() -> None:
     assert {epoch[0] for epoch in epochs} == set(range(6))
 
 
-def test_windows_are_turned_apart() -> None:
-    """What the order of one window's batches is says nothing of another's."""
-    data = numbers(12, af.orders.bucketed(range(12), window=6), batch_size=2)
-    alike = 0
-    for epoch in range(300):
-        firsts = order_of(data, seed=0, epoch=epoch)[::2]
-        one, two = firsts[:3], firsts[3:]  # samples are their own lengths
-        alike += [one.index(i) for i in sorted(one)] == [
-            two.index(i) for i in sorted(two)
-        ]
-    assert 20 < alike < 80  # of 50 that are expected: P is 1e-5
-
-
 @given(
     costs=LENGTHS | LENGTHS.map(lambda few: few * 9),
     more=st.integers(0, 60) | st.sampled_from([900, 9000]),

@@ -186,39 +186,3 @@ def test_seeds_and_names_draw_apart(seeds: list[int], names: list[str]) -> None:
         assert torch.equal(first, first_again)
         every += [*noted, *users, tuple(first.flatten().tolist())]
     assert distinct(every)
-
-
-@given(
-    size=st.integers(1, 4),
-    batch_size=st.integers(1, 6),
-    seed=st.integers(0, 5),
-    name=st.sampled_from("ab"),
-    predicts=st.booleans(),
-)
-def test_evaluations_draw_apart(
-    size: int, batch_size: int, seed: int, name: str, predicts: bool
-) -> None:
-    """Between ranks, batches and states nothing is drawn twice; done again, all of it is."""
-
-    def rank(world: af.World, seed: int = seed) -> list[Draws]:
-        noted: list[Draws] = []
-        state = af.TrainState.create(
-            model=Drawing,
-            optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            world=world,
-            seed=seed,
-            name=name,
-        )
-        data = af.Data(torch.ones(12, 2).double(), batch_size=batch_size)
-        fn = functools.partial(noting, noted)
-        if predicts:
-            list(af.predict(state, data, lambda net, x: (fn(net, x), x)[1]))
-        else:
-            af.evaluate(state, data, fn)
-        return noted
-
-    found = list(simulate(size, rank))
-    assert found == list(simulate(size, rank))
-    every = [draw for noted in found for draw in noted]
-    assert len(every) == size * -(-12 // batch_size)
-    assert distinct([*every, *rank(single(), seed + 2**32)])

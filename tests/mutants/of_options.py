@@ -3,10 +3,8 @@
 
 from accelfn.checkpoint.load import load_part
 from accelfn.checkpoint.store import CheckpointStore
+from accelfn.data import sharded
 from accelfn.data.dataset import Data
-from accelfn.data.orders import samplers
-from accelfn.data.orders.buckets import bucketed
-from accelfn.loop.evaluate import _Lent
 from accelfn.loop.memory import _counted, memory_estimate
 from accelfn.track.comet import _Comet
 from accelfn.track.mlflow import _MLflow
@@ -17,11 +15,10 @@ from tests.laws import (
     test_import_state,
     test_memory,
     test_mixes,
-    test_orders,
-    test_randomness,
     test_storage,
     test_store_calls,
     test_streams,
+    test_unequal_streams,
 )
 from tests.mutants.mutant import Mutant
 from tests.unit import test_memory as unit_memory
@@ -65,12 +62,6 @@ OF_CHECKPOINTS = [
 
 OF_DATA = [
     Mutant(
-        "L37: the batches of all windows are turned alike",
-        test_buckets.test_windows_are_turned_apart,
-        bucketed.of_epoch,
-        "key=draws.fold(key, number) → key=key",
-    ),
-    Mutant(
         "L36: what a stream leaves out in training is left out in evaluation, too",
         test_streams.test_a_stream_is_evaluated_on_each_sample_once,
         Data.in_order,
@@ -95,16 +86,16 @@ OF_DATA = [
         "timeout=timeout, → ",
     ),
     Mutant(
-        "L35: a sampler that draws gives one order to all seeds",
-        test_orders.test_random_samplers_are_functions_of_the_epoch,
-        samplers._drawn,
-        'draws.key(seed, "sampler", epoch) → draws.key(0, "sampler", epoch)',
-    ),
-    Mutant(
         "L36: updates are counted as those of another seed",
         test_buckets.test_budgets_are_kept_and_used,
         Data.num_updates,
         "self.num_updates_of(i, seed=seed) → self.num_updates_of(i, seed=0)",
+    ),
+    Mutant(
+        "L42: samples of ranks' own streams have one number on all ranks",
+        test_unequal_streams.test_ranks_with_unequal_streams_see_each_sample_once,
+        sharded.Sharded._epoch,
+        "first = cursor.samples + before → first = cursor.samples",
     ),
 ]
 
@@ -156,16 +147,10 @@ OF_REPORTS = [
 
 OF_DRAWS = [
     Mutant(
-        "L50: each batch of an evaluation draws what the first one did",
-        test_randomness.test_evaluations_draw_apart,
-        _Lent.quietly,
-        "self._calls += 1 → pass",
-    ),
-    Mutant(
-        "L50: each rank draws the same in an evaluation",
-        test_randomness.test_evaluations_draw_apart,
-        _Lent.__init__,
-        '"evaluate", state.world.loss.rank) → "evaluate", 0)',
+        "L50: the workers of a stream of a rank's own augment it alike",
+        test_unequal_streams.test_workers_of_unequal_streams_draw_apart,
+        sharded.Counted.__iter__,
+        "draws.fold(self._key, 0 if info is None else info.id) → self._key",
     ),
 ]
 
