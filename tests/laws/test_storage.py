@@ -224,9 +224,7 @@ READERS: dict[str, Callable[[af.TrainState, Path], af.TrainState]] = {
 """What reads a checkpoint."""
 
 
-@given(
-    size=st.sampled_from([1, 2]), reader=st.sampled_from([*READERS]), draw=st.data()
-)
+@given(size=st.sampled_from([1, 2]), reader=st.sampled_from([*READERS]), draw=st.data())
 def test_whoever_reads_notices_a_change(
     size: int, reader: str, draw: st.DataObject
 ) -> None:

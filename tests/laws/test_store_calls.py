@@ -2,7 +2,6 @@
 """A store, all its options and calls drawn together, beside a dict of what must be there."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -281,13 +280,11 @@ def test_data_may_differ_in_what_is_allowed(
         with af.CheckpointStore(root, keep=None, async_=False) as store:
             saved = store.save(first.state(world, 7.0))
         state, words = now.state(world, 0.0), tuple(allow)
-        calls: list[Callable[[], af.TrainState]] = [
+        calls: list[Any] = [
             lambda: store.restore(state, allow=words),
             lambda: store.restore(state, step=1, allow=words),
             lambda: af.load(state, saved, allow=words),
-            lambda: af.load_part(
-                state, saved, ["params", "cursor"], allow=words
-            ).state,
+            lambda: af.load_part(state, saved, ["params", "cursor"], allow=words).state,
         ]
         for call in calls:
             if changed <= allow:

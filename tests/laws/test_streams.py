@@ -354,9 +354,7 @@ def test_a_stream_is_evaluated_on_each_sample_once(
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
             world=world,
         )
-        data = af.Data(
-            kind(n), batch_size=batch_size, remainder=remainder, **READ[how]
-        )
+        data = af.Data(kind(n), batch_size=batch_size, remainder=remainder, **READ[how])
         for _ in range(2):
             seen = af.predict(state, data, lambda _, batch: batch[:, 0])
             assert list(range(n)) == [int(each) for each in seen]

@@ -45,9 +45,12 @@ def test_a_run_has_its_name_and_is_gone_on_with(monkeypatch):
     """Where other people's packages are told so, each in its words."""
     _, called = opened(monkeypatch, "wandb", name="first", run_id="abc", offline=True)
     init = options_of(called, "init")
-    assert {"name": "first", "id": "abc", "resume": "allow", "mode": "offline"}.items() <= (
-        init.items()
-    )
+    assert {
+        "name": "first",
+        "id": "abc",
+        "resume": "allow",
+        "mode": "offline",
+    }.items() <= (init.items())
     assert init["project"] == "digits"
     _, called = opened(monkeypatch, "wandb")
     init = options_of(called, "init")
