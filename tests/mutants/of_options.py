@@ -3,16 +3,20 @@
 
 from accelfn.checkpoint.load import load_part
 from accelfn.checkpoint.store import CheckpointStore
+from accelfn.collectives import trees
 from accelfn.data import sharded
 from accelfn.data.dataset import Data
+from accelfn.launching.settings import Settings
 from accelfn.loop.memory import _counted, memory_estimate
 from accelfn.track.comet import _Comet
 from accelfn.track.mlflow import _MLflow
 from accelfn.track.wandb import wandb
 from accelfn.weights.import_state import _read
 from tests.laws import (
+    test_averages,
     test_buckets,
     test_import_state,
+    test_launch_calls,
     test_memory,
     test_mixes,
     test_storage,
@@ -145,6 +149,23 @@ OF_REPORTS = [
     ),
 ]
 
+OF_CALLS = [
+    Mutant(
+        "L49: a mean by weight crosses in one buffer, however small it is to be",
+        test_averages.test_a_mean_crosses_in_buffers_as_large_as_asked,
+        trees.reduce,
+        "cap = bucket_cap_mb → cap = None",
+    ),
+    Mutant(
+        "L55: machines that have numbers wait as long for one another whatever is said",
+        test_launch_calls.test_machines_meet_as_they_were_told,
+        Settings.machines,
+        "port=port or (0 if count == 1 else MAIN_PORT),\n"
+        '        join_seconds=self["join_timeout"],'
+        " → port=port or (0 if count == 1 else MAIN_PORT),\n        join_seconds=300,",
+    ),
+]
+
 OF_DRAWS = [
     Mutant(
         "L50: the workers of a stream of a rank's own augment it alike",
@@ -154,4 +175,4 @@ OF_DRAWS = [
     ),
 ]
 
-MUTANTS = [*OF_CHECKPOINTS, *OF_DATA, *OF_REPORTS, *OF_DRAWS]
+MUTANTS = [*OF_CHECKPOINTS, *OF_DATA, *OF_REPORTS, *OF_CALLS, *OF_DRAWS]
