@@ -85,7 +85,9 @@ def test_a_mean_crosses_in_buffers_as_large_as_asked(
         given = [torch.full((n,), float(world.rank)) for n in lengths]
         cap = (most + 0.5) * 4 / 2**20
         found = af.reduce(given, world, "mean", weight=1, bucket_cap_mb=cap)
-        assert [each.tolist() for each in found] == [[(size - 1) / 2] * n for n in lengths]
+        assert [each.tolist() for each in found] == [
+            [(size - 1) / 2] * n for n in lengths
+        ]
 
     sent = [each.num_bytes // 4 for each in simulate(size, rank).log]
     assert max(sent) <= most + 1

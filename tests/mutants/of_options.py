@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in options and calls that laws had not drawn beside one another."""
 
+from accelfn.checkpoint import command
 from accelfn.checkpoint.load import load_part
 from accelfn.checkpoint.store import CheckpointStore
 from accelfn.collectives import trees
@@ -25,8 +26,8 @@ from tests.laws import (
     test_unequal_streams,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_cli_checkpoint, test_track_packages
 from tests.unit import test_memory as unit_memory
-from tests.unit import test_track_packages
 
 OF_CHECKPOINTS = [
     Mutant(
@@ -150,6 +151,12 @@ OF_REPORTS = [
 ]
 
 OF_CALLS = [
+    Mutant(
+        "what a slot has not of a model is left out of its export",
+        test_cli_checkpoint.test_what_a_slot_has_not_is_exported_as_it_is_trained,
+        command._exported,
+        "params |= found → params = found",
+    ),
     Mutant(
         "L49: a mean by weight crosses in one buffer, however small it is to be",
         test_averages.test_a_mean_crosses_in_buffers_as_large_as_asked,
