@@ -136,15 +136,28 @@ def as_lists(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     size=st.integers(1, 3),
 )
 def test_options_of_zips_and_mixes_are_those_of_data(
-    n: int, batch_size: int, size: int, **options: Any
+    n: int,
+    batch_size: int,
+    remainder: str,
+    collate: Any,
+    timeout: float,
+    num_workers: int,
+    size: int,
 ) -> None:
     """A zip, or a mix, of one dataset is that dataset, whatever it is told."""
-    assume(options["remainder"] != "drop" or batch_size <= n)
+    assume(remainder != "drop" or batch_size <= n)
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "remainder": remainder,
+        "collate": collate,
+        "timeout": timeout,
+        "num_workers": num_workers,
+    }
     rows = torch.arange(n)
-    whole = af.Data({"a": rows}, batch_size=batch_size, **options)
+    whole = af.Data({"a": rows}, **options)
     made = [
-        af.Data.zip(a=rows, batch_size=batch_size, **options),
-        af.Data.mix([{"a": rows}], batch_size=batch_size, **options),
+        af.Data.zip(a=rows, **options),
+        af.Data.mix([{"a": rows}], **options),
     ]
 
     def rank(world: af.World, data: af.Data) -> list[Any]:
