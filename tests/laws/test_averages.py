@@ -69,3 +69,26 @@ def test_a_mean_is_that_of_all_in_any_pieces(
             expected = torch.stack(parts).sum(0) / sum(seen)
             eps = torch.finfo(dtype).eps
             assert torch.allclose(each.double(), expected, rtol=4 * eps, atol=4 * eps)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    most=st.integers(1, 40),
+    size=st.integers(2, 4),
+)
+def test_a_mean_crosses_in_buffers_as_large_as_asked(
+    lengths: list[int], most: int, size: int
+) -> None:
+    """No larger ones, however large a tensor is; each has the weight beside its numbers."""
+
+    def rank(world: af.World) -> None:
+        given = [torch.full((n,), float(world.rank)) for n in lengths]
+        cap = (most + 0.5) * 4 / 2**20
+        found = af.reduce(given, world, "mean", weight=1, bucket_cap_mb=cap)
+        assert [each.tolist() for each in found] == [
+            [(size - 1) / 2] * n for n in lengths
+        ]
+
+    sent = [each.num_bytes // 4 for each in simulate(size, rank).log]
+    assert max(sent) <= most + 1
+    assert sum(sent) == sum(lengths) + len(sent)

@@ -62,7 +62,10 @@ def test_batches_of_a_window_come_in_any_order() -> None:
 def test_budgets_are_kept_and_used(
     costs: list[int], more: int, padded: bool, shuffle: bool, seed: int
 ) -> None:
-    """Every sample comes once, no batch exceeds the limit, none could take the next too."""
+    """Every sample comes once, no batch exceeds the limit, none could take the next too.
+
+    And there are as many as are counted beforehand.
+    """
     limit = max(costs) + more
 
     def cost(batch: list[int]) -> int:
@@ -73,6 +76,7 @@ def test_budgets_are_kept_and_used(
     data = numbers(len(costs), None, batch_size=budget, shuffle=shuffle)
     found = [own([batch]) for batch in read(single(), data, epochs=1, seed=seed)]
     assert flat(found) == order_of(data, seed)
+    assert data.num_updates(2, seed=seed) == len(read(single(), data, seed=seed))
     assert sorted(flat(found)) == list(range(len(costs)))
     assert all(cost(batch) <= limit for batch in found)
     assert all(cost([*one, two[0]]) > limit for one, two in pairwise(found))

@@ -60,7 +60,7 @@ KINDS = {
     "alone": ("nproc", "axes", "max_restarts"),
     "numbered": (
         *("nproc", "num_machines", "machine_rank", "main_address", "main_port"),
-        "axes",
+        *("axes", "join_timeout"),
     ),
     "elastic": (
         *("nproc", "num_machines", "rdzv_endpoint", "rdzv_backend", "rdzv_id"),

@@ -144,6 +144,32 @@ def test_an_estimate_of_parts_is_exact(width, optimizer, setup, axes, is_split) 
 
 
 @given(
+    width=st.sampled_from([1, 3, 4]),
+    axes=st.sampled_from(
+        [{"cp": 3}, {"dp_shard": 2, "cp": 2}, {"dp_replicate": 2, "cp": 2}]
+    ),
+)
+def test_an_estimate_counts_parts_of_sequences(width: int, axes: Any) -> None:
+    """Along "cp", too, ranks have parts of the model, and the first has most."""
+    adamw, model = OPTIMIZERS[1], partial(Parts, width)
+    setup = af.chain(
+        af.shard_data(), af.context_parallel(seq_dim=1), af.wrap_fsdp(), af.ema(0.5)
+    )
+    estimate = af.memory_estimate(model, setup, optimizer=adamw, axes=axes)
+    found = estimate.by_dtype[torch.float32]
+
+    def fn(world: af.World) -> Any:
+        state = af.TrainState.create(
+            model=model, optimizer=adamw, setup=setup, world=world
+        )
+        return af.memory(state)
+
+    first, *_ = simulate(prod(axes.values()), fn, axes=axes)
+    assert (found.params, found.buffers) == (first.params.here, first.buffers.here)
+    assert found.slots == {name: each.here for name, each in first.slots.items()}
+
+
+@given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     places=st.lists(st.integers(0, 99), max_size=6),
 )

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several datasets in one order: mixes by share, and zips."""
 
+from functools import partial
+from typing import Any
+
+import attrs
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.base import tree
 from accelfn.testing import simulate
-from tests.laws.reading import read
+from tests.laws.reading import REMAINDERS, read
 from tests.laws.test_orders import SEEDS, order_of
 
 
@@ -114,3 +119,60 @@ def test_zipped_shuffles_differ() -> None:
     data = af.Data.zip(a=range(40), b=range(40), batch_size=4, shuffle=True)
     rows = order_of(data, seed=0)
     assert [a for a, _ in rows] != [b for _, b in rows]
+
+
+def as_lists(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Collate otherwise than torch does."""
+    return {"b": torch.stack([each["a"] + 1 for each in samples])}
+
+
+@given(
+    n=st.integers(1, 12),
+    batch_size=st.integers(1, 5),
+    remainder=REMAINDERS,
+    collate=st.sampled_from([None, as_lists]),
+    timeout=st.sampled_from([300.0, 7.0]),
+    num_workers=st.integers(0, 2),
+    size=st.integers(1, 3),
+)
+def test_options_of_zips_and_mixes_are_those_of_data(
+    n: int,
+    batch_size: int,
+    remainder: str,
+    collate: Any,
+    timeout: float,
+    num_workers: int,
+    size: int,
+) -> None:
+    """A zip, or a mix, of one dataset is that dataset, whatever it is told."""
+    assume(remainder != "drop" or batch_size <= n)
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "remainder": remainder,
+        "collate": collate,
+        "timeout": timeout,
+        "num_workers": num_workers,
+    }
+    rows = torch.arange(n)
+    whole = af.Data({"a": rows}, **options)
+    made = [
+        af.Data.zip(a=rows, **options),
+        af.Data.mix([{"a": rows}], **options),
+    ]
+
+    def rank(world: af.World, data: af.Data) -> list[Any]:
+        data = attrs.evolve(data, num_workers=0)
+        batches = read(world, data)
+        values = [
+            [tree.tree_map(torch.Tensor.tolist, each) for each in batch.micro_batches]
+            for batch in batches
+        ]
+        told = [(b.weights, b.filler.tolist(), b.start, b.cursor) for b in batches]
+        return [values, told]
+
+    for data in made:
+        told = [(each.num_workers, each.timeout) for each in (whole, data)]
+        assert told[0] == told[1]
+        assert list(simulate(size, partial(rank, data=whole))) == list(
+            simulate(size, partial(rank, data=data))
+        )

@@ -327,7 +327,7 @@ def test_samplers_are_kept(indices: list[int], batch_size: int, size: int) -> No
 def test_random_samplers_are_functions_of_the_epoch(
     seed: int, size: int, batch_size: int
 ) -> None:
-    """Samplers that draw give one epoch to all ranks, again the same, and then another."""
+    """Samplers that draw give all ranks one epoch, again the same; others and seeds differ."""
     samplers = {
         "subset": SubsetRandomSampler(range(2, 20)),
         "weighted": WeightedRandomSampler([0.0, 1.0, 1.0, 2.0] * 5, 18),
@@ -340,6 +340,7 @@ def test_random_samplers_are_functions_of_the_epoch(
         assert drawn == own(read(single(), data, seed=seed))
         first, second = drawn[:18], drawn[18:]
         assert first != second
+        assert drawn != own(read(single(), data, seed=seed + 1))
         if name == "weighted":
             assert all(i % 4 for i in drawn)
         else:

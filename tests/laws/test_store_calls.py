@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.checkpoint.manifest import read_manifest
 from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.laws.disks import lent
@@ -57,10 +58,10 @@ class Restore:
 
 @attrs.define
 class Model:
-    """What a store must have: by step, the number of the save and its loss."""
+    """What a store must have: by step, the number of the save, its loss, and `frozen`."""
 
     options: Options
-    there: dict[int, tuple[int, float | None]] = attrs.field(factory=dict)
+    there: dict[int, tuple[int, float | None, str]] = attrs.field(factory=dict)
     is_new: bool = True
 
     def kept(self) -> set[int]:
@@ -74,7 +75,7 @@ class Model:
         sign = 1 if self.options.best_is == "min" else -1
         found = [
             (sign * loss, step)
-            for step, (_, loss) in self.there.items()
+            for step, (_, loss, _) in self.there.items()
             if loss is not None and not math.isnan(loss)
         ]
         return [step for _, step in sorted(found)[:1]]
@@ -90,7 +91,7 @@ class Model:
         self.is_new = False
         if each.step in self.there:
             return False
-        self.there[each.step] = number, each.loss
+        self.there[each.step] = number, each.loss, self.options.frozen
         self.leave({each.step, *self.kept()})
         return True
 
@@ -204,14 +205,93 @@ def restored(
 
 
 def agrees(store: af.CheckpointStore, model: Model) -> None:
-    """Compare a directory with what must be there."""
+    """Compare a directory with what must be there; what is kept by hash is not written."""
     steps = sorted(model.there)
     assert list(store.steps) == steps
     name = f"step-{steps[-1]:08d}" if steps else None
     assert (store.latest and store.latest.name) == name
+    for step, (_, _, frozen) in model.there.items():
+        manifest = read_manifest(store.directory / f"step-{step:08d}")
+        assert bool(manifest.kept) == (frozen == "hash")
     if model.options.keep_best is None:
         with pytest.raises(af.ArgumentError, match="keep_best="):
             _ = store.best
         return
     best = [f"step-{step:08d}" for step in model.best()]
     assert ([store.best.name] if store.best else []) == best
+
+
+@attrs.frozen
+class Sampled:
+    """Data by the facts that a checkpoint knows them by."""
+
+    samples: int
+    batch_size: int
+    remainder: str
+    order: bool
+    fingerprint: str
+
+    def data(self) -> af.Data:
+        return af.Data(
+            torch.zeros(self.samples, 2),
+            batch_size=self.batch_size,
+            remainder=self.remainder,
+            shuffle=self.order,
+            fingerprint=self.fingerprint,
+        )
+
+    def state(self, world: af.World, value: float) -> af.TrainState:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(2, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            data=self.data(),
+            world=world,
+        )
+        bias = torch.full_like(state.params["bias"], value)
+        return attrs.evolve(state, params={**state.params, "bias": bias}, step=1)
+
+
+FACTS = [each.name for each in attrs.fields(Sampled)]
+SAMPLED = st.builds(
+    Sampled,
+    samples=st.sampled_from([4, 5]),
+    batch_size=st.sampled_from([1, 2]),
+    remainder=st.sampled_from(["short", "drop"]),
+    order=st.booleans(),
+    fingerprint=st.sampled_from(["a", "b"]),
+)
+
+
+@given(
+    first=SAMPLED,
+    differing=st.sets(st.sampled_from(FACTS), max_size=2),
+    allow=st.sets(st.sampled_from(FACTS), max_size=3),
+    other=SAMPLED,
+    size=st.sampled_from([1, 2]),
+)
+def test_data_may_differ_in_what_is_allowed(
+    first: Sampled, differing: set[str], allow: set[str], other: Sampled, size: int
+) -> None:
+    """In nothing else, whether `restore`, `load` or `load_part` was told what may."""
+    now = attrs.evolve(first, **{name: getattr(other, name) for name in differing})
+    changed = {name for name in FACTS if getattr(now, name) != getattr(first, name)}
+
+    def rank(world: af.World) -> None:
+        with af.CheckpointStore(root, keep=None, async_=False) as store:
+            saved = store.save(first.state(world, 7.0))
+        state, words = now.state(world, 0.0), tuple(allow)
+        calls: list[Any] = [
+            lambda: store.restore(state, allow=words),
+            lambda: store.restore(state, step=1, allow=words),
+            lambda: af.load(state, saved, allow=words),
+            lambda: af.load_part(state, saved, ["params", "cursor"], allow=words).state,
+        ]
+        for call in calls:
+            if changed <= allow:
+                assert call().params["bias"].item() == 7.0
+            else:
+                with pytest.raises(af.CheckpointError, match="with other data"):
+                    call()
+
+    with lent() as root:
+        simulate(size, rank)

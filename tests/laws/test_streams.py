@@ -328,3 +328,39 @@ def test_a_stream_draws_anew_at_every_place(
             rows += batch.value[:, 1:].tolist()
     for column in zip(*rows, strict=True):
         assert len(set(column)) == 4 * n
+
+
+@given(
+    n=st.integers(1, 12),
+    batch_size=st.integers(1, 5),
+    remainder=REMAINDERS,
+    size=st.integers(1, 4),
+    kind=st.sampled_from([Counting, Remembering, Placed]),
+    how=st.sampled_from([*READ]),
+)
+def test_a_stream_is_evaluated_on_each_sample_once(
+    n: int,
+    batch_size: int,
+    remainder: str,
+    size: int,
+    kind: Callable[[int], Any],
+    how: str,
+) -> None:
+    """Whatever becomes of a short batch in training, and wherever another evaluation was left."""
+
+    def rank(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            world=world,
+        )
+        data = af.Data(kind(n), batch_size=batch_size, remainder=remainder, **READ[how])
+        for _ in range(2):
+            seen = af.predict(state, data, lambda _, batch: batch[:, 0])
+            assert list(range(n)) == [int(each) for each in seen]
+            left = af.predict(state, data, lambda _, batch: batch[:, 0])
+            assert int(next(left)) == 0  # and it is read no further
+            found = af.evaluate(state, data, lambda _, batch: batch[:, 0].mean())
+            assert found["value"] == pytest.approx((n - 1) / 2)
+
+    simulate(size, rank)

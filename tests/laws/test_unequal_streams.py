@@ -13,11 +13,13 @@ from accelfn.testing import simulate
 from tests.laws.reading import (
     Remembering,
     in_legs,
+    joined,
     on_one_core,
     read,
     some,
 )
 from tests.laws.test_streams import STATEFUL, Case
+from tests.laws.worlds import single
 
 pytestmark = on_one_core
 
@@ -64,6 +66,10 @@ def check_sharded(ranks: list[list[af.Batch]], counts: list[int], case: Case) ->
             ends = [batch.ends_epoch for batch in of_epoch]
             assert ends == [False] * (len(ends) - 1) + [True]
     for update in zip(*ranks, strict=True):
+        start = update[0].start.samples
+        assert joined([[b] for b in update]) == [
+            [*range(start, start + update[0].num_samples)]
+        ]
         weights = [sum(batch.weights) for batch in update]
         assert sum(weights) == update[0].num_samples <= max(case.batch_size, len(ranks))
         assert weights == [int((~batch.filler).sum()) for batch in update]
@@ -129,3 +135,20 @@ def test_unequal_streams_go_on_where_they_were_cut(
     legs = in_legs([(size, cut) for cut in cuts], make, size, parts=parts)
     for rank, expected in enumerate(whole):
         check_resumed([batch for leg in legs for batch in leg[rank]], expected)
+
+
+@given(n=st.integers(2, 9), batch_size=st.integers(1, 6), seed=st.integers(0, 2**40))
+@some
+def test_workers_of_unequal_streams_draw_apart(
+    n: int, batch_size: int, seed: int
+) -> None:
+    """What torch, numpy and Python draw differs by worker, place and epoch."""
+    make = of_rank([n], Remembering, Case(0, batch_size, workers=2))
+    world = single()
+    rows = [
+        row
+        for batch in read(world, make(world), seed=seed)
+        for row in batch.value[:, 1:].tolist()
+    ]
+    for column in zip(*rows, strict=True):
+        assert len(set(column)) == 2 * n

@@ -40,7 +40,7 @@ MUTANTS = [
         "if period <= last → if period == last",
     ),
     Mutant(
-        "L22: a copied state's objects have their lists in common with the first one's",
+        "a copied state's objects have their lists in common with the first one's",
         test_state.test_a_copy_keeps_what_is_one_tensor,
         slots.own_objects,
         "copy.deepcopy(leaf) → copy.copy(leaf)",

@@ -378,6 +378,21 @@ def test_export_is_that_of_the_state(words, at, tmp_path, capsys):
     assert rows == [f"{out / 'model.safetensors'}: 7 tensors, {size} B"]
 
 
+def test_what_a_slot_has_not_is_exported_as_it_is_trained(tmp_path):
+    """Of an average of some parameters, the others are those of the state."""
+    state = fresh()
+    first, *others = state.params
+    slot = {first: torch.zeros_like(state.params[first])}
+    af.save(state.with_slot("some", slot), tmp_path / "saved")
+    words = [tmp_path / "saved", tmp_path / "out", "--slot", "some"]
+    assert main(["checkpoint", "export", *map(str, words)]) == 0
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() >= state.params.keys()
+    assert torch.equal(found[first], slot[first])
+    for name in others:
+        assert torch.equal(found[name], state.params[name])
+
+
 def of_slices(folder, world):
     """Save a state of which each rank holds a half of each matrix."""
     state = fresh(world=world)

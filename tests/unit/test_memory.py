@@ -52,6 +52,18 @@ def test_buckets_are_counted_where_gradients_are_no_views(views, copies) -> None
     assert found.buckets == copies * found.grads
 
 
+def test_what_is_frozen_is_in_no_bucket() -> None:
+    """DistributedDataParallel has no gradients of it."""
+
+    def half() -> nn.Module:
+        frozen = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+        return nn.Sequential(frozen, nn.Linear(8, 2))
+
+    setup = af.wrap_ddp(gradient_as_bucket_view=False)
+    found = af.memory_estimate(half, setup, optimizer=adamw).by_dtype[torch.float32]
+    assert found.buckets == (8 * 2 + 2) * 4
+
+
 def test_a_dtype_that_the_setup_refuses_says_why() -> None:
     """Its column is not there, and the reason is."""
     found = af.memory_estimate(huge, af.autocast("fp16"), optimizer=adamw)
