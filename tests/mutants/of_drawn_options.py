@@ -2,13 +2,21 @@
 """Bugs in options that were drawn from too few values: sizes that were never crossed."""
 
 from accelfn.definition import slots
+from accelfn.engine import shard_home
 from accelfn.outer import fragments
 from accelfn.structure import prototype
 from accelfn.testing.comparing import differences
 from accelfn.transforms import diloco, local_sgd
 from accelfn.weights import shards
 from tests.kit import test_states
-from tests.laws import test_diloco, test_export, test_local_sgd, test_optimizers
+from tests.laws import (
+    test_diloco,
+    test_export,
+    test_fully_sharded,
+    test_local_sgd,
+    test_optimizers,
+    test_other_options,
+)
 from tests.mutants.mutant import Mutant
 from tests.unit import test_state
 
@@ -32,6 +40,18 @@ MUTANTS = [
         test_diloco.test_in_few_bits_a_bucket_has_what_fits,
         fragments.together,
         "size, axes = size + more, cut → size, axes = more, cut",
+    ),
+    Mutant(
+        "L11: the outer optimizer forgets its momentum when bits or fragments are others",
+        test_other_options.test_other_options_go_on_from_the_anchor,
+        diloco.diloco._fitted,
+        'slot["outer"] → {}',
+    ),
+    Mutant(
+        "L3: what a model is given by name is not in the dtype in which it computes",
+        test_fully_sharded.test_a_step_is_that_of_the_tutorial,
+        shard_home._cast,
+        "tree.tree_map(cast, kwargs) → kwargs",
     ),
     Mutant(
         "L11: neighbours within a part that met keep what they weighed before it",
