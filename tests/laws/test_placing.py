@@ -36,6 +36,8 @@ class Node(nn.Module):
         first = first or self
         if self.kind == "tied" and isinstance(first.layer, nn.Linear):
             self.layer.weight = first.layer.weight
+        if self.kind == "tied":
+            self.register_buffer("calls", first.calls)
         if self.kind == "own":
             self.scale = nn.Parameter(torch.randn(WIDTH))
         nodes = [Node(each, first) for each in inside]

@@ -42,6 +42,12 @@ MUTANTS = [
         "size, axes = size + more, cut → size, axes = more, cut",
     ),
     Mutant(
+        "L10: neighbours average their parameters alone, whatever was asked for",
+        test_local_sgd.test_a_part_that_is_all_ranks_meets_as_all_do,
+        local_sgd.local_sgd._near,
+        "self._averaged(state, ranks) → list(state.params.values())",
+    ),
+    Mutant(
         "L11: the outer optimizer forgets its momentum when bits or fragments are others",
         test_other_options.test_other_options_go_on_from_the_anchor,
         diloco.diloco._fitted,
