@@ -2,27 +2,67 @@
 """Bugs in options that were drawn from too few values: sizes that were never crossed."""
 
 from accelfn.definition import slots
-from accelfn.engine import shard_home
+from accelfn.engine import ddp, shard_home
+from accelfn.engine import fsdp as fsdp_runner
+from accelfn.engine.module import parallel_layers
 from accelfn.outer import fragments
 from accelfn.structure import prototype
 from accelfn.testing.comparing import differences
-from accelfn.transforms import diloco, local_sgd
+from accelfn.step import sync_grads
+from accelfn.transforms import diloco, fsdp, local_sgd
 from accelfn.weights import shards
 from tests.kit import test_states
 from tests.laws import (
+    test_ddp,
     test_diloco,
+    test_dividing,
     test_export,
     test_fully_sharded,
     test_local_sgd,
     test_optimizers,
     test_other_options,
+    test_tensor_parallel,
 )
 from tests.mutants.mutant import Mutant
 from tests.unit import test_state
 
 FILES = test_export.test_files_hold_what_they_may
 
+BUFFERS = test_ddp.test_buffers_cross_once_an_update
+
 MUTANTS = [
+    Mutant(
+        "L6: all replicas begin each micro-batch with rank 0's buffers",
+        BUFFERS,
+        ddp.DDPRunner.forward,
+        "ddp.require_forward_param_sync = samples.begins"
+        " → ddp.require_forward_param_sync = True",
+    ),
+    Mutant(
+        "L6: all parts begin each micro-batch with rank 0's buffers",
+        BUFFERS,
+        fsdp_runner.FSDPRunner.forward,
+        "if samples.begins: → if True:",
+    ),
+    Mutant(
+        "L50: behind what is scattered all ranks draw the same for their positions",
+        test_tensor_parallel.test_scattered_positions_have_draws_of_their_own,
+        parallel_layers.scatter,
+        "training=module.training → training=False",
+    ),
+    Mutant(
+        "L3: gradients of a mean are added up over ranks as if they were totals",
+        test_dividing.test_sync_grads_gives_what_ddp_gives,
+        sync_grads.sync_grads,
+        "factor = taken.divisor if taken.is_mean else 1 → factor = 1",
+    ),
+    Mutant(
+        "L26: where parts are accumulated, unused parameters are refused though allowed",
+        test_dividing.test_parts_that_are_unused_are_as_on_one_rank,
+        fsdp.wrap_fsdp.engine,
+        "finds_unused=self.find_unused_parameters,"
+        ' → finds_unused=self.accumulate == "whole" and self.find_unused_parameters,',
+    ),
     Mutant(
         "L10: buffers of local_sgd are as large as all that is averaged",
         test_local_sgd.test_it_communicates_when_it_says,
