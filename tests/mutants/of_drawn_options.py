@@ -6,9 +6,9 @@ from accelfn.engine import ddp, shard_home
 from accelfn.engine import fsdp as fsdp_runner
 from accelfn.engine.module import parallel_layers
 from accelfn.outer import fragments
+from accelfn.step import sync_grads
 from accelfn.structure import prototype
 from accelfn.testing.comparing import differences
-from accelfn.step import sync_grads
 from accelfn.transforms import diloco, fsdp, local_sgd
 from accelfn.weights import shards
 from tests.kit import test_states
