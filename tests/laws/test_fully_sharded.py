@@ -4,7 +4,7 @@
 from math import isclose, prod
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -33,6 +33,21 @@ loops = st.builds(
 )
 
 
+@example(
+    loop=Loop(
+        "sgd",
+        1,
+        None,
+        {
+            "reshard_after_forward": True,
+            "gather_dtype": torch.bfloat16,
+            "reduce_dtype": None,
+            "accumulate": "whole",
+        },
+        call="by name",
+    ),
+    axes=AXES[0],
+)
 @given(loop=loops, axes=st.sampled_from([AXES[0], AXES[2], AXES[6]]))
 def test_a_step_is_that_of_the_tutorial(loop: Loop, axes: dict[str, int]) -> None:
     """Bitwise, of equal shares, in any dtypes and axes, with micro-batches, however the model

@@ -82,6 +82,16 @@ def same(one, two):
     raises=False,
     where=0,
 )
+@example(  # a file has a buffer that two modules share under one of their names
+    tree=("linear", [("tied", ())]),
+    share=0,
+    moves=[],
+    empty=True,
+    training=False,
+    seed=0,
+    raises=False,
+    where=0,
+)
 @given(
     tree=TREES,
     share=st.integers(0, 100),
