@@ -170,9 +170,13 @@ def _fill_buffers(
         CheckpointError: it is not there, or of another shape.
     """
     saved = model.state_dict(keep_vars=True)
+    names_of: dict[int, list[str]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name not in saved or buffer.is_meta:
-            continue
+        if name in saved and not buffer.is_meta:
+            names_of.setdefault(id(buffer), []).append(name)
+    for names in names_of.values():  # files have one that is shared under one name
+        name = next((each for each in names if each in found), names[0])
+        buffer = saved[name]
         if name not in found or found[name].tensor.shape != buffer.shape:
             has = found[name].tensor.shape if name in found else None
             msg = (

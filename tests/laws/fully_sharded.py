@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of torch's tutorial on `fully_shard`, written by hand, beside accelfn's step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,17 +30,22 @@ class Stack(nn.Module):
         self.last = nn.Linear(WIDTH, 2, bias=False)
         self.to(dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> torch.Tensor:
+        (x,) = x.values() if isinstance(x, dict) else x if isinstance(x, list) else [x]
+        assert x.dtype is self.first.weight.dtype  # wherever it stood in the call
         x = self.first(x)
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.last(x)
 
 
-def loss_fn(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the mean squared error, in the dtype of the targets."""
-    x, y = batch
-    return (net(x).to(y.dtype) - y).square().mean()
+CALLS: Mapping[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "by place": lambda net, x: net(x),
+    "by name": lambda net, x: net(x=x),
+    "in a dict": lambda net, x: net({"x": x}),
+    "in a list, by name": lambda net, x: net(x=[x]),
+}
+"""Ways in which a loss gives a model its inputs."""
 
 
 @attrs.frozen
@@ -53,6 +58,7 @@ class Loop:
         clip: the largest norm, or None.
         options: of `wrap_fsdp`, beside the units, which are those of a list.
         dtype: of parameters.
+        call: how the model is given its inputs.
     """
 
     optimizer: str
@@ -61,6 +67,14 @@ class Loop:
     options: Mapping[str, Any]
     dtype: torch.dtype = torch.float64
     updates: int = 2
+    call: str = "by place"
+
+    def loss(
+        self, net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the mean squared error, in the dtype of the targets."""
+        x, y = batch
+        return (CALLS[self.call](net, x).to(y.dtype) - y).square().mean()
 
     def batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return the batch of each update, of two samples a rank and micro-batch."""
@@ -81,7 +95,7 @@ class Loop:
             ),
             world=world,
         )
-        start, step = af.full_params(state, at="train"), af.make_step(loss_fn)
+        start, step = af.full_params(state, at="train"), af.make_step(self.loss)
         seen, metrics = [], None
         for batch in self.batches(world.size):
             own = [part.chunk(world.size)[world.rank] for part in batch]
@@ -115,7 +129,7 @@ class Loop:
             for i, part in enumerate(parts):
                 sharded = self.options["accumulate"] == "sharded"
                 split.set_requires_gradient_sync(sharded or i == self.micro - 1)
-                loss = loss_fn(net, (part[0], part[1])) / self.micro
+                loss = self.loss(net, (part[0], part[1])) / self.micro
                 loss.backward()
                 losses.append(loss.detach())
             if self.clip is not None:

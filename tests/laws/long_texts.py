@@ -20,9 +20,17 @@ Batch = dict[str, torch.Tensor]
 class Attending(nn.Module):
     """Attention, added to what comes in."""
 
-    def __init__(self, heads: int, shared_by: int, mask: str) -> None:
+    def __init__(
+        self,
+        heads: int,
+        shared_by: int,
+        mask: str,
+        scale: float | None,
+        dropped: float,
+    ) -> None:
         super().__init__()
         width = heads * FEATURES
+        self.scale, self.dropped = scale, dropped
         self.heads, self.kind, self.groups = heads, mask, heads // shared_by
         self.norm = nn.LayerNorm(width)
         self.query = nn.Linear(width, width)
@@ -41,7 +49,9 @@ class Attending(nn.Module):
             key,
             value,
             self.allowed[..., :length, :length] if masks else None,
+            dropout_p=self.dropped if self.training else 0.0,
             is_causal=self.kind == "causal",
+            scale=self.scale,
             enable_gqa=self.groups < self.heads,
         )
         return x + self.out(attended.transpose(1, 2).flatten(2))
@@ -54,17 +64,15 @@ class Attending(nn.Module):
 class Reader(nn.Module):
     """Predicts a token for each position."""
 
-    def __init__(
-        self, heads: int, shared_by: int, mask: str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, text: "Text") -> None:
         super().__init__()
-        width = heads * FEATURES
+        width = text.heads * FEATURES
         self.tokens = nn.Embedding(LETTERS, width)
         self.places = nn.Embedding(LONGEST, width)
-        layers = [Attending(heads, shared_by, mask) for _ in range(2)]
-        self.layers = nn.ModuleList(layers)
+        options = (text.heads, text.shared_by, text.mask, text.scale, text.dropped)
+        self.layers = nn.ModuleList(Attending(*options) for _ in range(2))
         self.head = nn.Linear(width, LETTERS, bias=False)
-        self.to(dtype)
+        self.to(text.dtype)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x = self.tokens(batch["tokens"]) + self.places(batch["places"])
@@ -95,6 +103,9 @@ class Text:
         heads: of each attention.
         shared_by: heads of queries that share one of keys.
         mask: which positions see which: "none", "causal", "any", or any "by head".
+        scale: what products of queries and keys are multiplied by; None is torch's own.
+        dropped: which share of what is attended to in training: none or all, for which
+            nothing must be drawn alike.
         micro: parts of a rank's share.
         behind: further transforms.
     """
@@ -105,6 +116,8 @@ class Text:
     heads: int
     shared_by: int = 1
     mask: str = "causal"
+    scale: float | None = None
+    dropped: float = 0.0
     micro: int = 1
     behind: tuple[object, ...] = ()
     dtype: torch.dtype = torch.float64
@@ -127,7 +140,7 @@ class Text:
 
     def state(self, world: af.World, *engine: object) -> af.TrainState:
         """Return the state before the first update."""
-        model = partial(Reader, self.heads, self.shared_by, self.mask, self.dtype)
+        model = partial(Reader, self)
         optimizer = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
         micro = af.accumulate(num_micro_batches=self.micro)
         return af.TrainState.create(
@@ -187,6 +200,8 @@ def texts(draw: st.DrawFn, ranks: int, **fixed: Any) -> Text:
         "heads": keys * shared_by,
         "shared_by": shared_by,
         "mask": draw(st.sampled_from(["none", "causal", "any", "by head"])),
+        "scale": draw(st.sampled_from([None, 0.25, 2.0])),
+        "dropped": draw(st.sampled_from([0.0, 0.0, 0.0, 1.0])),
         "micro": draw(st.integers(1, 3)),
         "behind": tuple(draw(behind)),
         "seed": draw(st.integers(0, 9)),

@@ -118,6 +118,7 @@ class ByHand:
     lr: float
     momentum: float
     t: int = 0
+    begun: int = 0
     x: list[Values] = attrs.field(init=False)
     anchor: Values = attrs.field(init=False)
     velocity: Values = attrs.field(factory=dict)
@@ -142,7 +143,8 @@ class ByHand:
                 self.seen[rank][f] += weight
         self.t += 1
         for f in range(self.fragments):
-            if (self.t - f * self.sync_every // self.fragments) % self.sync_every == 0:
+            first = self.begun + f * self.sync_every // self.fragments
+            if (self.t - first) % self.sync_every == 0:
                 self.flying.append((self.t, f, self.mean(f)))
         for sent, f, mean in list(self.flying):
             if self.t == sent + self.delay:
@@ -154,9 +156,16 @@ class ByHand:
         for _, _, mean in self.flying:
             self.land(mean)
         for f in range(self.fragments):
-            if self.t > self.sent.get(f, 0):
+            if self.t > self.sent.get(f, self.begun):
                 self.land(self.mean(f, waits=True))
         self.x = [dict(self.anchor) for _ in self.x]
+
+    def go_on(self, sync_every: int, fragments: int, delay: int, mix: float) -> None:
+        """Have other options from here, where all is finished."""
+        self.sync_every, self.fragments = sync_every, fragments
+        self.delay, self.mix, self.begun = delay, mix, self.t
+        self.seen = [dict.fromkeys(range(fragments), 0) for _ in self.x]
+        self.flying, self.sent = [], {}
 
     def mean(self, f: int, *, waits: bool = False) -> Values | None:
         """Return by how much a fragment moved; None where nobody saw anything."""

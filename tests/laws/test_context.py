@@ -2,6 +2,7 @@
 """Ranks that have a part of each sequence train what one rank with all of it does."""
 
 import tempfile
+import warnings
 from itertools import islice
 from math import prod
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -54,6 +57,74 @@ def test_parts_of_sequences_train_what_the_whole_does(
         assert differences(whole, found, within=within) == []
         if dtype is torch.float64:
             assert all(close_means(*pair) for pair in zip(means, seen, strict=True))
+
+
+def counted(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Count what tokens weigh, and those of one letter."""
+    return {"weight": batch["weights"].sum(), "zeros": (batch["due"] == 0).sum()}
+
+
+def loss_of_counts(
+    net: nn.Module, batch: dict[str, torch.Tensor], counts: dict[str, float]
+) -> af.Loss:
+    """Return a loss of two means over different tokens, and how many there are of each."""
+    logits, due = net(batch), batch["due"]
+    each = F.cross_entropy(logits.transpose(1, 2), due, reduction="none")
+    weighed, zeros = (each * batch["weights"]).sum(), (each * (due == 0)).sum()
+    share = weighed / counts["weight"] + zeros / counts["zeros"]
+    told = {f"told_{name}": (number, 1) for name, number in counts.items()}
+    return af.Loss(share, 1, **told)
+
+
+@given(run=runs, engine=engines)
+def test_counts_are_of_whole_texts(
+    run: tuple[dict[str, int], Text], engine: object
+) -> None:
+    """What ranks of the same texts count is told once, and divides as it does on one rank."""
+    axes, text = run
+
+    def trained(
+        world: af.World, *setup: object
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+        state, means = text.state(world, *setup), []
+        step = af.make_step(loss_of_counts, count=counted)
+        for batch in islice(af.batches(state), 2):
+            state, metrics = step(state, batch)
+            means.append(af.mean(metrics, world))
+        return tensors(state), means
+
+    alone, expected = trained(single())
+    setup = (engine, af.context_parallel())
+    size = prod(axes.values())
+    for found, means in simulate(size, lambda w: trained(w, *setup), axes=axes):
+        whole = {name: value for name, value in alone.items() if name in found}
+        assert differences(whole, found, within=1e-13) == []
+        assert all(close_means(*pair) for pair in zip(expected, means, strict=True))
+
+
+@given(axes=st.sampled_from(AXES), engine=engines, seed=st.integers(0, 9))
+def test_each_part_has_draws_of_its_own(
+    axes: dict[str, int], engine: object, seed: int
+) -> None:
+    """Noise of one rank's positions is not that of another's, nor of other samples."""
+    size = prod(axes.values())
+    ranks = size // axes["cp"]
+    text = Text(ranks, ranks, 4 * axes["cp"], heads=axes["cp"], seed=seed)
+
+    def drawn(world: af.World) -> torch.Tensor:
+        noise: list[torch.Tensor] = []
+
+        def loss(net: nn.Module, batch: dict[str, torch.Tensor]) -> af.Loss:
+            noise.append(torch.rand(4))
+            return loss_of_tokens(net, batch)
+
+        state = text.state(world, engine, af.context_parallel())
+        af.value_and_grad(loss)(state, next(iter(af.batches(state))))
+        return noise[-1]
+
+    with warnings.catch_warnings(category=af.Warning, action="ignore"):
+        found = simulate(size, drawn, axes=axes)
+    assert len({tuple(each.tolist()) for each in found}) == size
 
 
 @given(run=runs, engine=engines)

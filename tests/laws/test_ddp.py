@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate, strategies
@@ -63,6 +64,48 @@ def test_one_reduction_an_update(run: Run, size: int, parts: int, ddp: dict) -> 
         log = simulate(size, lambda world: split.train(split.state(world))).log
         reduced = [each for each in log if each.kind == "all_reduce"]
         return [(each.step, each.op, each.num_bytes) for each in reduced]
+
+    assert communicated(1) == communicated(parts) != []
+
+
+class Counting(nn.Module):
+    """Counts its passes in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("passes", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.layer(x)
+
+
+@given(
+    size=st.integers(2, 4),
+    parts=st.integers(2, 4),
+    updates=st.integers(1, 3),
+    engine=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
+)
+def test_buffers_cross_once_an_update(
+    size: int, parts: int, updates: int, engine: object
+) -> None:
+    """Its first micro-batch begins with those of rank 0, and the others go on from them."""
+
+    def communicated(number: int) -> list[tuple]:
+        def fn(world: af.World) -> None:
+            state = af.TrainState.create(
+                model=Counting,
+                optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+                setup=af.chain(engine, af.accumulate(num_micro_batches=number)),
+                world=world,
+            )
+            step = af.make_step(lambda net, x: net(x).mean())
+            for _ in range(updates):
+                state, _ = step(state, [torch.ones(1, 2)] * number)
+
+        log = simulate(size, fn).log
+        return [(e.step, e.label, e.num_bytes) for e in log if e.kind == "broadcast"]
 
     assert communicated(1) == communicated(parts) != []
 

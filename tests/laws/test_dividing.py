@@ -97,9 +97,15 @@ def test_the_weight_is_not_rounded(
 @given(
     used=st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=2, max_size=4),
     sums=strategies.sums(),
+    divided=st.booleans(),
 )
-def test_sync_grads_gives_what_ddp_gives(used: list[set[int]], sums: Sums) -> None:
-    """Parameters that took part on no rank have no gradient, so that nothing decays them."""
+def test_sync_grads_gives_what_ddp_gives(
+    used: list[set[int]], sums: Sums, *, divided: bool
+) -> None:
+    """Parameters that took part on no rank have no gradient, so that nothing decays them.
+
+    A rank may have divided its own before: they go by its weight all the same.
+    """
     kinds = [torch.float64] * 3
 
     def train(world: af.World, *, by_hand: bool) -> list[torch.Tensor]:
@@ -107,8 +113,10 @@ def test_sync_grads_gives_what_ddp_gives(used: list[set[int]], sums: Sums) -> No
         state = create(world, kinds, None if by_hand else unused, weight_decay=0.5)
         state = state.with_params({n: p + 1 for n, p in state.params.items()})
         x = torch.full((1,), 1.0 + world.rank, dtype=torch.float64)
-        compute = af.value_and_grad(lambda net, x: net(x, sorted(used[world.rank])))
+        own, weight = sorted(used[world.rank]), 1 + world.rank
+        compute = af.value_and_grad(lambda net, x: af.Loss(net(x, own), weight))
         _, grads = compute(state, x, sync=not by_hand)
+        grads = grads.divided() if by_hand and divided else grads
         grads = af.sync_grads(state, grads) if by_hand else grads
         return list(af.apply_grads(state, grads).params.values())
 
@@ -122,3 +130,40 @@ def test_sync_grads_gives_what_ddp_gives(used: list[set[int]], sums: Sums) -> No
         for i, (a, b) in enumerate(zip(one, two, strict=True)):
             assert torch.allclose(a, b, rtol=1e-12, atol=0)
             assert bool((a == 1).all()) == (not any(i in each for each in used))
+
+
+SETS = st.sets(st.integers(0, 2), min_size=1)
+
+
+@st.composite
+def uses(draw: st.DrawFn) -> list[list[list[set[int]]]]:
+    """Draw which parameters take part, by update, rank and micro-batch."""
+    ranks, micro = draw(st.integers(2, 3)), draw(st.integers(1, 2))
+    rows = st.lists(SETS, min_size=micro, max_size=micro)
+    update = st.lists(rows, min_size=ranks, max_size=ranks)
+    return draw(st.lists(update, min_size=2, max_size=2))
+
+
+@given(uses=uses(), accumulate=st.sampled_from(["whole", "sharded"]))
+def test_parts_that_are_unused_are_as_on_one_rank(
+    uses: list[list[list[set[int]]]], accumulate: Any
+) -> None:
+    """What takes part on some ranks or in some micro-batches is trained; the rest stays."""
+    kinds, ranks, micro = [torch.float64] * 3, len(uses[0]), len(uses[0][0])
+    step = af.make_step(lambda net, batch: net(batch[0], sorted(batch[1])))
+
+    def train(world: af.World, *setup: object) -> dict[str, torch.Tensor]:
+        size = ranks if world.size == 1 else 1
+        every = af.accumulate(num_micro_batches=micro * size)
+        state = create(world, kinds, every, *setup, weight_decay=0.5)
+        for update in uses:
+            own = update if world.size == 1 else [update[world.rank]]
+            x = torch.ones(1, dtype=torch.float64)
+            state, _ = step(state, [(x, used) for rank in own for used in rank])
+        return af.full_params(state, at="train")
+
+    expected = train(af.World.single())
+    split = af.wrap_fsdp(accumulate=accumulate, find_unused_parameters=True)
+    for found in simulate(ranks, lambda world: train(world, split)):
+        for name, param in expected.items():
+            assert torch.allclose(found[name], param, rtol=1e-12, atol=0)

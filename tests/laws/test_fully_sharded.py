@@ -4,12 +4,12 @@
 from math import isclose, prod
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.fully_sharded import OPTIMIZERS, Loop, both
+from tests.laws.fully_sharded import CALLS, OPTIMIZERS, Loop, both
 from tests.laws.split_models import AXES
 from tests.strategies import differences
 
@@ -29,13 +29,29 @@ loops = st.builds(
     clip=st.sampled_from([None, None, 0.1]),
     options=options,
     dtype=st.sampled_from([torch.float64, torch.float32]),
+    call=st.sampled_from(sorted(CALLS)),
 )
 
 
+@example(
+    loop=Loop(
+        "sgd",
+        1,
+        None,
+        {
+            "reshard_after_forward": True,
+            "gather_dtype": torch.bfloat16,
+            "reduce_dtype": None,
+            "accumulate": "whole",
+        },
+        call="by name",
+    ),
+    axes=AXES[0],
+)
 @given(loop=loops, axes=st.sampled_from([AXES[0], AXES[2], AXES[6]]))
 def test_a_step_is_that_of_the_tutorial(loop: Loop, axes: dict[str, int]) -> None:
-    """Bitwise, of equal shares, in any dtypes and axes, with micro-batches; up to rounding
-    where a norm is clipped.
+    """Bitwise, of equal shares, in any dtypes and axes, with micro-batches, however the model
+    is called; up to rounding where a norm is clipped.
     """
     eps = torch.finfo(loop.dtype).eps
 

@@ -3,6 +3,7 @@
 
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import attrs
 import torch
@@ -210,6 +211,31 @@ def test_neighbours_meet_more_often(
         for x, (held, view) in zip(by_hand.x, found, strict=True):
             assert differences(x, held, within=1e-9) == []
             assert differences(everyone, view, within=1e-9) == []
+
+
+@given(
+    run=runs(n=8, batch_size=8, updates=4, kind="norm", dyadic=False),
+    size=st.integers(2, 4),
+    near=st.sampled_from([1, 2]),
+    options=st.fixed_dictionaries(
+        {
+            "opt_state": st.booleans(),
+            "buffers": st.booleans(),
+            "bucket_cap_mb": st.sampled_from([25, 1e-5]),
+        }
+    ),
+)
+def test_a_part_that_is_all_ranks_meets_as_all_do(
+    run: Run, size: int, near: int, options: dict[str, Any]
+) -> None:
+    """It is averaged in all that is asked for: parameters, buffers and optimizer state."""
+    often = af.local_sgd(sync_every=near, **options)
+    setup = af.local_sgd(sync_every=8, neighbours={near: size}, **options)
+    expected = trained(size, run, af.shard_data(), often)
+    found = trained(size, run, af.shard_data(), setup)
+    for (one, _), (two, _) in zip(expected, found, strict=True):
+        for before, after in zip(one, two, strict=True):
+            assert differences(without_slots(before), without_slots(after)) == []
 
 
 class Three(nn.Module):

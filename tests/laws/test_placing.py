@@ -36,6 +36,8 @@ class Node(nn.Module):
         first = first or self
         if self.kind == "tied" and isinstance(first.layer, nn.Linear):
             self.layer.weight = first.layer.weight
+        if self.kind == "tied":
+            self.register_buffer("calls", first.calls)
         if self.kind == "own":
             self.scale = nn.Parameter(torch.randn(WIDTH))
         nodes = [Node(each, first) for each in inside]
@@ -75,6 +77,16 @@ def same(one, two):
     share=0,
     moves=[(number, True) for number in range(9)],
     empty=False,
+    training=False,
+    seed=0,
+    raises=False,
+    where=0,
+)
+@example(  # a file has a buffer that two modules share under one of their names
+    tree=("linear", [("tied", ())]),
+    share=0,
+    moves=[],
+    empty=True,
     training=False,
     seed=0,
     raises=False,

@@ -8,6 +8,7 @@ from accelfn.engine import engine
 from accelfn.engine.module import first_look, heads
 from accelfn.loop import evaluate
 from accelfn.state import mean, views
+from accelfn.step import value_and_grad
 from accelfn.transforms import context_parallel, ddp
 from accelfn.world import axes
 from tests.laws import test_context
@@ -50,6 +51,30 @@ MUTANTS = [
         TRAINS,
         heads.Exchanging._attend,
         '"attn_mask": mask} → "attn_mask": None}',
+    ),
+    Mutant(
+        "L3: attention has torch's own scale where heads are exchanged",
+        TRAINS,
+        heads.Exchanging._attend,
+        '"attn_mask": mask} → "attn_mask": mask, "scale": None}',
+    ),
+    Mutant(
+        "L3: nothing is dropped in attention where heads are exchanged",
+        TRAINS,
+        heads.Exchanging._attend,
+        '"attn_mask": mask} → "attn_mask": mask, "dropout_p": 0.0}',
+    ),
+    Mutant(
+        "L1: what ranks of one text count is told as often as there are parts of it",
+        test_context.test_counts_are_of_whole_texts,
+        value_and_grad._count,
+        "definition.world.batch) → definition.world.loss)",
+    ),
+    Mutant(
+        "L50: all ranks along cp draw the same noise for their positions",
+        test_context.test_each_part_has_draws_of_its_own,
+        engine.Engine._key,
+        "loss.rank)) → state.definition.world.batch.rank))",
     ),
     Mutant(
         "L3: all ranks along cp have the first part of a sequence",

@@ -45,6 +45,12 @@ MUTANTS = [
         "vars(new).update(vars(param)) → vars(new).update(dict.fromkeys(vars(param)))",
     ),
     Mutant(
+        "L41: a buffer that modules share is looked for under its last name alone",
+        LAW,
+        _fill_buffers,
+        "next((each for each in names if each in found), names[0]) → names[-1]",
+    ),
+    Mutant(
         "L41: statistics that belong to the weights are not read with them",
         LAW,
         _fill_buffers,
