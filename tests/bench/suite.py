@@ -383,7 +383,7 @@ SUITE = (
             "steps, from one barrier to the next. All-reduces are those of an update, as torch's "
             "profiler sees them in a run of its own."
         ),
-        targets=(("accelfn local_sgd", 0.4),),
+        targets=(("accelfn local_sgd", 0.36),),
         rounds=40,
         quick_rounds=6,
         nproc=2,
