@@ -20,8 +20,9 @@ def refuse_wrapped(module: nn.Module) -> None:
     Raises:
         ModelError: it is.
     """
+    wrappers = [*_wrappers()]
     for name, each in module.named_modules():
-        for kind, inner, way in _wrappers():
+        for kind, inner, way in wrappers:
             if isinstance(each, kind):
                 where = f"model={kind.__name__}" if each is module else f"model.{name}"
                 is_one = "" if each is module else f" is a {kind.__name__}"

@@ -3,8 +3,8 @@
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -162,15 +162,23 @@ def test_a_store_on_a_broken_disk_is_refused() -> None:
     assert f"{root}/run" in str(caught.value)
 
 
-@given(size=st.integers(1, 3), number=st.sampled_from([errno.ENOSPC, errno.EIO]))
-def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
-    """B6: the disk is full, then free: the next save is made, and says what went before."""
+@contextmanager
+def first_fails(number: int) -> Iterator[None]:
+    """Have files of step 1 fail to be written, with an error of the system's, and no others."""
     write = files.write
 
     def full(path: Path, *args: Any) -> Any:
         if "step-00000001" in str(path):
             raise OSError(number, os.strerror(number), str(path))
         return write(path, *args)
+
+    with mock.patch.object(files, "write", full):
+        yield
+
+
+@given(size=st.integers(1, 3), number=st.sampled_from([errno.ENOSPC, errno.EIO]))
+def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
+    """B6: the disk is full, then free: the next save is made, and says what went before."""
 
     def train(world: af.World) -> None:
         with af.CheckpointStore(root) as saved:
@@ -183,7 +191,7 @@ def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
             saved.save(state_of(3, world))
 
     base()
-    with lent() as root, mock.patch.object(files, "write", full):
+    with lent() as root, first_fails(number):
         simulate(size, train)
         assert af.CheckpointStore(root).steps == (2, 3)
         assert is_of(root / "step-00000002", 2)
@@ -194,13 +202,6 @@ def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
 def test_a_store_whose_last_save_failed_lets_go(size: int, number: int) -> None:
     """B6: to close it tells of the save, and another store may write to the directory."""
 
-    write = files.write
-
-    def full(path: Path, *args: Any) -> Any:
-        if "step-00000001" in str(path):
-            raise OSError(number, os.strerror(number), str(path))
-        return write(path, *args)
-
     def train(world: af.World) -> None:
         saved = af.CheckpointStore(root)
         saved.save(state_of(1, world))
@@ -210,7 +211,7 @@ def test_a_store_whose_last_save_failed_lets_go(size: int, number: int) -> None:
             other.save(state_of(2, world))
 
     base()
-    with lent() as root, mock.patch.object(files, "write", full):
+    with lent() as root, first_fails(number):
         simulate(size, train)
         assert is_of(root / "step-00000002", 2)
 
