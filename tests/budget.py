@@ -199,6 +199,7 @@ _NUMBERS = {
         "unit.test_transforms_over_ranks::test_gradients_are_left_on_a_rank_under_accumulate",
     ),
     25: (
+        "laws.test_compressed_workers::test_a_worker_compresses_as_a_world_of_its_own",
         "laws.test_import_deepspeed::test_what_zero_saved_is_all_there",
         "laws.test_layouts::test_another_setup_and_back_changes_nothing",
         "laws.test_layouts::test_the_kit_compares_what_is_split",

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in compressing gradients."""
 
+from accelfn.checkpoint import commit, manifest
 from accelfn.engine import compression, ddp
 from accelfn.state import succession
-from accelfn.transforms import compress
-from tests.laws import test_16_bits, test_compression
+from accelfn.transforms import compress, local_sgd
+from tests.laws import test_16_bits, test_compressed_workers, test_compression
 from tests.mutants.mutant import Mutant
+
+WORKERS = test_compressed_workers.test_a_worker_compresses_as_a_world_of_its_own
 
 MUTANTS = [
     Mutant(
@@ -94,5 +97,39 @@ MUTANTS = [
         test_compression.test_bytes_go_down_and_only_the_last_micro_batch_sends,
         compression.Narrow.reduce,
         ".to(self._dtype) → .float()",
+    ),
+    Mutant(
+        "L10: factors of matrices cross workers, sums in 16 bits do not",
+        WORKERS,
+        compress.compress._compression,
+        "state.name,\n        ranks, → state.name, state.world.loss,",
+    ),
+    Mutant(
+        "L10: where workers meet, what was left out is averaged over them, too",
+        WORKERS,
+        local_sgd.local_sgd._averaged,
+        "for name, param in state.params.items() if name in trained] → for name, param in "
+        'state.params.items() if name in trained] + [*(state.slots.get("compress") or '
+        '{"error": {}})["error"].values()]',
+    ),
+    Mutant(
+        "L18: an update that another worker skips leaves a worker without what was left out",
+        WORKERS,
+        succession.skipped,
+        "num_skipped=state.num_skipped + 1,"
+        ' → num_skipped=state.num_skipped + 1, slots={**state.slots, **({"compress": '
+        '{**state.slots["compress"], "error": {}}} if state.slots.get("compress") else {})},',
+    ),
+    Mutant(
+        "L42: of what was left out a worker saves its first rank's alone",
+        WORKERS,
+        commit.divided,
+        "held[first].get(name) != held[rank].get(name) → False",
+    ),
+    Mutant(
+        "L42: each rank of a worker goes on with what the first one had left out",
+        WORKERS,
+        manifest.Manifest.file_of,
+        "own = rank_file(rank) → own = rank_file(self.copies.index(self.copies[rank]))",
     ),
 ]
