@@ -20,7 +20,12 @@ import numpy as np
 from torch.utils.data import Subset
 
 from accelfn.base import tree
-from accelfn.collectives import are_told_alike, first_difference, gather_text
+from accelfn.collectives import (
+    are_told_alike,
+    check_rows,
+    first_difference,
+    gather_text,
+)
 from accelfn.data.described import Described
 from accelfn.data.epoch import epoch_of
 from accelfn.data.fetch import nothing
@@ -73,6 +78,45 @@ class Looks:
     def _read(self, times: int) -> None:
         while len(self._reads) < times:
             self._reads.append(dict(_looked_at(self._source, "")))
+
+
+def check_readers(data: Described, world: World) -> None:
+    """Raise unless all ranks read alike, where they meet as they read.
+
+    A rank that reads otherwise meets the others when its state is built, before its first
+    update: the calls are one, and what each says of its data comes first in both.
+
+    Cost: where ranks meet to read, a small all-reduce as reading begins; else none.
+
+    Raises:
+        ReplicaMismatchError: they do not; the option is named, a row a rank.
+    """
+    if data.sharded or data.dispatch:
+        check_definition_rows(readers_told(data), world)
+
+
+def check_definition_rows(rows: dict[str, str], world: World) -> None:
+    """Raise unless all ranks say the same of what they train with, and how they read.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    check_rows(
+        rows,
+        world,
+        label="compare definitions",
+        advice=(
+            "Such ranks would drift apart in silence. Give TrainState.create the same setup,"
+            " optimizer, schedule, seed and data on all of them."
+        ),
+    )
+
+
+def readers_told(data: Described | None) -> dict[str, str]:
+    """Return who reads for whom, as ranks tell one another."""
+    told = {"sharded": data is not None and data.sharded}
+    told["dispatch"] = data is not None and data.dispatch
+    return {f"data, {name}": str(value) for name, value in told.items()}
 
 
 def check_alike(data: Described, looks: Looks | None, world: World) -> None:
@@ -129,7 +173,7 @@ def are_alike(data: Described, looks: Looks | None, world: World) -> bool:
 def _form(data: Described, looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
     """Return how data is batched, and its name if it has one, instead of its looks."""
     form = {f"data, {name}": str(each) for name, each in form_of(data).items()}
-    form |= {"data, sharded": str(data.sharded), "data, dispatch": str(data.dispatch)}
+    form |= readers_told(data)
     if data.fingerprint is None and looks is not None:
         return form, looks
     return form | {"data, fingerprint": str(data.fingerprint)}, None

@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from accelfn.base.shards import cut_axes, local
-from accelfn.collectives import all_reduce_, check_rows
-from accelfn.data.alike import are_alike, check_alike, order_told
+from accelfn.collectives import all_reduce_
+from accelfn.data.alike import (
+    are_alike,
+    check_alike,
+    check_definition_rows,
+    order_told,
+    readers_told,
+)
 from accelfn.data.fingerprint import form_of
 from accelfn.errors import Error, LossError
 from accelfn.schedules.rates import Rates
@@ -34,15 +40,7 @@ def check_definitions(state: TrainState) -> None:
     Raises:
         ReplicaMismatchError: they do not; the first difference is named, a row a rank.
     """
-    check_rows(
-        _rows(state),
-        state.world,
-        label="compare definitions",
-        advice=(
-            "Such ranks would drift apart in silence. Give TrainState.create the same setup,"
-            " optimizer, schedule, seed and data on all of them."
-        ),
-    )
+    check_definition_rows(_rows(state), state.world)
     data, definition = state.data, state.definition
     if data is None:
         return
@@ -90,7 +88,8 @@ def check_gradients(
 def _rows(state: TrainState) -> dict[str, str]:
     definition = state.definition
     names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
-    rows = {"seed": str(state.seed)}
+    rows = readers_told(definition.data)  # first, as ranks say it that read together
+    rows["seed"] = str(state.seed)
     for i, each in enumerate(definition.setup):
         rows[f"transform {i}"] = _shown(each)
     rows["optimizer"] = kind_of(definition.optimizer, names)

@@ -12,6 +12,7 @@ from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes, span
 from accelfn.base.words import foreign
 from accelfn.data import Batch, Data
+from accelfn.data.alike import check_readers
 from accelfn.data.cursor import Cursor
 from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
@@ -55,9 +56,14 @@ class Batches:
         return left + sum(self.data.num_updates_of(each, seed=seed) for each in later)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, epoch after epoch; where none is left, an `af.Warning` says why."""
+        """Yield batches, epoch after epoch; where none is left, an `af.Warning` says why.
+
+        Raises:
+            ReplicaMismatchError: ranks meet as they read, and not all of them do.
+        """
         self._say_none_is_left()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
+        check_readers(self.data, self.reading.world)
         reader = self.data.read(self.reading)
         while True:
             # in inference mode it would make what no step can take
@@ -104,13 +110,15 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
         are read with gradients on and inference mode and autocast off, whatever the caller's.
 
     Cost:
-        Starting, at any cursor, reads nothing that was seen before.
+        Starting, at any cursor, reads nothing that was seen before. With `sharded` or
+        `dispatch` data it is a small all-reduce, in which ranks compare these options.
 
     Raises:
         StateError: the state has no data.
         ArgumentError: `epochs` is not a positive number.
 
     And as they are read:
+        ReplicaMismatchError: `sharded=` or `dispatch=` of the data differ by rank.
         DataError: a worker failed, a stream cannot be resumed, or a dataset is not what it
             says; what was being read is named.
         Warning: nothing is left, and the state was trained in this process or has more epochs

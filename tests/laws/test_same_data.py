@@ -2,7 +2,7 @@
 """Ranks that share data hold the same samples at the same indices, or are told before."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,13 @@ import numpy as np
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset, SubsetRandomSampler, random_split
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    random_split,
+)
 
 import accelfn as af
 from accelfn.errors import ReplicaMismatchError
@@ -265,6 +271,66 @@ def test_batches_of_each_rank_are_seen(
 
     (said,) = set(simulate(2, rank).results)
     assert bool(said) == (cuts[0] != cuts[1])
+
+
+class Stream(IterableDataset[Any]):
+    """A few samples, from front to back."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(9.0)[:, None]
+
+
+READERS: dict[str, dict[str, bool]] = {
+    "each": {"sharded": False, "dispatch": False},
+    "its own": {"sharded": True, "dispatch": False},
+    "one for all": {"sharded": False, "dispatch": True},
+}
+READING_SETUPS = [*SETUPS.values(), af.chain(af.wrap_ddp())]
+
+
+@given(
+    readers=st.lists(st.sampled_from(sorted(READERS)), min_size=2, max_size=3),
+    setup=st.sampled_from(READING_SETUPS),
+    by=st.sampled_from(["loop", "loop", "build", "evaluate"]),
+    epochs=st.integers(1, 2),
+)
+def test_ranks_that_read_otherwise_are_told(
+    readers: list[str], setup: Any, by: str, epochs: int
+) -> None:
+    """Before a sample is read: of which option they differ; by whichever call they meet first."""
+
+    def rank(world: af.World) -> str:
+        data = af.Data(Stream(), batch_size=4, **READERS[readers[world.rank]])
+        state = af.TrainState.create(
+            model=partial(torch.nn.Linear, 1, 1),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=None if by == "evaluate" else data,
+            setup=setup,
+            world=world,
+        )
+
+        def train(_: af.World) -> None:
+            step, trained = af.make_step(lambda model, x: model(x).mean()), state
+            for batch in af.batches(trained, epochs=epochs):
+                trained, _ = step(trained, batch)
+
+        ways = {
+            "loop": train,
+            "build": lambda _: af.build(state),
+            "evaluate": lambda _: af.evaluate(state, data, lambda _, x: x.mean()),
+        }
+        return _raised(ways[by], world)
+
+    (said,) = set(simulate(len(readers), rank).results)
+    differing = [
+        option
+        for option in ("sharded", "dispatch")
+        if len({READERS[each][option] for each in readers}) > 1
+    ]
+    assert bool(said) == bool(differing)
+    for rank_, each in enumerate(readers if differing else []):
+        told = f"rank {rank_}: data, {differing[0]}: {READERS[each][differing[0]]}"
+        assert told in said
 
 
 def test_data_that_name_themselves_are_compared_by_name() -> None:

@@ -3,11 +3,12 @@
 
 from accelfn.data import alike, fingerprint
 from accelfn.engine import agreement
-from accelfn.loop import evaluate
+from accelfn.loop import batches, evaluate
 from tests.laws import test_same_data
 from tests.mutants.mutant import Mutant
 
 TOLD = test_same_data.test_ranks_with_another_order_are_told
+READ = test_same_data.test_ranks_that_read_otherwise_are_told
 DRAWN = test_same_data.test_draws_of_a_dataset_are_no_difference
 
 MUTANTS = [
@@ -100,5 +101,35 @@ MUTANTS = [
         test_same_data.test_objects_are_known_by_what_they_hold,
         fingerprint._bytes_of_objects,
         'told += _digest(b"".join(leaves)) → leaves.close()',
+    ),
+    Mutant(
+        "L36: ranks that meet as they read begin without a word of it",
+        READ,
+        batches.Batches.__iter__,
+        "check_readers(self.data, self.reading.world) → pass",
+    ),
+    Mutant(
+        "L36: ranks that read each for itself do not say so as they build",
+        READ,
+        agreement._rows,
+        "readers_told(definition.data) → {}",
+    ),
+    Mutant(
+        "L36: a rank that reads for all does not ask the others, one with its own stream does",
+        READ,
+        alike.check_readers,
+        "data.sharded or data.dispatch → data.sharded",
+    ),
+    Mutant(
+        "L36: whether a rank reads a stream of its own is not told",
+        READ,
+        alike.readers_told,
+        '{"sharded": data is not None and data.sharded} → {}',
+    ),
+    Mutant(
+        "L36: whether one rank reads for all is not told",
+        READ,
+        alike.readers_told,
+        "data is not None and data.dispatch → False",
     ),
 ]
