@@ -166,10 +166,11 @@ class Source:
             }
         wanted = self.sharded.get(name)
         target = None if wanted is None else slice_of(wanted)
-        if target is not None and target.shape != shape:
+        if wanted is not None and target is not None and target.shape != shape:
             msg = (
-                f"{self.folder}: {name} was saved as {shape}, and the state's is"
-                f" {target.shape}."
+                f"{self.folder}: {name} was saved as {shape} {files.DTYPES[dtype]}, and the"
+                f" state's is {target.shape} {wanted.dtype}. Load into a state of the model"
+                " that was saved."
             )
             raise CheckpointError(msg)
         return _Plan(target or Slice.whole(shape), files.DTYPES[dtype], parts)
