@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.base.shards import local
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 FIELDS = (
@@ -23,8 +24,9 @@ def linear_state(inputs: int = 1, outputs: int = 1, /, **options: Any) -> af.Tra
 
 
 def bits(tree: Any) -> Any:
-    """Return a tree with the bytes of its tensors, which == compares bitwise."""
+    """Return a tree with the bytes of its tensors, of split ones the rank's part's."""
     if isinstance(tree, torch.Tensor):
+        tree = local(tree)
         flat = tree.detach().resolve_conj().resolve_neg().reshape(-1)
         # a copy, for of one element or none any stride counts as contiguous
         raw = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(torch.uint8)

@@ -15,7 +15,7 @@ import torch
 from accelfn.base import tree
 from accelfn.base.calling import called
 from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.arriving import Arrivals, arriving, received, to_the_end
+from accelfn.checkpoint.arriving import Arrivals, arriving, received
 from accelfn.checkpoint.elastic import to_merge
 from accelfn.checkpoint.load import restored
 from accelfn.checkpoint.manifest import Manifest
@@ -91,10 +91,13 @@ def with_world(
         contents, list(map(json.loads, said)), meeting, state
     )
     where = f"the state of update {manifest.step}"
+    # by itself, for the parts of a split model are read in calls that a rank which could not
+    # begin would not make
+    fresh = _all_do("begin anew", meeting, lambda: _begun(state, world), lambda _: "")[
+        0
+    ]
 
     def take() -> TrainState:
-        with to_the_end(arrivals):
-            fresh = _begun(state, world)
         return restored(
             fresh, where, lambda: received(fresh, manifest, where, arrivals)
         )

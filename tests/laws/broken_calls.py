@@ -2,6 +2,7 @@
 """Public calls, each with a state, a model and a folder of its own, which may be broken off."""
 
 import functools
+import gc
 import io
 import random
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -101,6 +103,7 @@ SETUPS = {
 OVER_RANKS = {
     "ddp": af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)),
     "apart": af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
+    "parts": af.chain(af.shard_data(), af.wrap_fsdp(nn.Linear), af.ema(0.5)),
 }
 OPTIMIZERS = {
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5),
@@ -122,6 +125,7 @@ class Scene:
     loss: Any
     folder: Path
     net: nn.Module = attrs.field(factory=a_net)
+    optimizer: str = "momentum"
 
     @property
     def batch(self) -> Any:
@@ -322,6 +326,59 @@ def restored(scene: Scene) -> Any:
         return store.restore(scene.state)
 
 
+def stored_behind(scene: Scene) -> Any:
+    with af.CheckpointStore(scene.folder / "run", async_=True) as store:
+        store.save(scene.state)
+        inside(store).wait()
+    return tree(scene.folder)
+
+
+def import_state(scene: Scene) -> Any:
+    """Take what another library saved of a model and its optimizer."""
+    folder = scene.folder.parent / "theirs"
+    if not folder.exists():
+        folder.mkdir()
+        net = a_net()
+        optimizer = OPTIMIZERS[scene.optimizer](net.parameters())
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        save_file(net.state_dict(), folder / "model.safetensors")
+        torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    return af.import_state(scene.state, folder)
+
+
+def with_world(scene: Scene) -> Any:
+    world = scene.state.world
+    other = world if world.size > 1 else af.World.single(device="cpu")
+    return af.with_world(scene.state, other)
+
+
+def split(scene: Scene) -> Any:
+    return af.split({"x": X}, scene.state.world)
+
+
+def lockstep(scene: Scene) -> Any:
+    return list(af.lockstep([X[:2], [X[2:4], X[4:6]]], scene.state.world))
+
+
+def read_ahead(scene: Scene) -> Any:
+    """Read in a process of its own, whose pipes lie in a cycle of torch's."""
+    data = af.Data(Rows(), batch_size=8, num_workers=1)
+    found = list(af.predict(scene.state, data, lambda net, batch: net(batch)))
+    gc.collect()
+    return found
+
+
+def profile(scene: Scene) -> Any:
+    world = scene.state.world
+    with af.profile(scene.folder, world, wait=0, warmup=1, active=1) as profiler:
+        for _ in range(2):
+            inside(measure(scene.net.eval(), X[:2]))
+            profiler.step()
+    return [each.name for each in scene.folder.iterdir()]
+
+
 def memory(scene: Scene) -> Any:
     return str(af.memory(scene.state))
 
@@ -431,7 +488,19 @@ CALLS: dict[str, Callable[[Scene], Any]] = {
         *(export, import_model, import_onto, stored, restored, memory),
         *(memory_estimate, explain, create, create_in_parts, run, stopping),
         *(find_batch_size, placed, jsonl, simulated, observe, empty_weights),
+        *(
+            stored_behind,
+            import_state,
+            with_world,
+            split,
+            lockstep,
+            read_ahead,
+            profile,
+        ),
     )
 }
-TOGETHER = (step, evaluate, predict, finalize, eval_params, full_params, save, load)
+TOGETHER = (
+    *(step, evaluate, predict, finalize, eval_params, full_params, save, load),
+    *(with_world, split, lockstep),
+)
 """Those that ranks make together."""

@@ -78,6 +78,10 @@ KINDS: Mapping[str, type[BaseException]] = {
 }
 
 PUT_BACK = ("__exit__", "__del__")
+SWALLOWED = ("Finalize.__call__",)
+"""Callbacks of weak references, whose errors Python prints and drops."""
+TRIES = ("_keeps",)
+"""Functions of accelfn that try an optimizer, and take any error for an answer."""
 
 Place = tuple[str, int, str]
 """A file, a line in it, and what is called there."""
@@ -137,7 +141,9 @@ def puts_back(frame: FrameType | None) -> bool:
         code = frame.f_code
         if code.co_name in PUT_BACK or code.co_filename.endswith("weakref.py"):
             return True
-        if is_own(code) and frame.f_lineno in cleaning(code.co_filename):
+        if is_own(code) and (
+            code.co_name in TRIES or frame.f_lineno in cleaning(code.co_filename)
+        ):
             return True
         frame = frame.f_back
     return False
@@ -183,6 +189,7 @@ class Breaking:
             if (
                 not may_raise(code)
                 or is_resumed(frame)
+                or code.co_qualname in SWALLOWED
                 or "selfref" in code.co_varnames
             ):
                 return
@@ -276,6 +283,15 @@ def _files() -> list[str]:
     return sorted(found)
 
 
+def _children() -> list[str]:
+    """Return the processes that this one has started, and that are there."""
+    found: list[str] = []
+    for each in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # that of a thread that has ended
+            found += (each / "children").read_text().split()
+    return sorted(found)
+
+
 def _generators() -> dict[str, bytes]:
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
@@ -318,6 +334,7 @@ def around() -> dict[str, Any]:
         "attributes": _attributes(),
         "hooks": _hooks(),
         "files": _files(),
+        "processes": _children(),
         "temporary": sorted(map(str, Path(tempfile.gettempdir()).iterdir())),
         "default group": dist.is_initialized(),
         "filters": [*warnings.filters],
@@ -339,7 +356,7 @@ def threads() -> set[threading.Thread]:
 
 def left_behind(before: Mapping[str, Any], there: set[threading.Thread]) -> list[str]:
     """Return what is other than it was before a call; threads may be about to end."""
-    wait_until(lambda: threads() <= there)
+    wait_until(lambda: threads() <= there and _children() == before["processes"])
     if _files() != before["files"]:  # that an error's frames may have had
         gc.collect()
     after = around()

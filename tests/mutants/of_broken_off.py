@@ -2,10 +2,10 @@
 """Bugs that show where a call is broken off midway: what it leaves behind, or half done."""
 
 from accelfn.base import contexts, draws
-from accelfn.checkpoint import commit, disk
+from accelfn.checkpoint import commit, disk, moving
 from accelfn.engine import engine
 from accelfn.engine.optimizer import live_optimizer
-from accelfn.loop import stopping
+from accelfn.loop import profiling, stopping
 from accelfn.placing import hooks
 from accelfn.step import holding, stages
 from accelfn.track.jsonl import _Jsonl
@@ -13,6 +13,7 @@ from tests.laws import test_broken_off
 from tests.mutants.mutant import Mutant
 
 _LAW = test_broken_off.test_what_is_broken_off_leaves_nothing_half_done
+_TOLD = test_broken_off.test_what_is_broken_off_on_a_rank_is_told_to_the_other
 _UPDATE = test_broken_off.test_an_update_that_is_broken_off_was_not_begun_or_says_so
 
 MUTANTS = [
@@ -145,8 +146,51 @@ MUTANTS = [
     ),
     Mutant(
         "L54: each rank says of a save that it was itself that could not make it",
-        test_broken_off.test_what_is_broken_off_on_a_rank_is_told_to_the_other,
+        _TOLD,
         commit.Save.agreed,
         "rank {rank} could not → rank {self.rank} could not",
+    ),
+    Mutant(
+        "L54: a profile that broke off is the one of its process for good",
+        _LAW,
+        profiling.profile,
+        """\
+    finally:
+        _ONE_A_PROCESS.release()
+→
+    except ZeroDivisionError:
+        raise
+    else:
+        _ONE_A_PROCESS.release()
+""",
+        args={"call": "profile"},
+    ),
+    Mutant(
+        "L54: behind a block that raised torch's profiler looks on",
+        _LAW,
+        profiling.profile,
+        """\
+        finally:
+            profiler.stop()
+→
+        except ZeroDivisionError:
+            raise
+        else:
+            profiler.stop()
+""",
+        args={"call": "profile"},
+    ),
+    Mutant(
+        "L54: a rank that cannot begin in another world lets those wait that can",
+        _TOLD,
+        moving.with_world,
+        """\
+    fresh = _all_do("begin anew", meeting, lambda: _begun(state, world), lambda _: "")[0]
+
+    def take() -> TrainState:
+→
+    def take() -> TrainState:
+        fresh = _begun(state, world)
+""",
     ),
 ]
