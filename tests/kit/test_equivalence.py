@@ -253,6 +253,48 @@ def test_a_problem_of_a_users_own():
     refused(af.clip_grad_norm(0.5), None, make=perceptron, rtol=1e-5)
 
 
+LOSSES = {
+    "mean": lambda errors: errors.square().mean(),
+    "sum": lambda errors: errors.square().sum(),
+    "weighted": lambda errors: af.Loss(errors.square().sum(), len(errors)),
+}
+
+
+@given(
+    kind=st.sampled_from(sorted(LOSSES)),
+    parts=st.integers(2, 4),
+    size=st.sampled_from([1, 2, 3]),
+    batch_size=st.integers(5, 9),
+)
+def test_a_loss_that_is_a_sum_is_seen(kind, parts, size, batch_size):
+    """It depends on how samples are split, which a mean does not; the text says what to return."""
+
+    def make(world, setup):
+        rows = torch.linspace(-1, 1, 22 * 3, dtype=torch.float64).reshape(22, 3)
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(3, 2, dtype=torch.float64),
+            optimizer=partial(torch.optim.SGD, lr=0.01),
+            data=af.Data((rows, rows[:, :2].sin()), batch_size=batch_size),
+            setup=setup,
+            world=world,
+        )
+        loss = LOSSES[kind]
+        return state, af.make_step(lambda net, batch: loss(net(batch[0]) - batch[1]))
+
+    split = af.accumulate(num_micro_batches=parts)
+    options = {"make": make, "sizes": [size], "rtol": 1e-9}
+    if kind == "sum":
+        assert 'made with reduction="sum"' in refused(split, None, **options)[-1]
+    else:
+        assert_equivalent(split, None, **options)
+
+
+def test_a_difference_behind_the_loss_is_no_sum():
+    """Where the first loss is the same, no word is said of what it divides by."""
+    told = refused(af.clip_grad_norm(0.5), None, make=perceptron, rtol=1e-5)
+    assert not any("reduction" in line for line in told)
+
+
 def test_a_make_that_ignores_what_it_is_given_is_refused():
     """Nothing would be compared."""
     with pytest.raises(af.ArgumentError, match="another world or setup"):

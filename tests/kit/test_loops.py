@@ -279,8 +279,9 @@ def test_what_a_refusal_says():
         "Differ too: params.",
         "Agree: batch.",
         (
-            "Look at what the loss divides by over samples and micro-batches, dropout and"
-            " other draws, training or evaluation mode, precision."
+            "Look at what the loss divides by over samples and micro-batches (a plain loss is"
+            ' taken for a mean; one made with reduction="sum" is none), dropout and other'
+            " draws, training or evaluation mode, precision."
         ),
     ]
 

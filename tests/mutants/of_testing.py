@@ -370,4 +370,16 @@ MUTANTS = [
         differential.compare_with_processes,
         "if found: → if found and rank == 0:",
     ),
+    Mutant(
+        "of a loss that is a sum nothing is said but that setups differ",
+        test_equivalence.test_a_loss_that_is_a_sum_is_seen,
+        equivalence.assert_equivalent,
+        "if moment == 0 and is_own → if moment == 1 and is_own",
+    ),
+    Mutant(
+        "the kit takes every difference for that of a loss that is a sum",
+        test_equivalence.test_a_difference_behind_the_loss_is_no_sum,
+        equivalence._hint,
+        "or not comparison.by_name(*losses) → ",
+    ),
 ]

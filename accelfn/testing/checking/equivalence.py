@@ -67,7 +67,8 @@ def assert_equivalent(
         setup_a: a transform, a chain, or None for nothing.
         setup_b: another.
         make: `(world, setup) -> (state, step)` instead, for a problem of your own. The state
-            must have data.
+            must have data. With `af.accumulate(num_micro_batches=3)` and None it sees whether
+            a loss is the mean that accelfn takes it for.
         optimizer: for the problem that it brings; default SGD with a learning rate of 0.5
             and a momentum of 0.5. What it computes should be exact: options are powers of
             two, or give a tolerance.
@@ -99,6 +100,7 @@ def assert_equivalent(
         )
         raise ArgumentError(msg)
     pair = chain(setup_a), chain(setup_b)
+    is_own = make is not None
     make = partial(dyadic_problem, optimizer) if make is None else make
     comparison = Comparison(rtol=rtol, atol=atol)
     for size in sizes:
@@ -110,7 +112,8 @@ def assert_equivalent(
                 when = f"after update {moment} (counted from 0)"
                 when = when if moment < updates else "after af.finalize"
                 where = f"in a world of {size}, on rank {rank}, {when}"
-                raise LawError(_told(pair, where, found))
+                hint = _hint(held, comparison) if moment == 0 and is_own else ""
+                raise LawError(_told(pair, where, found) + hint)
 
 
 def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[Held]]:
@@ -195,6 +198,24 @@ def _told(
         f"The setups do not train alike: {where}, they differ in {', '.join(found)} (the"
         f" first, the second):{listed(lines)}\nThe first is {codes[0]}, the second"
         f" {codes[1]}."
+    )
+
+
+def _hint(held: Sequence[Held], comparison: Comparison) -> str:
+    """Say what to look at if the first loss differs, before any update could have done it."""
+    reported = [each["metrics"] for each in held]
+    losses = [
+        {"loss": each["loss"]}
+        for each in reported
+        if isinstance(each, Mapping) and "loss" in each
+    ]
+    if len(losses) < len(held) or not comparison.by_name(*losses):
+        return ""
+    return (
+        "\nThe loss of the first update differs already. Look at what it divides by: a plain"
+        ' loss is taken for a mean over samples, and one made with reduction="sum" is none,'
+        " so it depends on how samples are split. Return its mean, or af.Loss(total, weight)."
+        " Draws and batch statistics depend on that, too."
     )
 
 
