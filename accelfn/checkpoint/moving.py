@@ -93,9 +93,9 @@ def with_world(
     where = f"the state of update {manifest.step}"
     # by itself, for the parts of a split model are read in calls that a rank which could not
     # begin would not make
-    fresh = _all_do("begin anew", meeting, lambda: _begun(state, world), lambda _: "")[
-        0
-    ]
+    fresh, _ = _all_do(
+        "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
+    )
 
     def take() -> TrainState:
         return restored(

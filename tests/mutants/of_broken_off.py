@@ -185,7 +185,9 @@ MUTANTS = [
         _TOLD,
         moving.with_world,
         """\
-    fresh = _all_do("begin anew", meeting, lambda: _begun(state, world), lambda _: "")[0]
+    fresh, _ = _all_do(
+        "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
+    )
 
     def take() -> TrainState:
 →
