@@ -89,7 +89,7 @@ def _rows(state: TrainState) -> dict[str, str]:
     definition = state.definition
     names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
     rows = readers_told(definition.data)  # first, as ranks say it that read together
-    rows["seed"] = str(state.seed)
+    rows |= {"seed": str(state.seed)}
     for i, each in enumerate(definition.setup):
         rows[f"transform {i}"] = _shown(each)
     rows["optimizer"] = kind_of(definition.optimizer, names)

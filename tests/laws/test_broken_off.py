@@ -50,7 +50,7 @@ from tests.laws.broken_off import (
 )
 from tests.states import bits, values
 
-WRITES = {"save", "export", "stored", "stored_behind", "profile"}
+WRITES = {"save", "export", "stored", "stored_behind"}
 """Calls of which a folder has nothing, or all."""
 DEAR = {
     *("memory_estimate", "find_batch_size", "run", "stored", "stored_behind"),
