@@ -362,7 +362,7 @@ OF_TRAINING = [
         "L22: a step that raised before its backward pass leaves a plan to the next pass",
         test_in_backward.test_gradients_by_themselves_are_refused,
         stages.take_in_backward,
-        "engine.forget_plan()  # it may not have come to the backward pass → pass",
+        "live.forget()  # it may not have come to the backward pass → pass",
     ),
     Mutant(
         "L2: ranks move elements in as many calls as each has bytes for",
