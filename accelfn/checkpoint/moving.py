@@ -25,8 +25,9 @@ from accelfn.collectives import broadcast_object, gather_text
 from accelfn.definition.definition import check_axes
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, CheckpointCorruptError, StateError
+from accelfn.state.argument import check_state
 from accelfn.state.lease import Lease
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.state import TrainState
 from accelfn.world import World
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.options import check_frozen, check_path
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import by_calls, gather_text
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.structure.prototype import kind_of
 
 

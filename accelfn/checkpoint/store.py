@@ -39,7 +39,8 @@ from accelfn.errors import (
     DirectoryInUseError,
     PeerFailedError,
 )
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 
 if TYPE_CHECKING:
     from accelfn.checkpoint.commit import Contents

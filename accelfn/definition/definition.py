@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accelfn.base.advice import advise
 from accelfn.data import Data, Plan
 from accelfn.definition.cache import Cache
-from accelfn.definition.facts import facts_of
+from accelfn.definition.facts import check_needs, facts_of
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, ModelError, WorldError
@@ -134,6 +134,20 @@ def checked_world(world: Any) -> World:
         return world
     msg = f"TrainState.create(world={world!r}): expected an af.World."
     raise ArgumentError(msg)
+
+
+def check_setup(setup: chain, world: World) -> None:
+    """Raise unless a setup has what it needs, and every rank of the world its work.
+
+    Raises:
+        CompositionError: a transform needs another that is not there.
+        WorldError: ranks along an axis would all do the same.
+        ModelError: a transform needs values, and the world's device keeps none.
+    """
+    there = {field for field, owners in setup.owners.items() if owners}
+    check_needs(setup, there | setup.facts.keys())
+    check_axes(setup, world)
+    check_device(setup, world)
 
 
 def check_axes(setup: chain, world: World) -> None:

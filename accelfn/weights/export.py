@@ -23,7 +23,8 @@ from accelfn.errors import (
     ModelError,
     PlainDataError,
 )
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.state.views import params_at
 from accelfn.weights.shards import INDEX, bytes_in, divided, index_of
 from accelfn.world import World
