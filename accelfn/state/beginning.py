@@ -14,13 +14,13 @@ from accelfn.base.contexts import own_modes
 from accelfn.base.sharing import apart_from_others
 from accelfn.collectives import check_replicas
 from accelfn.collectives.replicas import checksum
-from accelfn.definition.definition import (
-    Definition,
+from accelfn.definition.checks import (
     as_data,
     check_device,
     check_schedule,
     checked_world,
 )
+from accelfn.definition.definition import Definition
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError
 from accelfn.schedules.rates import bound

@@ -19,7 +19,8 @@ from accelfn.base.contexts import own_modes
 from accelfn.base.words import foreign
 from accelfn.data import Data
 from accelfn.data.cursor import Cursor
-from accelfn.definition.definition import Definition, check_setup, say_batch_size
+from accelfn.definition.checks import check_setup, say_batch_size
+from accelfn.definition.definition import Definition
 from accelfn.definition.slots import carried_over, check_own_name, own_objects
 from accelfn.definition.transform import chain
 from accelfn.errors import CallError

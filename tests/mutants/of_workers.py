@@ -2,7 +2,7 @@
 """Bugs in workers of several ranks: in what is averaged, compared, saved and merged of them."""
 
 from accelfn.checkpoint import commit, elastic, manifest
-from accelfn.definition import definition
+from accelfn.definition import checks, definition
 from accelfn.engine import building
 from accelfn.state import values
 from accelfn.step import stages, sync_grads, value_and_grad
@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "gradients are averaged along an axis that is not there",
         unit.test_an_axis_that_is_not_there_is_refused,
-        definition.check_axes,
+        checks.check_axes,
         "if world.loss.size > 1 and axis not in world.axes: → if False:",
         args={"axes": None},
     ),
