@@ -5,8 +5,8 @@ from accelfn.base import codec
 from accelfn.checkpoint import commit, compare, keep
 from accelfn.collectives import averages, parts
 from accelfn.data import epoch, stream
-from accelfn.engine import agreement, buffers, compression, engine, watch
-from accelfn.engine.optimizer import live_optimizer
+from accelfn.engine import agreement, buffers, compression, engine
+from accelfn.engine.optimizer import live_optimizer, versions
 from accelfn.engine.zero import places
 from accelfn.loop import batches, breakdown, evaluate, memory_use
 from accelfn.outer import fragments
@@ -411,12 +411,12 @@ OF_TRAINING = [
         "L22: of an update that raised nobody looks at what the one before had made",
         INTERRUPTED,
         live_optimizer.LiveOptimizer.finish,
-        "self._watch = None → pass",
+        "self._versions = None → pass",
     ),
     Mutant(
         "L22: of an update that raised nobody looks at what an optimizer keeps",
         INTERRUPTED,
-        watch._tensors_of,
+        versions._tensors_of,
         "for entry in (*states, *groups) → for entry in groups",
     ),
     Mutant(
