@@ -47,7 +47,8 @@ class World:
         device: where its tensors live.
         checked: whether ranks compare each of accelfn's collectives before they make it.
         axes: the sizes of its axes by name, outermost first; empty where it has none.
-        connection: holds the torch process group, `group`, until the world is closed.
+        connection: holds the torch process group, `group`, until the world is closed, and
+            notes what this rank is doing, for errors.
 
     Use it as a context manager: leaving the block closes what `from_env` opened.
     """
