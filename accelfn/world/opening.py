@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
-from accelfn.base.arguments import is_number
-from accelfn.errors import ArgumentError
+from accelfn.base.arguments import check_seconds
 from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
 from accelfn.world.device import chosen_device
@@ -17,8 +16,6 @@ from accelfn.world.place import Environment, Place
 from accelfn.world.regrouping import regrouping_of
 
 _CALL = "World.from_env"
-_LONGEST = 10.0**9
-"""Seconds; what a timedelta can hold, and 31 years."""
 _ALONE = Place(launcher="none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0)
 
 
@@ -53,9 +50,7 @@ def open_world(
     Raises:
         ArgumentError, WorldError: as `from_env`.
     """
-    if not is_number(timeout) or not 0 < timeout < _LONGEST:
-        msg = f"{_CALL}(timeout={timeout!r}): expected a positive number of seconds."
-        raise ArgumentError(msg)
+    check_seconds(_CALL, "timeout", timeout)
     check_backend(backend)
     place = read_place(env)
     size = 1 if place is None else place.size
