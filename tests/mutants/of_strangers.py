@@ -32,6 +32,7 @@ from tests.laws import (
     test_import_state,
     test_in_backward,
     test_interrupted,
+    test_layer_draws,
     test_local_sgd,
     test_loops_of_nothing,
     test_memory,
@@ -43,7 +44,6 @@ from tests.laws import (
     test_shared_draws,
     test_storage,
     test_streams,
-    test_tensor_parallel,
     test_traffic,
     test_whole_tensors,
 )
@@ -168,14 +168,14 @@ OF_LOOPS = [
     ),
     Mutant(
         'L21: ranks along "tp" evaluate the same model by other draws',
-        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        test_layer_draws.test_ranks_that_compute_the_same_draw_the_same,
         evaluate._Lent.__init__,
         '"evaluate", state.world.loss.rank → "evaluate", state.world.rank',
         args={"axes": {"tp": 2}},
     ),
     Mutant(
         'L21: ranks along "cp" evaluate their parts of a sample by the same draws',
-        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        test_layer_draws.test_ranks_that_compute_the_same_draw_the_same,
         evaluate._Lent.__init__,
         '"evaluate", state.world.loss.rank → "evaluate", state.world.batch.rank',
         args={"axes": {"cp": 2, "tp": 2}},
