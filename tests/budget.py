@@ -86,7 +86,7 @@ _NUMBERS = {
         "laws.test_context::test_each_token_counts_once",
         "laws.test_local_sgd::test_a_part_that_is_all_ranks_meets_as_all_do",
         "laws.test_ddp::test_buffers_cross_once_an_update",
-        "laws.test_tensor_parallel::test_scattered_positions_have_draws_of_their_own",
+        "laws.test_layer_draws::test_scattered_positions_have_draws_of_their_own",
         "laws.test_other_options::test_other_options_go_on_from_the_anchor",
         "laws.test_flow::test_values_flow_from_the_left",
         "laws.test_flow::test_wrappers_nest",

@@ -20,8 +20,9 @@ GIVEN = {
     "data/alike.py": "all ranks that take samples hold the same, whoever shares them",
     "data/reading.py": "errors name the rank of the state's world",
     "state/alike.py": "what all ranks that the caller names hold is compared",
-    "state/state.py": "a model lies over all ranks of the state's world; its repr",
-    "definition/definition.py": "a world of one splits nothing",
+    "state/state.py": "its repr",
+    "state/beginning.py": "a model lies over all ranks of the state's world",
+    "definition/checks.py": "a world of one splits nothing",
     "engine/building.py": "all ranks of the state's world build an engine together",
 }
 """What takes the world as it is, and why."""

@@ -18,6 +18,8 @@ from accelfn.errors import ArgumentError
 Number: TypeAlias = float | torch.Tensor
 Validator: TypeAlias = Callable[[Any, Any, Any], None]
 """One of attrs: called with a record, a field of it, and the field's value."""
+_LONGEST = 10.0**9
+"""Seconds; what a timedelta can hold, and 31 years."""
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
@@ -75,6 +77,17 @@ def check_integer(
     if not is_integer(value, least):
         meant = "" if what is None else f"{what}: "
         msg = f"{call}({name}={value!r}): expected {meant}an integer, {least} or more."
+        raise ArgumentError(msg)
+
+
+def check_seconds(call: str, name: str, value: object) -> None:
+    """Raise unless an argument is how long to wait.
+
+    Raises:
+        ArgumentError: it is no number above 0, or longer than 31 years.
+    """
+    if not is_number(value) or not 0 < value < _LONGEST:
+        msg = f"{call}({name}={value!r}): expected a positive number of seconds."
         raise ArgumentError(msg)
 
 

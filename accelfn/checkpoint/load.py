@@ -17,7 +17,8 @@ from accelfn.checkpoint.options import check_path
 from accelfn.checkpoint.partial import Loaded, Wanted, kept_of, taken
 from accelfn.checkpoint.together import together
 from accelfn.errors import CheckpointError
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 
 
 @called

@@ -22,11 +22,12 @@ from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import contents_of
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import broadcast_object, gather_text
-from accelfn.definition.definition import check_axes
+from accelfn.definition.checks import check_axes
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, CheckpointCorruptError, StateError
+from accelfn.state.argument import check_state
 from accelfn.state.lease import Lease
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.state import TrainState
 from accelfn.world import World
 
 T = TypeVar("T")

@@ -6,7 +6,8 @@ from accelfn.base.calling import called
 from accelfn.checkpoint.moving import with_world
 from accelfn.collectives import broadcast_object, gather_text
 from accelfn.errors import PeerFailedError, WorldError
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.world import World
 from accelfn.world.connection import Regrouping
 

@@ -12,7 +12,8 @@ from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.options import check_frozen, check_path
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import by_calls, gather_text
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.structure.prototype import kind_of
 
 
@@ -52,10 +53,8 @@ def save(
     check_frozen(frozen)
     check_path("af.save", directory, "state, ")
     job = save_of(state, Path(directory))
+    exchange = exchange_of(state, "save")
     contents: list[Contents] = []
-
-    def exchange(what: str, text: str) -> list[str]:
-        return gather_text(text, state.world, label=f"save: {what}")
 
     def begin() -> None:
         contents.append(contents_of(state, frozen))
@@ -63,6 +62,15 @@ def save(
 
     job.agreed(exchange, "begin", begin)
     commit.write(job, contents[0], exchange)
+
+
+def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
+    """Return how ranks tell one another what came of each part of a save; a collective."""
+
+    def exchange(what: str, text: str) -> list[str]:
+        return gather_text(text, state.world, label=f"{doing}: {what}")
+
+    return exchange
 
 
 def save_of(state: TrainState, directory: Path) -> Save:

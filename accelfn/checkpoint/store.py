@@ -30,7 +30,7 @@ from accelfn.checkpoint.options import (
     numbers_of,
 )
 from accelfn.checkpoint.retention import Retention
-from accelfn.checkpoint.save import contents_of, save_of
+from accelfn.checkpoint.save import contents_of, exchange_of, save_of
 from accelfn.collectives import broadcast_object, gather_text
 from accelfn.errors import (
     ArgumentError,
@@ -39,7 +39,8 @@ from accelfn.errors import (
     DirectoryInUseError,
     PeerFailedError,
 )
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 
 if TYPE_CHECKING:
     from accelfn.checkpoint.commit import Contents
@@ -185,13 +186,11 @@ class CheckpointStore:
         earlier = self._ended()
         self._world = state.world
         job = save_of(state, self.directory / keeping.name_of(state.step))
+        exchange = exchange_of(state, "save")
         contents: list[Contents] = []
 
         def begin() -> None:
             contents.append(self._begun(job, state, numbers))
-
-        def exchange(what: str, text: str) -> list[str]:
-            return gather_text(text, state.world, label=f"save: {what}")
 
         retain = partial(self._retain, job.step)
         try:

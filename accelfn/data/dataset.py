@@ -44,7 +44,7 @@ from accelfn.data.orders.order import (
     Sequential,
     Shuffled,
 )
-from accelfn.data.read import assembled
+from accelfn.data.readers import assembled
 from accelfn.data.reading import Reading, pairs_of
 from accelfn.data.sources import Source, source_of
 from accelfn.data.stream import first_state, is_stream

@@ -12,7 +12,7 @@ from accelfn.data.dispatch import read_dispatched
 from accelfn.data.epoch import Portion, epoch_of, portions
 from accelfn.data.fetch import Fetch
 from accelfn.data.plan import Plan
-from accelfn.data.read import Pair, in_workers, read_ahead, read_here
+from accelfn.data.readers import Pair, in_workers, read_ahead, read_here
 from accelfn.data.sharded import Sharded
 from accelfn.data.stream import Share, Stream, read_stream, say_cost
 from accelfn.data.workers import Place, say_too_many

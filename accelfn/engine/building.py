@@ -1,15 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of a state: it is made at first use, once ranks have compared what they hold."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
 from accelfn.base.shards import is_shard
 from accelfn.collectives import check_replicas
+from accelfn.definition.definition import Definition
 from accelfn.definition.fields import check_returned
 from accelfn.engine.agreement import check_definitions
 from accelfn.engine.engine import Engine
-from accelfn.engine.home import home_of
-from accelfn.engine.runner import LocalRunner
+from accelfn.engine.home import Home, home_of
+from accelfn.engine.module.made import made
+from accelfn.engine.optimizer.in_backward import LiveUpdate
+from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
+from accelfn.engine.optimizer.takes_updates import TakesUpdates
+from accelfn.engine.runner import LocalRunner, Runner
 from accelfn.schedules.advice import advise_of_rates
 from accelfn.state.state import TrainState
+from accelfn.structure.prototype import rebuilt
+
+if TYPE_CHECKING:
+    from accelfn.engine.compression import Compression
+
+MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
+Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
 
 
 def engine_of(state: TrainState) -> Engine:
@@ -22,6 +39,47 @@ def engine_of(state: TrainState) -> Engine:
         _compare(state)
         cache.engine = _built(state)
     return cache.engine
+
+
+def build(
+    state: TrainState,
+    home: Home,
+    innermost: Innermost,
+    *,
+    compression: "Compression | None" = None,
+    optimizer: TakesUpdates | None = None,
+) -> Engine:
+    """Return an engine whose losses run in a home of the state's tensors.
+
+    What takes the updates is the state's optimizer over them, or what is given. Around the
+    innermost runner stand those of transforms, the leftmost outside.
+    """
+    definition, live = state.definition, None
+    if optimizer is None:
+        optimizer = _over_params(definition, home)
+        if "steps_in_backward" in definition.setup.facts:
+            live = LiveUpdate(optimizer, home.trained)
+    module = made(home.module, state)
+
+    def make_runner(module: nn.Module) -> Runner:
+        return innermost(module, live)
+
+    for each in reversed(definition.setup.owners["runner"]):
+        make_runner = each.runner(make_runner, state)
+        ok, what = callable(make_runner), "a function that makes a runner"
+        check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
+    runner = make_runner(module)
+    if live is not None and not live.by_buckets:
+        live.hook()
+    return Engine(
+        state,
+        home,
+        runner,
+        module=module,
+        optimizer=optimizer,
+        live_update=live,
+        compression=compression,
+    )
 
 
 def _compare(state: TrainState) -> None:
@@ -54,10 +112,18 @@ def _built(state: TrainState) -> Engine:
     """Return the engine that a transform gives, or one in which nothing crosses ranks."""
     chosen = state.setup.owners["engine"]
     if not (chosen and state.definition.copy.size > 1):
-        return Engine(state, home_of(state), lambda module, _: LocalRunner(module))
+        return build(state, home_of(state), lambda module, _: LocalRunner(module))
     engine = chosen[0].engine(state)
     is_one = isinstance(engine, Engine)
     check_returned(
         chosen[0], "engine", ok=is_one, returned=engine, expected="an Engine"
     )
     return engine
+
+
+def _over_params(definition: Definition, home: Home) -> LiveOptimizer:
+    """Return a state's optimizer over the parameters of a home."""
+    metas = definition.skeleton.module.named_parameters()
+    memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
+    names = {param: name for name, param in home.params.items()}
+    return LiveOptimizer(rebuilt(definition.optimizer, memo), names, home.shows)

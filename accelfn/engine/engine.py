@@ -10,7 +10,7 @@ bound anew; another state is bound by swapping pointers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,32 +20,25 @@ from accelfn.base import draws, lists, tree
 from accelfn.base.contexts import NOTHING, span
 from accelfn.base.shards import is_shard, local, with_local
 from accelfn.data.cursor import Cursor
-from accelfn.definition.definition import Definition
-from accelfn.definition.fields import check_returned
+from accelfn.engine import untaken
 from accelfn.engine.agreement import check_gradients
 from accelfn.engine.buffers import Buffers
 from accelfn.engine.elsewhere import refuse_elsewhere
 from accelfn.engine.home import Home
-from accelfn.engine.module.made import made
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
 from accelfn.engine.optimizer.in_backward import LiveUpdate
-from accelfn.engine.optimizer.live_optimizer import LiveOptimizer
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LossFunction, Runner
-from accelfn.engine.untaken import refuse_frozen, refuse_taken, refuse_unused
-from accelfn.errors import GradsError, LossError
+from accelfn.errors import GradsError
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics, Number
 from accelfn.state.state import TrainState
 from accelfn.state.values import OptState
-from accelfn.structure.prototype import Assignments, rebuilt
+from accelfn.structure.prototype import Assignments
 
 if TYPE_CHECKING:
     from accelfn.engine.compression import Compression
-
-MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
-Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
 
 
 class Engine:
@@ -55,16 +48,20 @@ class Engine:
         self,
         state: TrainState,
         home: Home,
-        innermost: Innermost,
+        runner: Runner,
+        *,
+        module: nn.Module,
+        optimizer: TakesUpdates,
+        live_update: LiveUpdate | None = None,
         compression: "Compression | None" = None,
-        optimizer: TakesUpdates | None = None,
     ) -> None:
-        """Build an optimizer, and what runs losses, around a home of the state's tensors.
+        """Take where the state's tensors live, what runs losses there, and what takes updates.
 
-        What takes the updates is the state's optimizer over them, or what is given.
+        `build` makes these of a state. The module is the one that the runner runs.
         """
-        self._home, self._compression = home, compression
-        self._holder = home.holder
+        self._home, self._runner, self._optimizer = home, runner, optimizer
+        self._holder, self._compression = home.holder, compression
+        self.live_update = live_update
         # of a state after an update, where they are not those of the state before it
         self.params: Mapping[str, torch.Tensor] | None = None
         definition = state.definition
@@ -74,26 +71,7 @@ class Engine:
         self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
         self._key_of: tuple[int | None, int] = (None, 0)
-        live = None
-        if optimizer is None:
-            optimizer = _over_params(definition, home)
-            if "steps_in_backward" in definition.setup.facts:
-                live = LiveUpdate(optimizer, home.trained)
-        self._optimizer = optimizer
-        self.live_update = live
-        module = made(home.module, state)
         self._buffers = Buffers(module)
-
-        def make_runner(module: nn.Module) -> Runner:
-            return innermost(module, live)
-
-        for each in reversed(definition.setup.owners["runner"]):
-            make_runner = each.runner(make_runner, state)
-            ok, what = callable(make_runner), "a function that makes a runner"
-            check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
-        self._runner = make_runner(module)
-        if live is not None and not live.by_buckets:
-            live.hook()
         self._of_all_ranks = buffers_of_all_ranks(module)
         self._shares = shares_of(module)
         # gradients that lie in the home now, not yet applied
@@ -160,7 +138,7 @@ class Engine:
                 with span("accelfn forward") if profiled else NOTHING:
                     read = self._runner.forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
-                    refuse_taken()
+                    untaken.refuse_taken()
                 with span("accelfn backward") if profiled else NOTHING:
                     averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
@@ -239,35 +217,10 @@ class Engine:
             self._home.put_gradients(grads)
         return grads
 
-    def plan(
-        self,
-        state: TrainState,
-        planned: Assignments,
-        hold: Callable[[], None],
-        begin: Callable[[], None],
-    ) -> None:
-        """Have the next backward pass take the update; `begin` is called before it does.
-
-        `hold` is called before the pass, in the thread of the step.
-
-        Raises:
-            OptimizerError: nobody set a schedule-free optimizer's mode.
-        """
-        assert self.live_update is not None  # noqa: S101 - asked by who composed it
-        self.bind(state)
-        self._optimizer.expect(planned)
-        self.live_update.plan(planned, hold, begin)
-
     def finish(self, grads: Grads) -> OptState:
         """End the update that a backward pass took; return the optimizer's state by name."""
-        self.forget_plan()
         assert self.live_update is not None  # noqa: S101 - which was planned
         return self._ended(grads, self.live_update.end())
-
-    def forget_plan(self) -> None:
-        """Let the next backward pass take no update."""
-        if self.live_update is not None:
-            self.live_update.forget()
 
     def can_skip(self, grads: Grads) -> bool:
         """Whether a flag on the device can leave an update out, with what it has written."""
@@ -354,16 +307,12 @@ class Engine:
         found = dict(stepped) or self._home.take_gradients()
         trained = self._home.trained
         if len(found) < len(trained):
-            refuse_frozen(trained, found)
+            untaken.refuse_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
             unused = [name for name in trained if name not in found]
-            refuse_unused(unused, are_held=self._holder is not None)
+            untaken.refuse_unused(unused, are_held=self._holder is not None)
         if not found:
-            msg = (
-                "The loss depends on no trainable parameter of the model, only on other"
-                " tensors that require a gradient."
-            )
-            raise LossError(msg)
+            untaken.refuse_apart()
         if not self._has_compared:
             check_gradients(self._home.trained, found, self._layer_ranks)
             self._has_compared = True
@@ -415,17 +364,10 @@ class Engine:
         self._home.clear_gradients()
         self._live, self._live_buffers = None, {}
         self._buffers.abandon()
-        self.forget_plan()
+        if self.live_update is not None:
+            self.live_update.forget()
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.engine = None
-
-
-def _over_params(definition: Definition, home: Home) -> LiveOptimizer:
-    """Return a state's optimizer over the parameters of a home."""
-    metas = definition.skeleton.module.named_parameters()
-    memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
-    names = {param: name for name, param in home.params.items()}
-    return LiveOptimizer(rebuilt(definition.optimizer, memo), names, home.shows)
 
 
 def _is_in_bucket(grad: torch.Tensor) -> bool:

@@ -45,6 +45,19 @@ def refuse_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) ->
         raise LossError(msg)
 
 
+def refuse_apart() -> NoReturn:
+    """Refuse a loss of which no trained parameter has a gradient.
+
+    Raises:
+        LossError: always.
+    """
+    msg = (
+        "The loss depends on no trainable parameter of the model, only on other"
+        " tensors that require a gradient."
+    )
+    raise LossError(msg)
+
+
 def refuse_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
     """Refuse parameters for whose gradients the ranks would wait.
 

@@ -24,7 +24,7 @@ import cloudpickle
 import torch
 
 from accelfn.base import accelerator, codec
-from accelfn.base.arguments import is_integer, is_number
+from accelfn.base.arguments import check_seconds, is_integer
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.script import run_here
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from accelfn.world import World
 
 _RANK = str(Path(__file__).with_name("rank.py"))
-_LONGEST = 10.0**9
-"""Seconds, as of `World.from_env`."""
 
 
 @called
@@ -124,9 +122,7 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
     if not callable(fn):
         msg = f"af.launch({size}, {fn!r}): expected a function, fn(world, *args)."
         raise ArgumentError(msg)
-    if not is_number(timeout) or not 0 < timeout < _LONGEST:
-        msg = f"af.launch(timeout={timeout!r}): expected a positive number of seconds."
-        raise ArgumentError(msg)
+    check_seconds("af.launch", "timeout", timeout)
     _check_device(device, size)
 
 

@@ -248,7 +248,7 @@ def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
     group = dist.new_group(timeout=timeout, backend="gloo")
     # a rank that gave it up while others join it still would break their joining
     barrier(world, label=_LABEL)
-    branch = attrs.evolve(world, group=group, owns_group=False)
+    branch = attrs.evolve(world, group=group)
     branch.connection.is_branch = True
     del group
     return branch, lambda: _leave(branch)

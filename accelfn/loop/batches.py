@@ -16,7 +16,8 @@ from accelfn.data.alike import check_readers
 from accelfn.data.cursor import Cursor
 from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 
 
 @foreign(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)

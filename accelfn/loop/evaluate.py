@@ -21,9 +21,10 @@ from accelfn.data.reading import Reading
 from accelfn.engine.building import engine_of
 from accelfn.engine.home import lent
 from accelfn.errors import BatchError, LossError, StateError
+from accelfn.state.argument import check_state
 from accelfn.state.mean import mean
 from accelfn.state.metrics import Loss, Metrics, Number, WeightedSum
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.state import TrainState
 from accelfn.state.views import eval_params
 from accelfn.step.value_and_grad import wrap_loss
 

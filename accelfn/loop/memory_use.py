@@ -11,7 +11,8 @@ from accelfn.base import tree
 from accelfn.base.calling import called
 from accelfn.base.shards import computes_on, is_shard, local
 from accelfn.base.sizes import shown
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 
 
 @attrs.frozen(kw_only=True)

@@ -8,7 +8,8 @@ from accelfn.base.arguments import is_number
 from accelfn.base.calling import called
 from accelfn.collectives import check_rows
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.state.update import Update, through
 
 

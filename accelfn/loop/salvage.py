@@ -2,7 +2,8 @@
 """`salvage`: the newest state of a training, by way of an old one."""
 
 from accelfn.base.calling import called
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 
 
 @called

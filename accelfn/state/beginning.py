@@ -9,10 +9,24 @@ import torch
 from torch import nn
 
 from accelfn.base import shards, tree
+from accelfn.base.arguments import check_word, is_integer
+from accelfn.base.contexts import own_modes
 from accelfn.base.sharing import apart_from_others
 from accelfn.collectives import check_replicas
 from accelfn.collectives.replicas import checksum
+from accelfn.definition.checks import (
+    as_data,
+    check_device,
+    check_schedule,
+    checked_world,
+)
+from accelfn.definition.definition import Definition
 from accelfn.definition.transform import chain
+from accelfn.errors import ArgumentError
+from accelfn.schedules.rates import bound
+from accelfn.schedules.schedule import Schedule
+from accelfn.state.moment import Moment
+from accelfn.state.shared_draws import shared_draws
 from accelfn.structure.drawn import bare, drawn
 from accelfn.structure.prototype import OptimizerSource, prototype_of
 from accelfn.structure.skeleton import (
@@ -50,7 +64,72 @@ class Beginning:
     setup: chain
 
 
-def whole(
+def begin(
+    model: ModelSource,
+    optimizer: OptimizerSource,
+    *,
+    schedule: Schedule | None,
+    data: Any,
+    setup: chain,
+    world: World | None,
+    seed: int,
+    name: str,
+    init: str,
+) -> tuple[Beginning, Definition]:
+    """Return what there is before a state is, and what it will be a state of.
+
+    The arguments are those of `TrainState.create`.
+
+    Raises:
+        ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is none.
+        ModelError, OptimizerError: as `TrainState.create`.
+    """
+    if not is_integer(seed):
+        msg = f"TrainState.create(seed={seed!r}): expected an integer."
+        raise ArgumentError(msg)
+    check_word("af.TrainState.create", "name", name, "which tells draws apart")
+    if init not in ("whole", "shard"):
+        msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
+        raise ArgumentError(msg)
+    check_schedule(schedule)
+    world = checked_world(world)
+    check_device(setup, world)
+    # of what is split, a device holds parts alone
+    splits = world.size > 1 and bool(setup.owners["layout"])
+    device = torch.device("cpu") if splits else world.device
+    with own_modes(device):
+        if init == "shard" and device.type != "meta":
+            begun = _in_parts(
+                model, optimizer, setup=setup, world=world, seed=seed, name=name
+            )
+        else:
+            begun = _whole(model, optimizer, device=device, seed=seed, name=name)
+        rates = bound(schedule, begun.prototype)
+    definition = Definition(
+        skeleton=begun.skeleton,
+        optimizer=begun.prototype,
+        schedule=schedule,
+        rates=rates,
+        data=as_data(data),
+        setup=begun.setup,
+        world=world,
+        name=name,
+    )
+    return begun, definition
+
+
+def begin_slots(state: Moment, slots: dict[str, Any]) -> None:
+    """Add the slots of transforms that have none yet, as they begin in a state."""
+    with own_modes(state.world.device):
+        for owner in state.setup.owners["init"]:
+            if owner.name not in slots:
+                with shared_draws(state, "init", f"init {owner.name}"):
+                    slot = owner.init(state)
+                if slot is not None:
+                    slots[owner.name] = slot
+
+
+def _whole(
     model: ModelSource,
     optimizer: OptimizerSource,
     *,
@@ -73,7 +152,7 @@ def whole(
     )
 
 
-def in_parts(
+def _in_parts(
     model: ModelSource,
     optimizer: OptimizerSource,
     *,

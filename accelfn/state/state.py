@@ -14,33 +14,22 @@ import attrs
 import torch
 
 from accelfn.base import tree, words
-from accelfn.base.arguments import check_word, is_integer
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
 from accelfn.base.words import foreign
 from accelfn.data import Data
 from accelfn.data.cursor import Cursor
-from accelfn.definition.definition import (
-    Definition,
-    as_data,
-    check_axes,
-    check_device,
-    check_schedule,
-    checked_world,
-    say_batch_size,
-)
-from accelfn.definition.facts import by_rank, check_needs
+from accelfn.definition.checks import check_setup, say_batch_size
+from accelfn.definition.definition import Definition
 from accelfn.definition.slots import carried_over, check_own_name, own_objects
 from accelfn.definition.transform import chain
-from accelfn.errors import ArgumentError, CallError
-from accelfn.schedules.rates import bound
+from accelfn.errors import CallError
 from accelfn.schedules.schedule import Schedule
-from accelfn.state.beginning import in_parts, whole
+from accelfn.state.beginning import begin, begin_slots
 from accelfn.state.hyper import rates_of_next_update
 from accelfn.state.lease import Lease
-from accelfn.state.shared_draws import shared_draws
 from accelfn.state.skips import Skips
-from accelfn.state.values import OptState, Values, check_met, cut, laid_out, on_device
+from accelfn.state.values import OptState, Values, carried, cut
 from accelfn.structure.given import seal_optimizer
 from accelfn.structure.prototype import OptimizerSource, trained_names
 from accelfn.structure.skeleton import ModelSource, check_params, give_away
@@ -143,28 +132,18 @@ class TrainState:
             OptimizerError: it does not belong to the model, or needs a closure.
             WorldError: ranks along an axis would all do the same.
         """
-        if not is_integer(seed):
-            msg = f"TrainState.create(seed={seed!r}): expected an integer."
-            raise ArgumentError(msg)
-        check_word("af.TrainState.create", "name", name, "which tells draws apart")
-        if init not in ("whole", "shard"):
-            msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
-            raise ArgumentError(msg)
-        check_schedule(schedule)
-        world = checked_world(world)
-        composed = chain(setup) if setup is not None else chain()
-        check_device(composed, world)
-        # of what is split, a device holds parts alone
-        splits = world.size > 1 and bool(composed.owners["layout"])
-        device = torch.device("cpu") if splits else world.device
-        with own_modes(device):
-            if init == "shard" and device.type != "meta":
-                begun = in_parts(
-                    model, optimizer, setup=composed, world=world, seed=seed, name=name
-                )
-            else:
-                begun = whole(model, optimizer, device=device, seed=seed, name=name)
-            rates = bound(schedule, begun.prototype)
+        composed = chain() if setup is None else chain(setup)
+        begun, definition = begin(
+            model,
+            optimizer,
+            schedule=schedule,
+            data=data,
+            setup=composed,
+            world=world,
+            seed=seed,
+            name=name,
+            init=init,
+        )
         state = cls(
             params=begun.params,
             buffers=begun.buffers,
@@ -173,16 +152,7 @@ class TrainState:
             cursor=Cursor(),
             seed=seed,
             slots={},
-            definition=Definition(
-                skeleton=begun.skeleton,
-                optimizer=begun.prototype,
-                schedule=schedule,
-                rates=rates,
-                data=as_data(data),
-                setup=begun.setup,
-                world=world,
-                name=name,
-            ),
+            definition=definition,
         )
         state = state.with_setup(composed)
         say_batch_size(data, state.definition)
@@ -368,30 +338,14 @@ class TrainState:
         """
         self.lease.check()
         composed = chain(setup)
-        there = {field for field, owners in composed.owners.items() if owners}
-        check_needs(composed, there | composed.facts.keys())
-        check_axes(composed, self.world)
-        check_device(composed, self.world)
+        check_setup(composed, self.world)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
         slots = carried_over(self._slots, old, new)
-        before = self.definition
-        definition = attrs.evolve(before, setup=composed)
+        definition = attrs.evolve(self.definition, setup=composed)
         values = Values(self._params, self._buffers, self._opt_state, slots)
-        regrouped = definition.copy_of_each not in ((), before.copy_of_each)
-        if "apart" in self.setup.facts and (regrouped or "apart" not in composed.facts):
-            kept = {name: slot for name, slot in slots.items() if name in new}
-            check_met(attrs.evolve(values, slots=kept), before, by_rank(composed))
-        if before.layout or definition.layout:
-            values = on_device(laid_out(values, before, definition), self.world.device)
-            slots = values.slots
+        values = carried(values, self.definition, definition)
         state = attrs.evolve(self, **values.by_field, definition=definition)
-        with own_modes(self.world.device):
-            for owner in composed.owners["init"]:
-                if owner.name not in slots:
-                    with shared_draws(state, "init", f"init {owner.name}"):
-                        slot = owner.init(state)
-                    if slot is not None:
-                        slots[owner.name] = slot
+        begin_slots(state, values.slots)
         return state
 
     @called
@@ -441,23 +395,3 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
-
-
-def check_state(call: str, value: object) -> None:
-    """Raise unless a call, as the user wrote it, was given a state.
-
-    Raises:
-        ArgumentError: it was given something else.
-    """
-    if isinstance(value, TrainState):
-        return
-    hint = ""
-    if isinstance(value, tuple) and any(isinstance(each, TrainState) for each in value):
-        hint = " A step returns two things: state, metrics = step(state, batch)."
-    elif isinstance(value, (torch.nn.Module, Mapping)):
-        hint = (
-            " A state is what TrainState.create(model=..., optimizer=...) returned; it holds"
-            " the model and its parameters."
-        )
-    msg = f"{call}: expected a TrainState, got {type(value).__name__}.{hint}"
-    raise ArgumentError(msg)

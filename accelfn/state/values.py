@@ -14,7 +14,7 @@ from accelfn.base.contexts import own_modes
 from accelfn.base.shards import is_shard
 from accelfn.collectives import check_replicas
 from accelfn.definition.definition import Definition
-from accelfn.definition.facts import facts_of
+from accelfn.definition.facts import by_rank, facts_of
 from accelfn.state.alike import check_alike, shared_slots
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
@@ -40,6 +40,27 @@ class Values:
     def by_field(self) -> dict[str, Any]:
         """The fields by name, without a copy of anything in them."""
         return attrs.asdict(self, recurse=False)
+
+
+def carried(values: Values, before: Definition, after: Definition) -> Values:
+    """Return the values of one definition as another has them.
+
+    Where ranks trained apart and now train together, they compare what is gone on with. Where
+    either definition cuts, values are laid out anew. Both are collectives.
+
+    Raises:
+        ReplicaMismatchError: ranks that trained apart hold other values.
+    """
+    regrouped = after.copy_of_each not in ((), before.copy_of_each)
+    if "apart" in before.setup.facts and (
+        regrouped or "apart" not in after.setup.facts
+    ):
+        names = {each.name for each in after.setup}
+        kept = {name: slot for name, slot in values.slots.items() if name in names}
+        check_met(attrs.evolve(values, slots=kept), before, by_rank(after.setup))
+    if before.layout or after.layout:
+        values = on_device(laid_out(values, before, after), after.world.device)
+    return values
 
 
 def check_met(

@@ -15,7 +15,8 @@ from accelfn.base.contexts import own_modes
 from accelfn.base.sharing import apart
 from accelfn.collectives import wholes
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.state.update import Update, looked
 
 

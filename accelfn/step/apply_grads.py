@@ -5,9 +5,10 @@ import attrs
 
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
+from accelfn.state.argument import check_state
 from accelfn.state.grads import Grads
 from accelfn.state.lease import Lease
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.state import TrainState
 from accelfn.state.succession import through_state
 from accelfn.state.update import Update
 from accelfn.step.holding import held

@@ -11,8 +11,9 @@ from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
 from accelfn.engine.building import engine_of
 from accelfn.engine.runner import LossFunction
+from accelfn.state.argument import check_state
 from accelfn.state.metrics import Metrics
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.state import TrainState
 from accelfn.step.counts import Count
 from accelfn.step.holding import holding
 from accelfn.step.stages import take, take_in_backward

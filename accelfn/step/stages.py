@@ -101,11 +101,14 @@ def take_in_backward(
         engine = engine_of(state)
         planned, update = planned_for(Update(state=state, slots=_slots(state)))
         tried = state.num_tried
-        engine.plan(state, planned, hold, lambda: begin_donation(state, tried))
+        engine.bind(state)
+        live = engine.live_update
+        assert live is not None  # noqa: S101 - asked by who composed it
+        live.plan(planned, hold, lambda: begin_donation(state, tried))
         try:
             metrics, grads = compute()
         except BaseException:
-            engine.forget_plan()  # it may not have come to the backward pass
+            live.forget()  # it may not have come to the backward pass
             if state.lease.is_over:
                 _undo(state, engine)
             raise

@@ -9,8 +9,9 @@ from accelfn.base.contexts import own_modes, span
 from accelfn.base.shards import cut_axes, local
 from accelfn.collectives import all_reduce_
 from accelfn.errors import GradsError
+from accelfn.state.argument import check_state
 from accelfn.state.grads import Grads
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.state import TrainState
 from accelfn.step.value_and_grad import check_update
 
 

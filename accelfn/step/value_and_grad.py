@@ -22,9 +22,10 @@ from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, BatchError, GradsError
+from accelfn.state.argument import check_state
 from accelfn.state.grads import Grads
 from accelfn.state.metrics import Metrics
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.state import TrainState
 from accelfn.state.update import Update, looked
 from accelfn.step.counts import Count, Counts, counted, of_shares
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from accelfn.base.arguments import truth
 from accelfn.definition.transform import transform
-from accelfn.engine.engine import MakeRunner
+from accelfn.engine.building import MakeRunner
 from accelfn.engine.module.compiled import Compiler, Options
 from accelfn.engine.module.graph_runner import (
     OneGraphRunner,

@@ -9,6 +9,7 @@ from torch import nn
 
 from accelfn.base.arguments import is_number, truth
 from accelfn.definition.transform import transform
+from accelfn.engine.building import build
 from accelfn.engine.ddp import DDPRunner
 from accelfn.engine.engine import Engine
 from accelfn.engine.home import home_of
@@ -163,4 +164,4 @@ class wrap_ddp:
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
             return DDPRunner(module, ranks, options, compression, live)
 
-        return Engine(state, home_of(state), make, compression)
+        return build(state, home_of(state), make, compression=compression)

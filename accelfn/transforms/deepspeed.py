@@ -13,6 +13,7 @@ from torch import nn
 
 from accelfn.definition.facts import facts_of
 from accelfn.definition.transform import transform
+from accelfn.engine.building import build
 from accelfn.engine.engine import Engine
 from accelfn.engine.module.units import units_of
 from accelfn.engine.optimizer.trial import check_elements, counts_by_group
@@ -219,7 +220,7 @@ class wrap_deepspeed:
             in_parts = self.accumulate == "sharded"
             return ZeroRunner(module, home, ranks, in_parts=in_parts)
 
-        return Engine(state, home, runner, optimizer=ZeroOptimizer(home))
+        return build(state, home, runner, optimizer=ZeroOptimizer(home))
 
     def _check_world(self, world: World) -> None:
         """Refuse ranks that are not all of the process's group."""

@@ -12,6 +12,7 @@ from torch import nn
 from accelfn.base.arguments import truth
 from accelfn.definition.facts import facts_of
 from accelfn.definition.transform import transform
+from accelfn.engine.building import build
 from accelfn.engine.engine import Engine
 from accelfn.engine.module.regions import Regions, are_regions
 from accelfn.engine.module.units import check_units, units_of
@@ -208,7 +209,7 @@ class wrap_fsdp:
             del live
             return make(module, home)
 
-        return Engine(state, home, runner)
+        return build(state, home, runner)
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         return units_of(module, self.units, f"{self!r}")

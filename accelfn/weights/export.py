@@ -14,16 +14,17 @@ from accelfn.base.codec import Table
 from accelfn.base.contexts import own_modes
 from accelfn.checkpoint import commit, disk, files
 from accelfn.checkpoint.commit import Save
-from accelfn.checkpoint.save import save_of
+from accelfn.checkpoint.save import exchange_of, save_of
 from accelfn.checkpoint.slices import is_sharded
-from accelfn.collectives import by_calls, gather_text
+from accelfn.collectives import by_calls
 from accelfn.errors import (
     ArgumentError,
     CheckpointError,
     ModelError,
     PlainDataError,
 )
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.state.views import params_at
 from accelfn.weights.shards import INDEX, bytes_in, divided, index_of
 from accelfn.world import World
@@ -73,7 +74,7 @@ def export_model(
         tensors.update(_named(state, params))
         commit.begin(job)
 
-    exchange = _exchange(state, "export")
+    exchange = exchange_of(state, "export")
     job.agreed(exchange, "begin", begin)
     plan = divided(tensors, limit)
     for file, names in plan.items():
@@ -161,7 +162,7 @@ def save_pretrained(
         msg = f'{call}, raw=: write at="train" in place of raw=True, at="eval" of raw=False.'
         raise ArgumentError(msg)
     params = params_at(state, call, at)
-    job, exchange = save_of(state, path), _exchange(state, "save_pretrained")
+    job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
     job.agreed(exchange, "begin", lambda: commit.begin(job))
     tensors = _held({**params, **state.buffers}, job, state.world)
 
@@ -174,13 +175,6 @@ def save_pretrained(
             disk.rename(job.partial, job.final)
 
     job.agreed(exchange, "write by the model's save_pretrained", write)
-
-
-def _exchange(state: TrainState, doing: str) -> commit.Exchange:
-    def exchange(what: str, text: str) -> list[str]:
-        return gather_text(text, state.world, label=f"{doing}: {what}")
-
-    return exchange
 
 
 def _named(

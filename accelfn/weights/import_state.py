@@ -20,7 +20,8 @@ from accelfn.checkpoint.partial import Loaded, converted
 from accelfn.checkpoint.slices import Slice, like, slice_of
 from accelfn.checkpoint.together import together
 from accelfn.errors import ArgumentError, CheckpointError
-from accelfn.state.state import TrainState, check_state
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 from accelfn.weights import accelerate, deepspeed, distributed
 from accelfn.weights.entries import check_kept
 from accelfn.weights.pieces import Found, Piece

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 class Activity:
     """What one rank is doing, in whatever worlds it is.
 
-    Nothing is decided by it: it is written in passing, and read when something went wrong.
+    Nothing is decided by it: it is written in passing, and read when something went wrong. A
+    collective is given a world and nothing else, so this is reached from one. Who must come
+    between two updates, a simulated fault or the refusal of a newcomer to train alone, is
+    called by `on_update`.
 
     Attributes:
         label: of the collective that the rank is in, if it is in one.
@@ -22,7 +25,7 @@ class Activity:
         is_between: whether that update is over.
         num_updates: how many it has ended.
         trail: the latest collectives, each with its update.
-        on_update: called with the update that begins, where ranks are simulated.
+        on_update: called with the update that begins, if anybody must be.
     """
 
     __slots__ = (

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import sys
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from accelfn.world.roll_call import RollCall
+
+_SETTLES = 0.05
+"""Seconds: on a busy machine, until each thread has had its turn."""
 
 
 class Simulated(Protocol):
@@ -75,6 +82,7 @@ class Connection:
         mesh: torch's record of the axes, once it was asked for.
         successor: the world that its ranks made when they met anew, if they did.
         is_broken: whether a collective failed in it because of another rank.
+        is_ours: whether its group was opened by accelfn, which closes it.
         is_closed: whether the world is.
         is_lent: whether a branch of it is in use, and it must not be.
         is_branch: whether it is a branch of another: it joins the same processes, by a process
@@ -105,7 +113,7 @@ class Connection:
         self.is_broken = False
         self.parts: dict[tuple[str, ...], Connection] = {}
         self.mesh: Any = None
-        self.is_closed = False
+        self.is_ours = self.is_closed = False
         self.is_lent = self.is_branch = False
         self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
 
@@ -153,6 +161,43 @@ class Connection:
             return backend.options._timeout.total_seconds()
         except (AttributeError, RuntimeError):  # a simulated one, or none
             return None
+
+    def own(self) -> None:
+        """Have the process group closed by `end`, at the latest with the interpreter."""
+        self.is_ours = True
+        atexit.register(self._end_at_exit)  # torch may abort a process that leaves it
+
+    def end(self) -> None:
+        """Close the process group, if it is ours; twice is once."""
+        if self.successor is not None:
+            self.successor.close()
+        if not self.is_ours or self.is_closed:
+            return
+        atexit.unregister(self._end_at_exit)
+        self.leave()
+        roll_call = self.roll_call
+        is_default = dist.is_initialized() and dist.group.WORLD is self.group
+        self.close()
+        # DistributedDataParallel refers to itself. It must be gone before the group is: its
+        # reducer would free the group holding the interpreter's lock, which Gloo may want
+        gc.collect()
+        if is_default:
+            dist.destroy_process_group()
+        # DistributedDataParallel leaves Gloo's threads behind (torch 2.13). One that has not yet
+        # freed the last sum would want the interpreter's lock when there is none, and abort
+        time.sleep(_SETTLES)
+        if roll_call is not None:
+            roll_call.linger()
+
+    def _end_at_exit(self) -> None:
+        """End, and drop the traceback that was printed: its frames hold the group."""
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self.fail(error)
+        for name in ("last_exc", "last_value", "last_traceback"):
+            if hasattr(sys, name):
+                setattr(sys, name, None)
+        self.end()
 
     def close(self) -> None:
         """Let go of the group everywhere."""

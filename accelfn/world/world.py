@@ -4,12 +4,8 @@
 A `World` is passed, never looked up. This is the one file that reads the environment.
 """
 
-import atexit
-import gc
 import os
-import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -19,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import words
-from accelfn.base.arguments import is_integer, is_number
+from accelfn.base.arguments import is_integer
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
 from accelfn.errors import ArgumentError, WorldError
@@ -29,12 +25,6 @@ from accelfn.world.device import chosen_device, known_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_SETTLES = 0.05
-"""Seconds: on a busy machine, until each thread has had its turn."""
-_FROM_ENV = "World.from_env"
-_LONGEST = 10.0**9
-"""Seconds; what a timedelta can hold, and 31 years."""
 
 
 def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
@@ -57,7 +47,8 @@ class World:
         device: where its tensors live.
         checked: whether ranks compare each of accelfn's collectives before they make it.
         axes: the sizes of its axes by name, outermost first; empty where it has none.
-        connection: holds the torch process group, `group`, until the world is closed.
+        connection: holds the torch process group, `group`, until the world is closed, and
+            notes what this rank is doing, for errors.
 
     Use it as a context manager: leaving the block closes what `from_env` opened.
     """
@@ -75,7 +66,6 @@ class World:
     connection: Connection = attrs.field(
         default=None, alias="group", converter=_connected, repr=False
     )
-    _owns_group: bool = attrs.field(default=False, repr=False, alias="owns_group")
     _whole: "World | None" = attrs.field(default=None, repr=False, alias="whole")
 
     def __attrs_post_init__(self) -> None:
@@ -185,64 +175,26 @@ class World:
             WorldError: a variable is missing, malformed or contradicts another, or the
                 backend or the device cannot be had. Nothing falls back in silence.
         """
-        if not is_number(timeout) or not 0 < timeout < _LONGEST:
-            msg = (
-                f"World.from_env(timeout={timeout!r}): expected a positive number of"
-                " seconds."
-            )
-            raise ArgumentError(msg)
-        from accelfn.world.environment import read_place  # noqa: PLC0415
-        from accelfn.world.meeting import (  # noqa: PLC0415
-            check_backend,
-            join,
-            refuse_open_group,
-        )
-        from accelfn.world.regrouping import regrouping_of  # noqa: PLC0415
+        from accelfn.world.opening import open_world  # noqa: PLC0415
 
-        check_backend(backend)
-        place = read_place(os.environ)
-        size = 1 if place is None else place.size
-        text = os.environ.get(arithmetic.VARIABLE)
-        sizes = arithmetic.chosen(_FROM_ENV, axes, text, size)
-        if place is None or place.is_alone:
-            refuse_open_group()
-            return cls(
-                device=chosen_device(device, local_rank=0), checked=checked, axes=sizes
-            )
-        chosen = chosen_device(device, local_rank=place.local_rank)
-        regrouping = regrouping_of(
-            os.environ, place, backend=backend, device=chosen, timeout=timeout
+        opened = open_world(
+            os.environ, timeout=timeout, backend=backend, device=device, axes=axes
         )
-        if regrouping is not None and regrouping.is_newcomer:
-            alone = Connection(None, regrouping=regrouping)
-            return cls(device=chosen, checked=checked, group=alone)
-        connection, owned = join(place, backend=backend, device=chosen, timeout=timeout)
-        connection.regrouping = regrouping if owned else None
-        if sizes:
-            from accelfn.world.mesh import open_groups  # noqa: PLC0415
-
-            groups = open_groups(sizes, place.rank, timeout)
-            for names, group in groups.items():
-                connection.add_part(names, group)
-        world = cls(
+        place = opened.place
+        return cls(
             rank=place.rank,
             size=place.size,
             local_rank=place.local_rank,
             local_size=place.local_size,
             node_rank=place.node_rank,
-            device=chosen,
+            device=opened.device,
             checked=checked,
-            axes=sizes,
-            group=connection,
-            owns_group=owned,
+            axes=opened.axes,
+            group=opened.connection,
         )
-        if owned:  # torch may abort a process that leaves it open
-            atexit.register(world._close_at_exit)
-        return world
 
     def followed(self, rank: int, size: int, connection: Connection) -> "World":
         """Return the world in which ranks that met anew go on; it closes with this one."""
-        owned = size > 1 and connection.simulated is None
         met = attrs.evolve(
             self,
             rank=rank,
@@ -250,11 +202,10 @@ class World:
             local_rank=rank,
             local_size=size,
             group=connection,
-            owns_group=owned,
         )
         self.connection.successor = met
-        if owned:
-            atexit.register(met._close_at_exit)
+        if size > 1 and connection.simulated is None:
+            connection.own()
         return met
 
     @property
@@ -282,24 +233,17 @@ class World:
         ):
             return self
         ranks = arithmetic.row(self.axes, chosen, self.rank)
-        activity = self.connection.activity
-        alone = Connection(None, activity=activity)
-        part = self.connection.parts.get(chosen, alone)
-        if len(ranks) > 1 and part is alone:
+        part = self.connection.parts.get(chosen)
+        if part is None and len(ranks) > 1:
             msg = (
                 f"World.along({', '.join(map(repr, names))}): between these axes stands"
                 f" another of several ranks; the axes are {dict(self.axes)}, outermost first."
             )
             raise ArgumentError(msg)
-        return attrs.evolve(
-            self,
-            rank=ranks.index(self.rank),
-            size=len(ranks),
-            axes={name: self.axes[name] for name in chosen},
-            group=part,
-            owns_group=False,
-            whole=self.whole,
-        )
+        if part is None:
+            part = Connection(None, activity=self.connection.activity)
+        axes = {name: self.axes[name] for name in chosen}
+        return self._part(ranks, part, axes=axes)
 
     def split(self, *, size: int | None = None, by: str | None = None) -> "World":
         """Return the part of the world in which this rank is, as a world of its own.
@@ -352,13 +296,17 @@ class World:
             rows = parts.across(written, rows)
         joins = parts.open_part(written, rows, self.rank, *place)
         (mine,) = (row for row in rows if self.rank in row)
+        return self._part(mine, joins, axes={})
+
+    def _part(
+        self, ranks: Sequence[int], joins: Connection, *, axes: Mapping[str, int]
+    ) -> "World":
         return attrs.evolve(
             self,
-            rank=mine.index(self.rank),
-            size=len(mine),
-            axes={},
+            rank=ranks.index(self.rank),
+            size=len(ranks),
+            axes=axes,
             group=joins,
-            owns_group=False,
             whole=self.whole,
         )
 
@@ -414,26 +362,12 @@ class World:
         return self.connection.group
 
     def close(self) -> None:
-        """Close the process group, if `from_env` opened it; twice is once."""
-        if self.connection.successor is not None:
-            self.connection.successor.close()
-        if not self._owns_group or self.connection.is_closed:
-            return
-        atexit.unregister(self._close_at_exit)
-        self.connection.leave()
-        roll_call = self.connection.roll_call
-        ours = dist.is_initialized() and dist.group.WORLD is self.connection.group
-        self.connection.close()
-        # DistributedDataParallel refers to itself. It must be gone before the group is: its
-        # reducer would free the group holding the interpreter's lock, which Gloo may want
-        gc.collect()
-        if ours:
-            dist.destroy_process_group()
-        # DistributedDataParallel leaves Gloo's threads behind (torch 2.13). One that has not yet
-        # freed the last sum would want the interpreter's lock when there is none, and abort
-        time.sleep(_SETTLES)
-        if roll_call is not None:
-            roll_call.linger()
+        """Close the process group, if `from_env` opened it; twice is once.
+
+        A part closes with its whole.
+        """
+        if self._whole is None:
+            self.connection.end()
 
     def __enter__(self) -> Self:
         """Return the world itself."""
@@ -454,13 +388,3 @@ class World:
             self.close()
         else:
             self.connection.fail(error)
-
-    def _close_at_exit(self) -> None:
-        """Close, and drop the traceback that was printed: its frames hold the group."""
-        error = getattr(sys, "last_value", None)
-        if error is not None:
-            self.connection.fail(error)
-        for name in ("last_exc", "last_value", "last_traceback"):
-            if hasattr(sys, name):
-                setattr(sys, name, None)
-        self.close()

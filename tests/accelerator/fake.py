@@ -166,6 +166,7 @@ def _carry_out(op: Any, *args: Any, **options: Any) -> Any:
     if op._schema.name.partition("::")[2] in _READS:
         _note(str(op))
     _refuse_two_devices(op, tensors)
+    _refuse_as_cuda_does(op, args)
     if _is_view(op):
         return op.redispatch(_AS_THE_CPU, *args, **options)
     streams.current().synchronize()
@@ -222,6 +223,16 @@ def _refuse_two_devices(op: Any, tensors: list[torch.Tensor]) -> None:
         raise RuntimeError(msg)
     if strange:
         _note(f"{op} with indices of the host")
+
+
+def _refuse_as_cuda_does(op: Any, args: Any) -> None:
+    """Refuse what the CPU's kernel takes and that of CUDA does not, where that was seen."""
+    statistics = args[5:7] if "native_batch_norm_backward" in op._schema.name else ()
+    if None in statistics:
+        msg = (
+            "CUDA's kernel would be given no tensor for the statistics that were saved"
+        )
+        raise AssertionError(msg)
 
 
 @contextmanager
@@ -312,12 +323,16 @@ def waits() -> Iterator[list[str]]:
 
 
 def _note(what: str) -> None:
-    if not _waits:
-        return
-    frame = sys._getframe()
+    if _waits:
+        at = place(sys._getframe(), what)
+        for found in _waits:
+            found.append(at)
+
+
+def place(frame: Any, what: str) -> str:
+    """Return the file and line of accelfn in which something is done, or that it is outside."""
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     name = "outside" if frame is None else Path(frame.f_code.co_filename)
     at = name if frame is None else f"{name.relative_to(_OURS)}:{frame.f_lineno}"
-    for found in _waits:
-        found.append(f"{at}: {what}")
+    return f"{at}: {what}"

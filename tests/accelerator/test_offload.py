@@ -17,13 +17,15 @@ import accelfn as af
 from accelfn.base.shards import is_shard, local
 from accelfn.base.tree import tensor_leaves
 from accelfn.testing import simulate
-from tests.accelerator import fake
+from tests.accelerator import at_hand
+from tests.accelerator.at_hand import near
 from tests.laws.fully_sharded import Stack
 from tests.laws.histories import Acts, Training, acts, check_apart_on
 from tests.laws.split_models import AXES, LOSSES, Block, Run, runs
 from tests.laws.test_shard_histories import broken_backward, broken_forward
 from tests.strategies import tensors
 
+pytestmark = pytest.mark.gpu
 HERE = [AXES[0], AXES[2], AXES[6]]
 dtypes = st.sampled_from([None, None, torch.float32])
 options = st.fixed_dictionaries(
@@ -46,7 +48,7 @@ def on_ranks(axes: dict[str, int], fn: Any) -> list[Any]:
     What lies on one device meets nothing of another.
     """
     try:
-        return list(simulate(prod(axes.values()), fn, axes=axes, device=fake.NAME))
+        return list(simulate(prod(axes.values()), fn, axes=axes, device=at_hand.NAME))
     except RuntimeError as error:
         if any(said in str(error) for said in ("same device", "incompatible tensor")):
             pytest.fail(str(error))
@@ -69,7 +71,7 @@ def stepped(run: Run, state: af.TrainState, updates: int = 2) -> Any:
     for batch in run.batches(state, updates):
         state, metrics = step(state, batch)
         seen.append({name: float(value) for name, value in metrics.items()})
-    return state, repr(seen)
+    return state, seen
 
 
 @example(
@@ -114,16 +116,12 @@ def test_what_is_offloaded_trains_what_is_not(
         assert lies(state) == {(True, where)}
         return tensors(state), metrics
 
-    there = on_ranks(axes, partial(fn, wrap=af.wrap_fsdp, where=fake.NAME))
+    there = on_ranks(axes, partial(fn, wrap=af.wrap_fsdp, where=at_hand.NAME))
     here = on_ranks(axes, partial(fn, wrap=on_host, where="cpu"))
     for (one, metrics), (two, others) in zip(there, here, strict=True):
         assert one.keys() == two.keys()
-        assert [n for n in one if not _same(one[n], two[n])] == []
-        assert metrics == others
-
-
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.equal(one.cpu().nan_to_num(), two.cpu().nan_to_num())
+        assert [n for n in one if not near(one[n], two[n])] == []
+        assert near(metrics, others)
 
 
 CASTS = [
@@ -161,9 +159,9 @@ def test_what_is_offloaded_is_computed_with_in_few_bits(cast: Any, fused: Any) -
     for (one, metrics), (two, others) in zip(there, here, strict=True):
         # what skips on the device begins to keep what an update left as it was
         begun = [name for name in one.keys() - two.keys() if one[name].any()]
-        same = [n for n in two if not _same(one[n], two[n])]
+        same = [n for n in two if not near(one[n], two[n])]
         assert (begun, same) == ([], [])
-        assert metrics == others
+        assert near(metrics, others)
 
 
 PLAIN = Run(4, 4, "mean", "adamw", in_list=True, micro=1)
@@ -183,7 +181,7 @@ def test_an_infinite_gradient_is_found_wherever_it_lies(name: str) -> None:
         state, _ = af.make_step(broken)(state, batch)
         after = tensors(state)
         params = [name for name in before if name.startswith("params")]
-        return state.num_skipped, all(_same(before[n], after[n]) for n in params)
+        return state.num_skipped, all(near(before[n], after[n]) for n in params)
 
     assert on_ranks(HERE[0], fn) == [(1, True)] * 2
 
@@ -267,7 +265,7 @@ def test_what_is_saved_on_the_host_goes_on_anywhere(
             if begun:
                 state, _ = stepped(run, state, 1)
             state = af.load(state, f"{folder}/saved")
-            where = "cpu" if other == "on the host" else fake.NAME
+            where = "cpu" if other == "on the host" else at_hand.NAME
             assert lies(state) == {(other != "replicas", where)}
             found = tensors(state)
             stepped(run, state, 1)
@@ -279,7 +277,7 @@ def test_what_is_saved_on_the_host_goes_on_anywhere(
         )
         for found in loaded:
             del found["buffers.seen"]  # of rank 0
-            assert [n for n in found if not _same(found[n], saved[n])] == []
+            assert [n for n in found if not near(found[n], saved[n])] == []
 
 
 @example(run=PLAIN, one="on the device", other="on the host", axes=HERE[0])
@@ -295,13 +293,13 @@ def test_a_state_goes_to_the_host_and_back(
         setups = state.setup, run.state(world, ENGINES[other]).setup
         before = tensors(state.copy())
         moved = state.copy().with_setup(setups[1])
-        where = "cpu" if other == "on the host" else fake.NAME
+        where = "cpu" if other == "on the host" else at_hand.NAME
         assert lies(moved) == {(other != "replicas", where)}
         back = moved.with_setup(setups[0])
         for each in (tensors(moved), tensors(back)):
-            assert [n for n in before if not _same(before[n], each[n])] == []
+            assert [n for n in before if not near(before[n], each[n])] == []
         went, stayed = (tensors(stepped(run, each, 1)[0]) for each in (back, state))
-        assert [n for n in stayed if not _same(stayed[n], went[n])] == []
+        assert [n for n in stayed if not near(stayed[n], went[n])] == []
 
     on_ranks(axes, fn)
 
@@ -319,7 +317,7 @@ def test_what_is_on_the_host_is_looked_at_as_on_the_device(
         with af.bind(state, at="train", gather=True) as module:
             lent = module.eval()(x).detach()
         frozen = af.frozen(state)(x)
-        assert {lent.device.type, frozen.device.type} == {fake.NAME}
+        assert {lent.device.type, frozen.device.type} == {at_hand.NAME}
         whole = af.full_params(state, at="eval")
         assert {each.device.type for each in whole.values()} == {"cpu"}
         scores = af.evaluate(state, run.data(), LOSSES[run.loss])
@@ -328,8 +326,8 @@ def test_what_is_on_the_host_is_looked_at_as_on_the_device(
     there = on_ranks(axes, partial(fn, engine=af.wrap_fsdp()))
     here = on_ranks(axes, partial(fn, engine=on_host()))
     for (one, scores), (two, others) in zip(there, here, strict=True):
-        assert [n for n in one if not _same(one[n], two[n])] == []
-        assert repr(scores) == repr(others)
+        assert [n for n in one if not near(one[n], two[n])] == []
+        assert near(scores, others)
 
 
 @settings(max_examples=4)
@@ -346,5 +344,5 @@ def test_copies_on_the_host_train_apart(run: Run, *, opt_state: bool) -> None:
     there = on_ranks(axes, partial(fn, engine=af.wrap_fsdp()))
     here = on_ranks(axes, partial(fn, engine=on_host()))
     for (one, metrics), (two, others) in zip(there, here, strict=True):
-        assert [n for n in one if not _same(one[n], two[n])] == []
-        assert metrics == others
+        assert [n for n in one if not near(one[n], two[n])] == []
+        assert near(metrics, others)

@@ -14,6 +14,7 @@ import accelfn as af
 from tests.accelerator.test_placed_ahead import DEVICE, offloaded, on_device
 from tests.laws.test_placing import look
 
+pytestmark = pytest.mark.gpu
 KINDS = ["list", "dict", "called", "iterated", "numbers", "method", "bare"]
 TREES = st.recursive(
     st.just(()),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from checkpoint import folder
+from device import DEVICE
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -34,7 +35,7 @@ def written() -> Iterator[tuple[Path, Path, torch.Tensor]]:
     torch.manual_seed(0)
     with folder() as (root, _):
         model = network().eval()
-        expected = output(model)
+        expected = model(IDS).logits.detach()
         model.save_pretrained(root / "others")
         CONFIG.save_pretrained(root / "ours")
         state = af.TrainState.create(model=model, optimizer=torch.optim.SGD)
@@ -48,7 +49,7 @@ def written() -> Iterator[tuple[Path, Path, torch.Tensor]]:
 def output(model: nn.Module) -> torch.Tensor:
     """Return what a model says of IDS."""
     with torch.no_grad():
-        return model(IDS).logits
+        return model(IDS.to(DEVICE)).logits
 
 
 def check(model: nn.Module, expected: torch.Tensor) -> None:

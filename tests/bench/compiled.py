@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from accelerate import Accelerator
+from device import IS_CPU, alone, there, wait
 from figures import Figure
 from loops import by_accelerate, by_accelfn, by_hand
 from models import MODELS, adamw
@@ -20,7 +21,7 @@ def measure(rounds: int) -> list[Figure]:
     for name, (model, batches, steps) in MODELS.items():
         loops = contestants(model, batches)
         named = {f"{name}: {who}": loop for who, loop in loops.items()}
-        found += compared(timed(named, rounds=rounds, steps=steps))
+        found += compared(timed(named, rounds=rounds, steps=steps, fence=wait))
     return found
 
 
@@ -28,15 +29,15 @@ def contestants(
     model: Callable[[], nn.Module], batches: Callable
 ) -> Mapping[str, Loop]:
     """Return the loops that are compared."""
-    eager = af.TrainState.create(model=model, optimizer=adamw)
-    compiled = af.TrainState.create(model=model, optimizer=adamw, setup=af.compile())
+    eager = af.TrainState.create(model=model, optimizer=adamw, world=alone())
+    compiled = eager.with_setup(af.compile()).copy()
     in_cpp = compiled.with_setup(af.compile(options={"cpp_wrapper": True})).copy()
-    accelerator = Accelerator(cpu=True, dynamo_backend="inductor")
+    accelerator = Accelerator(cpu=IS_CPU, dynamo_backend="inductor")
     return {
-        "by hand": by_hand(model(), batches),
+        "by hand": by_hand(there(model), batches),
         "accelfn": by_accelfn(eager, batches),
         "accelfn, compile()": by_accelfn(compiled, batches),
         "accelfn, compile(), cpp_wrapper": by_accelfn(in_cpp, batches),
-        "torch.compile by hand": by_hand(torch.compile(model()), batches),
+        "torch.compile by hand": by_hand(torch.compile(there(model)), batches),
         "Accelerate, inductor": by_accelerate(accelerator, batches, model),
     }

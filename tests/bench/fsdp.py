@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of a model that is split over two processes by torch's fully_shard."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from device import DEVICE, computing, there, wait
 from figures import Figure
 from models import Source, in_turn, loss_fn
 from rounds import Loop, compared, timed
@@ -54,7 +54,7 @@ def by_hand(model: nn.Module, batches: Source, step: Callable[[], object]) -> Lo
 
 def split(make: Callable[[], nn.Module] = Decoder) -> nn.Module:
     """Return a module that is split as torch's tutorial splits it."""
-    model = make()
+    model = there(make)
     for layer in model.layers:
         fully_shard(layer)
     return fully_shard(model)
@@ -93,9 +93,15 @@ def by_accelfn(world: af.World, make: Callable[[], nn.Module], batches: Source) 
     return loop
 
 
+def together() -> None:
+    """Wait for the other ranks, and for the device."""
+    dist.barrier()
+    wait()
+
+
 def measure(rounds: int) -> list[Figure]:
     """Return what a step costs; every rank runs the same blocks in the same order."""
-    with af.World.from_env() as world:
+    with af.World.from_env(device=DEVICE) as world:
         batches = in_turn(count=8, seed=world.rank)
         tutorial, parts = split(), split()
         loops = {
@@ -105,7 +111,7 @@ def measure(rounds: int) -> list[Figure]:
             ),
             "accelfn": by_accelfn(world, Decoder, batches),
         }
-        clock = time.process_time
+        clock = computing()
         return compared(
-            timed(loops, rounds=rounds, steps=10, fence=dist.barrier, clock=clock)
+            timed(loops, rounds=rounds, steps=10, fence=together, clock=clock)
         )

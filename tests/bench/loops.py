@@ -2,8 +2,10 @@
 """The training loop as each contestant's own documentation writes it."""
 
 from collections.abc import Callable
+from typing import Any
 
 from accelerate import Accelerator
+from device import there
 from lightning_fabric import Fabric
 from models import Source, adamw, loss_fn, mlp
 from rounds import Loop
@@ -27,7 +29,9 @@ def by_hand(model: nn.Module, batches: Source) -> Loop:
     return loop
 
 
-def by_accelfn(state: af.TrainState, batches: Source) -> Loop:
+def by_accelfn(
+    state: af.TrainState, batches: Source, loss_fn: Callable[..., Any] = loss_fn
+) -> Loop:
     """Train a state."""
     step = af.make_step(loss_fn)
 
@@ -40,16 +44,19 @@ def by_accelfn(state: af.TrainState, batches: Source) -> Loop:
 
 
 def by_accelerate(
-    accelerator: Accelerator, batches: Source, make: Callable[[], nn.Module] = mlp
+    accelerator: Accelerator,
+    batches: Source,
+    make: Callable[[], nn.Module] = mlp,
+    loss_fn: Callable[..., Any] = loss_fn,
 ) -> Loop:
     """Train with Hugging Face Accelerate."""
-    model = make()
+    model = there(make)
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
 
     def loop(steps: int) -> None:
-        for inputs, targets in batches(steps):
+        for batch in batches(steps):
             optimizer.zero_grad()
-            loss = cross_entropy(model(inputs), targets)
+            loss = loss_fn(model, batch)
             accelerator.backward(loss)
             optimizer.step()
 
@@ -57,16 +64,19 @@ def by_accelerate(
 
 
 def by_fabric(
-    fabric: Fabric, batches: Source, make: Callable[[], nn.Module] = mlp
+    fabric: Fabric,
+    batches: Source,
+    make: Callable[[], nn.Module] = mlp,
+    loss_fn: Callable[..., Any] = loss_fn,
 ) -> Loop:
     """Train with Lightning Fabric."""
-    model = make()
+    model = there(make)
     model, optimizer = fabric.setup(model, adamw(model.parameters()))
 
     def loop(steps: int) -> None:
-        for inputs, targets in batches(steps):
+        for batch in batches(steps):
             optimizer.zero_grad()
-            loss = cross_entropy(model(inputs), targets)
+            loss = loss_fn(model, batch)
             fabric.backward(loss)
             optimizer.step()
 

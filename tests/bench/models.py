@@ -12,6 +12,7 @@ from itertools import cycle, islice
 from typing import Any, TypeAlias
 
 import torch
+from device import DEVICE
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -76,8 +77,9 @@ def rows(count: int, *, width: int = 64, seed: int = 0) -> Batch:
 
 
 def in_turn(*, width: int = 64, count: int = 32, seed: int = 0) -> Source:
-    """Return 16 batches of so many rows, made once and given again and again."""
-    made = [rows(count, width=width, seed=16 * seed + i) for i in range(16)]
+    """Return 16 batches of so many rows, made once, where they are used, and given again."""
+    drawn = (rows(count, width=width, seed=16 * seed + i) for i in range(16))
+    made = [tuple(column.to(DEVICE) for column in batch) for batch in drawn]
     return lambda count: islice(cycle(made), count)
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward pass of a model whose layers lie on the disk, or on the host."""
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from accelerate import cpu_offload, disk_offload
-from big_model import IDS, check, network, written
+from big_model import IDS, check, network, output, written
+from device import DEVICE, IS_CPU, computing, wait
 from figures import Figure
 from rounds import Loop, compared, timed
 from torch import nn
@@ -21,28 +21,31 @@ def empty() -> nn.Module:
         return network().eval()
 
 
-def on_disk(model: nn.Module) -> af.DeviceMap:
-    """Return a plan in which every unit is on the disk."""
-    plan = af.place(model, {"cpu": "1GiB", "disk": "build"})
+def away(model: nn.Module, where: str) -> af.DeviceMap:
+    """Return a plan in which every unit is on the disk, or on the host."""
+    budgets = {str(DEVICE): "1GiB", "cpu": "1GiB", "disk": "build"}
+    plan = af.place(model, budgets)
     for unit in plan.units:
-        plan = plan.moved(unit.names[0], "disk")
+        plan = plan.moved(unit.names[0], where)
     return plan
 
 
 def forward(model: nn.Module) -> Loop:
     """Return a loop of forward passes."""
 
+    ids = IDS.to(DEVICE)
+
     def passes(times: int) -> None:
         with torch.no_grad():
             for _ in range(times):
-                model(IDS)
+                model(ids)
 
     return passes
 
 
 def measure(rounds: int) -> list[Figure]:
     """Return the time that each one's processor takes for a forward pass."""
-    with written() as (ours, others, expected), ExitStack() as stack:
+    with written() as (ours, others, on_host), ExitStack() as stack:
 
         def placed(plan: af.DeviceMap, weights: Path) -> nn.Module:
             return stack.enter_context(af.placed(empty(), plan, weights=weights))
@@ -50,17 +53,19 @@ def measure(rounds: int) -> list[Figure]:
         def read() -> nn.Module:
             return af.import_model(network, others).eval()
 
-        plan, host = on_disk(empty()), torch.device("cpu")
         models = {
-            "disk: Accelerate": disk_offload(read(), others.parent / "offloaded", host),
-            "disk: accelfn": placed(plan, others),
-            "disk: accelfn, of export_model": placed(plan, ours),
-            "host: Accelerate": cpu_offload(read(), host),
-            "host: accelfn": placed(af.place(empty(), {"cpu": "1GiB"}), others),
+            "disk: Accelerate": disk_offload(
+                read(), others.parent / "offloaded", DEVICE
+            ),
+            "disk: accelfn": placed(away(empty(), "disk"), others),
+            "disk: accelfn, of export_model": placed(away(empty(), "disk"), ours),
+            "host: Accelerate": cpu_offload(read(), DEVICE),
+            "host: accelfn": placed(away(empty(), "cpu"), others),
         }
+        expected = on_host if IS_CPU else output(read().to(DEVICE))
         for model in models.values():
             check(model, expected)
         loops = {name: forward(model) for name, model in models.items()}
-        taken = timed(loops, rounds=rounds, steps=1, clock=time.process_time)
+        taken = timed(loops, rounds=rounds, steps=1, fence=wait, clock=computing())
     groups = [{n: taken[n] for n in taken if n.startswith(w)} for w in ("disk", "host")]
     return [figure for group in groups for figure in compared(group)]

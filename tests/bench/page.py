@@ -67,7 +67,12 @@ def page(
             f"{benchmark.how} {rounds[benchmark]} rounds.\n\n"
             f"{_markdown(cells(benchmark, figures))}\n{machine()}\n"
         )
-    listed = [each.title for each in SUITE if each.title in sections]
+    names = [each.title for each in SUITE]
+    # those of an accelerator stand behind the CPU's
+    listed = [
+        *(title for title in names if title in sections),
+        *(title for title in sections if title not in names),
+    ]
     overview = _markdown([("benchmark", "accelfn", "target")])
     overview += "".join(rows[title] for title in listed)
     return "\n".join([_HEAD, overview, *(sections[title] for title in listed)])

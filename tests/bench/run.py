@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare accelfn's cost with that of other loops: `run.py [--quick] [NAME ...]`.
+"""Compare accelfn's cost with that of other loops: `run.py [--quick] [--device D] [NAME ...]`.
 
-Prints a table for each benchmark. A run of all of them writes docs/benchmarks.md.
+Prints a table for each benchmark. A run of all of them writes docs/benchmarks.md; one on an
+accelerator, as by `--device cuda:0`, adds its sections.
 Nothing here passes or fails: times are those of one machine on one day.
 """
 
@@ -13,10 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import attrs
+import torch
 from figures import Figure
 from page import page, table
 from rich.console import Console
 from suite import SUITE, Benchmark
+from suite_of_devices import DEVICES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -30,8 +34,12 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 def main() -> None:
     """Run the benchmarks that the command line names, by default all."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    known = {benchmark.name: benchmark for benchmark in SUITE}
+    device = asked_device()
+    known = {each.name: each for each in on(device)}
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(known))
+    parser.add_argument(
+        "--device", help="an accelerator, such as cuda:0; default the CPU"
+    )
     parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
     words = parser.parse_args()
     unknown = [name for name in words.names if name not in known]
@@ -42,19 +50,37 @@ def main() -> None:
     console = Console(width=130)  # what the widest table needs, also in a log
     found = {}
     for benchmark in chosen:
-        found[benchmark] = measured(benchmark, rounds[benchmark])
+        found[benchmark] = measured(benchmark, rounds[benchmark], device)
         console.print(table(benchmark, found[benchmark]))
     if words.names and words.quick:
         return
-    before = PAGE.read_text(encoding="utf-8") if words.names else ""
+    adds = words.names or device != "cpu"
+    before = PAGE.read_text(encoding="utf-8") if adds else ""
     PAGE.write_text(page(found, rounds, before), encoding="utf-8")
     console.print(f"Written to {PAGE.relative_to(ROOT)}.")
 
 
-def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:
+def asked_device() -> str:
+    """Return what `--device` names, on which it depends which benchmarks there are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="cpu")
+    return parser.parse_known_args()[0].device
+
+
+def on(device: str) -> tuple[Benchmark, ...]:
+    """Return the benchmarks of a device."""
+    if device == "cpu":
+        return SUITE
+    name = torch.get_device_module(device).get_device_name(device)
+    return tuple(
+        attrs.evolve(each, title=f"{each.title}, on one {name}") for each in DEVICES
+    )
+
+
+def measured(benchmark: Benchmark, rounds: int, device: str) -> list[Figure]:
     """Run a benchmark in processes of its own, and return what it found."""
     start = [sys.executable]
-    if benchmark.nproc > 1:
+    if benchmark.nproc:
         start += ["-m", "accelfn", "launch", "--nproc", str(benchmark.nproc)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "figures.json")
@@ -62,7 +88,8 @@ def measured(benchmark: Benchmark, rounds: int) -> list[Figure]:
         if benchmark.megabits is not None:
             on_two_hosts([sys.executable, *words], benchmark.megabits)
         else:
-            subprocess.run([*start, *words], check=True, env={**os.environ, **ALONE})
+            env = {**os.environ, **ALONE, "BENCH_DEVICE": device}
+            subprocess.run([*start, *words], check=True, env=env)
         return [Figure(**found) for found in json.loads(file.read_text())]
 
 

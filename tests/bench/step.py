@@ -2,6 +2,7 @@
 """A step on batches that are there already, for three models on one process."""
 
 from accelerate import Accelerator
+from device import DEVICE, IS_CPU, alone, there, wait
 from figures import Figure
 from lightning_fabric import Fabric
 from loops import by_accelerate, by_accelfn, by_fabric, by_hand
@@ -14,15 +15,15 @@ import accelfn as af
 def measure(rounds: int) -> list[Figure]:
     """Return what a step costs, each model's beside that of its hand-written loop."""
     found: list[Figure] = []
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=DEVICE.type, devices=1)
     for name, (model, batches, steps) in MODELS.items():
-        state = af.TrainState.create(model=model, optimizer=adamw)
+        state = af.TrainState.create(model=model, optimizer=adamw, world=alone())
         loops = {
-            "by hand": by_hand(model(), batches),
+            "by hand": by_hand(there(model), batches),
             "accelfn": by_accelfn(state, batches),
-            "Accelerate": by_accelerate(Accelerator(cpu=True), batches, model),
+            "Accelerate": by_accelerate(Accelerator(cpu=IS_CPU), batches, model),
             "Lightning Fabric": by_fabric(fabric, batches, model),
         }
         named = {f"{name}: {who}": loop for who, loop in loops.items()}
-        found += compared(timed(named, rounds=rounds, steps=steps))
+        found += compared(timed(named, rounds=rounds, steps=steps, fence=wait))
     return found

@@ -12,6 +12,7 @@ from resource import RUSAGE_SELF, getrusage
 
 import torch
 from accelerate import Accelerator
+from device import IS_CPU, alone, there
 from figures import Figure
 from loops import by_accelerate, by_accelfn, by_hand
 from models import adamw, in_turn
@@ -34,17 +35,17 @@ def network() -> nn.Module:
 
 def accelfn() -> Callable[[int], object]:
     """Return accelfn's loop."""
-    state = af.TrainState.create(model=network, optimizer=adamw)
+    state = af.TrainState.create(model=network, optimizer=adamw, world=alone())
     return by_accelfn(state, in_turn(width=WIDTH))
 
 
 def accelerated() -> Callable[[int], object]:
     """Return Accelerate's loop."""
-    return by_accelerate(Accelerator(cpu=True), in_turn(width=WIDTH), network)
+    return by_accelerate(Accelerator(cpu=IS_CPU), in_turn(width=WIDTH), network)
 
 
 LOOPS = {
-    "by hand": lambda: by_hand(network(), in_turn(width=WIDTH)),
+    "by hand": lambda: by_hand(there(network), in_turn(width=WIDTH)),
     "accelfn": accelfn,
     "Accelerate": accelerated,
 }
@@ -68,4 +69,5 @@ def measure(rounds: int) -> list[Figure]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     LOOPS[sys.argv[1]]()(STEPS)
-    print(getrusage(RUSAGE_SELF).ru_maxrss / 1024)
+    host = getrusage(RUSAGE_SELF).ru_maxrss * 1024
+    print((host if IS_CPU else torch.accelerator.max_memory_allocated()) / 2**20)

@@ -19,7 +19,7 @@ class Benchmark:
         quick_rounds: how often with `--quick`.
         figure: what is told of a contestant: the "ratio" of its cost to the base's, what it
             "added" to that, in ms, or the cost "itself".
-        nproc: how many processes take part.
+        nproc: how many ranks the launcher starts; None where it starts none.
         unit: of the cost "itself".
         megabits: what a link between the two processes carries in a second; None where they
             have no link of their own.
@@ -33,7 +33,7 @@ class Benchmark:
     rounds: int
     quick_rounds: int
     figure: Literal["ratio", "added", "itself"] = "ratio"
-    nproc: int = 1
+    nproc: int | None = None
     unit: str = "ms"
     megabits: int | None = None
 

@@ -3,18 +3,17 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import deepspeed.comm.torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
+from device import DEVICE, computing
 from figures import Figure
-from fsdp import Decoder, adamw
+from fsdp import Decoder, adamw, together
 from models import Source, in_turn, loss_fn
 from rounds import Loop, compared, timed
 from torch import nn
@@ -92,7 +91,7 @@ def by_accelfn(
 
 def measure(rounds: int) -> list[Figure]:
     """Return what a step costs at each stage; ranks run the same blocks in the same order."""
-    with af.World.from_env() as world:
+    with af.World.from_env(device=DEVICE) as world:
         batches, found = in_turn(count=8, seed=world.rank), list[Figure]()
         for stage in STAGES:
             loops = {
@@ -100,9 +99,7 @@ def measure(rounds: int) -> list[Figure]:
                 f"stage {stage}, Accelerate": by_accelerate(stage, Decoder, batches),
                 f"stage {stage}, accelfn": by_accelfn(stage, Decoder, batches, world),
             }
-            clock = time.process_time
-            taken = timed(
-                loops, rounds=rounds, steps=10, fence=dist.barrier, clock=clock
-            )
+            clock = computing()
+            taken = timed(loops, rounds=rounds, steps=10, fence=together, clock=clock)
             found += compared(taken)
         return found

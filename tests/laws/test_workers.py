@@ -17,8 +17,7 @@ from accelfn.base.shards import is_shard
 from accelfn.checkpoint.manifest import read_manifest
 from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate
-from tests.laws.split_models import Run, weighted_loss, wraps
-from tests.laws.test_split_copies import (
+from tests.laws.copies_apart import (
     Apart,
     Found,
     both_views,
@@ -28,6 +27,7 @@ from tests.laws.test_split_copies import (
     some,
     trainings,
 )
+from tests.laws.split_models import Run, weighted_loss, wraps
 from tests.strategies import differences, tensors
 
 ddps = st.builds(

@@ -5,6 +5,7 @@ from accelfn.base import draws
 from accelfn.checkpoint import background
 from accelfn.collectives import packed
 from accelfn.engine import buffers, elsewhere, engine
+from accelfn.engine.module import float8, synced_norm
 from accelfn.state import skips
 from accelfn.structure import skeleton
 from accelfn.testing.simulation import ambient
@@ -12,7 +13,7 @@ from accelfn.transforms import precision, skip
 from accelfn.world import device, meeting
 from tests.accelerator import test_device, test_programs, test_waits
 from tests.mutants.mutant import Mutant
-from tests.unit import test_launch_function, test_model, test_world
+from tests.unit import test_launch_function, test_model, test_precision, test_world
 
 _FP16 = {"setup": test_waits.FP16}
 
@@ -37,6 +38,18 @@ MUTANTS = [
         engine.Engine.can_skip,
         "self._buffers.keep_shapes(grads.buffers) → not grads.buffers",
         args=_FP16,
+    ),
+    Mutant(
+        "batch statistics of all ranks are those of none to CUDA's kernel",
+        test_programs.test_what_ranks_share_on_an_accelerator_is_what_they_share_on_the_cpu,
+        synced_norm._Normed.backward,
+        "mean.new_empty(0) → None",
+    ),
+    Mutant(
+        "torchao casts for autocast on CUDA, by a call that torch warns of",
+        test_precision.test_float8_casts_by_itself_on_cuda_too,
+        float8._forward,
+        'with torch.autocast("cuda", enabled=False): → if True:',
     ),
     Mutant(
         "a transform's count begins on the CPU",

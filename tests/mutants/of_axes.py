@@ -39,20 +39,21 @@ MUTANTS = [
     Mutant(
         "L35: every rank is the first of its group",
         PARTS,
-        world.World.along,
+        world.World._part,
         "rank=ranks.index(self.rank) → rank=0",
     ),
     Mutant(
         "a part of a world has the group of all",
         groups.test_the_log_names_a_call_s_group,
         world.World.along,
-        "group=part, → group=self.connection if len(ranks) > 1 else part,",
+        "self._part(ranks, part, → self._part("
+        "ranks, self.connection if len(ranks) > 1 else part,",
     ),
     Mutant(
         "L35: a part of a world forgets along which axes it goes",
         PARTS,
         world.World.along,
-        "axes={name: self.axes[name] for name in chosen} → axes={}",
+        "axes = {name: self.axes[name] for name in chosen} → axes = {}",
     ),
     Mutant(
         "a world without axes has all its ranks along any",
@@ -63,7 +64,7 @@ MUTANTS = [
     Mutant(
         "L35: of a part of a part, the whole is the part",
         PARTS,
-        world.World.along,
+        world.World._part,
         "whole=self.whole → whole=self",
     ),
     Mutant(
@@ -177,7 +178,7 @@ MUTANTS = [
         "axes between which another stands have a world of two without a group",
         unit.test_axes_between_which_another_stands_have_no_group,
         world.World.along,
-        "if len(ranks) > 1 and part is alone: → if False:",
+        "if part is None and len(ranks) > 1: → if False:",
     ),
     Mutant(
         "what is no axis is an axis of one rank",

@@ -3,7 +3,7 @@
 
 from accelfn.data import dispatch, gather_valid
 from accelfn.data.split import _check_world
-from accelfn.definition import definition
+from accelfn.definition import checks, definition
 from accelfn.engine import engine
 from accelfn.engine.module import first_look, heads
 from accelfn.loop import evaluate
@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "ranks along an axis that nothing uses train alike, in silence",
         unit.test_an_axis_without_work_is_refused,
-        definition.check_axes,
+        checks.check_axes,
         "fact not in setup.facts → False",
         args={"axis": "cp", "setup": None},
     ),

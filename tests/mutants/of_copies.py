@@ -4,7 +4,7 @@
 from accelfn.checkpoint import commit, elastic, grammar, manifest
 from accelfn.definition import definition
 from accelfn.engine import building
-from accelfn.state import state, update
+from accelfn.state import update, values
 from accelfn.step import value_and_grad
 from accelfn.transforms import fsdp, local_sgd
 from tests.laws import test_split_copies
@@ -96,14 +96,14 @@ MUTANTS = [
     Mutant(
         "L2: ranks that trained apart are cut into copies of which no rank had the whole",
         CHANGE,
-        state.TrainState.with_setup,
-        'regrouped or "apart" not in composed.facts → "apart" not in composed.facts',
+        values.carried,
+        'regrouped or "apart" not in after.setup.facts → "apart" not in after.setup.facts',
     ),
     Mutant(
         "L2: copies that are told to train together again may differ",
         CHANGE,
-        state.TrainState.with_setup,
-        'regrouped or "apart" not in composed.facts → regrouped',
+        values.carried,
+        'regrouped or "apart" not in after.setup.facts → regrouped',
     ),
     Mutant(
         "L2: copies of a split model are not compared before they train",

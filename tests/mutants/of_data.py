@@ -5,7 +5,7 @@ from accelfn.base import codec
 from accelfn.checkpoint import commit, disk, elastic, fields, files
 from accelfn.checkpoint.hashing import Hashing
 from accelfn.checkpoint.manifest import Manifest
-from accelfn.data import cut, epoch, fetch, permutation, plan, read, reading
+from accelfn.data import cut, epoch, fetch, permutation, plan, readers, reading
 from accelfn.data.orders import order
 from accelfn.engine import ddp
 from accelfn.loop.batches import Batches
@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "L36: repeats that fill a batch are not told from samples",
         test_ranks_data.test_filler_is_what_is_marked,
-        read._beyond,
+        readers._beyond,
         "return np.arange(low, high) >= own → return False",
     ),
     Mutant(

@@ -18,10 +18,10 @@ from tests.laws import (
     test_dividing,
     test_export,
     test_fully_sharded,
+    test_layer_draws,
     test_local_sgd,
     test_optimizers,
     test_other_options,
-    test_tensor_parallel,
 )
 from tests.mutants.mutant import Mutant
 from tests.unit import test_state
@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     Mutant(
         "L50: behind what is scattered all ranks draw the same for their positions",
-        test_tensor_parallel.test_scattered_positions_have_draws_of_their_own,
+        test_layer_draws.test_scattered_positions_have_draws_of_their_own,
         parallel_layers.scatter,
         "training=module.training → training=False",
     ),

@@ -4,7 +4,7 @@
 from accelfn.definition import facts, transform
 from accelfn.definition.transform import chain
 from accelfn.engine.module import made
-from accelfn.state import grads, hyper, state, succession, update
+from accelfn.state import beginning, grads, hyper, succession, update
 from accelfn.step import stages
 from accelfn.testing.checking import acting, fact_laws, subject
 from accelfn.transforms import local_sgd
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "a transform that looks at a state once is given an entry in its checkpoints",
         test_facts.test_an_init_that_gives_nothing_makes_no_slot,
-        state.TrainState.with_setup,
+        beginning.begin_slots,
         "if slot is not None: → if True:",
     ),
     Mutant(

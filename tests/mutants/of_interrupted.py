@@ -2,8 +2,7 @@
 """Bugs in telling whether an update that raised had changed anything, and in Ctrl-C."""
 
 from accelfn.definition.cache import Cache
-from accelfn.engine import watch
-from accelfn.engine.optimizer import live_optimizer
+from accelfn.engine.optimizer import live_optimizer, versions
 from accelfn.step import stages
 from tests.laws import test_interrupted
 from tests.mutants.mutant import Mutant
@@ -19,26 +18,26 @@ MUTANTS = [
     Mutant(
         "L54: nobody looks what an optimizer had changed when it raised",
         test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
-        watch.Watch.is_untouched,
+        versions.Versions.is_untouched,
         "self._count != sum(map(_version, self._tensors)) → False",
     ),
     Mutant(
         "L54: one that writes past torch's count is taken for one that wrote nothing",
         test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
-        watch._is_torchs,
+        versions._is_torchs,
         "known and → True and",
     ),
     Mutant(
         "L54: a kernel on lists of tensors is taken for one that wrote nothing",
         test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
-        watch._goes_by_lists,
+        versions._goes_by_lists,
         "return True → return False",
     ),
     Mutant(
         "L54: an update is compared with the tensors as they were before another",
         test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
         live_optimizer.LiveOptimizer._begin,
-        "self._watch.begin() → self._watch._count < 0 and self._watch.begin()",
+        "self._versions.begin() → self._versions._count < 0 and self._versions.begin()",
     ),
     Mutant(
         "a step function that the garbage collector lets go of may swallow a Ctrl-C",

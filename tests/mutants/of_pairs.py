@@ -3,7 +3,7 @@
 
 from accelfn.collectives import averages
 from accelfn.definition.explanation import _piped
-from accelfn.engine import compression, ddp, engine
+from accelfn.engine import building, compression, ddp
 from accelfn.state import grads, hyper, succession, update
 from accelfn.step import value_and_grad
 from accelfn.transforms import accumulate, clip, ema
@@ -21,7 +21,7 @@ MUTANTS = [
     Mutant(
         "L30: the leftmost transform of runners is the innermost",
         test_pairs.test_each_field_has_its_order,
-        engine.Engine.__init__,
+        building.build,
         'reversed(definition.setup.owners["runner"])'
         ' → definition.setup.owners["runner"]',
     ),

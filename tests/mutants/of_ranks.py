@@ -144,10 +144,10 @@ self._home.take_gradients()
         test_ddp.test_options_reach_ddp,
         wrap_ddp.wrap_ddp.engine,
         """\
-return Engine(
+return build(
 →
 options['bucket_cap_mb'] = None
-    return Engine(
+    return build(
 """,
         args={"option": "bucket_cap_mb", "value": 1.5},
     ),

@@ -13,7 +13,7 @@ from accelfn.data import (
     fetch,
     mixed,
     permutation,
-    read,
+    readers,
     reading,
     sharded,
     stream,
@@ -276,7 +276,7 @@ OF_GATHERING = [
     Mutant(
         "L36: a rank without samples trains on one of another's",
         test_gathering.test_uneven_data_need_no_join,
-        read.assembled,
+        readers.assembled,
         "weights.append(high - low) → weights.append(max(high - low, 1))",
     ),
     Mutant(

@@ -98,7 +98,7 @@ MUTANTS = [
         "L19: an optimizer that steps in the backward pass takes its own rates",
         test_torch_schedules.test_from_torch_in_backward,
         stages.take_in_backward,
-        "engine.plan(state, planned, → engine.plan(state, {},",
+        "live.plan(planned, → live.plan({},",
     ),
     Mutant(
         "L19: a scheduler that wants a metric is taken, and never moves",

@@ -2,7 +2,7 @@
 """Bugs in programs that run on shapes alone, and send what they send with values."""
 
 from accelfn.base import valueless as shapes
-from accelfn.definition import definition
+from accelfn.definition import checks
 from accelfn.engine import ddp
 from accelfn.structure import skeleton
 from accelfn.testing.simulation import valueless
@@ -44,14 +44,14 @@ MUTANTS = [
     Mutant(
         "L49: a transform that compiles is let through without values",
         _REFUSED,
-        definition.check_device,
+        checks.check_device,
         "told = _NEED_VALUES & → told = set() &",
         args={"named": "af.compile()"},
     ),
     Mutant(
         "L49: a transform that splits a model is let through without values",
         _REFUSED,
-        definition.check_device,
+        checks.check_device,
         "if (splits and world.size > 1) or told: → if told:",
         args={"named": "af.wrap_fsdp()"},
     ),

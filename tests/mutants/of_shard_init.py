@@ -31,7 +31,7 @@ MUTANTS = [
     Mutant(
         "L47: what an optimizer begins with is nothing, where it is cut",
         TRAINS,
-        beginning.in_parts,
+        beginning._in_parts,
         "shards.local(leaf).detach(), room) → 0 * shards.local(leaf).detach(), room)",
     ),
     Mutant(
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "L50: buffers are made anew, without what the factory wrote",
         ITSELF,
-        beginning.in_parts,
+        beginning._in_parts,
         "b.to(world.device) → torch.zeros_like(b)",
     ),
     Mutant(
@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "L47: what was drawn in parts is put together, and cut once more",
         ALIVE,
-        beginning.in_parts,
+        beginning._in_parts,
         "setup=chain(*owners), → setup=chain(),",
     ),
     Mutant(

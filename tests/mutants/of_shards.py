@@ -8,7 +8,7 @@ from accelfn.engine import fsdp, parts, shard_home
 from accelfn.engine.module import units
 from accelfn.engine.optimizer import trial
 from accelfn.loop import evaluate, memory, memory_use
-from accelfn.state import state, update, values, views
+from accelfn.state import update, values, views
 from accelfn.testing.comparing import differences
 from accelfn.transforms import clip
 from tests.laws import (
@@ -215,8 +215,8 @@ MUTANTS = [
     Mutant(
         "L47: a state that is created for other ranks' parts is whole there",
         SHARE,
-        state.TrainState.with_setup,
-        "on_device(laid_out(values, before, definition), self.world.device) → values",
+        values.carried,
+        "on_device(laid_out(values, before, after), after.world.device) → values",
     ),
     Mutant(
         "parameters that are put in are whole on each rank",

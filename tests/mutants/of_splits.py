@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "L35: a rank stands in its part where it stands in the world",
         TRAINS,
-        world.World._parted,
-        "rank=mine.index(self.rank) → rank=0",
+        world.World._part,
+        "rank=ranks.index(self.rank) → rank=0",
     ),
     Mutant(
         "parts of a part are opened by some of the ranks",
@@ -72,7 +72,7 @@ MUTANTS = [
         "a part keeps the axes of the whole",
         unit.test_a_part_has_no_axes_and_knows_the_whole,
         world.World._parted,
-        "axes={}, → axes=self.axes if size is None else {'dp_shard': len(mine)},",
+        "axes={} → axes=self.axes if size is None else {'dp_shard': len(mine)}",
     ),
     Mutant(
         "a size that does not divide the ranks leaves some out",

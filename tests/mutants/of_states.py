@@ -6,7 +6,7 @@ from accelfn.definition import transform
 from accelfn.engine import untaken
 from accelfn.engine.optimizer import in_backward
 from accelfn.loop import salvage
-from accelfn.state import lease, shared_draws, state, succession, update, views
+from accelfn.state import beginning, lease, shared_draws, succession, update, views
 from accelfn.step import apply_grads, holding, stages
 from accelfn.structure import given, overlap, skeleton, wrapped
 from tests.laws import (
@@ -101,7 +101,7 @@ if having and not any(told[id(each)].get("draws_nothing") for each in having)
     Mutant(
         "L50: transforms that draw in init draw the same numbers",
         test_shared_draws.test_draws_of_two_beginnings_differ,
-        state.TrainState.with_setup,
+        beginning.begin_slots,
         'f"init {owner.name}" → "init"',
         args={"size": 1},
     ),

@@ -7,7 +7,7 @@ from accelfn.definition import facts, slots
 from accelfn.definition.transform import _apply, _check_chain, _flatten, _repr, chain
 from accelfn.engine import buffers, engine, home
 from accelfn.loop import batches
-from accelfn.state import grads, hyper, state, update, views
+from accelfn.state import beginning, grads, hyper, state, update, views
 from accelfn.step import make_step, stages, sync_grads
 from accelfn.structure import skeleton
 from accelfn.transforms import accumulate, clip, ema, precision
@@ -444,7 +444,7 @@ for path in state.definition.skeleton.aliases:
     Mutant(
         "L33: adding a transform begins the slots of all others again",
         test_composition.test_slots_are_conserved,
-        state.TrainState.with_setup,
+        beginning.begin_slots,
         "if owner.name not in slots: → if True:",
         args={"value": ema.ema(0.25, name="other")},
     ),

@@ -5,8 +5,8 @@ from accelfn.base import codec
 from accelfn.checkpoint import commit, compare, keep
 from accelfn.collectives import averages, parts
 from accelfn.data import epoch, stream
-from accelfn.engine import agreement, buffers, compression, engine, watch
-from accelfn.engine.optimizer import live_optimizer
+from accelfn.engine import agreement, buffers, compression, engine
+from accelfn.engine.optimizer import live_optimizer, versions
 from accelfn.engine.zero import places
 from accelfn.loop import batches, breakdown, evaluate, memory_use
 from accelfn.outer import fragments
@@ -32,6 +32,7 @@ from tests.laws import (
     test_import_state,
     test_in_backward,
     test_interrupted,
+    test_layer_draws,
     test_local_sgd,
     test_loops_of_nothing,
     test_memory,
@@ -43,7 +44,6 @@ from tests.laws import (
     test_shared_draws,
     test_storage,
     test_streams,
-    test_tensor_parallel,
     test_traffic,
     test_whole_tensors,
 )
@@ -168,14 +168,14 @@ OF_LOOPS = [
     ),
     Mutant(
         'L21: ranks along "tp" evaluate the same model by other draws',
-        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        test_layer_draws.test_ranks_that_compute_the_same_draw_the_same,
         evaluate._Lent.__init__,
         '"evaluate", state.world.loss.rank → "evaluate", state.world.rank',
         args={"axes": {"tp": 2}},
     ),
     Mutant(
         'L21: ranks along "cp" evaluate their parts of a sample by the same draws',
-        test_tensor_parallel.test_ranks_that_compute_the_same_draw_the_same,
+        test_layer_draws.test_ranks_that_compute_the_same_draw_the_same,
         evaluate._Lent.__init__,
         '"evaluate", state.world.loss.rank → "evaluate", state.world.batch.rank',
         args={"axes": {"cp": 2, "tp": 2}},
@@ -362,7 +362,7 @@ OF_TRAINING = [
         "L22: a step that raised before its backward pass leaves a plan to the next pass",
         test_in_backward.test_gradients_by_themselves_are_refused,
         stages.take_in_backward,
-        "engine.forget_plan()  # it may not have come to the backward pass → pass",
+        "live.forget()  # it may not have come to the backward pass → pass",
     ),
     Mutant(
         "L2: ranks move elements in as many calls as each has bytes for",
@@ -411,12 +411,12 @@ OF_TRAINING = [
         "L22: of an update that raised nobody looks at what the one before had made",
         INTERRUPTED,
         live_optimizer.LiveOptimizer.finish,
-        "self._watch = None → pass",
+        "self._versions = None → pass",
     ),
     Mutant(
         "L22: of an update that raised nobody looks at what an optimizer keeps",
         INTERRUPTED,
-        watch._tensors_of,
+        versions._tensors_of,
         "for entry in (*states, *groups) → for entry in groups",
     ),
     Mutant(

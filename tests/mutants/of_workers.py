@@ -2,9 +2,9 @@
 """Bugs in workers of several ranks: in what is averaged, compared, saved and merged of them."""
 
 from accelfn.checkpoint import commit, elastic, manifest
-from accelfn.definition import definition
+from accelfn.definition import checks, definition
 from accelfn.engine import building
-from accelfn.state import state
+from accelfn.state import values
 from accelfn.step import stages, sync_grads, value_and_grad
 from accelfn.transforms import compress, ddp, local_sgd
 from tests.laws import test_post_local as post_local
@@ -79,14 +79,14 @@ MUTANTS = [
     Mutant(
         "L2: ranks that trained apart form workers that differ",
         FORM,
-        state.TrainState.with_setup,
-        'regrouped or "apart" not in composed.facts → "apart" not in composed.facts',
+        values.carried,
+        'regrouped or "apart" not in after.setup.facts → "apart" not in after.setup.facts',
     ),
     Mutant(
         "L2: workers that differ are told to train together",
         FORM,
-        state.TrainState.with_setup,
-        'regrouped or "apart" not in composed.facts → regrouped',
+        values.carried,
+        'regrouped or "apart" not in after.setup.facts → regrouped',
     ),
     Mutant(
         "L2: ranks of a worker are compared before the first update alone",
@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "gradients are averaged along an axis that is not there",
         unit.test_an_axis_that_is_not_there_is_refused,
-        definition.check_axes,
+        checks.check_axes,
         "if world.loss.size > 1 and axis not in world.axes: → if False:",
         args={"axes": None},
     ),

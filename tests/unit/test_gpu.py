@@ -4,6 +4,7 @@
 Tests marked `cuda` ask for what CUDA alone has; the others run on the fake accelerator in CI.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,7 +64,9 @@ def nobody_waits() -> Iterator[None]:
         return
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -404,6 +404,22 @@ def test_float8_trains_evaluates_and_recomputes() -> None:
     assert math.isclose(*means.values(), rel_tol=0.05)
 
 
+def test_float8_casts_by_itself_on_cuda_too() -> None:
+    """Where CUDA's autocast is on, torchao would ask for its dtype by a call that warns."""
+    asked: list[bool] = []
+    plain = products(af.autocast("fp8"))
+    torch.set_autocast_enabled("cuda", True)  # noqa: FBT003 - it takes no keyword
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            call = "get_autocast_gpu_dtype"
+            patch.setattr(torch, call, lambda: asked.append(True) or torch.bfloat16)
+            found = products(af.autocast("fp8"))
+    finally:
+        torch.set_autocast_enabled("cuda", False)  # noqa: FBT003
+    assert asked == []
+    assert all(torch.equal(plain[name], each) for name, each in found.items())
+
+
 def test_float8_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are no multiples of 16, no layer at all, an old GPU, no torchao."""
     with pytest.raises(ModelError, match=r"multiples of 16.*2 \(32 to 4\)"):

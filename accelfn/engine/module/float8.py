@@ -61,7 +61,9 @@ def _forward(twin: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     kind = inputs.device.type
     if torch.is_autocast_enabled(kind):
         inputs = inputs.to(torch.get_autocast_dtype(kind))
-    return twin.forward(inputs)
+    # torchao would cast them too, on CUDA alone, by a call that torch warns of
+    with torch.autocast("cuda", enabled=False):
+        return twin.forward(inputs)
 
 
 def _check_layers(named: list[tuple[str, nn.Linear]], call: str) -> None:

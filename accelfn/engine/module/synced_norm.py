@@ -110,8 +110,9 @@ class _Normed(torch.autograd.Function):
         wide = _wide(given)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
         masks = [ctx.needs_input_grad[0], True, True]
+        saved = mean.new_empty(0)  # none; CUDA asks for a tensor that says so
         plain, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            *(grads[0].to(wide), wide, scale, mean, var, None, None),
+            *(grads[0].to(wide), wide, scale, mean, var, saved, saved),
             *(False, ctx.eps, masks),  # by statistics that are given
         )
         passed = None

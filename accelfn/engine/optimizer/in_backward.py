@@ -46,16 +46,20 @@ class LiveUpdate:
     def plan(
         self, hyper: Assignments, hold: Callable[[], None], begin: Callable[[], None]
     ) -> None:
-        """Plan an update; `begin` is called before anything is changed.
+        """Have the next backward pass take an update; `begin` is called before it does.
 
         That may be in a thread of autograd's; `hold` is called in the step's, before.
+
+        Raises:
+            OptimizerError: nobody set a schedule-free optimizer's mode.
         """
+        self._optimizer.expect(hyper)
         self._hyper, self._hold, self._begin = hyper, hold, begin
         self._done = []
         self.is_planned = True
 
     def forget(self) -> None:
-        """Plan nothing."""
+        """Let the next backward pass take no update."""
         self.is_planned, self._hold, self._begin = False, _nothing, None
 
     def divide_by(self, divisor: Number | None) -> None:
@@ -87,6 +91,7 @@ class LiveUpdate:
 
     def end(self) -> State:
         """End an update; return the optimizer's state by name."""
+        self.forget()
         return self._optimizer.end()
 
     def done(self) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from accelfn.engine.optimizer.fused_adam import FusedAdam
-from accelfn.engine.watch import Watch
+from accelfn.engine.optimizer.versions import Versions
 from accelfn.errors import OptimizerError
 from accelfn.state.metrics import Number
 from accelfn.structure.partition import bare_step, parts_of
@@ -74,7 +74,7 @@ class LiveOptimizer:
         self._changed: list[dict[str, Any]] = [{} for _ in self._base]
         self._assigned: Assignments = {}
         self._kernel: FusedAdam | None = None
-        self._watch: Watch | None = None
+        self._versions: Versions | None = None
         self._has_begun = self._is_watched = False
         self._num_entries = -1
         self._state: State = {}
@@ -112,7 +112,7 @@ class LiveOptimizer:
             self._expected[i] = dict(group)
         self._assigned = {}
         self._kernel = None
-        self._watch = None
+        self._versions = None
         self._state = given
         self._num_entries = -1  # the entries are copies: name them again after the step
 
@@ -225,7 +225,7 @@ class LiveOptimizer:
         ):
             self._state = self._named()
             self._num_entries = entries
-            self._watch = None  # it knows not all of them
+            self._versions = None  # it knows not all of them
             # one that has hooks of its own is stepped by torch
             bare = isinstance(self._step, partial)
             self._kernel = FusedAdam.of(self._torch) if bare else None
@@ -236,13 +236,17 @@ class LiveOptimizer:
         """Whether an update that raised has, for sure, changed nothing of the state."""
         if not self._has_begun:
             return True
-        return self._is_watched and self._watch is not None and self._watch.is_untouched
+        return (
+            self._is_watched
+            and self._versions is not None
+            and self._versions.is_untouched
+        )
 
     def _begin(self, hyper: Assignments, *, watched: bool) -> None:
         """Begin an update; watched it costs 60 ns a tensor, which a lone kernel would feel."""
         if watched:
-            self._watch = self._watch or Watch(self._torch)
-            self._watch.begin()
+            self._versions = self._versions or Versions(self._torch)
+            self._versions.begin()
         self._has_begun, self._is_watched = True, watched
         if hyper or self._assigned:
             self._assign(hyper)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple
 
 import attrs
 
-from accelfn.base.arguments import is_integer
+from accelfn.base.arguments import check_seconds, is_integer
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, Error
 from accelfn.testing.processes.rank import Answer, Surroundings, packed, serve
@@ -106,9 +106,7 @@ def _check(size: int, fn: object, timeout: float) -> None:
     if not callable(fn):
         msg = f"run_processes({size}, {fn!r}): expected a function of a World."
         raise ArgumentError(msg)
-    if not isinstance(timeout, (int, float)) or not 0 < timeout < threading.TIMEOUT_MAX:
-        msg = f"run_processes(timeout={timeout!r}): expected a positive number of seconds."
-        raise ArgumentError(msg)
+    check_seconds("run_processes", "timeout", timeout)
 
 
 @attrs.frozen

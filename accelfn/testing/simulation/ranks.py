@@ -211,7 +211,7 @@ class _Room:
         members = attrs.evolve(self.group.members, name=name)
         room = self.among(members, Activity())
         connection = room.connection()
-        inner = attrs.evolve(world, group=connection, owns_group=False)
+        inner = attrs.evolve(world, group=connection)
 
         def give_up() -> None:
             self._run.exchange.give_up(self.group.rank_of_run, members)

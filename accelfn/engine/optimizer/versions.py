@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an update that raised had changed anything by then.
+"""Versions of what an optimizer holds: whether an update that raised had changed anything.
 
 torch counts the operations that change a tensor, so nothing need be copied to know. It does
 not count what its kernels on lists of tensors do, nor what is written through `param.data` or
@@ -20,8 +20,8 @@ from accelfn.structure.partition import parts_of
 _version = attrgetter("_version")
 
 
-class Watch:
-    """Watches the parameters of an optimizer, and the state that it has now."""
+class Versions:
+    """Those of the parameters of an optimizer, and of the state that it has now."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Take the optimizer; of one that is not believed, nothing is looked at."""

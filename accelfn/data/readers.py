@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading: portions into batches, in this process or in others that read ahead."""
+"""Readers: portions into batches, in this process or in others that read ahead."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator

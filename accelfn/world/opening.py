@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening the world that a launcher describes: a place, a device, axes, and what joins ranks."""
+
+from collections.abc import Mapping
+
+import torch
+from attrs import frozen
+
+from accelfn.base.arguments import check_seconds
+from accelfn.world import axes as arithmetic
+from accelfn.world.connection import Connection
+from accelfn.world.device import chosen_device
+from accelfn.world.environment import read_place
+from accelfn.world.meeting import check_backend, join, refuse_open_group
+from accelfn.world.place import Environment, Place
+from accelfn.world.regrouping import regrouping_of
+
+_CALL = "World.from_env"
+_ALONE = Place(launcher="none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0)
+
+
+@frozen(kw_only=True)
+class Opened:
+    """What a process has of its world, once it has met the others.
+
+    Attributes:
+        place: its own; that of one process where no launcher has started it, or where the
+            others have yet to let it in.
+        device: where its tensors live.
+        axes: the sizes of the world's axes by name.
+        connection: what joins the ranks.
+    """
+
+    place: Place
+    device: torch.device
+    axes: Mapping[str, int]
+    connection: Connection
+
+
+def open_world(
+    env: Environment,
+    *,
+    timeout: float,
+    backend: str | None,
+    device: str | torch.device | None,
+    axes: Mapping[str, int] | None,
+) -> Opened:
+    """Join the ranks that the environment describes; the arguments are those of `from_env`.
+
+    Raises:
+        ArgumentError, WorldError: as `from_env`.
+    """
+    check_seconds(_CALL, "timeout", timeout)
+    check_backend(backend)
+    place = read_place(env)
+    size = 1 if place is None else place.size
+    sizes = arithmetic.chosen(_CALL, axes, env.get(arithmetic.VARIABLE), size)
+    if place is None or place.is_alone:
+        refuse_open_group()
+        chosen = chosen_device(device, local_rank=0)
+        return Opened(
+            place=_ALONE, device=chosen, axes=sizes, connection=Connection(None)
+        )
+    chosen = chosen_device(device, local_rank=place.local_rank)
+    regrouping = regrouping_of(
+        env, place, backend=backend, device=chosen, timeout=timeout
+    )
+    if regrouping is not None and regrouping.is_newcomer:
+        alone = Connection(None, regrouping=regrouping)
+        return Opened(place=_ALONE, device=chosen, axes={}, connection=alone)
+    connection, is_ours = join(place, backend=backend, device=chosen, timeout=timeout)
+    if is_ours:
+        connection.own()
+        connection.regrouping = regrouping
+    if sizes:
+        from accelfn.world.mesh import open_groups  # noqa: PLC0415 - torch's DTensors are large
+
+        for names, group in open_groups(sizes, place.rank, timeout).items():
+            connection.add_part(names, group)
+    return Opened(place=place, device=chosen, axes=sizes, connection=connection)
