@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from tests.laws.copies_apart import Apart, rows_of, some
 from tests.laws.split_models import Run, runs, weighted_loss
-from tests.laws.test_split_copies import Apart, rows_of, some
 from tests.strategies import differences, tensors
 
 Found = dict[str, torch.Tensor]
