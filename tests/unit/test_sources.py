@@ -11,6 +11,8 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
     ConcatDataset,
@@ -419,3 +421,29 @@ def test_any_number_of_samples_needs_no_memory(shuffle):
         assert 0 <= batch.indices.min() <= batch.indices.max() < 10**12
     if not shuffle:
         assert resumed.indices[0] == 9 * 10**11
+
+
+@given(
+    picked=st.lists(st.permutations(range(6)), max_size=3),
+    bad=st.integers(0, 5),
+    batch_size=st.integers(1, 6),
+)
+def test_a_sample_that_cannot_be_read_is_named(picked, bad, batch_size):
+    """By its index in the data, and, in however many subsets, by that in what has it."""
+
+    class Gap:
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return {i: i for i in range(6) if i != bad}[index]
+
+    dataset, place = Gap(), bad
+    for indices in picked:
+        dataset, place = Subset(dataset, indices), indices.index(place)
+    with pytest.raises(KeyError) as error:
+        read(dataset, batch_size=batch_size)
+    (note,) = error.value.__notes__[:1]
+    assert note == (
+        f"This was raised by Gap[{bad}]: the sample at dataset index {place}."
+    )
