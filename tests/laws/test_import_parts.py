@@ -42,7 +42,10 @@ class Net(nn.Module):
     """Two layers, and a filter of four dims."""
 
     def __init__(
-        self, narrow: int = NARROW, wide: int = WIDE, filters: tuple[int, int] = (12, 64)
+        self,
+        narrow: int = NARROW,
+        wide: int = WIDE,
+        filters: tuple[int, int] = (12, 64),
     ) -> None:
         super().__init__()
         self.up = nn.Linear(narrow, wide)
@@ -124,7 +127,9 @@ def test_however_it_lay_it_comes_as_it_was(
     torch.manual_seed(seed)
     small = partial(Net, 4, 6, (2, 3))
     model, (setup, axes) = small(), LAYOUTS[layout] if layout else ((), {})
-    held = {n: lie(p.detach()) for (n, p), lie in zip(_named(model), lying, strict=True)}
+    held = {
+        n: lie(p.detach()) for (n, p), lie in zip(_named(model), lying, strict=True)
+    }
 
     def read(world: af.World) -> dict[str, torch.Tensor]:
         state = af.TrainState.create(
