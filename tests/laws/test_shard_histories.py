@@ -117,7 +117,7 @@ def broken_at(place: str) -> Any:
     speech=Speech(4, 4, SEQUENCE, frozen=()),
     lying=LYING[0],
     place="of_heads",
-    acts=[("raise", 0), ("step", 0)],
+    acts=[("step", 0), ("raise", 0), ("step", 0)],
 )
 @given(
     speech=speeches(dropout=0.5) | speeches(),
