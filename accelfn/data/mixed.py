@@ -16,7 +16,7 @@ from accelfn.base import draws, tree
 from accelfn.base.arguments import is_number
 from accelfn.data.orders.order import AtPositions, Order, Sequential, Shuffled
 from accelfn.data.permutation import Indices, shuffled
-from accelfn.data.sources import Begin, Rows, Source, collated, source_of
+from accelfn.data.sources import Begin, Rows, Source, collated, source_of, within
 from accelfn.errors import ArgumentError, DataError
 
 _LARGEST_BLOCK = 1 << 24
@@ -85,8 +85,12 @@ class Joined:
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return the samples, each of its own part."""
         found: list[Any] = [None] * len(indices)
-        for part, here, own in self._by_part(indices):
-            samples = part.samples(own, lambda i, _=0, here=here: begin(int(here[i])))
+        for number, here, own in self._by_part(indices):
+            part = self.parts[number]
+            with within(f"dataset {number} of the mix"):
+                samples = part.samples(
+                    own, lambda i, _=0, here=here: begin(int(here[i]))
+                )
             for place, sample in zip(here.tolist(), samples, strict=True):
                 found[place] = sample
         return found
@@ -96,8 +100,8 @@ class Joined:
         if not _are_alike(self.parts):
             return collated(default_collate, self.samples(indices, begin), indices)
         pieces = [
-            (torch.from_numpy(here), part.batch(own, begin))
-            for part, here, own in self._by_part(indices)
+            (torch.from_numpy(here), self.parts[number].batch(own, begin))
+            for number, here, own in self._by_part(indices)
         ]
         places = torch.cat([here for here, _ in pieces]).argsort()
         return tree.tree_map_all(
@@ -105,13 +109,13 @@ class Joined:
             *[values for _, values in pieces],
         )
 
-    def _by_part(self, indices: Indices) -> list[tuple[Source, Indices, Indices]]:
-        """Return each part with the places that it fills, and its own indices of them."""
+    def _by_part(self, indices: Indices) -> list[tuple[int, Indices, Indices]]:
+        """Return parts' numbers with the places that each fills, and its own indices of them."""
         ends = np.cumsum([len(part) for part in self.parts])
         which = np.searchsorted(ends, indices, side="right")
         return [
             (
-                self.parts[number],
+                number,
                 (here := np.flatnonzero(which == number)),
                 indices[here] - (ends[number] - len(self.parts[number])),
             )

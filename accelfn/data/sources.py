@@ -7,7 +7,8 @@ map-style dataset is asked through `__getitems__` where it has one, else item by
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Protocol, cast
 
@@ -241,6 +242,16 @@ def collated(
             "This was raised as a batch was made of the samples at dataset indices"
             f" {shown(indices)}."
         )
+        raise
+
+
+@contextmanager
+def within(which: str) -> Generator[None]:
+    """Let an error say of which of several datasets it is: they may be of one class."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"That is {which}.")
         raise
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from accelfn.base import draws
 from accelfn.data.orders.order import AtPositions, Order, Sequential, Shuffled
 from accelfn.data.permutation import Indices
-from accelfn.data.sources import Begin, Source, source_of
+from accelfn.data.sources import Begin, Source, source_of, within
 from accelfn.errors import DataError
 
 
@@ -46,10 +46,11 @@ class Zipped:
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return dicts with a sample of each."""
-        columns = [
-            part.samples(np.ascontiguousarray(indices[:, i]), _of_part(begin, i))
-            for i, part in enumerate(self.parts.values())
-        ]
+        columns = list[list[Any]]()
+        for i, (name, part) in enumerate(self.parts.items()):
+            with within(f"dataset {name!r} of the zip"):
+                own = np.ascontiguousarray(indices[:, i])
+                columns.append(part.samples(own, _of_part(begin, i)))
         return [
             dict(zip(self.parts, row, strict=True))
             for row in zip(*columns, strict=True)
@@ -57,10 +58,12 @@ class Zipped:
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return a dict with a batch of each."""
-        return {
-            name: part.batch(np.ascontiguousarray(indices[:, i]), _of_part(begin, i))
-            for i, (name, part) in enumerate(self.parts.items())
-        }
+        batches = dict[str, Any]()
+        for i, (name, part) in enumerate(self.parts.items()):
+            with within(f"dataset {name!r} of the zip"):
+                own = np.ascontiguousarray(indices[:, i])
+                batches[name] = part.batch(own, _of_part(begin, i))
+        return batches
 
 
 def _of_part(begin: Begin, number: int) -> Begin:

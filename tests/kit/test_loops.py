@@ -124,7 +124,23 @@ def refused(old: Loop, new: Loop, *, steps: int = 3, **tolerance: float) -> list
     return texts[0].splitlines()
 
 
+class Taken(torch.optim.SGD):
+    """Keeps in its groups how many steps it took, as schedule-free optimizers do."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.defaults["taken"] = 0
+        for group in self.param_groups:
+            group["taken"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["taken"] += 1
+        return super().step(closure)
+
+
 OPTIMIZERS = [
+    (Taken, {"lr": 0.25, "momentum": 0.5}),
     (torch.optim.SGD, {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.125}),
     (torch.optim.AdamW, {"lr": 0.01, "betas": (0.5, 0.75), "eps": 1e-3}),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers of a state are those of a plain module whose passes were those that were applied."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from tests.strategies import differences
+from tests.strategies import differences, tensors
 
 ROWS = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2)
 
@@ -63,7 +63,7 @@ WAYS: Mapping[str, Callable[[nn.Module], None]] = {
 }
 
 
-def loss_fn(model: nn.Module, rows: torch.Tensor, way: str) -> torch.Tensor:
+def loss_fn(model: nn.Module, rows: torch.Tensor, way: object) -> torch.Tensor:
     return model(rows, way).square().mean()
 
 
@@ -91,3 +91,49 @@ def test_buffers_are_those_of_the_passes_that_were_applied(
         if is_applied and way != "failed":
             WAYS[way](plain)
         assert differences(dict(plain.named_buffers()), dict(state.buffers)) == []
+
+
+class Turns(Keeping):
+    """Writes its buffers before, between and behind what it computes."""
+
+    def forward(self, rows: torch.Tensor, acts: Sequence[str]) -> torch.Tensor:
+        rows = self.layer(rows)
+        for act in acts:
+            if act == "sigmoid":
+                rows = rows.sigmoid()
+            elif act == "used":
+                rows = rows * (1 + self.last.sum())
+            else:
+                WAYS[act](self)
+        return rows
+
+
+class Outer(nn.Module):
+    """Two such modules, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Turns(), Turns()
+
+    def forward(self, rows: torch.Tensor, acts: Sequence[str]) -> torch.Tensor:
+        return self.one(rows, acts) + self.two(rows, acts[::-1])
+
+
+ACTS = st.sampled_from(sorted(WAYS.keys() - {"failed"} | {"sigmoid", "used"}))
+
+
+@given(acts=st.lists(ACTS, min_size=1, max_size=6), updates=st.integers(1, 2))
+def test_what_runs_again_writes_buffers_once(acts: list[str], updates: int) -> None:
+    """Wherever in its forward a module writes them, though the second run ends before."""
+
+    def trained(*setup: object) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=Outer,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            setup=af.chain(*setup),
+        )
+        for _ in range(updates):
+            state, _ = af.make_step(loss_fn)(state, ROWS, acts)
+        return tensors(state)
+
+    assert differences(trained(), trained(af.checkpoint_activations())) == []

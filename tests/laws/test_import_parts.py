@@ -41,11 +41,16 @@ LAYOUTS: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
 class Net(nn.Module):
     """Two layers, and a filter of four dims."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        narrow: int = NARROW,
+        wide: int = WIDE,
+        filters: tuple[int, int] = (12, 64),
+    ) -> None:
         super().__init__()
-        self.up = nn.Linear(NARROW, WIDE)
-        self.down = nn.Linear(WIDE, NARROW)
-        self.filter = nn.Conv2d(12, 64, 7)
+        self.up = nn.Linear(narrow, wide)
+        self.down = nn.Linear(wide, narrow)
+        self.filter = nn.Conv2d(*filters, 7)
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,3 +98,51 @@ def test_a_rank_reads_what_it_has(seed: int, kind: str, layout: str) -> None:
         for found, has, count in simulate(prod(axes.values()), run, axes=axes):
             assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
             assert has <= count + 8 * 16 <= has + SLACK
+
+
+def cut_out(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[:1], tensor, tensor[:1]])[1:-1]
+
+
+def scattered(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, -tensor], -1)[..., 0]
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+LYING = st.sampled_from([torch.clone, cut_out, scattered, turned])
+
+
+@given(
+    seed=st.integers(0, 9),
+    lying=st.lists(LYING, min_size=6, max_size=6),
+    layout=st.sampled_from([None, *sorted(LAYOUTS)]),
+)
+def test_however_it_lay_it_comes_as_it_was(
+    seed: int, lying: list[Any], layout: str | None
+) -> None:
+    """What torch saved of tensors that were turned, cut out of others or had gaps."""
+    torch.manual_seed(seed)
+    small = partial(Net, 4, 6, (2, 3))
+    model, (setup, axes) = small(), LAYOUTS[layout] if layout else ((), {})
+    held = {
+        n: lie(p.detach()) for (n, p), lie in zip(_named(model), lying, strict=True)
+    }
+
+    def read(world: af.World) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=small, optimizer=torch.optim.SGD, setup=af.chain(*setup), world=world
+        )
+        return af.full_params(af.import_state(state, folder).state)
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({"model": held}, checkpoint_id=folder, no_dist=True)
+        for found in simulate(prod(axes.values()), read, axes=axes):
+            assert all(torch.equal(found[n], p) for n, p in _named(model))
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())

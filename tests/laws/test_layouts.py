@@ -130,6 +130,20 @@ def test_what_is_saved_in_one_layout_is_loaded_in_another(
         assert exports[0].read_bytes() == exports[1].read_bytes()
 
 
+def of_every_kind(state: af.TrainState) -> dict[str, Any]:
+    """Return values by parameters' names in all that may stand in a slot."""
+
+    def moments() -> dict[str, Any]:
+        return {n: p.detach().clone() for n, p in state.params.items() if p.ndim}
+
+    return {
+        "list": [moments(), 3],
+        "tuple": (moments(),),
+        "deeper": {n: {"m": [each]} for n, each in moments().items()},
+        "pending": af.Pending.of({"sums": moments(), "weight": 2}),
+    }
+
+
 @given(
     run=runs(),
     there=st.sampled_from([af.wrap_fsdp(), *FSDP, af.wrap_ddp()]),
@@ -149,6 +163,7 @@ def test_another_setup_and_back_changes_nothing(
 
     def fn(world: af.World) -> None:
         state = stepped(run, run.state(world, back), updates)
+        state = state.with_slot("mine", of_every_kind(state))
         home, before = state.setup, tensors(state)
         setup = partial(af.chain, af.shard_data())
         behind = (af.accumulate(num_micro_batches=run.micro), *run.behind)

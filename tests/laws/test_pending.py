@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import attrs
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,6 +132,40 @@ def test_a_mean_is_by_weight(
             wanted = dtype if dtype.is_floating_point else torch.get_default_dtype()
             assert found[name].dtype == wanted
             assert torch.allclose(found[name].double(), mean, rtol=0, atol=1e-6)
+
+
+@given(
+    how=st.sampled_from(["a rank", "a function"]),
+    further=st.integers(0, 2),
+    times=st.integers(1, 3),
+)
+def test_what_failed_on_its_way_fails_whoever_waits(
+    how: str, further: int, times: int
+) -> None:
+    """And as often: nobody is given nothing for values that never arrived."""
+    told: list[str] = []
+
+    def fail(*_: Any) -> Any:
+        raise KeyError(how)
+
+    def go(world: af.World) -> None:
+        if world.rank:
+            fail()
+        pending = af.start_reduce(torch.ones(2), world)
+        if how == "a function":
+            pending = af.Pending.of(torch.ones(2)).then(fail)
+        for _ in range(further):
+            pending = pending.then(lambda values: values)
+        for _ in range(times):
+            with pytest.raises((af.PeerFailedError, KeyError)) as caught:
+                pending.wait()
+            told.append(caught.type.__name__)
+        assert not pending.has_arrived
+
+    with pytest.raises(KeyError, match=how):
+        simulate(2, go)
+    kind = {"a rank": "PeerFailedError", "a function": "KeyError"}[how]
+    assert told == [kind] * times
 
 
 class Line(nn.Module):

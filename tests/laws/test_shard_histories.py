@@ -13,6 +13,7 @@ from tests.laws.histories import Acts, Broken, BrokenError, Training, acts, chec
 from tests.laws.parallel_layers import (
     LYING,
     PLAN,
+    SEQUENCE,
     Lying,
     Speech,
     loss_of_tokens,
@@ -80,50 +81,58 @@ def test_states_do_not_meet(
     check_apart(of, axes, acts)
 
 
-def _broken_between(made: Any) -> Any:
-    """Return a loss in which `made` has its way between a column and a row layer."""
+def broken_at(place: str) -> Any:
+    """Return a loss that raises as a module of a block is called, and one on the way back."""
 
-    def loss(net: Any, batch: Any) -> Any:
-        hook = net.blocks[0].inside.register_forward_hook(made)
+    def fail(*_: Any) -> None:
+        raise BrokenError
+
+    def broken(_module: nn.Module, _: Any, made: torch.Tensor) -> Any:
+        return Broken.apply(made)
+
+    def on_the_way(net: Any, batch: Any) -> Any:
+        hook = getattr(net.blocks[0], place).register_forward_pre_hook(fail)
         try:
             return loss_of_tokens(net, batch)
         finally:
             hook.remove()
 
-    return loss
+    def on_the_way_back(net: Any, batch: Any) -> Any:
+        hook = net.blocks[0].inside.register_forward_hook(broken)
+        try:
+            return loss_of_tokens(net, batch)
+        finally:
+            hook.remove()
 
-
-@_broken_between
-def broken_between(*_: Any) -> None:
-    """Raise where each rank draws for itself."""
-    raise BrokenError
-
-
-@_broken_between
-def broken_on_the_way_back(module: nn.Module, _: Any, made: torch.Tensor) -> Any:
-    """Let gradients stop there."""
-    del module
-    return Broken.apply(made)
+    return {"raise": on_the_way, "raise in backward": on_the_way_back}
 
 
 @example(
     speech=Speech(4, 4, PLAN, micro=2),
     lying=LYING[0],
+    place="inside",
     acts=[("copy", 0), ("step", 0), ("step", 2), ("raise", 0), ("step", 0)],
+)
+@example(
+    speech=Speech(4, 4, SEQUENCE, frozen=()),
+    lying=LYING[0],
+    place="of_heads",
+    acts=[("step", 0), ("raise", 0), ("step", 0)],
 )
 @given(
     speech=speeches(dropout=0.5) | speeches(),
     lying=st.sampled_from([LYING[0], LYING[0], LYING[2], LYING[3], LYING[4]]),
+    place=st.sampled_from(["inside", "of_heads", "norm", "query", "down"]),
     acts=acts,
 )
 def test_states_of_split_layers_do_not_meet(
-    speech: Speech, lying: Lying, acts: Acts
+    speech: Speech, lying: Lying, place: str, acts: Acts
 ) -> None:
-    """The same where layers are split, and a loss raises in the midst of such a part."""
+    """The same where layers are split, and a loss raises in the midst of them."""
     of = Training(
         fresh=lambda world: speech.state(world, *lying.setup(speech.plan)),
         data=speech.data,
         loss=loss_of_tokens,
-        raising={"raise": broken_between, "raise in backward": broken_on_the_way_back},
+        raising=broken_at(place),
     )
     check_apart(of, lying.axes, acts)

@@ -3,7 +3,7 @@
 
 from accelfn.engine.module import graph_runner
 from accelfn.transforms import activations
-from tests.laws import test_compiling
+from tests.laws import test_buffers, test_compiling
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
@@ -24,5 +24,17 @@ MUTANTS = [
         test_compiling.test_recomputing_is_exact,
         activations._guarded,
         "else runs[0].as_before() → else runs[0].watched()",
+    ),
+    Mutant(
+        "L4: where a second run ends before it writes a buffer, what the first wrote is lost",
+        test_buffers.test_what_runs_again_writes_buffers_once,
+        activations._Buffers.as_before,
+        "finally: → except ValueError:\n        raise\n    else:",
+    ),
+    Mutant(
+        "L4: a second run begins with the buffers that the first left",
+        test_buffers.test_what_runs_again_writes_buffers_once,
+        activations._Buffers.as_before,
+        "table[key] = copy.clone() → pass",
     ),
 ]

@@ -5,7 +5,7 @@ from accelfn.base import codec
 from accelfn.checkpoint import commit, disk, elastic, fields, files
 from accelfn.checkpoint.hashing import Hashing
 from accelfn.checkpoint.manifest import Manifest
-from accelfn.data import cut, epoch, fetch, permutation, plan, readers, reading
+from accelfn.data import cut, epoch, fetch, permutation, plan, readers, reading, sources
 from accelfn.data.orders import order
 from accelfn.engine import ddp
 from accelfn.loop.batches import Batches
@@ -17,8 +17,23 @@ from tests.laws import (
     test_storage,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_sources
+
+UNREAD = test_sources.test_a_sample_that_cannot_be_read_is_named
 
 MUTANTS = [
+    Mutant(
+        "what cannot be read of a subset is named by another index than that of the data",
+        UNREAD,
+        sources.Items.samples,
+        "dataset index {indices[place]}. → dataset index {index}.",
+    ),
+    Mutant(
+        "of several datasets none is said to be the one that cannot be read",
+        UNREAD,
+        sources.within,
+        'error.add_note(f"That is {which}.") → pass',
+    ),
     Mutant(
         "L35: a longer share's last sample is the next share's first",
         test_sharding.test_parts_partition_every_batch,

@@ -70,6 +70,12 @@ MUTANTS = [
         "if first is not None and meta.is_contiguous(): → if False:",
     ),
     Mutant(
+        "L45: a tensor that torch saved turned round is read in the order of its memory",
+        parts.test_however_it_lay_it_comes_as_it_was,
+        distributed._Chunk.read,
+        "first is not None and meta.is_contiguous() → first is not None",
+    ),
+    Mutant(
         "L45: of a tensor that is cut in its last dim the first runs are read",
         parts.test_a_rank_reads_what_it_has,
         read_box,

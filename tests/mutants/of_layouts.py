@@ -79,6 +79,18 @@ MUTANTS = [
         " → params, opt_state, slots = moved[0], values.opt_state, moved[2]",
     ),
     Mutant(
+        "L47: what is on its way stays as it lay under another setup",
+        MOVES,
+        layout._mapped,
+        "if isinstance(tree, Pending): → if False:",
+    ),
+    Mutant(
+        "L47: what stands in lists stays as it lay under another setup",
+        MOVES,
+        layout._mapped,
+        "if isinstance(tree, (list, tuple)) and → if False and",
+    ),
+    Mutant(
         "models that ranks have drawn differently are cut, and made one of pieces",
         unit.test_ranks_with_models_of_their_own_are_refused,
         values.laid_out,

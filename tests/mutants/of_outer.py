@@ -278,6 +278,13 @@ MUTANTS = [
         "self._finish = None → pass",
     ),
     Mutant(
+        "L49: who waits again for what failed on its way is given nothing, and no error",
+        started.test_what_failed_on_its_way_fails_whoever_waits,
+        pending.Pending.wait,
+        "self._values = self._finish()\n        self._finish = None"
+        " → finish, self._finish = self._finish, None\n        self._values = finish()",
+    ),
+    Mutant(
         "L49: a reduction that was started is a sum",
         STARTED,
         trees.start_reduce,

@@ -51,6 +51,12 @@ MUTANTS = [
         "next((each for each in names if each in found), names[0]) → names[-1]",
     ),
     Mutant(
+        "L41: a buffer that modules share is looked for under its first name alone",
+        LAW,
+        _fill_buffers,
+        "next((each for each in names if each in found), names[0]) → names[0]",
+    ),
+    Mutant(
         "L41: statistics that belong to the weights are not read with them",
         LAW,
         _fill_buffers,

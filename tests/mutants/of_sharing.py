@@ -34,12 +34,28 @@ MUTANTS = [
         KEPT,
         read_loss._detached,
         "own(value.detach().reshape(())) → value.detach().reshape(())",
+        args={"kind": "counted"},
+    ),
+    Mutant(
+        "L34: a loss that is a view of a parameter is reported as it is after the update",
+        KEPT,
+        read_loss._checked,
+        "scalar.is_leaf or scalar._is_view() → scalar.is_leaf",
+        args={"kind": "a view of one"},
+    ),
+    Mutant(
+        "L34: a loss that is a parameter is reported as it is after the update",
+        KEPT,
+        read_loss._checked,
+        "scalar.is_leaf or scalar._is_view() → scalar._is_view()",
+        args={"kind": "a parameter"},
     ),
     Mutant(
         "L34: who writes to a metric that was read writes to the metrics",
         KEPT,
         metrics.WeightedSum.mean,
         "own(self.amount) if → self.amount if",
+        args={"kind": "computed"},
     ),
     Mutant(
         "L34: metrics are of the tensors that they were made of, which may change",

@@ -346,6 +346,12 @@ OF_TRAINING = [
         "state.cursor.epoch if epoch is None else epoch → state.cursor.epoch",
     ),
     Mutant(
+        "seeking in the first epoch is seeking in that in which the state stands",
+        SOUGHT,
+        batches.seek,
+        "state.cursor.epoch if epoch is None else epoch → epoch or state.cursor.epoch",
+    ),
+    Mutant(
         "L50: losses of a run that is resumed in a state of another seed draw by that one",
         test_shared_draws.test_what_is_loaded_draws_by_its_own_seed,
         engine.Engine._key,

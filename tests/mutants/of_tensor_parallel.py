@@ -43,6 +43,12 @@ MUTANTS = [
         "param.data = params[name] → param.data = param.data",
     ),
     Mutant(
+        "L33: where a layer fails whose gradients ranks share, it is left with others' parameters",
+        APART,
+        parallel_layers.share_gradients,
+        "put_back, always_call=True → put_back",
+    ),
+    Mutant(
         "L3: ranks do not add up the gradients of what they are given alike",
         TRAINS,
         crossing._Hand.backward,

@@ -228,6 +228,13 @@ MUTANTS = [
         args={"setup": None, "weight": 4},
     ),
     Mutant(
+        "quantities of a state have numbers of groups as they were before the first step",
+        test_loops.test_a_faithful_port_agrees,
+        loops._of_state,
+        "{**group, **state.opt_state.get(group_key(i), {})} → dict(group)",
+        args={"make": test_loops.Taken, "options": {"lr": 0.25, "momentum": 0.5}},
+    ),
+    Mutant(
         "a test that compares loops changes what the tests after it draw",
         test_loops.test_both_loops_draw_the_same_and_the_process_is_left_as_it_was,
         loops._draws_kept,

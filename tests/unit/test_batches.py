@@ -184,20 +184,22 @@ def test_shown_as_its_place():
 @given(
     n=st.integers(1, 20),
     batch_size=st.integers(1, 6),
+    stands=st.integers(0, 2),
     epoch=st.integers(0, 2),
     is_there=st.booleans(),
     data=st.data(),
 )
 def test_seeking_gives_the_batches_that_a_run_had_left(
-    n, batch_size, epoch, is_there, data
+    n, batch_size, stands, epoch, is_there, data
 ):
-    """Of the epoch that is told, or of that in which the state stands."""
+    """Of the epoch that is told, further on or back, or of that in which the state stands."""
     state = linear_state(
         data=af.Data(torch.arange(n), batch_size=batch_size, shuffle=True)
     )
     updates = -(-n // batch_size)
     done = data.draw(st.integers(0, updates - 1))
     whole = [b.indices.tolist() for b in af.batches(state, epochs=epoch + 1)]
+    state = af.seek(state, 0, epoch=stands)
     if is_there:
         there = af.seek(state, 0, epoch=epoch)
         later = af.seek(there, done * batch_size)

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
     ConcatDataset,
@@ -419,3 +421,48 @@ def test_any_number_of_samples_needs_no_memory(shuffle):
         assert 0 <= batch.indices.min() <= batch.indices.max() < 10**12
     if not shuffle:
         assert resumed.indices[0] == 9 * 10**11
+
+
+class Gap:
+    """A dataset in which one sample cannot be read, if any."""
+
+    def __init__(self, bad=None):
+        self.bad = bad
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return {i: i for i in range(6) if i != self.bad}[index]
+
+
+COLLATES = [None, torch.utils.data.default_collate]
+
+
+@given(
+    picked=st.lists(st.permutations(range(6)), max_size=3),
+    bad=st.integers(0, 5),
+    batch_size=st.integers(1, 6),
+    beside=st.sampled_from(["nothing", "mix", "zip"]),
+    collate=st.sampled_from(COLLATES),
+)
+def test_a_sample_that_cannot_be_read_is_named(
+    picked, bad, batch_size, beside, collate
+):
+    """By its index in the data, and by that in what has it, in subsets and beside others."""
+    dataset, place = Gap(bad), bad
+    for indices in picked:
+        dataset, place = Subset(dataset, indices), indices.index(place)
+    options = {"batch_size": batch_size, "collate": collate}
+    data = {
+        "nothing": lambda: af.Data(dataset, **options),
+        "mix": lambda: af.Data.mix([Gap(), dataset], **options),
+        "zip": lambda: af.Data.zip(one=Gap(), other=dataset, **options),
+    }[beside]()
+    with pytest.raises(KeyError) as error:
+        list(af.batches(make(data), epochs=2))
+    which = {"mix": "dataset 1 of the mix", "zip": "dataset 'other' of the zip"}
+    assert [note for note in error.value.__notes__ if "simulated" not in note] == [
+        f"This was raised by Gap[{bad}]: the sample at dataset index {place}.",
+        *([f"That is {which[beside]}."] if beside in which else []),
+    ]

@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 import accelfn as af
 from accelfn.world import regrouping as regrouping_module
 from tests.laws.elastic import elastic
@@ -50,6 +52,7 @@ def main(setup: str, victim: int, folder: Path, then: str) -> None:
         trained, told = elastic(world, training(setup), seen=seen, averaged=averaged)
         plain = {path: tensor.tolist() for path, tensor in trained.items()}
         (folder / f"{os.getpid()}.json").write_text(json.dumps([plain, told]))
+    assert not dist.is_initialized(), "a world that ranks made anew was left open"
 
 
 if __name__ == "__main__":
