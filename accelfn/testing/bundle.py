@@ -148,7 +148,9 @@ def _read(folder: Path) -> list[dict[str, Any]]:
         raise CheckpointError(msg)
     bundles = {each["rank"]: each for each in map(_read_rank, found)}
     size = next(iter(bundles.values()))["size"]
-    missing = [rank for rank in range(size) if rank not in bundles]
+    # a run on another number of ranks may have left some before
+    there = {rank for rank, each in bundles.items() if each["size"] == size}
+    missing = [rank for rank in range(size) if rank not in there]
     if missing:
         msg = (
             f"{folder}: of {size} ranks, {missing} left no bundle; were they killed? A"

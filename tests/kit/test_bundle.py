@@ -32,7 +32,12 @@ def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return found.square().mean()
 
 
+MADE: list[int] = []
+"""On how many ranks each state was made."""
+
+
 def make(world: af.World) -> Any:
+    MADE.append(world.size)
     data = torch.arange(10.0).view(10, 1)
     state = linear_state(
         1,
@@ -80,6 +85,31 @@ def test_a_step_that_does_not_raise_leaves_nothing(tmp_path: Path) -> None:
     step = crash_bundles(step, tmp_path / "none", make=make)
     step(state, next(iter(af.batches(state))))
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_older_run_on_more_ranks_is_not_replayed(size: int, tmp_path: Path) -> None:
+    """Though what its further ranks left is there still."""
+    for each in (4, size):
+        with pytest.raises(FloatingPointError):
+            simulate(each, partial(train, folder=tmp_path))
+    MADE.clear()
+    with pytest.raises(FloatingPointError):
+        replay(tmp_path)
+    assert [size] * size == MADE
+
+
+def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path: Path) -> None:
+    """Where a rank was killed, what it had left in a run on fewer ranks is there still."""
+    kept = ""
+    for size in (2, 4):
+        with pytest.raises(FloatingPointError):
+            simulate(size, partial(train, folder=tmp_path))
+        kept = kept or (tmp_path / "rank-00001.json").read_text()
+    (tmp_path / "rank-00001.json").write_text(kept)
+    with pytest.raises((af.CheckpointError, FloatingPointError)) as caught:
+        replay(tmp_path)
+    assert "of 4 ranks, [1] left no bundle" in str(caught.value)
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:

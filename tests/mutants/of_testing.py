@@ -347,6 +347,19 @@ MUTANTS = [
         args={"given": 0},
     ),
     Mutant(
+        "a crash is replayed on ranks, too, that an older run had more",
+        test_bundle.test_an_older_run_on_more_ranks_is_not_replayed,
+        bundle._read,
+        "[bundles[rank] for rank in range(size)] → list(bundles.values())",
+        args={"size": 2},
+    ),
+    Mutant(
+        "a rank that was killed is replayed by what it left in a run on other ranks",
+        test_bundle.test_an_older_bundle_is_not_that_of_a_rank_that_left_none,
+        bundle._read,
+        'if each["size"] == size → if each',
+    ),
+    Mutant(
         "whoever replays a crash that does not come again is not told",
         test_bundle.test_a_run_that_does_not_raise_again_says_so,
         bundle.replay,
