@@ -111,6 +111,8 @@ def _opening(rank: int, size: int, backend: str | None) -> Generator[None]:
         yield
     except (ValueError, RuntimeError) as error:
         msg = f"Rank {rank} of {size} cannot open a {backend!r} process group: {error}"
+        if isinstance(error, dist.DistError):
+            msg += ". If another rank ended, or cannot be reached, its output says why."
         raise WorldError(msg) from error
 
 

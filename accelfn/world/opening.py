@@ -7,6 +7,7 @@ import torch
 from attrs import frozen
 
 from accelfn.base.arguments import check_seconds
+from accelfn.errors import PeerFailedError
 from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
 from accelfn.world.device import chosen_device
@@ -48,7 +49,7 @@ def open_world(
     """Join the ranks that the environment describes; the arguments are those of `from_env`.
 
     Raises:
-        ArgumentError, WorldError: as `from_env`.
+        ArgumentError, WorldError, PeerFailedError: as `from_env`.
     """
     check_seconds(_CALL, "timeout", timeout)
     check_backend(backend)
@@ -77,4 +78,18 @@ def open_world(
 
         for names, group in open_groups(sizes, place.rank, timeout).items():
             connection.add_part(names, group)
+    if is_ours:
+        _begin(connection, timeout)
     return Opened(place=place, device=chosen, axes=sizes, connection=connection)
+
+
+def _begin(connection: Connection, timeout: float) -> None:
+    """Wait for the ranks that are still being joined; close the group if one never is."""
+    roll_call = connection.roll_call
+    assert roll_call is not None  # noqa: S101 - what is opened here has met at a store
+    try:
+        roll_call.begin(timeout)
+    except PeerFailedError as error:
+        connection.fail(error)
+        connection.end()
+        raise

@@ -10,14 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 from attrs import asdict, frozen
 
+from accelfn.errors import PeerFailedError
 from accelfn.world.activity import Activity
 
 _LEFT = "left"
 """What becomes of a rank whose world is closed, and nothing was wrong."""
+_JOINED, _KNOWS = "joined", "knows that all are joined"
 _LOOKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
 """Seconds: a store at which nobody is at home may keep its caller for ever."""
@@ -67,6 +70,49 @@ class RollCall:
             self._store.delete_key(str(rank))
         self.rank_0_keeps_it = rank_0_keeps_it
         self._told: Standing | None = None
+
+    def begin(self, timeout: float) -> None:
+        """Wait until all ranks are joined: one that went before would break what joins others.
+
+        Whoever keeps the store goes on last, so that nobody waits at a store that is gone.
+
+        Raises:
+            PeerFailedError: a rank was not joined within so many seconds, or ended before.
+        """
+        try:
+            self._say(_JOINED)
+            self._await_all(_JOINED, timeout)
+            self._say(_KNOWS)
+            if self._rank == 0:
+                self._await_all(_KNOWS, timeout)
+        except RuntimeError as error:
+            msg = (
+                f"Rank {self._rank} of {self._size} opened its world, but {self._absent()} did"
+                f" not within {timeout:g} s, or ended meanwhile. Look at its output for the"
+                " cause."
+            )
+            raise PeerFailedError(msg) from error
+
+    def _say(self, word: str) -> None:
+        self._store.set(f"{word} {self._rank}", "")
+
+    def _await_all(self, word: str, timeout: float) -> None:
+        """Wait until all have said a word."""
+        words = [f"{word} {rank}" for rank in range(self._size)]
+        self._store.wait(words, timedelta(seconds=timeout))
+
+    def _absent(self) -> str:
+        """Return in words who is not joined, as far as the store tells."""
+        try:
+            late = [
+                rank
+                for rank in range(self._size)
+                if not self._store.check([f"{_JOINED} {rank}"])
+            ]
+        except RuntimeError:
+            late = [0] if self.rank_0_keeps_it else []
+        named = " and ".join(map(str, late))
+        return f"rank {named}" if named else "another rank"
 
     def leave(self, activity: Activity) -> None:
         """Tell the others that this rank's world is closed, and nothing was wrong."""

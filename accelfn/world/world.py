@@ -174,6 +174,7 @@ class World:
                 launcher's, or an argument is none.
             WorldError: a variable is missing, malformed or contradicts another, or the
                 backend or the device cannot be had. Nothing falls back in silence.
+            PeerFailedError: another rank came, and ended before all were joined.
         """
         from accelfn.world.opening import open_world  # noqa: PLC0415
 

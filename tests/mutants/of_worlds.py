@@ -205,4 +205,22 @@ MUTANTS = [
         roll_call.RollCall.__init__,
         "self._store.delete_key(str(rank)) → str(rank)",
     ),
+    Mutant(
+        "a rank goes on while others are still being joined to it",
+        test_roll_call.test_no_rank_goes_while_another_is_being_joined,
+        roll_call.RollCall.begin,
+        "self._await_all(_JOINED, timeout) → self._rank",
+    ),
+    Mutant(
+        "rank 0 goes, with its store, while others wait there for the last one",
+        test_roll_call.test_no_rank_goes_while_another_is_being_joined,
+        roll_call.RollCall.begin,
+        "if self._rank == 0: → if self._rank == self._size:",
+    ),
+    Mutant(
+        "who was never joined to the others is not named",
+        test_roll_call.test_who_is_never_joined_is_named,
+        roll_call.RollCall._absent,
+        "if not self._store.check → if self._store.check",
+    ),
 ]

@@ -108,20 +108,21 @@ def live(
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.dup2(os.open(f"{folder}/said-by-{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    world = af.World.from_env(device="cpu", timeout=seconds)
     goes = rank in moment.ranks
-    ended = "returned"
+    ended, world = "returned", None
     with ExitStack() as stack:
-        if goes:
-            tell = lambda: pipe.send(("goes", time.monotonic()))  # noqa: E731
-            stack.enter_context(going(moment, tell))
         try:
+            world = af.World.from_env(device="cpu", timeout=seconds)
+            if goes:
+                tell = lambda: pipe.send(("goes", time.monotonic()))  # noqa: E731
+                stack.enter_context(going(moment, tell))
             with world, af.CheckpointStore(f"{folder}/run", keep=2, async_=async_) as s:
                 _save_on(s, world, Path(folder, f"saved-by-{rank}"))
         except BaseException as error:  # noqa: BLE001 - told to the parent
             ended = f"{type(error).__name__}: {error}"
         pipe.send((ended, time.monotonic()))
-    world.close()  # as the interpreter's end would
+    if world is not None:
+        world.close()  # as the interpreter's end would
 
 
 def _save_on(store: af.CheckpointStore, world: af.World, saved: Path) -> None:

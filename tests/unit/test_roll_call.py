@@ -3,11 +3,15 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.collectives.naming import naming
@@ -16,7 +20,7 @@ from accelfn.world import roll_call
 from accelfn.world.connection import Connection
 from accelfn.world.roll_call import RollCall, Standing
 from tests.states import linear_state
-from tests.waiting import HANGS
+from tests.waiting import HANGS, wait_until
 
 LOST = "Connection closed by peer"
 GONE = "failed, left or did not arrive"
@@ -176,6 +180,79 @@ def test_who_keeps_the_store_stays_for_the_others(
     staying.join(HANGS)
     assert not staying.is_alive()
     second.connection.roll_call.linger()  # it keeps no store
+
+
+class Writing(dist.Store):
+    """One rank's side of a store: what it has of the others, in the order in which it came."""
+
+    def __init__(self, store: dist.Store, rank: int, story: list[str]) -> None:
+        super().__init__()
+        self.store, self.rank, self.story = store, rank, story
+
+    def set(self, key: str, value: bytes) -> None:
+        self.story.append(f"{self.rank} says {key}")
+        self.store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.story.append(f"{self.rank} waits")
+        self.store.wait(keys, timeout)
+        if self.rank:  # the answer comes late, when rank 0 has long had its own
+            wait_until(
+                lambda: self.story.count("0 waits") == 2 or "0 goes on" in self.story
+            )
+        self.story.append(f"{self.rank} has waited")
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self.store.delete_key(key)
+
+
+@settings(max_examples=20)
+@given(late=st.permutations(range(3)))
+def test_no_rank_goes_while_another_is_being_joined(late: list[int]) -> None:
+    """Ranks begin when all are joined, and rank 0 when nobody waits at its store any more."""
+    store, story = dist.HashStore(), list[str]()
+    sides = [Writing(store, rank, story) for rank in range(3)]
+    calls = [RollCall(each, i, 3, rank_0_keeps_it=True) for i, each in enumerate(sides)]
+
+    def begin(rank: int) -> None:
+        calls[rank].begin(HANGS)
+        story.append(f"{rank} goes on")
+
+    ranks = {rank: threading.Thread(target=begin, args=(rank,)) for rank in late}
+    for rank in late:
+        ranks[rank].start()
+        if rank != late[-1]:
+            wait_until(lambda rank=rank: any(s.startswith(f"{rank} ") for s in story))
+            assert ranks[rank].is_alive()
+    for each in ranks.values():
+        each.join(HANGS)
+        assert not each.is_alive()
+    goes = [story.index(f"{rank} goes on") for rank in range(3)]
+    said = [
+        next(i for i, s in enumerate(story) if s.startswith(f"{r} ")) for r in range(3)
+    ]
+    assert min(goes) > max(said)
+    assert goes[0] > max(story.index(f"{rank} has waited") for rank in (1, 2))
+
+
+def test_who_is_never_joined_is_named() -> None:
+    """Nobody waits for it longer than the world's timeout, or than its store is there."""
+    store = dist.HashStore()
+    first, second, _ = (RollCall(store, i, 3, rank_0_keeps_it=True) for i in range(3))
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(first.begin, 0.5)
+        with pytest.raises(PeerFailedError, match=r"Rank 1 of 3 .* but rank 2 did not"):
+            second.begin(0.5)
+        with pytest.raises(PeerFailedError, match=r"Rank 0 of 3 .* rank 2 did not"):
+            waits.result()
+    gone = Leaving()
+    alone = RollCall(gone, 1, 2, rank_0_keeps_it=True)
+    gone.asked = 2
+    with pytest.raises(PeerFailedError, match=r"Rank 1 of 2 .* rank 0 did not"):
+        alone.begin(0.5)
 
 
 def test_who_met_anew_is_told_of_an_error() -> None:
