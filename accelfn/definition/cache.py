@@ -19,6 +19,7 @@ class Cache:
         composed: gradient functions as the setup wraps them, by what `value_and_grad`
             returned; they go when that is let go of.
         keys: of the draws that transforms share, by purpose, each with its seed.
+        is_compared: whether ranks that train together hold the same, and will do the same.
         saw_a_batch: whether the first batch was looked at.
         has_same_data: whether ranks that train on all samples hold the same.
         compared_sums: whether what a user's `reduce` returned was compared once.
@@ -31,6 +32,7 @@ class Cache:
         factory=dict[ref[Function], Function]
     )
     keys: dict[str, tuple[int, int]] = attrs.field(factory=dict[str, tuple[int, int]])
+    is_compared: bool = False
     saw_a_batch: bool = False
     has_same_data: bool = False
     compared_sums: bool = False

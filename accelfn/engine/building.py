@@ -83,17 +83,38 @@ def build(
 
 
 def _compare(state: TrainState) -> None:
-    """Raise unless ranks that train together hold the same.
+    """Raise unless ranks that train together, as the state says, hold the same.
+
+    Raises:
+        ReplicaMismatchError: their definitions or their parameters differ.
+    """
+    if _is_one_training(state):
+        compare(state)
+
+
+def _is_one_training(state: TrainState) -> bool:
+    """Whether the setup says how gradients cross ranks; else the user's code may, or nothing."""
+    owners = state.setup.owners
+    reduces = owners["engine"] or owners["reduce"]
+    return bool(reduces) or state.definition.layout is not None
+
+
+def compare(state: TrainState) -> None:
+    """Raise unless the ranks hold the same, and will do the same; once a definition.
+
+    Ranks that may train apart can hold other parameters, but for the beginning.
+
+    Cost: some small all-reduces (see `check_definitions` and `check_replicas`), once.
 
     Raises:
         ReplicaMismatchError: their definitions or their parameters differ.
     """
     definition, setup, world = state.definition, state.setup, state.world
-    reduces = setup.owners["engine"] or setup.owners["reduce"]
-    if world.size == 1 or not (reduces or definition.layout is not None):
+    if world.size == 1 or definition.cache.is_compared:
         return
     check_definitions(state)
-    values = "apart" not in setup.facts or state.step == 0
+    is_apart = "apart" in setup.facts or not _is_one_training(state)
+    values = not is_apart or state.step == 0
     whole = {n: p for n, p in state.params.items() if not is_shard(p)}
     has_copies = world.axes.get("dp_replicate", 1) > 1
     check_replicas(
@@ -106,6 +127,7 @@ def _compare(state: TrainState) -> None:
     if not values and definition.trains_apart:
         copy = definition.copy  # whose ranks agree at any time
         check_replicas(whole, copy, label="compare replicas", values=True)
+    definition.cache.is_compared = True
 
 
 def _built(state: TrainState) -> Engine:

@@ -89,6 +89,14 @@ class LeanDDP(DistributedDataParallel):
         with _KeepsOrder() if self.device.type == "meta" else nullcontext():
             self.reducer._rebuild_buckets()
 
+    def learn(self) -> None:
+        """Take the graph of the next pass, which reduces, for that of all.
+
+        Where torch is told so at once it counts what passes before that one did as a part of
+        it, waits from then on for gradients that never come, and reduces nothing more (2.13).
+        """
+        self._set_static_graph()
+
     def forward(self, *inputs: Any) -> Any:
         """Return what the module returns, between what DDP does before and after."""
         if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
@@ -193,12 +201,14 @@ class DDPRunner:
         self._ones = Ones()
         self._sync = True
         self._weight = torch.zeros(1)
+        self._learns = bool(options.get("static_graph"))
+        built: dict[str, Any] = {**options, "static_graph": False}
         with naming("build DistributedDataParallel", ranks):
             wrapped = LeanDDP(
-                inner, process_group=ranks.group, init_sync=False, **options
+                inner, process_group=ranks.group, init_sync=False, **built
             )
             wrapped.lay_out()
-        self._wrapped: DistributedDataParallel | None = wrapped
+        self._wrapped: LeanDDP | None = wrapped
         if self._is_early:
             self._refuse_sparse(wrapped)
             # weakly: what the reducer holds, in C++, is not collected
@@ -215,6 +225,9 @@ class DDPRunner:
         ddp.require_forward_param_sync = samples.begins
         with self._forward:
             if sync:
+                if self._learns:
+                    ddp.learn()
+                    self._learns = False
                 self._roots = ddp(loss_fn, samples)
             else:
                 with ddp.no_sync():
@@ -320,7 +333,7 @@ class DDPRunner:
         self._wrapped = None
 
     @property
-    def _ddp(self) -> DistributedDataParallel:
+    def _ddp(self) -> LeanDDP:
         if self._wrapped is None:
             msg = "The world is closed: a step needs its ranks. Step inside its `with` block."
             raise WorldError(msg)

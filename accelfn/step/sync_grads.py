@@ -8,6 +8,7 @@ from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes, span
 from accelfn.base.shards import cut_axes, local
 from accelfn.collectives import all_reduce_
+from accelfn.engine.building import compare
 from accelfn.errors import GradsError
 from accelfn.state.argument import check_state
 from accelfn.state.grads import Grads
@@ -23,12 +24,14 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
 
     For custom steps that took them with `sync=False`, or without `wrap_ddp`.
 
-    Cost: one all-reduce of all gradients, flattened, and one of their weight.
+    Cost: one all-reduce of all gradients, flattened, and one of their weight; the first time,
+        a few small ones by which ranks compare their setups, and at update 0 their parameters.
 
     Law: what `wrap_ddp` gives.
 
     Raises:
         GradsError: they are reduced already, sparse, or not this state's.
+        ReplicaMismatchError: the ranks' setups, optimizers, schedules, seeds or data differ.
         PeerFailedError: another rank failed.
     """
     check_state("af.sync_grads(state, grads)", state)
@@ -61,6 +64,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             ' not. Let the last micro-batch reduce (sync=True), or take accumulate="whole".'
         )
         raise GradsError(msg)
+    compare(state)
     taken = grads.taken
     factor = taken.divisor if taken.is_mean else 1
     with own_modes(ranks.device):

@@ -269,13 +269,19 @@ def away(model, plan, folder):
     return True
 
 
-def test_the_order_of_units_is_filled():
-    """Devices are filled in the order of the units, which the largest of the rest follows."""
-    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))})
+@given(number=st.just(12) | st.integers(1, 13), budget=st.integers(1, 13))
+def test_the_order_of_units_is_filled(number, budget):
+    """Devices are filled in the order of the units, which the largest of the rest follows.
+
+    Of more than ten blocks, those whose numbers begin with a 1 are no parts of block 1.
+    """
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(number))}
+    )
     size = 80
     with tempfile.TemporaryDirectory() as folder:
-        for budget, here in ((4, 4), (3, 2), (2, 1), (1, 0)):
-            plan = af.place(model, {"cpu": budget * size, "disk": folder})
-            devices = [unit.device for unit in plan.units]
-            assert devices == ["cpu"] * here + ["disk"] * (4 - here)
+        plan = af.place(model, {"cpu": budget * size, "disk": folder})
+    here = number if budget >= number else budget - 1
+    devices = [unit.device for unit in plan.units]
+    assert devices == ["cpu"] * here + ["disk"] * (number - here)
     assert attrs.evolve(plan) == plan

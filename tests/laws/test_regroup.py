@@ -59,11 +59,25 @@ def trainings(draw: st.DrawFn, setups: Mapping[str, Any], optimizer: str) -> Tra
 def test_the_rest_go_on_from_the_last_average(
     training: Training, size: int, gone: int, step: int, schedule: list[int]
 ) -> None:
-    """What they train is what fewer ranks do from the checkpoint that all saved there."""
+    """What they train is what fewer ranks do from the checkpoint that all saved there.
+
+    They are numbered anew, on their machine too: a first one is there to do what one does.
+    """
     gone %= size
+    numbered: dict[int, list[tuple[int, int]]] = {}
+
+    def fn(world: af.World) -> Any:
+        found = elastic(world, training)
+        last = world.connection.successor or world
+        numbered[world.rank] = [
+            (last.rank, last.size),
+            (last.local_rank, last.local_size),
+        ]
+        return found
+
     run = simulate(
         size,
-        lambda world: elastic(world, training),
+        fn,
         faults=[Crash(gone, step=step)],
         elastic=1,
         schedule=schedule,
@@ -72,6 +86,9 @@ def test_the_rest_go_on_from_the_last_average(
     stages = [(0, size), (average, size - 1)]
     left = [each for rank, each in enumerate(run) if rank != gone]
     assert run[gone] is None
+    assert list(dict(sorted(numbered.items())).values()) == [
+        [(rank, size - 1)] * 2 for rank in range(size - 1)
+    ]
     assert [told for _, told in left] == [stages] * len(left)
     with tempfile.TemporaryDirectory() as folder:
         expected = in_turns(training, stages, folder)

@@ -11,6 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint.manifest import read_manifest
+from accelfn.testing import simulate
 from tests.golden.make import held
 
 FIELDS = (
@@ -382,3 +383,31 @@ def test_what_is_not_finite_is_cast(tmp_path):
     shutil.rmtree(tmp_path / "saved")
     with pytest.raises(af.CheckpointError, match="table has values that torch.float16"):
         loaded([1e10, 1.5])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_models_of_several_ranks_are_no_parts_of_one(tmp_path, size):
+    """What ranks trained apart is not put together of rows of each, on however many ranks."""
+    step = af.make_step(lambda model, x: (model(x) - 1).square().mean())
+
+    def make(world, way):
+        return af.TrainState.create(
+            model=lambda: torch.nn.Linear(4, 4, bias=False),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=af.Data(torch.linspace(-1, 1, 64).reshape(16, 4), batch_size=4),
+            setup=af.chain(af.shard_data(), way),
+            world=world,
+        )
+
+    def save(world):
+        state = make(world, af.local_sgd(sync_every=8))
+        state, _ = step(state, next(iter(af.batches(state))))
+        af.save(state, tmp_path / "apart")
+
+    def load(world):
+        state = make(world, af.wrap_fsdp())
+        with pytest.raises(af.CheckpointError, match="whose .*params.* differed"):
+            af.load_part(state, tmp_path / "apart", ["params"], extra="ignore")
+
+    simulate(2, save)
+    simulate(size, load)

@@ -176,6 +176,23 @@ def test_main_that_fails_lets_others_in(schedule):
     assert entered[0] == 0
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("local", [False, True])
+def test_a_block_that_failed_is_tried_again(schedule, local):
+    """What was raised in a block, on one rank or on all, leaves nothing of it."""
+    done = []
+
+    def fn(world):
+        for fails in ([0], [0, 1, 2], []):
+            with suppress(OSError), af.main_first(world, local=local):
+                if world.rank in fails:
+                    raise OSError
+                done.append(world.rank)
+
+    simulate(3, fn, schedule=schedule)
+    assert sorted(done) == [0, 1, 1, 2, 2]
+
+
 def test_printing_in_order(capsys):
     """Rank 0 prints a line a rank, whoever comes first."""
     simulate(
