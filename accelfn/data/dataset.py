@@ -370,7 +370,7 @@ class Data:
             batch_size=size,
             batch_sampler=None,
             shuffle=False,
-            order=self.order if isinstance(self.order, Side) else None,
+            order=self.order.in_order() if isinstance(self.order, Side) else None,
             remainder="short",
         )
 

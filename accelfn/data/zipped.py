@@ -88,6 +88,10 @@ class Side:
         """What is zipped."""
         return f"zipped {', '.join(self.names)}, {self.inner.name}"
 
+    def in_order(self) -> "Side":
+        """Return them with each in its dataset's own order."""
+        return attrs.evolve(self, inner=Sequential())
+
     def num_samples(self, n: int) -> int:
         """Take the longest once."""
         return n

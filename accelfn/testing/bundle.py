@@ -88,8 +88,7 @@ def replay(directory: str | os.PathLike[str]) -> None:
         made, step = make(world)
         saved = iter(mine["states"])
         states = tree.tree_map(lambda state: with_fields(state, next(saved)), made)
-        batch, *extras = mine["given"]
-        step(states, _batch_again(batch), *extras)
+        step(states, *map(_again, mine["given"]))
 
     simulate(len(bundles), rank)
     msg = (
@@ -180,7 +179,7 @@ def _read_rank(path: Path) -> dict[str, Any]:
 
 
 def _plain(given: Any) -> Any:
-    """Return a batch as a tree of tensors and plain data."""
+    """Return a batch, or an extra of the loss, as a tree of tensors and plain data."""
     if not isinstance(given, Batch):
         return {"value": given}
     parts = attrs.asdict(given, recurse=False)
@@ -191,7 +190,7 @@ def _plain(given: Any) -> Any:
     return {"batch": parts}
 
 
-def _batch_again(plain: Mapping[str, Any]) -> Any:
+def _again(plain: Mapping[str, Any]) -> Any:
     if "value" in plain:
         return plain["value"]
     parts = dict(plain["batch"])

@@ -156,6 +156,35 @@ def make_calm(world: af.World) -> Any:
     return make(world)[0], lambda state, _: (state, {})
 
 
+def make_scaled(world: af.World) -> Any:
+    """Return a state, and a step whose loss takes a factor that may not be 0."""
+
+    def scaled(model: torch.nn.Module, batch: torch.Tensor, factor: float) -> Any:
+        if factor == 0:
+            msg = "no factor"
+            raise ZeroDivisionError(msg)
+        return model(batch).square().mean() / factor
+
+    state, _ = make(world)
+    return state, af.make_step(scaled)
+
+
+def test_what_a_step_was_given_beside_its_batch_is_given_again(tmp_path: Path) -> None:
+    """The replay's step gets the extras, and raises what they made the first raise."""
+
+    def run(world: af.World) -> None:
+        state, step = make_scaled(world)
+        careful = crash_bundles(step, tmp_path, make=make_scaled)
+        batch = next(iter(af.batches(state)))
+        careful(state, batch, 0.0)
+
+    with pytest.raises(ZeroDivisionError, match="no factor"):
+        simulate(2, run)
+    with pytest.raises((ZeroDivisionError, TypeError)) as again:
+        replay(tmp_path)
+    assert "no factor" in str(again.value)
+
+
 def test_a_function_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(af.ArgumentError, match="top level"):
         crash_bundles(lambda *_: ((), ()), tmp_path, make=partial(make))

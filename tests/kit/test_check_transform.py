@@ -494,6 +494,20 @@ class NotOnFewer:
 
 
 @af.transform
+class NotOnMore:
+    """Knows on how many ranks it was, and cannot go on with more."""
+
+    def init(self, state):
+        return {"ranks": torch.tensor(state.world.size)}
+
+    def after_update(self, state, slot, update):
+        if state.world.size > slot["ranks"]:
+            message = "more ranks"
+            raise ValueError(message)
+        return state, slot
+
+
+@af.transform
 class AddsToNothing:
     """Takes gradients anew for each micro-batch."""
 
@@ -594,6 +608,7 @@ def _settings_kept() -> Iterator[None]:
         (MergesOne(), "loads_anywhere"),
         (CannotMerge(), "loads_anywhere"),
         (NotOnFewer(), "loads_anywhere"),
+        (NotOnMore(), "loads_anywhere"),
         (AddsToNothing(), "passes_on"),
         (AlwaysTalks(), "passes_on"),
         (TakesNoExtras(), "passes_on"),

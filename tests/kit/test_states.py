@@ -16,6 +16,7 @@ import accelfn as af
 from accelfn.base import tree
 from accelfn.errors import LawError
 from accelfn.state.lease import Lease
+from accelfn.testing import simulate
 from accelfn.testing.comparing.states import assert_states_equal
 from tests.catalog import stacks
 from tests.strategies import Run, runs
@@ -337,3 +338,27 @@ def test_a_loaded_state_is_the_saved_one(tmp_path):
     state, _ = run.train(run.state().with_slot("mine", [tensor, tensor]), 2)
     af.save(state, tmp_path / "saved")
     assert_states_equal(state, af.load(run.state(), tmp_path / "saved"))
+
+
+def test_what_is_on_its_way_is_compared():
+    """An exchange in flight equals its copy's, and another one is named by its element."""
+
+    def train(world):
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(2, 1),
+            optimizer=torch.optim.SGD,
+            data=af.Data(torch.ones(8, 2), batch_size=2),
+            setup=af.chain(af.shard_data(), af.diloco(sync_every=4, delay=2)),
+            world=world,
+        )
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        for _ in range(4):
+            state, _ = step(state, next(iter(af.batches(state))))
+        other = state.copy()
+        assert_states_equal(state, other)
+        flight = other.slots["diloco"]["flights"]["0"]["values"].wait()
+        flight["sums"]["weight"].add_(1)
+        with pytest.raises(AssertionError, match=r"flights.*wait\(\).*weight"):
+            assert_states_equal(state, other)
+
+    simulate(2, train)

@@ -11,6 +11,7 @@ import attrs
 import torch
 
 import accelfn as af
+from accelfn.testing import assert_states_equal
 from accelfn.testing.strategies import Program
 from tests.laws.histories import Broken, BrokenError
 
@@ -132,6 +133,10 @@ def tell(scene: Scene) -> None:
     af.memory(scene.state)
 
 
+def compare(scene: Scene) -> None:
+    assert_states_equal(scene.state, scene.state.copy())
+
+
 def finalize_a_copy(scene: Scene) -> None:
     af.finalize(scene.state.copy())
 
@@ -240,7 +245,15 @@ INTERLUDES: Mapping[str, Interlude] = {
     each.__name__: each
     for each in (
         *(loss_raises, backward_raises, loss_is_none, look, look_apart, keep, fork),
-        *(step_the_old_one, evaluate, evaluate_raises, predict_one, views, tell),
+        *(
+            step_the_old_one,
+            evaluate,
+            evaluate_raises,
+            predict_one,
+            views,
+            tell,
+            compare,
+        ),
         *(finalize_a_copy, export, save, save_fails, load_fails, release),
         *(build, read_on, refuse_a_setup, draw_elsewhere, collect, copy),
         *(copy_and_step_the_original, load, load_into_itself),

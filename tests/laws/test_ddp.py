@@ -188,7 +188,6 @@ def test_ranks_that_differ_in_shape_are_refused(size: int, rank: int) -> None:
         ("bucket_cap_mb", 1.5),
         ("gradient_as_bucket_view", False),
         ("find_unused_parameters", True),
-        ("static_graph", True),
         ("forward_sync_buffers", False),
     ],
 )
@@ -206,6 +205,23 @@ def test_options_reach_ddp(option: str, value: object) -> None:
     default = given_to_ddp(af.wrap_ddp())
     assert default[option] != value
     assert given_to_ddp(af.wrap_ddp(**{option: value})) == {**default, option: value}
+
+
+def test_a_static_graph_is_that_of_the_first_pass_that_reduces() -> None:
+    """DistributedDataParallel is told so before that pass, and not before one that does not."""
+    run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(static_graph=True)))
+
+    def told(world: af.World) -> list[bool]:
+        state, loss = run.state(world), run.program().loss
+        compute, seen = af.value_and_grad(loss), list[bool]()
+        for sync in (False, False, True, False, True):
+            batch = next(iter(af.batches(state)))
+            compute(state, batch, sync=sync)
+            runner: Any = state.definition.cache.engine._runner
+            seen.append(runner._ddp.static_graph)
+        return seen
+
+    assert simulate(2, told).results == ([False, False, True, True, True],) * 2
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 
 import tempfile
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -125,6 +126,37 @@ def test_nothing_is_lost_in_few_bits(
             remembered = sum(each["error"][name] for each in found)
             gone = -found[0]["anchor"][name] * moves.ranks + remembered
             assert torch.equal(gone, torch.zeros(moves.size).double() + moved)
+
+
+@given(bits=st.sampled_from([16, 8, 4]), seed=st.integers(0, 99))
+def test_what_a_rank_does_without_samples_leaves_nothing_out(
+    bits: int, seed: int
+) -> None:
+    """Nothing of it is taken, though momentum moves it, so it remembers what it did before."""
+
+    def train(world: af.World) -> list[tuple[bool, Values]]:
+        generator = torch.Generator().manual_seed(seed)
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(3, 2),
+            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            data=af.Data(torch.randn(3, 3, generator=generator), batch_size=2),
+            setup=af.chain(af.shard_data(), af.diloco(sync_every=1, bits=bits)),
+            world=world,
+        )
+        step, found = af.make_step(lambda net, x: net(x).square().mean()), []
+        for batch in af.batches(state, epochs=3):
+            saw_some = batch.weights[0] != 0
+            state, _ = step(state, batch)
+            found.append((saw_some, state.copy().slots["diloco"]["error"]))
+        return found
+
+    first, second = simulate(2, train)
+    assert [saw for saw, _ in first] == [True] * 6
+    assert [saw for saw, _ in second] == [True, False] * 3
+    for rank, found in enumerate((first, second)):
+        for (_, before), (saw_some, after) in pairwise(found):
+            kept = [torch.equal(before[name], after[name]) for name in before]
+            assert all(kept) == (not saw_some), rank
 
 
 @given(

@@ -118,7 +118,10 @@ APART = {
     "in backward": (af.wrap_ddp(), af.optimizer_in_backward(), af.ema(0.5)),
     "schedule free": (af.wrap_ddp(), af.schedule_free()),
 }
+AXES = {"copies": {"dp_replicate": 2, "dp_shard": 2}}
+"""Those of four ranks; else there are two, without."""
 SETUPS: dict[str, tuple[Any, ...]] = {
+    "copies": (af.local_sgd(sync_every=2), af.wrap_fsdp()),
     "ddp": (af.wrap_ddp(),),
     "static graph": (af.wrap_ddp(static_graph=True),),
     "own buffers": (
@@ -171,9 +174,11 @@ def test_each_act_beside_each_setup(setup: str) -> None:
             found = trained(world, program, [[act], [act], []], place)
             compared(quiet[world.rank], found)
 
-        simulate(2, alone)
+        axes = AXES.get(setup)
+        size = 2 if axes is None else 4
+        simulate(size, alone, axes=axes)
         for act in INTERLUDES:
-            simulate(2, partial(rank, act=act))
+            simulate(size, partial(rank, act=act), axes=axes)
 
 
 @given(

@@ -121,6 +121,45 @@ def test_zipped_shuffles_differ() -> None:
     assert [a for a, _ in rows] != [b for _, b in rows]
 
 
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    is_mix=st.booleans(),
+    shuffle=st.booleans(),
+    batch_size=st.integers(1, 4),
+    size=st.integers(1, 3),
+)
+def test_they_are_evaluated_in_their_own_order(
+    lengths: list[int], is_mix: bool, shuffle: bool, batch_size: int, size: int
+) -> None:
+    """A zip goes side by side through its datasets, a mix through one after the other."""
+    sets = {f"d{which}": torch.arange(n) for which, n in enumerate(lengths)}
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle}
+    if is_mix:
+        weights = [1.0] * len(sets)
+        data = af.Data.mix([*sets.values()], weights=weights, **options)
+        expected = [[i] for n in lengths for i in range(n)]
+    else:
+        data = af.Data.zip(**sets, **options)
+        expected = [[i % n for n in lengths] for i in range(max(lengths))]
+
+    def columns(_: Any, batch: Any) -> torch.Tensor:
+        return torch.stack([*batch.values()] if isinstance(batch, dict) else [batch], 1)
+
+    def first(net: Any, batch: Any) -> torch.Tensor:
+        return columns(net, batch)[:, 0].double().mean()
+
+    def evaluated(world: af.World) -> tuple[list[list[int]], float]:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1), optimizer=torch.optim.SGD, world=world
+        )
+        found = [each.tolist() for each in af.predict(state, data, columns)]
+        return found, af.evaluate(state, data, first)["first"]
+
+    for found, mean in simulate(size, evaluated):
+        assert found == expected
+        assert abs(mean - sum(row[0] for row in expected) / len(expected)) < 1e-9
+
+
 def as_lists(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Collate otherwise than torch does."""
     return {"b": torch.stack([each["a"] + 1 for each in samples])}

@@ -79,6 +79,10 @@ def test_ranks_that_come_and_go_train_what_simulated_ones_do(
     ("then", "said"),
     [
         ("is killed", "was killed by SIGKILL before it had come in; none takes its"),
+        (
+            "is killed as it waits",
+            "was killed by SIGKILL before it had come in; none takes its",
+        ),
         ("is late", "had not come in when the others were done, and is ended"),
     ],
 )

@@ -67,11 +67,11 @@ def test_other_errors_pass_at_once(error) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_nothing_of_a_try_is_kept(size) -> None:
     """When the next begins, the tensors of the last are gone: of the rank that ran out of
-    memory, and of one that had a result.
+    memory, and of one that had a result; and so they are where somebody keeps the errors.
     """
 
     def search(world):
-        made = []
+        made, kept = [], []
 
         def fails_first():
             tensor = torch.ones(1)
@@ -88,7 +88,8 @@ def test_nothing_of_a_try_is_kept(size) -> None:
                 try:
                     fails_first()
                 except ValueError:  # the first is behind the second, shown or not
-                    raise MemoryError from None
+                    kept.append(MemoryError())
+                    raise kept[-1] from None
             return tensor
 
         return af.find_batch_size(fn, 8, world)

@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -277,3 +279,26 @@ def test_what_is_not_imported_is_its_own(tmp_path):
     assert values(found) == before
     step(found, torch.ones(1, 1))
     assert values(state) == before
+
+
+@given(order=st.permutations(range(4)))
+def test_an_optimizer_that_names_its_parameters_may_have_them_in_any_order(
+    order: list[int],
+) -> None:
+    """Each gets what its own name had, though all are of one shape."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(4)])
+
+    model = net()
+    named = list(model.named_parameters())
+    optimizer = torch.optim.Adam([named[i] for i in order])
+    model(torch.eye(2)).square().sum().backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(dict(model.state_dict()), Path(folder, "model.safetensors"))
+        torch.save(optimizer.state_dict(), Path(folder, "optimizer.bin"))
+        imported = af.import_state(create(torch.optim.Adam, net), folder)
+    for name, param in named:
+        found = imported.state.opt_state[name]["exp_avg"]
+        assert torch.equal(found, optimizer.state[param]["exp_avg"])

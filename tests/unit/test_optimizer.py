@@ -394,6 +394,33 @@ class Around(optim.Optimizer):
         return self.base.step(closure)
 
 
+def test_an_update_that_was_refused_is_not_counted():
+    """What an optimizer wrote before it raised in the very first goes with it."""
+
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (nn.Embedding(3, 2, sparse=True) for _ in range(2))
+
+    def loss(model, rows, is_dense):
+        two = model.two.weight[rows] if is_dense else model.two(rows)
+        return (model.one(rows) + two).square().mean()
+
+    def make():
+        return af.TrainState.create(
+            model=Tables,
+            optimizer=lambda named: torch.optim.SparseAdam(dict(named).values()),
+        )
+
+    step, rows = af.make_step(loss), torch.tensor([0, 1])
+    plain, state = make(), make()
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        step(state, rows, True)  # noqa: FBT003 - an extra of the loss
+    plain, _ = step(plain, rows, False)  # noqa: FBT003
+    state, _ = step(state, rows, False)  # noqa: FBT003
+    assert values(plain) == values(state)
+
+
 def test_optimizer_around_another():
     """State of an optimizer inside another would be in no copy; it is refused by name."""
     with pytest.raises(af.OptimizerError, match="Around keeps another optimizer, base"):

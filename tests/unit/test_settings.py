@@ -389,6 +389,22 @@ def test_config_asks():
     assert not any(answers.values())
 
 
+def test_config_of_one_machine_forgets_the_others(tmp_path):
+    """What is about several machines goes with them, and a launch takes the file."""
+    file = tmp_path / "of-many.toml"
+    file.write_text(
+        '[launch]\nnum_machines = 2\nmain_address = "10.0.0.1"\nmain_port = 29511\n'
+        "nproc = 2\n"
+    )
+    answers = {"num_machines": "1"}
+
+    def ask(question):
+        return answers.get(question.partition(":")[0], "")
+
+    assert configure(str(file), [], default=False, ask=ask) == file
+    assert read(file) == {"nproc": 2, "num_machines": 1, "max_restarts": 0}
+
+
 def test_config_without_a_terminal(monkeypatch):
     """Where nobody can be asked, it says what to give instead, and writes nothing."""
     monkeypatch.setattr("sys.stdin", io.StringIO())

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,16 +22,24 @@ def killed(*_given: object, **_named: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed_once(there: Path) -> None:
+    """End so as soon as there is a file."""
+    wait_until(there.exists)
+    killed()
+
+
 def main(setup: str, victim: int, folder: Path, then: str) -> None:
     """Train, and write what came of it; a newcomer may be killed again, or not come at all."""
     is_second = os.environ["ACCELFN_ELASTIC"] == "1"
-    again = folder / "again"
+    again, awaited = folder / "again", folder / "awaited"
     if is_second and then == "is killed":
         again.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if is_second and then in ("is late", "another dies as it opens"):
         again.touch()
         signal.pause()
+    if is_second and then == "is killed as it waits":
+        threading.Thread(target=killed_once, args=(awaited,), daemon=True).start()
     with af.World.from_env(timeout=60) as world:
         regrouping = world.connection.regrouping
         assert regrouping is not None
@@ -44,7 +53,13 @@ def main(setup: str, victim: int, folder: Path, then: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def averaged(state: af.TrainState) -> None:
-            if state.step == COMES_IN and state.world.size == world.size - 1:
+            if state.step != COMES_IN or state.world.size != world.size - 1:
+                return
+            if then == "is killed as it waits":
+                wait_until(regrouping.is_awaited)
+                awaited.touch()
+                wait_until(lambda: not regrouping.is_awaited())
+            else:
                 wait_until(
                     regrouping.is_awaited if then == "comes in" else again.exists
                 )
