@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         "L2: copies of a split model are not compared before they train",
         test_split_copies.test_copies_are_compared_before_they_train,
-        building._compare,
+        building.compare,
         'world.axes.get("dp_replicate", 1) > 1 → False',
     ),
     Mutant(

@@ -19,8 +19,8 @@ MUTANTS = [
     Mutant(
         "L10: an engine made anew asks of ranks that train apart that they agree",
         test_exchanging.test_a_period_begins_where_it_was_put_on,
-        building._compare,
-        '"apart" not in setup.facts or state.step == 0 → True',
+        building.compare,
+        "not is_apart or state.step == 0 → True",
     ),
     Mutant(
         "L45: ranks that go on from a mean count what one of those before had seen",
@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "L2: DDP takes what somebody gave to one rank alone, without a look",
         test_exchanging.test_ddp_looks_at_what_it_is_given,
-        building._compare,
-        '"apart" not in setup.facts or state.step == 0 → state.step == 0',
+        building.compare,
+        "not is_apart or state.step == 0 → state.step == 0",
     ),
     Mutant(
         "L10: finalize averages again what has just been averaged",

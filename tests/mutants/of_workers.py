@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(
         "L2: ranks of a worker are compared before the first update alone",
         laws.test_ranks_of_a_worker_are_compared,
-        building._compare,
+        building.compare,
         "not values and definition.trains_apart → False",
     ),
     Mutant(
