@@ -374,11 +374,16 @@ def _averaging(state: TrainState, source: Source) -> Source:
     }
     without = sorted((set(manifest.differs) - with_mean) | apart)
     if without or len(merging) != 1:
-        what = ", ".join(without or manifest.differs)
+        what, size = ", ".join(without or manifest.differs), state.world.size
+        here = (
+            f"this world has {size}. Load it on as many"
+            if size != manifest.world_size
+            else "these have other parts of the model. Load it with the setup and axes that"
+            " it was saved with"
+        )
         msg = (
             f"{source.folder} was saved on {manifest.world_size} ranks whose {what}"
-            f" differed, and this world has {state.world.size}. Load it on as many, or save"
-            " where ranks agree."
+            f" differed, and {here}, or save where ranks agree."
         )
         raise CheckpointError(msg)
     (transform,) = merging
