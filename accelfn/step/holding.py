@@ -15,7 +15,6 @@ debuggers and notebooks raise in a thread by themselves, are not held: there is 
 import _signal  # pyright: ignore[reportMissingImports]
 import functools
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +24,8 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_POLL = 1e-4
-"""Seconds; a step that holds a signal back is over in as many."""
+_POLL, _LONGEST_POLL = 1e-4, 0.05
+"""Seconds; a step that holds a signal back is over in about as many as the first."""
 
 _set: Any = _signal.signal
 _get: Any = _signal.getsignal
@@ -44,12 +43,19 @@ class holding(AbstractContextManager["holding"]):
     assignment of what it returns.
     """
 
-    __slots__ = ("_is_over", "_noted", "_on_the_way", "_previous")
+    __slots__ = (
+        "_is_asked",
+        "_is_over",
+        "_is_sent",
+        "_noted",
+        "_on_the_way",
+        "_previous",
+    )
 
     def __init__(self) -> None:
         """Hold nothing yet."""
         self._previous: Any = None
-        self._noted = self._is_over = False
+        self._noted = self._is_over = self._is_asked = self._is_sent = False
         self._on_the_way: dict[FrameType, int | None] = {}
 
     def begin(self) -> None:
@@ -97,22 +103,36 @@ class holding(AbstractContextManager["holding"]):
         return way
 
     def _send_later(self) -> None:
+        _set(signal.SIGINT, self._pass_on)
         threading.Thread(target=self._send, name="accelfn Ctrl-C", daemon=True).start()
 
     def _send(self) -> None:
-        """Send it to the main thread, which looks for it when the caller has the result."""
-        main = _main_thread().ident
-        if main is None:
-            return
-        while not (self._is_over and self._has_arrived(main)):
-            time.sleep(_POLL)
-        self._on_the_way = {}  # frames that know this block, and the caller's states
-        signal.pthread_kill(main, signal.SIGINT)
+        """Send it to the main thread until that says that the caller has the result.
 
-    def _has_arrived(self, main: int) -> bool:
+        It is asked by a signal. Another thread must not look at its frames: CPython 3.11 clears
+        one while it still says that it runs, and whoever meets it then reads freed memory.
+        """
+        main = _main_thread().ident
+        while main is not None and not self._is_sent:
+            self._is_asked, pause = True, _POLL
+            signal.pthread_kill(main, signal.SIGINT)
+            while self._is_asked:  # for long, where the next update holds it back
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Let it go to its handler, if the caller has the result; else it is sent again."""
+        if self._is_over and self._has_arrived(frame):
+            self._on_the_way = {}  # frames that know this block, and the caller's states
+            if _get(signal.SIGINT) == self._pass_on:
+                _set(signal.SIGINT, self._previous)
+            self._is_sent, self._is_asked = True, False
+            self._previous(number, frame)
+        self._is_asked = False
+
+    def _has_arrived(self, frame: FrameType | None) -> bool:
         """Whether no frame of the main thread is at the call still that began the block."""
-        running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        frame, inner = running.get(main), None
+        inner = None
         while frame is not None and frame not in self._on_the_way:
             frame, inner = frame.f_back, frame
         if frame is None:

@@ -173,8 +173,8 @@ if having and not any(told[id(each)].get("draws_nothing") for each in having)
     Mutant(
         "L54: an interrupt comes when an update is over, and its caller has not the state",
         WAITS,
-        holding.holding._send,
-        "(self._is_over and self._has_arrived(main)) → self._is_over",
+        holding.holding._pass_on,
+        "self._is_over and self._has_arrived(frame) → self._is_over",
     ),
     Mutant(
         "L54: whoever leaves the block that held an interrupt is thought to have arrived",

@@ -3,6 +3,8 @@
 
 import gc
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.engine import engine
-from tests.waiting import HANGS
+from tests.waiting import HANGS, wait_until
 
 PACKAGE = str(Path(engine.__file__).parents[1])
 X = torch.arange(12.0).reshape(4, 3)
@@ -128,6 +130,44 @@ def test_ctrl_c_at_random_instants_loses_no_state():
     for told in json.loads(run.stdout.splitlines()[-1]).values():
         assert told.pop("interrupts") > 0
         assert told == {"lost": 0, "wrong": 0, "salvaged": 0}
+
+
+@af.transform
+class Interrupts:
+    """Presses Ctrl-C behind the optimizer, where it is held back."""
+
+    def after_update(self, state, slot, update):
+        os.kill(os.getpid(), signal.SIGINT)
+        return state, slot
+
+
+def test_no_thread_looks_at_frames_that_another_runs(monkeypatch):
+    """CPython 3.11 clears a frame that is said to run still; who reads it reads freed memory."""
+    monkeypatch.setattr(sys, "_current_frames", None)
+    state, came, held = create(Interrupts()), [], []
+    step, before = af.make_step(loss_fn), signal.getsignal(signal.SIGINT)
+
+    def handler(number, frame):
+        came.append(number)
+        held.append(any("after_update" in each for each in callers(frame)))
+
+    try:
+        signal.signal(signal.SIGINT, handler)
+        for number in range(1, 20):
+            state, _ = step(state, X)
+            wait_until(lambda number=number: len(came) == number)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not any(held)
+    assert state.step == 19
+
+
+def callers(frame):
+    """Return the names of the functions that run."""
+    while frame is not None:
+        yield frame.f_code.co_name
+        frame = frame.f_back
 
 
 OTHERS = "torch/_dynamo", "hypothesis", "torch/utils/data"
