@@ -24,6 +24,8 @@ TREES = st.recursive(
     lambda inner: st.tuples(st.sampled_from(KINDS), st.lists(inner, max_size=3)),
     max_leaves=5,
 )
+SHARED = ("linear", [("tied", ())])
+PLAIN = {"share": 0, "training": False, "seed": 0, "raises": False, "where": 0}
 
 
 class Node(nn.Module):
@@ -75,37 +77,14 @@ def same(one, two):
 
 @example(  # what a module has itself is there while a part of it computes
     tree=("own", [("list", [("own", [("list", [("linear", ())])])])]),
-    share=0,
     moves=[(number, True) for number in range(9)],
     empty=False,
-    training=False,
-    seed=0,
-    raises=False,
-    where=0,
     last=False,
+    **PLAIN,
 )
-@example(  # a file has a buffer that two modules share under one of their names
-    tree=("linear", [("tied", ())]),
-    share=0,
-    moves=[],
-    empty=True,
-    training=False,
-    seed=0,
-    raises=False,
-    where=0,
-    last=False,
-)
-@example(  # or under the other
-    tree=("linear", [("tied", ())]),
-    share=0,
-    moves=[],
-    empty=True,
-    training=False,
-    seed=0,
-    raises=False,
-    where=0,
-    last=True,
-)
+# a file has a buffer that two modules share under one of their names, or under the other
+@example(tree=SHARED, moves=[], empty=True, last=False, **PLAIN)
+@example(tree=SHARED, moves=[], empty=True, last=True, **PLAIN)
 @given(
     tree=TREES,
     share=st.integers(0, 100),
