@@ -583,9 +583,20 @@ class SetsDeterminism:
         return {"lr": 0.1}, slot
 
 
+@af.transform
+class SetsPrecision:
+    """Leaves products of float32 in fewer bits, by the newer of torch's two ways."""
+
+    def hyper(self, hyper, slot, update):
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return {"lr": 0.1}, slot
+
+
 @pytest.fixture(autouse=True)
 def _settings_kept() -> Iterator[None]:
+    precision = torch.backends.cuda.matmul.fp32_precision
     yield
+    torch.backends.cuda.matmul.fp32_precision = precision
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=False)
@@ -617,6 +628,7 @@ def _settings_kept() -> Iterator[None]:
         (SetsADtype(), "leaves_settings"),
         (SetsThreads(), "leaves_settings"),
         (SetsDeterminism(), "leaves_settings"),
+        (SetsPrecision(), "leaves_settings"),
         (OpenOption(["a"]), "value"),
         (DecaysParams(), "inputs_unchanged"),
         (DecaysBuffers(), "inputs_unchanged"),
@@ -645,6 +657,26 @@ def test_planted_bugs_are_refused_by_their_law(
         check_transform(planted, sizes=(1, 2))
     assert f"{law!r}" in str(caught.value)
     assert repr(planted) in str(caught.value)
+
+
+def of_products(precision: str) -> None:
+    """Set it by the newer of torch's ways; the older then refuses to say what it is."""
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+@pytest.mark.parametrize(
+    ("put", "value"),
+    [
+        (of_products, "tf32"),
+        (torch.set_default_dtype, torch.float64),
+        (torch.set_num_threads, 2),
+        (torch.use_deterministic_algorithms, True),
+    ],
+)
+def test_a_program_may_have_settings_of_its_own(put: Any, value: Any) -> None:
+    """Of which no rank is said to have set what another found."""
+    put(value)
+    check_transform(af.identity(), sizes=(2,), problems=(Problem(),))
 
 
 @af.transform

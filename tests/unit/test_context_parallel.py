@@ -53,6 +53,13 @@ class Mixing(Attending):
         return super().forward(x, places).cumsum(1)
 
 
+class Rounding(Attending):
+    """Rounds a part of a sequence otherwise than the whole, as products in TF32 may."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, places) * (1 + 1e-4 * (x.shape[1] < LENGTH))
+
+
 class Masking(Attending):
     """Attends by a mask that it makes of what it sees."""
 
@@ -145,6 +152,23 @@ def test_what_does_not_go_by_position_is_refused(model: Any) -> None:
     """A model that counts its own positions, or mixes neighbours, trains nothing wrong."""
     with pytest.raises(LossError, match=r"loss_of_all is not the same in parts.*shift"):
         simulate(2, lambda w: stepped(w, model), axes={"cp": 2})
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_in_few_bits_round_as_they_like(precision: str) -> None:
+    """What is no mistake in the precision that a program set for them is one in float32."""
+
+    def run() -> None:
+        simulate(2, lambda w: stepped(w, Rounding), axes={"cp": 2})
+
+    with pytest.raises(LossError, match="not the same in parts"):
+        run()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        run()
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("loss", [loss_of_next, loss_of_fewer])

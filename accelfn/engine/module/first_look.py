@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accelfn.base import draws, tree
+from accelfn.base import draws, products, tree
 from accelfn.errors import BatchError
 
 
@@ -28,7 +28,9 @@ class Coarsest(TorchFunctionMode):
         del types
         found = func(*args, **(kwargs or {}))
         if isinstance(found, torch.Tensor) and found.is_floating_point():
-            self.eps = max(self.eps, torch.finfo(found.dtype).eps)
+            is_float32 = found.dtype is torch.float32
+            eps = products.eps() if is_float32 else torch.finfo(found.dtype).eps
+            self.eps = max(self.eps, eps)
         return found
 
 

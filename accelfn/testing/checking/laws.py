@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from accelfn.base import products
 from accelfn.testing.checking.subject import History, Subject
 from accelfn.testing.comparing.entries import first_difference
 from accelfn.testing.simulate import simulate
@@ -48,23 +49,27 @@ def leaves_settings(subject: Subject) -> str | None:
     """The process's settings, such as torch's default dtype, stay as they are."""
 
     def rank(world: World) -> str | None:
-        before = {name: get() for name, (get, _, _) in _SETTINGS.items()}
-        try:
-            for _, put, tried in _SETTINGS.values():
-                put(tried)
-            for _ in subject.advance(subject.start(world), 0, 2):
-                pass
-            for name, (get, _, tried) in _SETTINGS.items():
-                if get() != tried:
-                    return (
-                        f"it sets {name} to {get()}, for all that runs in the process."
-                    )
-        finally:
-            for name, (_, put, _) in _SETTINGS.items():
-                put(before[name])
+        for _ in subject.advance(subject.start(world), 0, 2):
+            pass
+        for name, (get, _, tried) in _SETTINGS.items():
+            if get() != tried:
+                return f"it sets {name} to {get()}, for all that runs in the process."
         return None
 
-    return next(filter(None, simulate(subject.size, rank)), None)
+    with _settings_as_tried():  # once for all ranks, which share them
+        return next(filter(None, simulate(subject.size, rank)), None)
+
+
+@contextmanager
+def _settings_as_tried() -> Generator[None]:
+    before = {name: get() for name, (get, _, _) in _SETTINGS.items()}
+    try:
+        for _, put, tried in _SETTINGS.values():
+            put(tried)
+        yield
+    finally:
+        for name, (_, put, _) in _SETTINGS.items():
+            put(before[name])
 
 
 def no_environment(subject: Subject) -> str | None:
@@ -199,8 +204,8 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         False,
     ),
     "torch's precision of products": (
-        *(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "highest",
+        *(products.precisions, products.set_precisions),
+        ("ieee", "ieee"),
     ),
     "whether gradients are taken": (
         *(torch.is_grad_enabled, torch.set_grad_enabled),
