@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """This machine's accelerator, of whatever make, through torch's one interface to all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -63,6 +63,13 @@ def give_back_memory(device: torch.device) -> None:
     """Let others have the memory that torch keeps of a device without a use for it."""
     if device.type not in ("cpu", "meta"):
         getattr(torch.get_device_module(device), "empty_cache", int)()
+
+
+def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what the devices of tensors were given to do, on whatever stream."""
+    for device in {each.device for each in tensors}:
+        if device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).synchronize(device)
 
 
 def pins(device: torch.device) -> bool:

@@ -87,8 +87,9 @@ def simulate(
     to another. In several threads it is twice that. What starts a training costs as much a
     rank on 256 as on 2.
 
-    Limits: no real network, one stream of a device for all ranks, no two ranks at once; no
-    groups but those of `axes`, `world.split` and `world.across`.
+    Limits: no real network, no two ranks at once, and a collective waits for all that a
+    device was given, on any stream; no groups but those of `axes`, `world.split` and
+    `world.across`.
     The future of a collective is done when it is asked for. A thread that a rank starts is
     none of its world. A rank that loops without a collective is stopped by an interrupt only.
 

@@ -4,8 +4,9 @@
 Its tensors are torch's, of the key PrivateUse1: autograd, dispatch and DistributedDataParallel
 treat them as those of any accelerator that comes as a package, and backward passes run in a
 thread of the device's own. Each operation is carried out by the CPU on the same memory. It
-refuses operands of two devices, has a random generator of its own, and notes each time that the
-host waits for it: values that are read, copies, shapes that depend on values.
+refuses operands of two devices, and memory that two streams have without a wait; it has a random
+generator of its own, and notes each time that the host waits for it: values that are read, copies,
+shapes that depend on values.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from accelfn.base import accelerator
-from tests.accelerator import meter, streams
+from tests.accelerator import meter, races, streams
 
 NAME = "fake"
 _CPU, _EXTENSION = 1, 12
@@ -77,7 +78,7 @@ class Module:
     Stream, Event = streams.Stream, streams.Event
     stream = staticmethod(streams.on)
     current_stream = staticmethod(streams.current)
-    synchronize = staticmethod(torch.cpu.synchronize)
+    synchronize = staticmethod(streams.synchronize)
 
     def is_initialized(self) -> bool:
         return True
@@ -163,13 +164,17 @@ def _carry_out(op: Any, *args: Any, **options: Any) -> Any:
     """Carry out an operation on the CPU."""
     leaves, spec = pytree.tree_flatten((args, options))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if op._schema.name.partition("::")[2] in _READS:
+    is_read = op._schema.name.partition("::")[2] in _READS
+    if is_read:
         _note(str(op))
     _refuse_two_devices(op, tensors)
     _refuse_as_cuda_does(op, args)
     if _is_view(op):
         return op.redispatch(_AS_THE_CPU, *args, **options)
-    streams.current().synchronize()
+    stream = streams.current()
+    races.have(stream.clock, _ours(tensors), _written(op, args, options), op)
+    if is_read:
+        stream.synchronize()
     hosts = {id(leaf): on_host(leaf) for leaf in tensors}
     plain = [_plain(hosts.get(id(leaf), leaf)) for leaf in leaves]
     args, options = pytree.tree_unflatten(plain, spec)
@@ -184,9 +189,31 @@ def _carry_out(op: Any, *args: Any, **options: Any) -> Any:
             on = on_device(host)
             torch.ops.aten.set_.source_Tensor.redispatch(_AS_THE_CPU, own, on)
     made = pytree.tree_map(lambda each: ours.get(id(each), on_device(each)), found)
-    if "empty" in op._schema.name:
-        streams.have(made)
+    known = {id(each) for each in ours.values()}
+    new = [each for each in pytree.tree_leaves(made) if id(each) not in known]
+    races.make(stream.clock, _ours(new))
     return made
+
+
+def _ours(leaves: Any) -> list[torch.Tensor]:
+    """Return the tensors of the device."""
+    return [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == NAME
+    ]
+
+
+def _written(op: Any, args: Any, options: Any) -> list[torch.Tensor]:
+    """Return the device's tensors to which an operation writes."""
+    kinds = op._schema.arguments
+    given = dict(zip((each.name for each in kinds), args, strict=False)) | options
+    named = [
+        given.get(each.name)
+        for each in kinds
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return _ours(pytree.tree_leaves(named))
 
 
 def _fitting(op: Any, args: Any) -> Any:
@@ -256,23 +283,17 @@ def _copy_from(
     target: torch.Tensor,
     non_blocking: bool = False,  # noqa: FBT002 - torch's own schema
 ) -> torch.Tensor:
-    """Copy between devices, or on one; what nobody waits for, when it is waited for."""
-    if source.device != target.device and not non_blocking:
+    """Copy between devices, or on one."""
+    stream = streams.current()
+    races.have(stream.clock, _ours([source]), _ours([target]), "a copy")
+    on_host(target).copy_(on_host(source))
+    if source.device == target.device:
+        return target
+    if not non_blocking:
         _note(f"a copy from {source.device.type} to {target.device.type}")
-
-    def copy(to: torch.Tensor) -> None:
-        on_host(to).copy_(on_host(source))
-
-    if (
-        target.device.type == NAME != source.device.type
-        and non_blocking
-        and streams.is_aside()
-    ):
-        on_host(target).fill_(torch.nan if target.is_floating_point() else 1)
-        streams.queue(target, copy)
-    else:
-        streams.current().synchronize()
-        copy(target)
+        stream.synchronize()
+    elif target.device.type == NAME:
+        streams.send(target)
     return target
 
 

@@ -68,6 +68,7 @@ def test_parts_of_sequences_train_what_the_whole_does(
     check(alone, axes, lambda world: trained(world, text, *setup))
 
 
+@pytest.mark.filterwarnings("ignore:When using async grad allreduce")  # of speed
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="Megatron-core is missing"
 )

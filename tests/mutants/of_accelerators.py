@@ -8,10 +8,10 @@ from accelfn.engine import buffers, elsewhere, engine
 from accelfn.engine.module import float8, synced_norm
 from accelfn.state import skips
 from accelfn.structure import skeleton
-from accelfn.testing.simulation import ambient
+from accelfn.testing.simulation import ambient, exchange
 from accelfn.transforms import precision, skip
 from accelfn.world import device, meeting
-from tests.accelerator import test_device, test_programs, test_waits
+from tests.accelerator import test_device, test_programs, test_streams, test_waits
 from tests.mutants.mutant import Mutant
 from tests.unit import test_launch_function, test_model, test_precision, test_world
 
@@ -74,6 +74,18 @@ MUTANTS = [
         test_device.test_the_gradients_of_a_pass_come_from_the_device_s_own_thread,
         ambient.callers_modes,
         "mode=False → mode=True",
+    ),
+    Mutant(
+        "what ranks on a device gave is added up before their streams have written it",
+        test_streams.test_ranks_meet_from_streams_of_their_own,
+        exchange.Exchange._carry_out,
+        "accelerator.wait_for_all(chain.from_iterable(call.sends for call in calls)) → pass",
+    ),
+    Mutant(
+        "ranks on a device take a sum before the stream that adds has written it",
+        test_streams.test_ranks_meet_from_streams_of_their_own,
+        exchange.Exchange._carry_out,
+        "accelerator.wait_for_all(chain.from_iterable(meeting.results)) → pass",
     ),
     Mutant(
         "losses of a device run under the autocast of the CPU",

@@ -78,6 +78,8 @@ def needs_float8() -> None:
         pytest.skip("products in float8 need compute capability 8.9")
 
 
+# of torchao, where it is compiled as it is imported
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
 @pytest.mark.parametrize(
     "precision", ["bf16", "fp16", pytest.param("fp8", marks=pytest.mark.cuda)]
 )

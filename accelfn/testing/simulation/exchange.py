@@ -4,8 +4,10 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from accelfn.base import accelerator
 from accelfn.collectives.calls import table
 from accelfn.errors import (
     CollectiveMismatchError,
@@ -343,7 +345,10 @@ class Exchange:
             self._break_by_stall(late, waited)
             return
         meeting.ends_at = late.at
+        # ranks call on streams of their own, of which none waits for another's
+        accelerator.wait_for_all(chain.from_iterable(call.sends for call in calls))
         meeting.results = results(calls, self._sums)
+        accelerator.wait_for_all(chain.from_iterable(meeting.results))
         self.log.append(entry_of(calls))
 
     def _break(self, failure: Callable[[int], Exception]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from accelfn.base import accelerator
 from accelfn.testing.simulation.calls import Call
 from accelfn.testing.simulation.exchange import Exchange
 
@@ -42,6 +43,8 @@ class SimulatedWork(Work):
             parts = self._exchange.wait(call, meeting)
             for target, part in zip(call.fills, parts, strict=True):
                 _write(target, lambda plain, part=part: plain.copy_(part))
+            # what it was copied from is let go when all have it, to another's stream
+            accelerator.wait_for_all(call.fills)
             self._exchange.receive(call)
             self._num_written += 1
         return True
