@@ -23,8 +23,6 @@ from accelfn.world import World
 
 Arrival = tuple[str, Mapping[str, torch.Tensor]]
 """A file of a save, and some of its tensors."""
-Arrivals = Iterator[Arrival | None]
-"""What arrives; None behind each stage."""
 Held = dict[str, dict[str, torch.Tensor]]
 """The tensors of each file that this rank keeps, on the host."""
 
@@ -32,22 +30,91 @@ _AT_ONCE = 25_000_000
 """Bytes that are sent together, at least where tensors are small."""
 
 
-def arriving(
-    manifest: Manifest,
-    merging: AbstractSet[str],
-    mine: Mapping[str, torch.Tensor],
-    givers: Sequence[int],
-    *,
-    meeting: World,
-) -> Arrivals:
-    """Yield what a save would have written, on all ranks; each step is a collective.
+@attrs.frozen(kw_only=True)
+class Sending:
+    """What one rank sends to all at once.
+
+    Attributes:
+        file: of a save, in which they would be.
+        entries: the tensors.
+        root: the rank.
+    """
+
+    file: str
+    entries: Mapping[str, Entry]
+    root: int
+
+
+class Arrivals:
+    """What a save would have written, as it arrives on all ranks: each step is a collective.
+
+    A rank whose part of one fails has taken part in it, and in the next ones if they are asked
+    for; not where the collective itself has failed.
+    """
+
+    def __init__(
+        self,
+        sendings: Iterator[Sending | None],
+        mine: Mapping[str, torch.Tensor],
+        world: World,
+    ) -> None:
+        """Take what is sent, None behind each stage, and what this rank would have written."""
+        self._sendings, self._mine, self._world = sendings, mine, world
+        self.is_broken = False
+
+    def stage(self) -> Iterator[Arrival]:
+        """Yield what arrives until the end of a stage."""
+        while (sending := next(self._sendings, None)) is not None:
+            yield sending.file, self._sent(sending)
+
+    @contextlib.contextmanager
+    def to_the_end(self) -> Generator[None]:
+        """Take part in what is left if the block fails: others wait in it."""
+        try:
+            yield
+        except Exception:
+            for sending in self._sendings:
+                if sending is not None and not self.is_broken:
+                    with contextlib.suppress(Exception):
+                        self._sent(sending)
+            raise
+
+    def _sent(self, sending: Sending) -> dict[str, torch.Tensor]:
+        """Return tensors that one rank has, on all."""
+        error: Exception | None = None
+        try:
+            tensors = self._prepared(sending)
+        except Exception as raised:  # noqa: BLE001 - the others wait for this one
+            error, tensors = raised, self._empty(sending)
+        self.is_broken = True
+        broadcast_(
+            tensors, self._world, root=sending.root, label="with_world: hand over"
+        )
+        self.is_broken = False
+        if error is not None:
+            raise error
+        return dict(zip(sending.entries, tensors, strict=True))
+
+    def _prepared(self, sending: Sending) -> list[torch.Tensor]:
+        if self._world.rank != sending.root:
+            return self._empty(sending)
+        there = [self._mine[name].detach() for name in sending.entries]
+        return [each.to(self._world.device) for each in there]
+
+    def _empty(self, sending: Sending) -> list[torch.Tensor]:
+        entries = sending.entries.values()
+        return [entry.empty().to(self._world.device) for entry in entries]
+
+
+def sendings(
+    manifest: Manifest, merging: AbstractSet[str], givers: Sequence[int]
+) -> Iterator[Sending | None]:
+    """Yield what is sent, None behind each stage.
 
     Args:
-        manifest: of that save.
+        manifest: of what a save would have written.
         merging: the tensors in slots that are merged.
-        mine: what this rank would have written.
-        givers: the ranks that would have, in the order of their files.
-        meeting: the world of all.
+        givers: the ranks that would have written, in the order of their files.
     """
     own = manifest.with_mean - merging
     copies = manifest.copies or range(manifest.world_size)
@@ -60,7 +127,7 @@ def arriving(
                 if (copies[place] if name in own else None) == copy
             }
             for some in _some_at_once(due):
-                yield rank_file(place), _sent(some, mine, root=root, world=meeting)
+                yield Sending(file=rank_file(place), entries=some, root=root)
         yield None
 
 
@@ -78,37 +145,20 @@ def received(
     Raises:
         CheckpointError: as `source_of`.
     """
-    with to_the_end(arrivals):
-        held: Held = {}
-        source = attrs.evolve(addressed(state, manifest, where), held=held)
-        wanted = source.places(source.rank, source.names)
-        if not goes_on(state, source):
-            for rank in manifest.firsts:
-                wanted |= source.places(rank, to_merge(state, manifest, rank))
-        _keep(held, _stage(arrivals), wanted)
-        source = merged(state, source)
-        if source.weights is None:
-            for _ in manifest.firsts:
-                _keep(held, _stage(arrivals), wanted)
-            return source
-        means = source.mean(lambda rank: _passing(source, rank, held, _stage(arrivals)))
-        return attrs.evolve(source, means=means)
-
-
-@contextlib.contextmanager
-def to_the_end(arrivals: Arrivals) -> Generator[None]:
-    """Take part in the collectives that are left if the block fails: others wait in them."""
-    try:
-        yield
-    except Exception:
-        for _ in arrivals:  # none are left, if it was a collective that failed
-            pass
-        raise
-
-
-def _stage(arrivals: Arrivals) -> Iterator[Arrival]:
-    while (arrived := next(arrivals, None)) is not None:
-        yield arrived
+    held: Held = {}
+    source = attrs.evolve(addressed(state, manifest, where), held=held)
+    wanted = source.places(source.rank, source.names)
+    if not goes_on(state, source):
+        for rank in manifest.firsts:
+            wanted |= source.places(rank, to_merge(state, manifest, rank))
+    _keep(held, arrivals.stage(), wanted)
+    source = merged(state, source)
+    if source.weights is None:
+        for _ in manifest.firsts:
+            _keep(held, arrivals.stage(), wanted)
+        return source
+    means = source.mean(lambda rank: _passing(source, rank, held, arrivals.stage()))
+    return attrs.evolve(source, means=means)
 
 
 def _keep(
@@ -155,22 +205,6 @@ def _passing(
                 if (each, name) not in stays:
                     del held[each][name]
     yield source.of_rank(rank, set(files))
-
-
-def _sent(
-    some: Mapping[str, Entry],
-    mine: Mapping[str, torch.Tensor],
-    *,
-    root: int,
-    world: World,
-) -> dict[str, torch.Tensor]:
-    """Return tensors that rank `root` has, on all ranks."""
-    if world.rank == root:
-        tensors = [mine[name].detach().to(world.device) for name in some]
-    else:
-        tensors = [entry.empty().to(world.device) for entry in some.values()]
-    broadcast_(tensors, world, root=root, label="with_world: hand over")
-    return dict(zip(some, tensors, strict=True))
 
 
 def _some_at_once(entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:

@@ -15,7 +15,7 @@ import torch
 from accelfn.base import tree
 from accelfn.base.calling import called
 from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.arriving import Arrivals, arriving, received
+from accelfn.checkpoint.arriving import Arrivals, received, sendings
 from accelfn.checkpoint.elastic import to_merge
 from accelfn.checkpoint.load import restored
 from accelfn.checkpoint.manifest import Manifest
@@ -99,11 +99,19 @@ def with_world(
     )
 
     def take() -> TrainState:
-        return restored(
-            fresh, where, lambda: received(fresh, manifest, where, arrivals)
-        )
+        with arrivals.to_the_end():
+            return restored(
+                fresh, where, lambda: received(fresh, manifest, where, arrivals)
+            )
 
-    return _all_do("take the state over", meeting, take, lambda _: "")[0]
+    taken, _ = _all_do(
+        "take the state over",
+        meeting,
+        take,
+        lambda _: "",
+        can_tell=lambda: not arrivals.is_broken,
+    )
+    return taken
 
 
 def _checked(world: World, among: World) -> World:
@@ -125,9 +133,16 @@ def _checked(world: World, among: World) -> World:
 
 
 def _all_do(
-    what: str, world: World, act: Callable[[], T], told: Callable[[T], str]
+    what: str,
+    world: World,
+    act: Callable[[], T],
+    told: Callable[[T], str],
+    *,
+    can_tell: Callable[[], bool] = lambda: True,
 ) -> tuple[T, list[str]]:
     """Act on every rank; return what this one made, and what all say of theirs, or raise.
+
+    Where the act may leave a collective half done, `can_tell` says whether it has not.
 
     Raises:
         StateError: another rank could not.
@@ -137,7 +152,9 @@ def _all_do(
     try:
         outcome = act()
         text = f"ok {told(outcome)}"
-    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
+    except Exception as error:
+        if not can_tell():
+            raise
         outcome, text = error, f"failed {commit.told(error)}"
     texts = gather_text(text, world, label=f"with_world: {what}")
     if isinstance(outcome, Exception):
@@ -197,7 +214,7 @@ def _handed_over(
             f" {error}. Go on from the last checkpoint."
         )
         raise StateError(msg) from error
-    return manifest, arriving(manifest, set(merged), mine, givers, meeting=world)
+    return manifest, Arrivals(sendings(manifest, set(merged), givers), mine, world)
 
 
 def _numbered(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

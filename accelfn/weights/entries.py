@@ -52,6 +52,8 @@ def _keeps(state: TrainState) -> dict[str, set[str]]:
         for param in tiny.values():
             param.grad = torch.zeros_like(param)
         optimizer.step()
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - one that wants more than parameters and gradients
         return {}
     held = cast("dict[Any, dict[str, Any]]", optimizer.state)

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
@@ -81,7 +81,7 @@ PUT_BACK = ("__exit__", "__del__")
 SWALLOWED = ("Finalize.__call__",)
 """Callbacks of weak references, whose errors Python prints and drops."""
 TRIES = ("_keeps",)
-"""Functions of accelfn that try an optimizer, and take any error for an answer."""
+"""Functions of accelfn that try an optimizer, and take its errors for an answer."""
 
 Place = tuple[str, int, str]
 """A file, a line in it, and what is called there."""
@@ -137,20 +137,36 @@ def is_resumed(frame: FrameType) -> bool:
 
 def puts_back(frame: FrameType | None) -> bool:
     """Whether a call belongs to what is put back at the end of something."""
+    return _is_below(
+        frame,
+        lambda frame: (
+            frame.f_code.co_name in PUT_BACK
+            or frame.f_code.co_filename.endswith("weakref.py")
+            or (
+                is_own(frame.f_code)
+                and frame.f_lineno in cleaning(frame.f_code.co_filename)
+            )
+        ),
+    )
+
+
+def is_tried(frame: FrameType | None) -> bool:
+    """Whether an error of a call would be an answer to accelfn."""
+    return _is_below(
+        frame, lambda frame: is_own(frame.f_code) and frame.f_code.co_name in TRIES
+    )
+
+
+def _is_below(frame: FrameType | None, is_it: Callable[[FrameType], bool]) -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith(TESTS):
-        code = frame.f_code
-        if code.co_name in PUT_BACK or code.co_filename.endswith("weakref.py"):
-            return True
-        if is_own(code) and (
-            code.co_name in TRIES or frame.f_lineno in cleaning(code.co_filename)
-        ):
+        if is_it(frame):
             return True
         frame = frame.f_back
     return False
 
 
 class Breaking:
-    """Counts the calls that leave accelfn on this thread, and raises in place of one.
+    """Counts the calls that leave accelfn on a thread, and raises in place of one.
 
     Attributes:
         counts: how many were made, by place.
@@ -164,20 +180,25 @@ class Breaking:
         kind: type[BaseException] = Broken,
         *,
         but: str = "nothing",
+        behind: bool = False,
     ) -> None:
-        """Take a place, which of its calls, and an error; `but` is a room that is left out."""
+        """Take a place, which of its calls, and an error; `but` is a room that is left out.
+
+        It is of this thread, or of those that begin in the block, `behind` it.
+        """
         self.place, self.number, self.kind = place, number, kind
+        self._profile = threading if behind else sys
         self._but = f"{OWN}{but}{os.sep}"
         self.counts = Counter[Place]()
         self.raised: BaseException | None = None
 
     def __enter__(self) -> Self:
-        self._before = sys.getprofile()
-        sys.setprofile(self._event)
+        self._before = self._profile.getprofile()
+        self._profile.setprofile(self._event)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(self._before)
+        self._profile.setprofile(self._before)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
@@ -202,7 +223,7 @@ class Breaking:
         else:
             return
         file = caller.f_code.co_filename
-        if method in PUT_BACK or file.startswith(self._but) or puts_back(caller):
+        if method in PUT_BACK or file.startswith(self._but) or self._is_left(caller):
             return
         place = file, caller.f_lineno, name
         self.counts[place] += 1
@@ -210,6 +231,11 @@ class Breaking:
             self.place = None
             self.raised = self.kind("broken off")
             raise self.raised
+
+    def _is_left(self, caller: FrameType) -> bool:
+        """Whether a call is left alone: it puts back, or its error would be an answer."""
+        is_answer = issubclass(self.kind, Broken) and is_tried(caller)
+        return is_answer or puts_back(caller)
 
 
 def inside(value: Any) -> Any:

@@ -75,6 +75,7 @@ class Case:
     Attributes:
         places: how many are tried, of those where the call may be broken off.
         first: which is the first of them, as a part of all.
+        behind: whether they are of threads that the call starts, and not of its own.
         which: which of the calls that one place makes, as a part of them.
     """
 
@@ -86,6 +87,7 @@ class Case:
     kind: str
     under: Any
     by_one: bool
+    behind: bool = False
     places: int
     first: float
     which: float
@@ -116,12 +118,13 @@ class Case:
         went_on = follow(twin, self.loss)
         told(act(scene(first)))  # what is made once is there
         counted_in = scene(first)
-        with Breaking() as counted:
+        kind = KINDS[self.kind]
+        with Breaking(kind=kind, behind=self.behind) as counted:
             act(counted_in)
         found: list[str] = []
         for place in self._chosen([*counted.counts]):
             number = int(self.which * counted.counts[place])
-            breaking = Breaking(place, number, KINDS[self.kind])
+            breaking = Breaking(place, number, kind, behind=self.behind)
             hit = scene(first)
             problems = self._broken(breaking, hit, went_on)
             left = tree(hit.folder)
@@ -273,6 +276,14 @@ def test_what_is_broken_off_leaves_nothing_half_done(
 ) -> None:
     """What is of the process is as before, the state too; made again, the call is made whole."""
     check(call, setup, drawn, places=1 if call in DEAR else 8)
+
+
+@given(setup=st.integers(0, len(SETUPS) - 1), drawn=DRAWN)
+def test_a_save_that_is_broken_off_behind_the_training_says_so(
+    setup: int, drawn: dict[str, Any]
+) -> None:
+    """In the thread that writes: whoever waits has the error, and nothing is half there."""
+    check("stored_behind", setup, {**drawn, "behind": True}, places=2)
 
 
 def check(call: str, setup: int, drawn: dict[str, Any], *, places: int) -> None:

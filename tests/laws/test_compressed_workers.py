@@ -6,7 +6,7 @@ import tempfile
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -67,6 +67,20 @@ def looked_at(state: af.TrainState) -> Found:
     updates=st.integers(1, 4),
     cut=st.integers(0, 4),
     bad=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 1)),
+)
+@example(
+    run=Run(1, 1, "weighted", "adagrad", in_list=False, micro=1),
+    apart=Apart(2, 2, af.wrap_ddp(within="dp_replicate")),
+    method=af.compress(
+        "powersgd",
+        matrix_approximation_rank=1,
+        start_powerSGD_iter=0,
+        min_compression_rate=0,
+    ),
+    every=1,
+    updates=2,
+    cut=0,
+    bad=(1, 0),
 )
 def test_a_worker_compresses_as_a_world_of_its_own(
     run: Run,

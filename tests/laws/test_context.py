@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -42,6 +42,26 @@ def trained(world: af.World, text: Text, *engine: object) -> Found:
     run=runs,
     engine=engines,
     dtype=st.sampled_from([torch.float64, torch.float64, torch.float32]),
+)
+@example(  # a rank whose sample of an update counts for nothing looks again
+    run=(
+        {"dp_shard": 2, "cp": 2},
+        Text(
+            n=4,
+            batch_size=2,
+            length=2,
+            heads=2,
+            shared_by=1,
+            mask="none",
+            scale=None,
+            dropped=0.0,
+            micro=1,
+            behind=(),
+            seed=0,
+        ),
+    ),
+    engine=af.wrap_ddp(),
+    dtype=torch.float64,
 )
 def test_parts_of_sequences_train_what_the_whole_does(
     run: tuple[dict[str, int], Text], engine: object, dtype: torch.dtype

@@ -31,6 +31,15 @@ from tests.strategies import Run, differences, runs, tensors
 
 
 @given(moves=moves(), chosen=options(), outer=OUTER)
+@example(  # fragments of which no whole number comes in as many updates
+    moves=Moves(
+        [[[0, 0, 0, each]] for each in (0, 0, 1, 0, 0)],
+        [[each] for each in (0, 0, 1, 0, 0)],
+        1,
+    ),
+    chosen={"sync_every": 6, "fragments": 4, "delay": 0, "mix": 0.0},
+    outer={"lr": 0.5, "momentum": 0.0},
+)
 def test_it_is_what_the_papers_say(
     moves: Moves, chosen: dict[str, Any], outer: dict[str, float]
 ) -> None:
@@ -91,6 +100,11 @@ def test_alone_every_update_is_the_inner_optimizer(run: Run) -> None:
     moves=moves(ranks=st.sampled_from([2, 4]), equal=True),
     chosen=options(mix=0.0),
     bits=st.sampled_from([16, 8, 4]),
+)
+@example(  # parts of several blocks of bits, of which some have nothing to remember
+    moves=Moves([[[0, 0, 0, 1], [0, 0, 0, 2]]], [[1, 1]], 70),
+    chosen={"sync_every": 1, "fragments": 1, "delay": 0, "mix": 0.0},
+    bits=8,
 )
 def test_nothing_is_lost_in_few_bits(
     moves: Moves, chosen: dict[str, Any], bits: int

@@ -135,7 +135,14 @@ def half(optimizer: str, updates: int) -> Case:
     return Case(run, updates, is_whole=False)
 
 
+def in_backward(optimizer: str) -> Case:
+    """Return a whole first step, which updates as gradients come."""
+    run = attrs.evolve(half(optimizer, 0).run, setup=SETUPS["in backward"])
+    return Case(run, 0, is_whole=True)
+
+
 @given(case=cases(), part=st.floats(0, 1, exclude_max=True))
+@example(in_backward("foreach"), 0.5)  # it has, by a kernel on a list
 @example(half("past", 1), 0.5)  # it has written, and nobody counted
 @example(half("decay", 2), 0.2)  # it has not, and an update before has
 @example(half("adamw", 1), 0.03)  # it has, of what the update before has made

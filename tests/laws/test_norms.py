@@ -35,6 +35,11 @@ pieces = st.lists(
     axes={"dp_shard": 2},
     wrong=[],
 )
+@example(  # cut along both axes, and along the first alone, where 1 has no half
+    given=[Piece((n,), torch.float64, (0, 0)) for n in (0, 1)],
+    axes={"dp_shard": 3, "tp": 2},
+    wrong=[],
+)
 @example(  # of no elements
     given=[Piece((0,), torch.bfloat16, (None, None))], axes={"dp_shard": 2}, wrong=[]
 )

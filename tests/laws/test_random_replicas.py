@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -97,7 +97,31 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
+AVERAGED = Setup(
+    sizes=(2, 3),
+    every=1,
+    opt_state=False,
+    buffers=False,
+    optimizer="adam",
+    decay=None,
+    average_first=False,
+    clip=None,
+    micro=1,
+    judge=None,
+    broken=None,
+    n=3,
+    batch_size=1,
+    seed=0,
+    updates=2,
+    cut=1,
+    finalized=(),
+    frozen_from=0,
+)
+"""Loaded on more ranks just after an average."""
+
+
 @given(setup=setups())
+@example(AVERAGED)
 def test_ranks_apart_are_loops_apart(setup: Setup) -> None:
     """Each rank holds what a loop of its own holds, and all evaluate the mean of the loops."""
     with tempfile.TemporaryDirectory() as folder:

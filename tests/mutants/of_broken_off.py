@@ -2,15 +2,17 @@
 """Bugs that show where a call is broken off midway: what it leaves behind, or half done."""
 
 from accelfn.base import contexts, draws
-from accelfn.checkpoint import commit, disk, moving
+from accelfn.checkpoint import arriving, background, commit, disk, moving
 from accelfn.engine import engine
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.loop import profiling, stopping
 from accelfn.placing import hooks
 from accelfn.step import holding, stages
 from accelfn.track.jsonl import _Jsonl
-from tests.laws import test_broken_off
+from accelfn.weights import entries
+from tests.laws import test_broken_off, test_broken_regroup
 from tests.mutants.mutant import Mutant
+from tests.unit import test_import_state
 
 _LAW = test_broken_off.test_what_is_broken_off_leaves_nothing_half_done
 _TOLD = test_broken_off.test_what_is_broken_off_on_a_rank_is_told_to_the_other
@@ -194,5 +196,23 @@ MUTANTS = [
     def take() -> TrainState:
         fresh = _begun(state, world)
 """,
+    ),
+    Mutant(
+        "L54: an error in the thread that writes a save is nobody's",
+        test_broken_off.test_a_save_that_is_broken_off_behind_the_training_says_so,
+        background.Writing._run,
+        "self._error = self._alone(error) → pass",
+    ),
+    Mutant(
+        "L54: a rank that cannot send what it has keeps the others waiting",
+        test_broken_regroup.test_ranks_that_go_on_are_told_who_does_not,
+        arriving.Arrivals._sent,
+        "error, tensors = raised, self._empty(sending) → raise",
+    ),
+    Mutant(
+        "short memory where an optimizer is tried is an answer of its",
+        test_import_state.test_memory_that_is_short_is_no_answer,
+        entries._keeps,
+        "except MemoryError: → except ZeroDivisionError:",
     ),
 ]

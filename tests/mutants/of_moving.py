@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "L54: a rank that can take nothing leaves the others waiting",
         test_with_world.test_who_can_take_nothing_lets_it_pass,
-        arriving.to_the_end.__wrapped__,
+        arriving.Arrivals.to_the_end.__wrapped__,
         "except Exception: → except ZeroDivisionError:",
     ),
     Mutant(

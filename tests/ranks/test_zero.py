@@ -18,6 +18,7 @@ from accelfn.testing import run_processes
 from tests.laws.histories import Acts, acts
 from tests.laws.split_models import Block, Run, runs
 from tests.processes import RankError, run_ranks
+from tests.ranks.programs_of_broken_zero import Part, broken_off
 from tests.ranks.programs_of_zero import (
     Trained,
     astray,
@@ -93,6 +94,15 @@ trainings = st.builds(
 )
 
 
+def with_stage(stage: int) -> st.SearchStrategy[Trained]:
+    """Return trainings of one stage."""
+
+    def of(each: Trained) -> Trained:
+        return attrs.evolve(each, engine=attrs.evolve(each.engine, stage=stage))
+
+    return trainings.map(of)
+
+
 def plain(found: Any) -> dict[str, torch.Tensor]:
     """Return what is compared with one rank, without what only DeepSpeed tells."""
     return {
@@ -124,6 +134,22 @@ def differing(one: Any, other: Any) -> list[str]:
 # ranks are started anew for each example: to look for a smaller one takes minutes
 few = settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
 engines = zeros | st.sampled_from([af.wrap_fsdp(), af.wrap_ddp()])
+
+
+PARTS = st.floats(0, 1, exclude_max=True)
+
+
+@few
+@given(
+    several=st.tuples(*(with_stage(stage) for stage in (1, 2, 3))),
+    parts=st.lists(st.tuples(PARTS, PARTS, PARTS), min_size=12, max_size=12),
+    kind=st.sampled_from(["Broken", "MemoryError"]),
+)
+def test_a_step_that_is_broken_off_was_not_begun_or_says_so(
+    several: list[Trained], parts: list[Part], kind: str
+) -> None:
+    """On all ranks at once: a state goes on bitwise in the same engine, or is over."""
+    run_ranks(2, broken_off, several, parts, kind)
 
 
 @few
