@@ -122,7 +122,7 @@ def laws(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Plant bugs, see that a test finds each, and write docs/mutants.md."""
     install_all(session)
-    run(session, "python", "-m", "tests.mutants")
+    run(session, "python", "-m", "tests.mutants", *session.posargs)
 
 
 @nox.session

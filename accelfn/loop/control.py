@@ -159,7 +159,7 @@ def print_in_order(world: World, *values: object) -> None:
 @called
 def print_once(world: World, *values: object, local: bool = False) -> None:
     """Print on rank 0 only; with `local`, once on every machine."""
-    check_world("print_once", world)
+    check_world("af.print_once", world)
     if world.local_rank == 0 if local else world.is_main:
         print(*values, flush=True)  # noqa: T201 - printing is what it is for
 

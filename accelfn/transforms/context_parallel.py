@@ -233,8 +233,8 @@ class _Sequence:
         return self._narrowed(batch, self._ranks.rank * share, share)
 
     def _narrowed(self, batch: Any, begin: int, length: int) -> Any:
-        def narrowed(leaf: torch.Tensor) -> torch.Tensor:
-            if leaf.ndim <= self._dim:
+        def narrowed(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.ndim <= self._dim:
                 return leaf
             return leaf.narrow(self._dim, begin, length)
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plant every mutant, print what became of it, and write docs/mutants.md."""
+"""Plant every mutant, print what became of it, and write docs/mutants.md.
+
+Words are names of test files, as `test_diloco`: their mutants alone, and no page.
+"""
 
 import sys
 import time
@@ -23,7 +26,15 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=af.Warning)
     console = Console(highlight=False)
     start, outcomes = time.perf_counter(), []
-    for mutant in MUTANTS:
+    words = sys.argv[1:]
+    homes = [mutant.test.__module__.rpartition(".")[2] for mutant in MUTANTS]
+    unknown = [word for word in words if word not in homes]
+    if unknown:
+        console.print(f"{unknown[0]} finds no mutant: expected words as test_diloco")
+        return 1
+    for mutant, home in zip(MUTANTS, homes, strict=True):
+        if words and home not in words:
+            continue
         outcome = hunt(mutant)
         outcomes.append(outcome)
         color = "green" if outcome.killed else "bold red"
@@ -40,7 +51,7 @@ def main() -> int:
     )
     if survived:
         console.print(f"Survived: {'; '.join(survived)}. Strengthen their tests.")
-    else:
+    elif not words:
         PAGE.write_text(page(outcomes))
     return len(survived)
 

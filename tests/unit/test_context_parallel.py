@@ -381,16 +381,18 @@ def test_any_dim_can_be_the_sequence() -> None:
     assert all(each == pytest.approx(alone, rel=1e-5) for each in found)
 
 
-def test_a_batch_may_have_what_is_of_no_sample() -> None:
-    """Weights of features, say: the loss is looked at on all samples then."""
+@pytest.mark.parametrize("beside", [(), ("a name", 3, None)])
+@pytest.mark.parametrize("weights", [torch.arange(1.0, WIDTH + 1), 2.0])
+def test_a_batch_may_have_what_is_of_no_sample(weights: Any, beside: Any) -> None:
+    """Weights of features, say: the loss is looked at on all samples then; and no tensors."""
 
     def weighed(net: nn.Module, batch: Any) -> af.Loss:
-        x, y, places, weights = batch
+        x, y, places, weights, *_ = batch
         errors = (net(x, places) - y).square() * weights
         return af.Loss(errors.sum(), y[..., 0].numel())
 
     def fn(world: af.World) -> float:
-        batch = (*rows(), torch.arange(1.0, WIDTH + 1))
+        batch = (*rows(), weights, *beside)
         _, metrics = af.make_step(weighed)(state_of(world, Within), batch)
         return af.mean(metrics, world)["loss"]
 

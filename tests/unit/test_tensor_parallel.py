@@ -30,6 +30,7 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.testing import simulate
+from tests.states import values
 from tests.strategies import differences
 
 WIDTH, HEADS = 8, 4
@@ -321,6 +322,22 @@ def test_batches_that_differ_along_tp_are_refused() -> None:
 
     with pytest.raises(BatchError, match='along "tp" were given different batches'):
         on_two(fn)
+
+
+def test_a_batch_may_have_what_is_no_tensor() -> None:
+    """Names of samples, say, which the first look at a loss passes on."""
+
+    def named(net: nn.Module, batch: Any) -> torch.Tensor:
+        assert batch[1:] == (["one", "two"], None)
+        return loss(net, batch[0])
+
+    def fn(world: af.World, *beside: Any) -> Any:
+        state = state_of(world)
+        plain = next(iter(af.batches(state))).value
+        batch, loss_fn = ((plain, *beside), named) if beside else (plain, loss)
+        return values(af.make_step(loss_fn)(state, batch)[0])
+
+    assert list(on_two(fn, ["one", "two"], None)) == list(on_two(fn))
 
 
 def test_an_axis_that_no_plan_uses_is_refused() -> None:

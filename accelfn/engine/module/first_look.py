@@ -73,4 +73,8 @@ def first_of(batch: Any) -> Any:
         tree.num_rows(batch)
     except BatchError:
         return batch
-    return tree.tree_map(lambda leaf: leaf[:1] if leaf.ndim else leaf, batch)
+
+    def first(leaf: Any) -> Any:
+        return leaf[:1] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+
+    return tree.tree_map(first, batch)
