@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, cast
 
+import attrs
 import torch
 
 from accelfn.base.signatures import signature
@@ -120,6 +121,11 @@ def truth(*, within: str = "af.") -> Validator:
             raise ArgumentError(msg)
 
     return check
+
+
+def option(default: Any, validator: Validator | None = None, **more: Any) -> Any:
+    """Return the field of an option that is given by its name alone; `more` is attrs' own."""
+    return attrs.field(default=default, validator=validator, kw_only=True, **more)
 
 
 def mebibytes() -> Validator:

@@ -33,6 +33,11 @@ def cuts_of(
     return {name: along for name, along in cuts.items() if along}
 
 
+def by_rows(meta: torch.Tensor) -> Cuts | None:
+    """Return that rows are cut along dp_shard, if there are any, of any elements."""
+    return {"dp_shard": 0} if meta.ndim and meta.numel() else None
+
+
 def largest_part(
     shape: Iterable[int], cuts: Cuts, axes: Mapping[str, int]
 ) -> torch.Size:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.base.arguments import truth
+from accelfn.base.arguments import option, truth
 from accelfn.definition.transform import transform
 from accelfn.engine.building import MakeRunner
 from accelfn.engine.module.compiled import Compiler, Options
@@ -46,10 +46,6 @@ def _modes() -> Mapping[str, Any]:
     from torch._inductor import list_mode_options  # noqa: PLC0415
 
     return list_mode_options()
-
-
-def _option(default: Any, validator: Any = None, **more: Any) -> Any:
-    return attrs.field(default=default, validator=validator, kw_only=True, **more)
 
 
 @transform
@@ -100,14 +96,14 @@ class compile:  # noqa: A001 - what torch calls it
         af.compile(dynamic=True)
     """
 
-    backend: str | Callable[..., Any] = _option("inductor", _is_backend)
-    mode: str | None = _option(None)
-    options: Mapping[str, Any] | None = _option(
+    backend: str | Callable[..., Any] = option("inductor", _is_backend)
+    mode: str | None = option(None)
+    options: Mapping[str, Any] | None = option(
         None, converter=copy.deepcopy, hash=False
     )
-    dynamic: bool | None = _option(None, attrs.validators.optional(truth()))
-    fullgraph: bool = _option(default=True, validator=truth())
-    regions: Regions | None = _option(None, _are_regions)
+    dynamic: bool | None = option(None, attrs.validators.optional(truth()))
+    fullgraph: bool = option(default=True, validator=truth())
+    regions: Regions | None = option(None, _are_regions)
 
     def __attrs_post_init__(self) -> None:
         """Refuse options that no compiler would read, or of which torch takes one."""

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from torch import nn
 
-from accelfn.base.arguments import is_number, truth
+from accelfn.base.arguments import is_number, option, truth
 from accelfn.definition.transform import transform
 from accelfn.engine.building import build
 from accelfn.engine.ddp import DDPRunner
@@ -35,10 +35,6 @@ def _is_axis(_owner: object, _field: object, value: object) -> None:
             f" have samples of their own, {' or '.join(map(repr, BATCH))}."
         )
         raise ArgumentError(msg)
-
-
-def _option(default: Any, validator: Any = None) -> Any:
-    return attrs.field(default=default, validator=validator, kw_only=True)
 
 
 @transform
@@ -94,12 +90,12 @@ class wrap_ddp:
         af.wrap_ddp(bucket_cap_mb=10)
     """
 
-    bucket_cap_mb: float | None = _option(None, _is_positive)
-    gradient_as_bucket_view: bool = _option(default=True, validator=truth())
-    find_unused_parameters: bool = _option(default=False, validator=truth())
-    static_graph: bool = _option(default=False, validator=truth())
-    forward_sync_buffers: bool = _option(default=True, validator=truth())
-    within: str | None = _option(None, _is_axis)
+    bucket_cap_mb: float | None = option(None, _is_positive)
+    gradient_as_bucket_view: bool = option(default=True, validator=truth())
+    find_unused_parameters: bool = option(default=False, validator=truth())
+    static_graph: bool = option(default=False, validator=truth())
+    forward_sync_buffers: bool = option(default=True, validator=truth())
+    within: str | None = option(None, _is_axis)
 
     def __attrs_post_init__(self) -> None:
         """Refuse two ways of finding unused parameters, of which torch drops one."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelfn.definition.cuts import by_rows
 from accelfn.definition.facts import facts_of
 from accelfn.definition.transform import transform
 from accelfn.engine.building import build
@@ -177,7 +178,7 @@ class wrap_deepspeed:
     ) -> Mapping[str, int] | None:
         """Cut rows along dp_shard, as af.wrap_fsdp does."""
         del name, axes
-        return {"dp_shard": 0} if meta.ndim and meta.numel() else None
+        return by_rows(meta)
 
     def init(self, state: TrainState) -> None:
         """Refuse what DeepSpeed cannot train, or would train otherwise."""

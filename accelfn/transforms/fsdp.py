@@ -9,7 +9,8 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.base.arguments import truth
+from accelfn.base.arguments import option, truth
+from accelfn.definition.cuts import by_rows
 from accelfn.definition.facts import facts_of
 from accelfn.definition.transform import transform
 from accelfn.engine.building import build
@@ -45,10 +46,6 @@ def _is_way(_owner: object, field: Any, value: object) -> None:
     if value not in ("whole", "sharded"):
         msg = f'af.wrap_fsdp({field.name}={value!r}): expected "whole" or "sharded".'
         raise ArgumentError(msg)
-
-
-def _option(default: Any, validator: Any) -> Any:
-    return attrs.field(default=default, validator=validator, kw_only=True)
 
 
 @transform
@@ -148,12 +145,12 @@ class wrap_fsdp:
         " graph of it. Give regions=, the units.",
     }
     units: Regions | None = attrs.field(default=None, validator=_are_units)
-    reshard_after_forward: bool = _option(default=True, validator=truth())
-    gather_dtype: torch.dtype | None = _option(None, _is_dtype)
-    reduce_dtype: torch.dtype | None = _option(None, _is_dtype)
-    accumulate: Literal["whole", "sharded"] = _option("whole", _is_way)
-    find_unused_parameters: bool = _option(default=False, validator=truth())
-    cpu_offload: bool = _option(default=False, validator=truth())
+    reshard_after_forward: bool = option(default=True, validator=truth())
+    gather_dtype: torch.dtype | None = option(None, _is_dtype)
+    reduce_dtype: torch.dtype | None = option(None, _is_dtype)
+    accumulate: Literal["whole", "sharded"] = option("whole", _is_way)
+    find_unused_parameters: bool = option(default=False, validator=truth())
+    cpu_offload: bool = option(default=False, validator=truth())
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -169,9 +166,9 @@ class wrap_fsdp:
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Cut rows along dp_shard; a lone number has none, and nothing is not gathered."""
+        """Cut rows along dp_shard; lone numbers, and what has no elements, stay whole."""
         del name, axes
-        return {"dp_shard": 0} if meta.ndim and meta.numel() else None
+        return by_rows(meta)
 
     def init(self, state: TrainState) -> None:
         """Refuse what cannot be split without changing the numbers."""
