@@ -235,16 +235,17 @@ def test_env_tells_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Of variables those that change a run, hidden where their name says what they are."""
     monkeypatch.chdir(tmp_path)
     Path("accelfn.toml").write_text("[launch]\nnproc = 3\n")
-    hidden = "TORCH_API_TOKEN"
+    hidden = ["TORCH_API_TOKEN", "NCCL_SECRET_ID", "TORCH_KEY_OF_MINE"]
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv(hidden, "hush")
+    for name in hidden:
+        monkeypatch.setenv(name, "hush")
     monkeypatch.setenv("MY_OWN", "hush")
     code, rows, _ = answer("env", "--json")
     found = json.loads("\n".join(rows))
     assert code == 0
     shown = found["variables"]
     assert shown["NCCL_DEBUG"] == "INFO"
-    assert shown[hidden] == "(hidden)"
+    assert [shown[name] for name in hidden] == ["(hidden)"] * 3
     assert "MY_OWN" not in shown
     assert found["settings"]["nproc"] == "3 (accelfn.toml)"
     Path("accelfn.toml").write_text("[launch]\nnproc = 0\n")

@@ -182,3 +182,34 @@ def test_a_buffer_that_is_set_to_the_batch_leaves_the_batch_alone() -> None:
         assert torch.equal(state.buffers["last"], torch.full((3, 2), float(i)))
         for j, each in enumerate(batches, start=1):
             assert torch.equal(each, torch.full((3, 2), float(j)))
+
+
+class Seen(nn.Module):
+    """Counts what it sees in place, beginning with a constant of its class."""
+
+    START = torch.zeros(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("seen", self.START)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.layer(x)
+
+
+def test_a_constant_of_a_class_stays_what_it_is() -> None:
+    """States of a module whose buffer is one do not count together, nor does the next."""
+
+    def counted(updates: int) -> float:
+        state = af.TrainState.create(
+            model=Seen, optimizer=functools.partial(torch.optim.SGD, lr=0.1)
+        )
+        step = af.make_step(lambda net, x: net(x).square().mean())
+        for _ in range(updates):
+            state, _ = step(state, torch.ones(2, 1))
+        return float(state.buffers["seen"])
+
+    assert [counted(2), counted(0), counted(1)] == [4, 0, 2]
+    assert float(Seen.START) == 0

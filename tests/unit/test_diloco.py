@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.base.shards import is_shard
 from accelfn.testing import simulate
 
 SGD = partial(torch.optim.SGD, lr=1.0)
@@ -269,3 +270,23 @@ def test_a_mean_by_weight_is_asked_for_in_full(call: Any, words: str) -> None:
     """What is no mean has no weight, and a weight is a number."""
     with pytest.raises(af.ArgumentError, match=words):
         call(torch.ones(1), af.World.single(device="cpu"))
+
+
+def test_what_an_outer_optimizer_counts_lies_whole_beside_parts() -> None:
+    """Under wrap_fsdp its averages lie over the ranks as parameters do, and its steps do not."""
+    setup = af.chain(
+        af.wrap_fsdp(),
+        af.diloco(sync_every=1, outer=partial(torch.optim.Adam, lr=0.1)),
+    )
+
+    def go(world: af.World) -> None:
+        it = state(setup, world, model=partial(nn.Linear, 2, 4))
+        it, _ = af.make_step(loss)(it, torch.ones(3, 2) * (1 + world.rank))
+        outer = it.slots["diloco"]["outer"]
+        for name, param in it.params.items():
+            assert is_shard(outer[name]["exp_avg"])
+            assert outer[name]["exp_avg"].shape == param.shape
+            assert not is_shard(outer[name]["step"])
+            assert float(outer[name]["step"]) == 1
+
+    simulate(4, go, axes={"dp_replicate": 2, "dp_shard": 2})

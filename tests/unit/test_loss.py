@@ -409,3 +409,11 @@ def test_what_is_reported_keeps_no_graph():
         parts = (each.amount, each.weight, each.total)
         assert not any(torch.is_tensor(part) and part.requires_grad for part in parts)
     assert not any(mean.requires_grad for mean in metrics.values())
+
+
+def test_metrics_are_not_what_a_program_goes_on_counting_with():
+    """A total and a weight that are written again afterwards are those that were given."""
+    total, weight = torch.tensor(6.0), torch.tensor(2.0)
+    metrics = af.Metrics({"errors": (total, weight)})
+    total.add_(1), weight.add_(1)
+    assert float(metrics["errors"]) == 3

@@ -177,3 +177,12 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         af.placed(whole, plan, weights=tmp_path),
     ):
         pass
+
+
+def test_what_has_no_elements_shares_no_memory(tmp_path):
+    """Modules with empty tensors are units of their own, as any."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        layer.register_buffer("nothing", torch.empty(0))
+    plan = af.place(model, {"cpu": 170, "disk": tmp_path})
+    assert [unit.names for unit in plan.units] == [("0",), ("1",), ("2",)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`autocast`: 16 bits against a reference in 64, what it refuses, and where it reaches."""
 
+import contextlib
 import functools
 import importlib.util
 import math
@@ -434,3 +435,20 @@ def test_float8_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ArgumentError, match=r"pip install 'accelfn\[fp8\]'"):
         af.autocast("fp8")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_region_of_the_callers_changes_nothing(precision: str) -> None:
+    """Weights are cast anew for each update, though a region around a loop keeps what it cast."""
+
+    def train(region: Any) -> dict[str, torch.Tensor]:
+        state, step = create(af.autocast(precision)), af.make_step(loss_fn)
+        with region:
+            for _ in range(3):
+                state, _ = step(state, batch())
+        return dict(state.params)
+
+    plain = train(contextlib.nullcontext())
+    for enabled in (True, False):
+        inside = train(torch.autocast("cpu", torch.bfloat16, enabled=enabled))
+        assert all(torch.equal(plain[name], inside[name]) for name in plain)

@@ -578,3 +578,14 @@ def test_the_steady_loop_reads_nothing_back():
             seen |= records.seen
     assert any("_fused_adamw" in name for name in seen)
     assert not any("_local_scalar_dense" in name or "item" in name for name in seen)
+
+
+def test_a_loss_that_is_a_view_of_a_parameter_is_what_it_was():
+    """The metrics of a step are of the parameters with which it began."""
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 3), optimizer=partial(torch.optim.SGD, lr=1.0)
+    )
+    before = float(state.params["bias"][0])
+    step = af.make_step(lambda net, _: net.bias[0])
+    after, metrics = step(state, torch.ones(2, 1))
+    assert float(metrics["loss"]) == before == float(after.params["bias"][0]) + 1

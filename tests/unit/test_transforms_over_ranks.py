@@ -321,3 +321,29 @@ def test_batch_norms_count_batches_that_somebody_had(samples):
 
     # of parts that ranks cut alike: as many as the longest share has samples, three at most
     assert set(simulate(2, train)) == {min(3, -(-samples // 2))}
+
+
+def test_what_some_ranks_used_all_update_by_hand() -> None:
+    """A gradient that one rank lacks is its zeros in the sum, and what none has stays."""
+
+    def rank(world: af.World) -> dict[str, torch.Tensor]:
+        names = [str(world.rank), "2"]
+        state = af.TrainState.create(
+            model=lambda: nn.ModuleDict({n: nn.Linear(2, 1) for n in "0123"}),
+            optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+            world=world,
+        )
+        compute = af.value_and_grad(
+            lambda net, x: sum(net[name](x) for name in names).mean()
+        )
+        before = {name: each.clone() for name, each in state.params.items()}
+        _, grads = compute(state, torch.ones(3, 2))
+        state = af.apply_grads(state, af.sync_grads(state, grads))
+        moved = [
+            n for n, each in state.params.items() if not torch.equal(each, before[n])
+        ]
+        assert {name[0] for name in moved} == {"0", "1", "2"}
+        return dict(state.params)
+
+    one, two = simulate(2, rank)
+    assert all(torch.equal(one[name], two[name]) for name in one)
