@@ -2,6 +2,7 @@
 """Bugs in corners: of two things that seldom meet, or of a name that says more than its end."""
 
 from accelfn.engine import read_loss
+from accelfn.engine.module import first_look
 from accelfn.launching import environment
 from accelfn.outer import stepping
 from accelfn.placing import units
@@ -12,6 +13,7 @@ from tests.mutants.mutant import Mutant
 from tests.unit import (
     test_answers,
     test_buffers,
+    test_context_parallel,
     test_diloco,
     test_loss,
     test_placing,
@@ -82,5 +84,16 @@ MUTANTS = [
         test_buffers.test_a_constant_of_a_class_stays_what_it_is,
         beginning._copies,
         "each.detach().clone() → each.detach()",
+    ),
+    Mutant(
+        "after a first look parts that are not in training are",
+        test_context_parallel.test_looking_leaves_no_trace,
+        first_look.untouched.__wrapped__,
+        """\
+        for module, was in zip(modules, training, strict=True):
+            module.training = was
+→
+        model.train(training[0])
+""",
     ),
 ]

@@ -314,7 +314,7 @@ def mistakes(world: af.World, each: Trained) -> None:
     if each.engine.stage == 3:
         with pytest.raises(af.errors.LossError, match="had not gathered"):
             af.value_and_grad(_penalised)(each.state(world), batch)
-        for loss in (_normed, _logged, _stacked):
+        for loss in (_normed, _logged, _stacked, _named):
             with pytest.raises(
                 af.errors.LossError, match="parameter 'scale' that DeepSp"
             ):
@@ -610,6 +610,12 @@ def _logged(net: Any, batch: Any) -> af.Loss:
     with torch.no_grad():
         norm = torch.norm(next(iter(net.state_dict(keep_vars=True).values())))
     return af.Loss(LOSSES["mean"](net, batch), 1, norm=norm)
+
+
+def _named(net: Any, batch: Any) -> torch.Tensor:
+    """Add what would be 0, of an argument by name."""
+    first = next(net.parameters())
+    return LOSSES["mean"](net, batch) + torch.linalg.vector_norm(x=first)
 
 
 def _stacked(net: Any, batch: Any) -> torch.Tensor:

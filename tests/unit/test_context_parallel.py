@@ -53,6 +53,14 @@ class Mixing(Attending):
         return super().forward(x, places).cumsum(1)
 
 
+class Partly(Attending):
+    """Has a part that is not in training, as a norm that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both.eval()
+
+
 class Rounding(Attending):
     """Rounds a part of a sequence otherwise than the whole, as products in TF32 may."""
 
@@ -257,18 +265,18 @@ def test_what_does_not_count_is_looked_at_later() -> None:
 
 
 def test_looking_leaves_no_trace() -> None:
-    """Buffers, the mode and draws of the first update are as if nobody had looked."""
+    """Buffers, modes of each part and draws of the first update are as if nobody had looked."""
 
     def fn(world: af.World) -> tuple[dict[str, torch.Tensor], bool]:
-        state, modes = state_of(world, partial(Attending)), []
+        state, modes = state_of(world, Partly), []
 
         def seen(net: nn.Module, batch: Batch) -> af.Loss:
-            modes.append(net.training)
+            modes.append((net.training, net.both.training))
             return loss_of_all(net, batch)
 
         first, _ = af.make_step(seen)(state, rows(), donate=False)
         again, _ = af.make_step(seen)(state, rows(), donate=False)
-        assert modes == [False, False, True, True]
+        assert modes == [(False, False)] * 2 + [(True, False)] * 2
         assert first.buffers["calls"] == again.buffers["calls"] == 1
         same = (torch.equal(p, again.params[n]) for n, p in first.params.items())
         return dict(first.params), all(same)
