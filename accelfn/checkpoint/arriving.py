@@ -82,11 +82,11 @@ class Arrivals:
     def _sent(self, sending: Sending) -> dict[str, torch.Tensor]:
         """Return tensors that one rank has, on all."""
         error: Exception | None = None
+        self.is_broken = True  # until the others have what they wait for
         try:
             tensors = self._prepared(sending)
         except Exception as raised:  # noqa: BLE001 - the others wait for this one
             error, tensors = raised, self._empty(sending)
-        self.is_broken = True
         broadcast_(
             tensors, self._world, root=sending.root, label="with_world: hand over"
         )

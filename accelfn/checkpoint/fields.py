@@ -15,6 +15,7 @@ from accelfn.data.cursor import Cursor
 from accelfn.errors import CheckpointError
 from accelfn.state.lease import Lease
 from accelfn.state.state import TrainState
+from accelfn.structure.counts import beside
 
 FIELDS = (
     "params",
@@ -52,11 +53,13 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         name: _with_objects(value, state.slots.get(name), f"slots.{name}")
         for name, value in saved["slots"].items()
     }
+    params = {name: saved["params"][name] for name in state.params}
+    optimizer, module = state.definition.optimizer, state.definition.skeleton.module
     return attrs.evolve(
         state,
-        params={name: saved["params"][name] for name in state.params},
+        params=params,
         buffers={name: saved["buffers"][name] for name in state.buffers},
-        opt_state=saved["opt_state"],
+        opt_state=beside(saved["opt_state"], params, optimizer, module),
         step=saved["step"],
         cursor=Cursor(*saved["cursor"]),
         seed=saved["seed"],
@@ -93,6 +96,8 @@ def _with_objects(saved: Any, current: Any, path: str) -> Any:
         return type(saved)(
             _with_objects(v, inside[i], f"{path}[{i}]") for i, v in enumerate(sequence)
         )
+    if isinstance(saved, torch.Tensor) and isinstance(current, torch.Tensor):
+        return saved.to(current.device)  # the caller's may be on the host
     return saved
 
 

@@ -233,6 +233,8 @@ def _begun(state: TrainState, world: World) -> TrainState:
     """
     definition = attrs.evolve(state.definition, world=world)
     owners = state.setup.owners["layout"]
+    if world.device != state.world.device:
+        state = attrs.evolve(state, slots=_moved(state.slots, world.device))
     if not owners:
         return attrs.evolve(state, definition=definition)
     layout = definition.layout
@@ -257,3 +259,13 @@ def _begun(state: TrainState, world: World) -> TrainState:
         lease=Lease(),
     )
     return fresh.with_setup(state.setup)
+
+
+def _moved(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return slots on a device, but for what is in parts."""
+
+    def put(leaf: Any) -> Any:
+        is_whole = isinstance(leaf, torch.Tensor) and not is_sharded(leaf)
+        return leaf.to(device) if is_whole else leaf
+
+    return {name: tree.tree_map(put, slot) for name, slot in slots.items()}

@@ -27,6 +27,7 @@ from accelfn.schedules.rates import bound
 from accelfn.schedules.schedule import Schedule
 from accelfn.state.moment import Moment
 from accelfn.state.shared_draws import shared_draws
+from accelfn.structure.counts import beside
 from accelfn.structure.drawn import bare, drawn
 from accelfn.structure.prototype import OptimizerSource, prototype_of
 from accelfn.structure.skeleton import (
@@ -141,13 +142,14 @@ def _whole(
     module = materialize(model, seed=seed, name=name, device=device)
     skeleton = skeleton_of(module)
     prototype, opt_state = prototype_of(optimizer, module, skeleton)
+    params = dict(module.named_parameters())
     return Beginning(
         module=module,
         skeleton=skeleton,
         prototype=prototype,
-        params=apart_from_others(dict(module.named_parameters())),
+        params=apart_from_others(params),
         buffers=_copies(module),
-        opt_state=opt_state,
+        opt_state=beside(opt_state, params, prototype, skeleton.module),
         setup=chain(),
     )
 

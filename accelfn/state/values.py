@@ -16,6 +16,7 @@ from accelfn.collectives import check_replicas
 from accelfn.definition.definition import Definition
 from accelfn.definition.facts import by_rank, facts_of
 from accelfn.state.alike import check_alike, shared_slots
+from accelfn.structure.counts import beside
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
 
@@ -59,7 +60,7 @@ def carried(values: Values, before: Definition, after: Definition) -> Values:
         kept = {name: slot for name, slot in values.slots.items() if name in names}
         check_met(attrs.evolve(values, slots=kept), before, by_rank(after.setup))
     if before.layout or after.layout:
-        values = on_device(laid_out(values, before, after), after.world.device)
+        values = on_device(laid_out(values, before, after), after)
     return values
 
 
@@ -128,21 +129,12 @@ def laid_out(values: Values, before: Definition, definition: Definition) -> Valu
     return attrs.evolve(values, params=params, opt_state=opt_state, slots=slots)
 
 
-def on_device(values: Values, device: torch.device) -> Values:
-    """Return values of which what was not split is on a device, and parts where they were."""
+def on_device(values: Values, definition: Definition) -> Values:
+    """Return values of which what was not split is on the device, and parts where they were."""
+    device = definition.world.device
     params = {n: p if is_shard(p) else p.to(device) for n, p in values.params.items()}
     buffers = {name: each.to(device) for name, each in values.buffers.items()}
     # dicts: an engine may have kept values in another order, which others do not know
-    opt_state = {
-        name: {key: _beside(params.get(name), key, each) for key, each in kept.items()}
-        for name, kept in values.opt_state.items()
-    }
+    module = definition.skeleton.module
+    opt_state = beside(values.opt_state, params, definition.optimizer, module)
     return attrs.evolve(values, params=params, buffers=buffers, opt_state=opt_state)
-
-
-def _beside(param: torch.Tensor | None, key: str, value: Any) -> Any:
-    """Return what an optimizer keeps of a parameter where that is; its counts stay, as in torch."""
-    is_tensor = isinstance(value, torch.Tensor) and not is_shard(value)
-    if param is None or key == "step" or not is_tensor:
-        return value
-    return value.to(param.device)

@@ -316,7 +316,8 @@ def _check_owned(
     if strangers:
         why = (
             " A ready optimizer goes with the very model instance whose parameters it"
-            " was given; with a model factory, give an optimizer factory."
+            " was given, on the device of its world; with a model factory, give an optimizer"
+            " factory."
             if given_ready
             else ""
         )

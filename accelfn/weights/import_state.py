@@ -184,10 +184,9 @@ def _read(
     for field, table in (("params", params), ("buffers", buffers)):
         for name in [name for name in table if name in weights]:
             table[name] = values(name, field, weights[name], table[name])
-    counter = _counts_on(state)
     opt_state = {
         name: {
-            key: _entry(f"{folder}: {key} of {name}", key, each, params[name], counter)
+            key: _entry(f"{folder}: {key} of {name}", key, each, params[name])
             for key, each in entry.items()
         }
         for name, entry in kept.items()
@@ -259,9 +258,7 @@ def _laid(
     return like(values, own) if is_shard(own) else values.to(own.device)
 
 
-def _entry(
-    where: str, key: str, each: Any, param: torch.Tensor, counter: torch.device
-) -> Any:
+def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
     """Return what an optimizer keeps of a parameter, as torch's optimizers load it."""
     if not isinstance(each, Piece):
         return each
@@ -269,12 +266,5 @@ def _entry(
         return _laid(where, key, each, param, {})
     values = each.read(Slice.whole(each.shape))
     if key == "step":
-        return values.to(counter)
+        return values
     return values.to(param.device, param.dtype if param.is_floating_point() else None)
-
-
-def _counts_on(state: TrainState) -> torch.device:
-    """Return where the state's optimizer counts its steps."""
-    groups = state.definition.optimizer.param_groups
-    there = any(g.get("fused") or g.get("capturable") for g in groups)
-    return state.world.device if there else torch.device("cpu")

@@ -88,6 +88,23 @@ def test_what_a_state_has_is_on_its_device() -> None:
     assert devices(there) == seen == {NAME}
 
 
+@pytest.mark.cuda
+def test_what_a_ready_optimizer_has_comes_to_the_device_with_its_model() -> None:
+    """Beside the parameters, and its counts where its kernel reads them."""
+    for fused in (False, True):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, fused=fused)
+        for _ in range(2):
+            model(INPUTS).square().mean().backward()
+            optimizer.step()
+        state = af.TrainState.create(model=model, optimizer=optimizer)
+        entry = state.opt_state["weight"]
+        assert entry["exp_avg"].device == state.params["weight"].device == DEVICE
+        assert entry["step"].device.type == (NAME if fused else "cpu")
+        state, _ = af.make_step(mean_square)(state, INPUTS.to(DEVICE))
+        assert state.opt_state["weight"]["step"] == 3
+
+
 def test_the_gradients_of_a_pass_come_from_the_device_s_own_thread() -> None:
     """Which is what makes this device one: on simulated ranks they come from the rank's."""
 

@@ -144,4 +144,5 @@ def check_apart_on(world: af.World, of: Training, acts: Acts, folder: str) -> No
         alone, found = history.alone(each.updates), tensors(each.state)
         assert alone.keys() == found.keys()
         for name, value in alone.items():
+            assert value.device == found[name].device, name
             assert torch.equal(value, found[name]), name

@@ -2,16 +2,22 @@
 """Bugs that show on an accelerator: waits, tensors elsewhere, draws from another generator."""
 
 from accelfn.base import draws
-from accelfn.checkpoint import background
+from accelfn.checkpoint import background, fields, moving
 from accelfn.collectives import packed
 from accelfn.engine import buffers, elsewhere, engine
 from accelfn.engine.module import float8, synced_norm
 from accelfn.state import skips
-from accelfn.structure import skeleton
+from accelfn.structure import counts, skeleton
 from accelfn.testing.simulation import ambient, exchange
 from accelfn.transforms import precision, skip
 from accelfn.world import device, meeting
-from tests.accelerator import test_device, test_programs, test_streams, test_waits
+from tests.accelerator import (
+    test_device,
+    test_goes_on,
+    test_programs,
+    test_streams,
+    test_waits,
+)
 from tests.mutants.mutant import Mutant
 from tests.unit import test_launch_function, test_model, test_precision, test_world
 
@@ -50,6 +56,36 @@ MUTANTS = [
         test_precision.test_float8_casts_by_itself_on_cuda_too,
         float8._forward,
         'with torch.autocast("cuda", enabled=False): → if True:',
+    ),
+    Mutant(
+        "what an optimizer counts is loaded onto the device, and waited for",
+        test_goes_on.test_what_goes_on_lies_where_it_lay,
+        counts.beside,
+        '"cpu" if on_host else params[name].device → params[name].device',
+    ),
+    Mutant(
+        "a count that a fused kernel reads is loaded onto the host",
+        test_goes_on.test_what_goes_on_lies_where_it_lay,
+        counts.beside,
+        'group.get("fused") or group.get("capturable") → group.get("capturable")',
+    ),
+    Mutant(
+        "a count that is on the device by torch's default is loaded onto the host",
+        test_goes_on.test_what_goes_on_lies_where_it_lay,
+        counts.beside,
+        "isinstance(part, ASGD) → False",
+    ),
+    Mutant(
+        "what the caller has on the host is loaded onto the device",
+        test_goes_on.test_what_goes_on_lies_where_it_lay,
+        fields._with_objects,
+        "return saved.to(current.device) → return saved",
+    ),
+    Mutant(
+        "slots stay where they were when a state goes to a device",
+        test_goes_on.test_what_goes_to_a_device_lies_as_if_it_had_begun_there,
+        moving._moved,
+        "leaf.to(device) if is_whole else leaf → leaf",
     ),
     Mutant(
         "a transform's count begins on the CPU",

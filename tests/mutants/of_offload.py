@@ -7,8 +7,8 @@ from accelfn.collectives import averages, parts, replicas
 from accelfn.definition import layout
 from accelfn.engine import shard_home
 from accelfn.loop import memory, memory_use
-from accelfn.state import values
 from accelfn.step import skipping, sync_grads
+from accelfn.structure import counts
 from accelfn.transforms import clip, fsdp, precision
 from tests.accelerator import test_offload, test_offloaded_bytes
 from tests.mutants.mutant import Mutant
@@ -32,8 +32,8 @@ MUTANTS = [
     Mutant(
         "what an optimizer makes of a lone number beforehand stays on the host",
         TRAINS,
-        values._beside,
-        "value.to(param.device) → value",
+        counts.beside,
+        'value.to("cpu" if on_host else params[name].device) → value',
     ),
     Mutant(
         "whole gradients of micro-batches are refused where parameters lie on the host",

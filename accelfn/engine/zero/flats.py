@@ -17,11 +17,10 @@ from accelfn.definition.layout import Layout
 from accelfn.engine.zero.places import Run, Runs, evenly, moved
 from accelfn.errors import OptimizerError, StateError
 from accelfn.state.values import OptState
+from accelfn.structure.counts import COUNTS
 from accelfn.world import World
 
 _FLAT = "<flat {}>"
-_COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers keep of a parameter as one number, as of a lone one all else."""
 _TO_ROWS, _TO_FLATS = "ZeRO: read a state", "ZeRO: take over a state"
 
 
@@ -332,7 +331,7 @@ def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
     """Whether an entry has an element for each of its parameter, which may be a lone number."""
     shape = where.layout.shapes[name]
     is_alike = isinstance(value, torch.Tensor) and value.shape == shape
-    return is_alike and (bool(shape) or key not in _COUNTS)
+    return is_alike and (bool(shape) or key not in COUNTS)
 
 
 def _check_alike(
