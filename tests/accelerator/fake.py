@@ -286,14 +286,18 @@ def _copy_from(
     """Copy between devices, or on one."""
     stream = streams.current()
     races.have(stream.clock, _ours([source]), _ours([target]), "a copy")
-    on_host(target).copy_(on_host(source))
     if source.device == target.device:
+        on_host(target).copy_(on_host(source))
         return target
     if not non_blocking:
         _note(f"a copy from {source.device.type} to {target.device.type}")
         stream.synchronize()
-    elif target.device.type == NAME:
+    on_host(target).copy_(on_host(source))
+    if non_blocking and target.device.type == NAME:
         streams.send(target)
+        streams.sent_from_host(source)
+    elif non_blocking:
+        streams.sent_to_host(target)
     return target
 
 

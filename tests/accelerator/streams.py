@@ -2,7 +2,9 @@
 """Streams of the fake accelerator: what they are given is done at once, and who waits is noted.
 
 What hardware might do in another order, or at once, is an error: a race. So is memory that is let
-go while a copy to it is under way, of whoever waits for that next.
+go while a copy to it is under way, of whoever waits for that next. What is copied to the host for
+which it does not wait has arrived when it does wait, and is nothing until then; what is copied
+from there is the host's to change when it has waited.
 """
 
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 
 from tests.accelerator import races
@@ -19,6 +22,26 @@ _ALONE = 2
 UNDER_WAY: list[tuple[torch.Tensor, races.Moment]] = []
 """What a copy on a side stream goes to, and when, until the stream that computes waits."""
 _local = threading.local()
+
+
+@attrs.frozen(eq=False)
+class _Sent:
+    """A copy between the device and the host, for which that has not waited.
+
+    Attributes:
+        memory: the host's.
+        values: that were copied.
+        moment: when.
+        is_to_host: whether it goes there.
+    """
+
+    memory: torch.Tensor
+    values: torch.Tensor
+    moment: races.Moment
+    is_to_host: bool
+
+
+_SENT: list[_Sent] = []
 
 
 class Event:
@@ -35,7 +58,7 @@ class Event:
         (stream or current()).wait_event(self)
 
     def synchronize(self) -> None:
-        races.HOST.join(self.clock)
+        _host_waits(self.clock)
 
     @property
     def clock(self) -> races.Clock:
@@ -62,7 +85,7 @@ class Stream:
         return found
 
     def synchronize(self) -> None:
-        races.HOST.join(self.clock)
+        _host_waits(self.clock)
 
     def _come_behind(self, clock: races.Clock) -> None:
         self.clock.join(clock)
@@ -93,6 +116,7 @@ def synchronize(_: Any = None) -> None:
     """Let the host wait for all streams."""
     _arrive([*UNDER_WAY])
     races.all_is_done()
+    _host_has([*_SENT])
 
 
 def send(target: torch.Tensor) -> None:
@@ -100,6 +124,39 @@ def send(target: torch.Tensor) -> None:
     clock = current().clock
     if races.is_anothers(clock, target):
         UNDER_WAY.append((target.detach(), clock.now()))
+
+
+def sent_to_host(target: torch.Tensor) -> None:
+    """Note that what the host has just been given will be there once it waits for it."""
+    values, moment = target.detach().clone(), current().clock.now()
+    _SENT.append(_Sent(target.detach(), values, moment, is_to_host=True))
+    garbage = float("nan") if target.is_floating_point() else 77
+    target.detach().fill_(garbage)
+
+
+def sent_from_host(source: torch.Tensor) -> None:
+    """Note that the host may not write over what it has given until it has waited."""
+    values, moment = source.detach().clone(), current().clock.now()
+    _SENT.append(_Sent(source.detach(), values, moment, is_to_host=False))
+
+
+def _host_waits(clock: races.Clock) -> None:
+    races.HOST.join(clock)
+    _host_has([each for each in _SENT if races.HOST.is_behind(each.moment)])
+
+
+def _host_has(sent: list[_Sent]) -> None:
+    """Let copies have ended of which the host knows."""
+    for each in sent:
+        _SENT.remove(each)
+        if each.is_to_host:
+            each.memory.copy_(each.values)
+    is_alike = all(
+        each.is_to_host
+        or torch.equal(each.memory.nan_to_num(), each.values.nan_to_num())
+        for each in sent
+    )
+    assert is_alike, "the host wrote over what was being copied from it"
 
 
 def _arrive(copies: list[tuple[torch.Tensor, races.Moment]]) -> None:

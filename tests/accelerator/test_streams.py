@@ -141,3 +141,49 @@ def test_memory_that_is_let_go_under_a_copy_is_an_error() -> None:
     with pytest.raises(AssertionError, match="let go"):
         module().current_stream().wait_stream(side)
     assert streams.UNDER_WAY == []
+
+
+COPIES = st.lists(
+    st.tuples(
+        st.sampled_from(["to the host", "from the host", "write", "host waits"]),
+        st.integers(0, 3),
+    ),
+    max_size=12,
+)
+
+
+@given(acts=COPIES)
+def test_what_is_copied_has_arrived_when_the_host_has_waited(
+    acts: list[tuple[str, int]],
+) -> None:
+    """Copies on two streams for which nobody waits, what the host writes, and what it waits for."""
+    module().synchronize()
+    there, some = torch.ones(2, device=DEVICE), [module().Stream() for _ in range(2)]
+    module().synchronize()
+    coming: list[tuple[int, torch.Tensor]] = []
+    going: list[tuple[int, torch.Tensor]] = []
+    lost = set[int]()
+    for what, number in acts:
+        stream = some[number % 2]
+        with module().stream(stream):
+            if what == "to the host":
+                host = torch.zeros(2).copy_(there, non_blocking=True)
+                coming.append((number % 2, host))
+            elif what == "from the host":
+                going.append((number % 2, home := torch.zeros(2)))
+                torch.empty(2, device=DEVICE).copy_(home, non_blocking=True)
+        if what == "write" and number < len(going):
+            going[number][1].fill_(1.0)
+            lost.add(going[number][0])
+        if what == "host waits":
+            if number % 2 in lost:
+                with pytest.raises(AssertionError, match="the host wrote over"):
+                    stream.synchronize()
+                break
+            stream.synchronize()
+            assert all(h.tolist() == [1, 1] for i, h in coming if i == number % 2)
+            coming = [each for each in coming if each[0] != number % 2]
+            going = [each for each in going if each[0] != number % 2]
+        assert not any(host.tolist() == [1, 1] for _, host in coming)
+    for _, home in going:
+        home.zero_()

@@ -58,6 +58,19 @@ MUTANTS = [
         'with torch.autocast("cuda", enabled=False): → if True:',
     ),
     Mutant(
+        "how many updates were skipped is read before it has arrived",
+        test_waits.test_what_is_too_much_in_a_row_is_found_without_waiting_for_it,
+        skips.Skips.read,
+        "self._arrived.synchronize() → pass",
+    ),
+    Mutant(
+        "an asynchronous save writes what has not arrived",
+        test_device.test_a_checkpoint_goes_on_on_any_device,
+        background.Buffers.copies_of,
+        "arrived.synchronize() → pass",
+        args={"asynchronous": True},
+    ),
+    Mutant(
         "what an optimizer counts is loaded onto the device, and waited for",
         test_goes_on.test_what_goes_on_lies_where_it_lay,
         counts.beside,
