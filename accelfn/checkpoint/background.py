@@ -7,6 +7,7 @@ beside the checkpoint, which they all see, for they write the checkpoint itself 
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -84,7 +85,7 @@ class Talk:
             absent = self._absent()  # one that was gone may have spoken before
             self._check_ended(absent)
             gone = [rank for rank in gone if rank in absent]
-            if gone or self._is_over(begun):
+            if absent and (gone or self._is_over(begun)):
                 raise PeerFailedError(self._given_up(gone, absent, what, begun))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -151,6 +152,27 @@ def talk_directory(final: Path) -> Path:
     return final.parent / f".tmp-{final.name}.talk"
 
 
+class _Mine(threading.local):
+    """The saves that a thread has begun."""
+
+    def __init__(self) -> None:
+        self.writings: weakref.WeakSet[Writing] = weakref.WeakSet()
+
+
+_mine = _Mine()
+
+
+def give_up() -> bool:
+    """End the saves that this thread has begun, as the end of its process would.
+
+    Returns: whether there were any.
+    """
+    begun = list(_mine.writings)
+    for writing in begun:
+        writing.give_up()
+    return bool(begun)
+
+
 class Writing:
     """A save that a thread writes, once it is started."""
 
@@ -168,6 +190,7 @@ class Writing:
         self._talk = Talk(save=save, patience=patience or _PATIENCE)
         self._begun, self._done = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
+        _mine.writings.add(self)
 
     def start(self) -> None:
         """Begin to write."""
@@ -186,6 +209,12 @@ class Writing:
     def hurry(self) -> None:
         """Wait for other ranks no longer than a moment: one of them is gone."""
         self._talk.hurried_at = time.monotonic()
+
+    def give_up(self) -> None:
+        """Wait for no other rank any more, and then for the end."""
+        self._talk.patience = 0.0
+        if self._begun.locked():
+            self._done.wait()
 
     def _run(self) -> None:
         if not self._begun.acquire(blocking=False):

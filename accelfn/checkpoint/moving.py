@@ -7,7 +7,7 @@ decides who writes what, and what another number of ranks makes of it, is that o
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -31,6 +31,7 @@ from accelfn.state.state import TrainState
 from accelfn.world import World
 
 T = TypeVar("T")
+Restore: TypeAlias = Callable[[TrainState], TrainState]
 
 _CALL = "af.with_world(state, world)"
 
@@ -83,20 +84,44 @@ def with_world(
     state.lease.check()
     meeting = _checked(world, world if among is None else among)
     check_axes(state.setup, world)
+    return moved(state, world, meeting, newcomer=newcomer)
+
+
+def moved(
+    state: TrainState,
+    world: World,
+    meeting: World,
+    *,
+    newcomer: bool,
+    restore: Restore | None = None,
+) -> TrainState:
+    """Return the state as it goes on in another world, as `with_world`.
+
+    Args:
+        state: not donated.
+        world: in which it goes on.
+        meeting: of all ranks that call it.
+        newcomer: whether this rank has nothing to hand over.
+        restore: gives the state that all go on with where the ranks have not all parts of a
+            model that is split, of one that says what it is a state of.
+    """
 
     def say() -> commit.Contents | None:
         return None if newcomer else contents_of(state, "write")
 
     contents, said = _all_do("say what it holds", meeting, say, _said)
-    manifest, arrivals = _handed_over(
-        contents, list(map(json.loads, said)), meeting, state
-    )
-    where = f"the state of update {manifest.step}"
+    handed = _handed_over(contents, list(map(json.loads, said)), meeting, state)
     # by itself, for the parts of a split model are read in calls that a rank which could not
     # begin would not make
     fresh, _ = _all_do(
         "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
     )
+    if isinstance(handed, StateError):
+        if restore is None:
+            raise handed
+        return _restored(fresh, restore, handed)
+    manifest, arrivals = handed
+    where = f"the state of update {manifest.step}"
 
     def take() -> TrainState:
         with arrivals.to_the_end():
@@ -112,6 +137,26 @@ def with_world(
         can_tell=lambda: not arrivals.is_broken,
     )
     return taken
+
+
+def _restored(fresh: TrainState, restore: Restore, lost: StateError) -> TrainState:
+    """Return what the caller goes on with where parts of a model are lost.
+
+    Raises:
+        StateError: there is nothing, and what was lost is lost.
+    """
+    found = restore(fresh)
+    if not isinstance(found, TrainState):
+        msg = (
+            f"restore={restore!r} gave {type(found).__name__}; expected the state that it"
+            " loaded, as store.restore and partial(af.load, directory=...) give it."
+        )
+        raise ArgumentError(msg)
+    if found is fresh or found.world is not fresh.world:
+        what = "in another world" if found is not fresh else "that it was given"
+        msg = f"{lost} restore={restore!r} gave the state {what}: there is none to go on with."
+        raise StateError(msg) from lost
+    return found
 
 
 def _checked(world: World, among: World) -> World:
@@ -176,11 +221,13 @@ def _handed_over(
     said: Sequence[Mapping[str, Any] | None],
     world: World,
     state: TrainState,
-) -> tuple[Manifest, Arrivals]:
+) -> tuple[Manifest, Arrivals] | StateError:
     """Return what a save of the ranks that have a state would have written, as it arrives.
 
+    Or the error, on all ranks, that they have not all of a model that is split.
+
     Raises:
-        StateError: no rank has one, or they have not all of a model that is split.
+        StateError: no rank has a state.
     """
     givers = [rank for rank, each in enumerate(said) if each is not None]
     if not givers:
@@ -209,11 +256,12 @@ def _handed_over(
     try:
         manifest = Manifest.from_bytes(plain.encode())
     except CheckpointCorruptError as error:
-        msg = (
+        lost = StateError(
             f"{_CALL}: the {len(givers)} ranks that have a state have not all of it:"
             f" {error}. Go on from the last checkpoint."
         )
-        raise StateError(msg) from error
+        lost.__cause__ = error
+        return lost
     return manifest, Arrivals(sendings(manifest, set(merged), givers), mine, world)
 
 

@@ -2,10 +2,11 @@
 """`regroup`: a state goes on in the world of all ranks that are there."""
 
 from accelfn.base import tree
+from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
-from accelfn.checkpoint.moving import with_world
+from accelfn.checkpoint.moving import Restore, moved
 from accelfn.collectives import broadcast_object, gather_text
-from accelfn.errors import PeerFailedError, WorldError
+from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
 from accelfn.world import World
@@ -15,7 +16,7 @@ _CALL = "af.regroup(state)"
 
 
 @called
-def regroup(state: TrainState) -> TrainState:
+def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
     """Return the state as it goes on in the world of all ranks that are there.
 
     For runs whose ranks come and go, under `accelfn launch --elastic` or simulated with
@@ -35,9 +36,14 @@ def regroup(state: TrainState) -> TrainState:
     Args:
         state: not donated. Where ranks give states of different updates, as when one had its
             average before another failed in it, all take over the newest.
+        restore: where the model is split, those that are left have not all parts of it: then
+            all go on with what this gives for a state that says what it is a state of, as
+            `store.restore` of an `af.CheckpointStore`. It is called on all ranks, newcomers
+            too, and what was done since that checkpoint is done again.
 
     Law: those that are left go on, bitwise, as from a checkpoint that they had saved of what
-    they give, loaded on as many ranks as go on; a newcomer loads it, too.
+    they give, loaded on as many ranks as go on; a newcomer loads it, too. With `restore`, as
+    from the checkpoint that it loads.
 
     Cost: a broadcast of some bytes where nobody waits. Else ranks meet anew, and then that of
     `af.with_world`. A state that is kept is memory for one more.
@@ -45,7 +51,8 @@ def regroup(state: TrainState) -> TrainState:
     Raises:
         PeerFailedError: what is in flight does not arrive, a rank that is alive did not come
             within the world's timeout, or fewer are left than may go on.
-        StateError: those that are left have not all parts of a model that is split.
+        StateError: those that are left have not all parts of a model that is split, and
+            there is no `restore`, or it has none to give.
         WorldError: the run is not elastic, or the state's world has axes, or is a part of one.
 
     Example:
@@ -61,6 +68,7 @@ def regroup(state: TrainState) -> TrainState:
     """
     check_state(_CALL, state)
     state.lease.check()
+    _check(restore, state)
     tree.tree_leaves(state.slots)  # what is in flight arrives, or fails here
     world = state.world
     newcomer = _regrouping_of(world).is_newcomer
@@ -73,9 +81,24 @@ def regroup(state: TrainState) -> TrainState:
             steps = gather_text(said, met, label="regroup: who has the newest state")
             newest = max((int(each) for each in steps if each), default=0)
             behind = newcomer or state.step < newest
-            return with_world(state, met, newcomer=behind)
+            return moved(state, met, met, newcomer=behind, restore=restore)
         except PeerFailedError:  # another is gone; the rest of these meet again
+            if not met.connection.is_broken:
+                raise  # of another world, as `restore` may know one
             world = met
+
+
+def _check(restore: object, state: TrainState) -> None:
+    if restore is None:
+        return
+    why = why_not(restore, state) if callable(restore) else "it is none"
+    if why is not None:
+        shown = restore if callable(restore) else type(restore).__name__
+        msg = (
+            f"af.regroup(state, restore={shown}): expected a function of a state that gives"
+            f" the one to go on with, as store.restore of an af.CheckpointStore: {why}."
+        )
+        raise ArgumentError(msg)
 
 
 def _regrouping_of(world: World) -> Regrouping:

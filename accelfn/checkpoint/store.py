@@ -183,7 +183,7 @@ class CheckpointStore:
         """
         check_state("store.save(state)", state)
         numbers = numbers_of(metrics)
-        earlier = self._ended()
+        earlier = self._ended(state.world)
         self._world = state.world
         job = save_of(state, self.directory / keeping.name_of(state.step))
         exchange = exchange_of(state, "save")
@@ -222,9 +222,7 @@ class CheckpointStore:
             CheckpointWriteError: it went wrong on some rank.
             PeerFailedError: a rank has failed, left or did not arrive in time.
         """
-        error = self._ended()
-        if error is not None:
-            raise self._with_newest(error) from error.__cause__
+        self._wait(None)
 
     @called
     def restore(
@@ -241,7 +239,7 @@ class CheckpointStore:
                 that is whole is named.
         """
         check_state("store.restore(state)", state)
-        self.wait()
+        self._wait(state.world)
         found = self._listed() if state.world.is_main else None
         steps = broadcast_object(found, state.world, label="store: restore")
         if isinstance(steps, str):
@@ -306,15 +304,28 @@ class CheckpointStore:
             self._open_talk(job)
         return contents
 
-    def _ended(self) -> CheckpointWriteError | None:
+    def _wait(self, world: "World | None") -> None:
+        error = self._ended(world)
+        if error is not None:
+            raise self._with_newest(error) from error.__cause__
+
+    def _ended(self, now: "World | None" = None) -> CheckpointWriteError | None:
         """Wait for the save that is under way, and return its error, the same on all ranks.
 
         Of one that failed nothing is left.
+
+        Args:
+            now: of the state at hand; another than before where ranks have met anew.
 
         Raises:
             PeerFailedError: a rank is gone.
         """
         writing, world = self._writing, self._world
+        if now is not None and now.connection.regrouping is not None:
+            if world is None or world.connection is not now.connection:
+                return self._met_anew(now)
+        elif world is not None and world.connection.successor is not None:
+            return self._left()
         if writing is None or world is None:
             return None
         step = writing.save.step
@@ -338,6 +349,33 @@ class CheckpointStore:
             return None
         failed[0].__cause__ = None if error is None else error.__cause__
         return failed[0]
+
+    def _met_anew(self, world: "World") -> CheckpointWriteError | None:
+        """End what there is of another world, on all ranks of this one, and begin in it."""
+        error = self._left()
+        if not world.is_main:  # rank 0 is another now, and takes the lock
+            self._release()
+        text = "" if error is None else str(error)
+        texts = gather_text(text, world, label="store: ranks have met anew")
+        self._world = world
+        failed = [CheckpointWriteError(text) for text in texts if text]
+        return failed[0] if failed else None
+
+    def _left(self) -> CheckpointWriteError | None:
+        """End a save of ranks of which one is gone, and return another error than that.
+
+        It is there as a whole, or nothing of it: then a line on stderr says so.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        writing.hurry()
+        error = writing.join()
+        if isinstance(error, CheckpointWriteError):
+            return error
+        if error is not None and not disk.is_there(writing.save.final):
+            sys.stderr.write(f"accelfn: {error}\n")
+        return None
 
     def _listed(self) -> list[int] | str:
         """Return the steps that are there, or why nobody can tell."""

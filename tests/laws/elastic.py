@@ -89,19 +89,21 @@ def elastic(
     begun: Callable[[af.TrainState], af.TrainState] = lambda state: state,
     rejoined: Callable[[af.TrainState, af.TrainState], None] = lambda _kept, _new: None,
     seen: Callable[[int, list[int]], None] = lambda _step, _ids: None,
-    averaged: Callable[[af.TrainState], None] = lambda _state: None,
+    averaged: Callable[[af.TrainState], object] = lambda _state: None,
+    restore: Callable[[af.TrainState], af.TrainState] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[Told]]:
     """Train as the docs say; return what is trained, and when ranks met anew."""
-    kept = af.regroup(begun(training.state(world)))
+    regroup = partial(af.regroup, restore=restore)
+    kept = regroup(begun(training.state(world)))
     told = [(kept.step, kept.world.size)]
     while kept.step < training.updates:
         before = kept.world
         try:
             state = training.train(kept.copy(), until(training, kept), seen)
             averaged(state)
-            kept = af.regroup(state)
+            kept = regroup(state)
         except af.PeerFailedError:
-            old, kept = kept, af.regroup(kept)
+            old, kept = kept, regroup(kept)
             rejoined(old, kept)
         if kept.world is not before:
             told.append((kept.step, kept.world.size))

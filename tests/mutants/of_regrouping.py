@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how ranks that are left go on, and others come in."""
 
-from accelfn.checkpoint import moving, regrouping
+from accelfn.checkpoint import background, moving, regrouping, store
 from accelfn.launching.settings import Settings
 from accelfn.testing.simulation import ranks
 from accelfn.testing.simulation.exchange import Exchange
@@ -9,8 +9,14 @@ from accelfn.testing.simulation.gatherings import Gatherings
 from accelfn.testing.simulation.plan import Plan
 from accelfn.world import connection, watched, world
 from accelfn.world import regrouping as regrouping_of_processes
-from tests.laws import test_launch_calls, test_regroup, test_regroup_errors
+from tests.laws import (
+    test_elastic_checkpoints,
+    test_launch_calls,
+    test_regroup,
+    test_regroup_errors,
+)
 from tests.mutants.mutant import Mutant
+from tests.unit import test_background, test_store_elastic
 from tests.unit import test_regrouping as of_processes
 
 REST = test_regroup.test_the_rest_go_on_from_the_last_average
@@ -19,7 +25,64 @@ OWN = test_regroup.test_what_is_each_rank_s_own_it_keeps
 REFUSED = test_regroup_errors.test_what_cannot_be_regrouped_is_refused
 FEWER = test_regroup_errors.test_fewer_than_may_go_on_do_not
 
+SAVES = test_elastic_checkpoints.test_whoever_is_there_saves_and_goes_on
+
 MUTANTS = [
+    Mutant(
+        "L45: ranks that met anew ask those of the old world whether a save has ended",
+        SAVES,
+        store.CheckpointStore._ended,
+        "world is None or world.connection is not now.connection → False",
+    ),
+    Mutant(
+        "L45: who was rank 0 keeps the directory when another is",
+        SAVES,
+        store.CheckpointStore._met_anew,
+        "if not world.is_main: → if False:",
+    ),
+    Mutant(
+        "a save that was lost with a rank is an error of the next",
+        test_store_elastic.test_a_save_that_is_lost_with_a_rank_is_said_and_no_error,
+        store.CheckpointStore._left,
+        "if isinstance(error, CheckpointWriteError): → if True:",
+    ),
+    Mutant(
+        "L45: torch knows who came in by the rank that it was alone",
+        SAVES,
+        ranks._Room.meet,
+        "self._registry.begin(room.group) → pass",
+    ),
+    Mutant(
+        "L45: a simulated rank that crashed holds its directory",
+        SAVES,
+        ranks._let_go,
+        "traceback.clear_frames(error.__traceback__) → pass",
+    ),
+    Mutant(
+        "L45: what a simulated rank was saving as it crashed holds its directory",
+        SAVES,
+        ranks._let_go,
+        "background.give_up() → False",
+    ),
+    Mutant(
+        "L45: with no checkpoint to go on with, ranks go on with a state of no numbers",
+        test_elastic_checkpoints.test_with_nothing_to_go_on_with_what_is_lost_is_lost,
+        moving._restored,
+        "if found is fresh or → if",
+    ),
+    Mutant(
+        "L45: what is given in place of a function that restores is not named",
+        test_elastic_checkpoints.test_what_restores_is_a_function_of_a_state,
+        regrouping._check,
+        "restore if callable(restore) else type(restore).__name__ → None",
+        args={"restore": "checkpoints", "said": "restore=str"},
+    ),
+    Mutant(
+        "a rank that speaks as the patience of another ends is taken for silent",
+        test_background.test_who_speaks_last_as_patience_ends_has_spoken,
+        background.Talk.__call__,
+        "if absent and (gone or self._is_over(begun)): → if gone or self._is_over(begun):",
+    ),
     Mutant(
         "one that is gone as torch joins the ranks is an error, and no reason to meet again",
         of_processes.test_one_that_is_gone_before_it_has_opened_is_done_without,
@@ -151,7 +214,7 @@ MUTANTS = [
         "L45: ranks that are left take the mean of what was each one's own",
         OWN,
         regrouping.regroup,
-        "newcomer=behind) → newcomer=behind or met.rank > 0)",
+        "newcomer=behind, → newcomer=behind or met.rank > 0,",
     ),
     Mutant(
         "L54: a rank that has not come in trains alone",

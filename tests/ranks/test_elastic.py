@@ -7,9 +7,11 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import accelfn as af
 from accelfn.testing import Crash, run_processes, simulate
 from tests.laws.elastic import elastic
 from tests.ranks import programs_of_elastic as programs
@@ -49,18 +51,27 @@ def launched(
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("setup", "victim", "size"),
-    [("local sgd", 0, 2), ("ddp", 1, 3)],
+    [("local sgd", 0, 2), ("ddp", 1, 3), ("fsdp", 0, 3)],
 )
 def test_ranks_that_come_and_go_train_what_simulated_ones_do(
     setup: str, victim: int, size: int, tmp_path: Path
 ) -> None:
-    """One is killed, the rest go on from the last average, another comes in: bit by bit."""
+    """One is killed, the rest go on from the last average, another comes in: bit by bit.
+
+    Those of a model that is split go on from the last checkpoint.
+    """
     run = launched(f"1:{size}", setup, victim, tmp_path)
     assert run.returncode == 0, run.stderr
     found = [json.loads(each.read_text()) for each in tmp_path.glob("*.json")]
+
+    def trains(world: af.World) -> Any:
+        save, restore = programs.checkpoints(setup, tmp_path / "simulated")
+        training = programs.training(setup)
+        return elastic(world, training, averaged=save, restore=restore)
+
     simulated = simulate(
         size,
-        lambda world: elastic(world, programs.training(setup)),
+        trains,
         faults=[Crash(victim, step=programs.DIES, returns=programs.COMES_IN - 1)],
         elastic=1,
         sums="ring",

@@ -73,6 +73,16 @@ def test_nobody_waits_long_when_one_is_known_to_be_gone(talks, monkeypatch):
     assert "ranks 0 and 2 failed, left or did not" in said(talk)
 
 
+def test_who_speaks_last_as_patience_ends_has_spoken(tmp_path, monkeypatch):
+    """Between one look at who is absent and the next: then nobody is."""
+    talk = talk_in(tmp_path, 1, patience=0.0)
+    absent = iter([[0, 2], [], []])
+    monkeypatch.setattr(Talk, "_absent", lambda _: next(absent))
+    monkeypatch.setattr(Talk, "_ranks", lambda _: [1])
+    monkeypatch.setattr(Talk, "_given_up", lambda *_: "nobody was missing")
+    assert talk("write its file", "ok") == ["ok"]
+
+
 @pytest.mark.parametrize("text", ["rank 0 failed: ValueError: boom", ""])
 def test_a_writer_that_ended_is_believed(talks, text):
     """B2: with what it said, or that there was no room to say it."""

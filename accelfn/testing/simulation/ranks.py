@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks as threads that take turns, in a world of their own."""
 
+import gc
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -14,8 +16,10 @@ from typing import (
 
 import attrs
 
+from accelfn.checkpoint import background
 from accelfn.testing.simulation.ambient import Ambient, callers_modes, process_kept
 from accelfn.testing.simulation.exchange import Exchange
+from accelfn.testing.simulation.faults import Crashed
 from accelfn.testing.simulation.group import SimulatedGroup
 from accelfn.testing.simulation.members import Members
 from accelfn.testing.simulation.plan import Plan, Run
@@ -82,6 +86,7 @@ def _run(plan: Plan) -> Run[Any]:
                 results[rank] = plan.fn(world)
         except BaseException as raised:  # noqa: BLE001 - raised again by simulate
             error = raised
+        _let_go(error)
         error = exchange.ended(rank, error)
         if error is not None:
             errors.append((rank, error))
@@ -177,6 +182,7 @@ class _Room:
         exchange.let_others(rank, lambda: exchange.gatherings.is_due(rank))
         activity = exchange.activity(rank) if self.is_newcomer else None
         room = self.among(exchange.gatherings.formed(rank), activity)
+        self._registry.begin(room.group)
         world.connection.close()
         joins = attrs.evolve(room, is_newcomer=False).connection()
         return world.followed(room.group.rank(), room.group.size(), joins)
@@ -219,6 +225,15 @@ class _Room:
             self._registry.remove(room.group)
 
         return inner, give_up
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Let a rank that has crashed hold nothing, as a process that is gone."""
+    if isinstance(error, Crashed):
+        had_saves = background.give_up()
+        traceback.clear_frames(error.__traceback__)
+        if had_saves:  # their errors, and what these refer to, are in circles
+            gc.collect()
 
 
 def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:

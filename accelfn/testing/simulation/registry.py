@@ -36,29 +36,38 @@ class Registry:
     comms: list[Any] = attrs.field(factory=list)
     pg_config_info: list[dict[str, Any]] = attrs.field(factory=list)
     group_count: int = 0
+    numbers: dict[int, int] = attrs.field(factory=dict[int, int])
 
     @classmethod
     def of(cls, group: SimulatedGroup) -> "Registry":
         """Return what torch is to know in a rank that has this group."""
-        default = SimulatedGroup(group.rank_of_run, group.members, _refuse)
         registry = cls(
-            default_pg=default,
+            default_pg=None,
             pg_map={},
             pg_names={},
             pg_group_ranks={},
-            tags_to_pg={"": [group, default]},
+            tags_to_pg={},
             pg_backend_config={},
         )
-        registry.add(group)
-        registry.add(default)
+        registry.begin(group)
         return registry
+
+    def begin(self, group: SimulatedGroup) -> None:
+        """Let this be the group of the world, whose ranks are numbered by their places."""
+        self.numbers = {rank: place for place, rank in enumerate(group.members.ranks)}
+        default = SimulatedGroup(group.rank_of_run, group.members, _refuse)
+        self.default_pg, self.tags_to_pg = default, {"": [group, default]}
+        self.add(group)
+        self.add(default)
 
     def add(self, group: SimulatedGroup) -> None:
         """Let torch know a group of the world's ranks."""
         ranks = group.members.ranks
         self.pg_map[group] = ("simulated", None)
         self.pg_names[group] = f"simulated {group.members}".strip()
-        self.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        self.pg_group_ranks[group] = {
+            self.numbers.get(rank, rank): place for place, rank in enumerate(ranks)
+        }
         self.pg_backend_config[group] = "cpu:simulated"
 
     def remove(self, group: SimulatedGroup) -> None:

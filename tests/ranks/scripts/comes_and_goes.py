@@ -13,7 +13,7 @@ import torch.distributed as dist
 import accelfn as af
 from accelfn.world import regrouping as regrouping_module
 from tests.laws.elastic import elastic
-from tests.ranks.programs_of_elastic import COMES_IN, DIES, training
+from tests.ranks.programs_of_elastic import COMES_IN, DIES, checkpoints, training
 from tests.waiting import wait_until
 
 
@@ -52,7 +52,10 @@ def main(setup: str, victim: int, folder: Path, then: str) -> None:
             if step + 1 == DIES and world.rank == victim and not is_new:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+        save, restore = checkpoints(setup, folder / "saved")
+
         def averaged(state: af.TrainState) -> None:
+            save(state)
             if state.step != COMES_IN or state.world.size != world.size - 1:
                 return
             if then == "is killed as it waits":
@@ -64,7 +67,12 @@ def main(setup: str, victim: int, folder: Path, then: str) -> None:
                     regrouping.is_awaited if then == "comes in" else again.exists
                 )
 
-        trained, told = elastic(world, training(setup), seen=seen, averaged=averaged)
+        trained, told = elastic(
+            *(world, training(setup)),
+            seen=seen,
+            averaged=averaged,
+            restore=restore,
+        )
         plain = {path: tensor.tolist() for path, tensor in trained.items()}
         (folder / f"{os.getpid()}.json").write_text(json.dumps([plain, told]))
     assert not dist.is_initialized(), "a world that ranks made anew was left open"
