@@ -239,13 +239,22 @@ def _said(save: Save, contents: Contents) -> str:
     Raises:
         CheckpointError: this rank does not see the directory that rank 0 has made.
     """
+    check_seen(save)
+    return json.dumps(said_of(contents, is_alone=save.size == 1))
+
+
+def check_seen(save: Save) -> None:
+    """Raise where this rank does not see the directory that rank 0 has made.
+
+    Raises:
+        CheckpointError: it does not.
+    """
     if not save.partial.is_dir():
         msg = (
             f"it does not see {save.partial}, which rank 0 has made. Give all ranks one"
             " directory, on a disk that all see."
         )
         raise CheckpointError(msg)
-    return json.dumps(said_of(contents, is_alone=save.size == 1))
 
 
 def said_of(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:

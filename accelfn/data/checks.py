@@ -4,8 +4,10 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch.utils.data import DataLoader
 
+from accelfn.base.advice import advise
 from accelfn.base.arguments import integer, is_integer, is_number
 from accelfn.data.budget import budget
 from accelfn.data.cursor import Cursor
@@ -17,6 +19,8 @@ from accelfn.data.stream import stateless
 from accelfn.errors import ArgumentError, BatchError, DataError
 
 _STREAMS_ONLY = ("sharded", "dispatch", "replay")
+_FEW = 4
+"""Samples in a list; fewer than rows that columns have."""
 _MOST_WORKERS = 4096
 """More cores than a machine has."""
 
@@ -100,6 +104,7 @@ def check_indexed(data: Described) -> None:
     if len(data.source) == 0:
         msg = f"af.Data: the dataset ({type(data.dataset).__name__}) is empty."
         raise DataError(msg)
+    _warn_of_columns(data.dataset)
     n = len(data)
     if isinstance(data.batch_size, budget):
         data.batch_size.check(len(data.source))
@@ -110,6 +115,23 @@ def check_indexed(data: Described) -> None:
             " Take a smaller batch_size."
         )
         raise DataError(msg)
+
+
+def _warn_of_columns(dataset: Any) -> None:
+    """Say if a list of samples looks like one of columns, as inputs and targets."""
+    if not isinstance(dataset, list):
+        return
+    rows = cast("list[Any]", dataset)
+    are_tensors = all(isinstance(each, torch.Tensor) and each.ndim for each in rows)
+    if not 2 <= len(rows) <= _FEW or not are_tensors:
+        return
+    lengths = {each.shape[0] for each in rows}
+    if len(lengths) == 1 and (length := lengths.pop()) > _FEW:
+        advise(
+            f"af.Data([...]): a list is one of samples, and this one has {len(rows)}, tensors"
+            f" of {length} rows each. If these are columns, as inputs and targets, give a"
+            " tuple, af.Data((inputs, targets)); if they are samples, torch.stack(samples)."
+        )
 
 
 def _check_loader(dataset: Any) -> None:

@@ -30,6 +30,7 @@ from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.runner import LossFunction, Runner
+from accelfn.engine.strangers import warn_of_strangers
 from accelfn.errors import GradsError
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics, Number
@@ -79,6 +80,8 @@ class Engine:
         self._live_buffers: dict[str, torch.Tensor] = {}
         self._handed_out: frozenset[str] = frozenset()
         self._has_compared = self._layer_ranks.size == 1
+        self._is_whole = definition.layout is None
+        self._looked_at = set[Any]()
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
@@ -93,6 +96,13 @@ class Engine:
         self._buffers.bind(buffers)
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
+
+    def _look(self, loss_fn: LossFunction, loss: torch.Tensor) -> None:
+        """Look through the graph of a function's first loss, unless the model is in parts."""
+        code = getattr(loss_fn, "__code__", None) or type(loss_fn)
+        if code not in self._looked_at and self._is_whole:
+            self._looked_at.add(code)
+            warn_of_strangers(loss, {id(p) for p in self._home.params.values()})
 
     def _begins(self, update: int) -> None:
         """Say at which update this rank is."""
@@ -139,6 +149,7 @@ class Engine:
                     read = self._runner.forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
                     untaken.refuse_taken()
+                self._look(loss_fn, read.scalar)
                 with span("accelfn backward") if profiled else NOTHING:
                     averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update

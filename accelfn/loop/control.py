@@ -132,14 +132,14 @@ def main_first(world: World, *, local: bool = False) -> Generator[None]:
         raise ArgumentError(msg)
     first = world.local_rank == 0 if local else world.is_main
     if not first:
-        barrier(world)
+        barrier(world, label="main_first")
     _went.in_first = True
     try:
         yield
     finally:
         _went.in_first = False
         if first:
-            barrier(world)
+            barrier(world, label="main_first")
 
 
 @called

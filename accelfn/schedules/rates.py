@@ -58,10 +58,11 @@ class FactorRates:
             ArgumentError: the function gives no factor.
         """
         factor = self._factor(update)
-        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        is_number = isinstance(factor, (int, float)) and math.isfinite(factor)
+        if not is_number or factor < 0:
             msg = (
                 f"The schedule gave {factor!r} for update {update}; expected a finite"
-                " number, the factor of the learning rate."
+                " number, 0 or more, the factor of the learning rate."
             )
             raise ArgumentError(msg)
         return {at: rate * factor for at, rate in self._rates}

@@ -34,7 +34,8 @@ class Loss:
 
     Attributes:
         total: the sum that is differentiated; a scalar tensor with a gradient.
-        weight: what it is to be divided by, 0 or more: a number, or a scalar tensor.
+        weight: what it is to be divided by, 0 or more: a number, or a scalar tensor without
+            a gradient.
         aux: further totals by name, reported as means over the same weight; give
             `(total, weight)` for one that has a weight of its own.
 
@@ -61,6 +62,13 @@ class Loss:
             )
             raise LossError(msg)
         _check_weight("weight", weight)
+        if isinstance(weight, torch.Tensor) and weight.requires_grad:
+            msg = (
+                "af.Loss(weight=...): it has a gradient, and what a total is divided by is taken"
+                " for a number: the loss of all ranks is the sum of totals over that of weights."
+                " Detach it, if that is meant; or divide yourself, and return the mean."
+            )
+            raise LossError(msg)
         if "loss" in aux:
             msg = "af.Loss(loss=...): this name reports the total itself; take another."
             raise LossError(msg)

@@ -3,7 +3,7 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from accelfn.errors import ArgumentError, StateError
 from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update, looked
+
+_Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
+"""Where a tensor's memory is, and what kind it is of."""
 
 
 @called
@@ -84,7 +87,8 @@ def bind(
     Raises:
         ArgumentError: they are not the same, and nothing says which.
         StateError: each rank has a part of them, and `gather` is not asked for. Or the block
-            froze parameters, or thawed some, of a module that is not the one that is trained.
+            froze parameters, or thawed some, of a module that is not the one that is trained;
+            or put other tensors in their place, which the state would not have.
 
     Cost:
         2 ms for 100 layers; no tensor is copied.
@@ -97,9 +101,12 @@ def bind(
         with torch.no_grad():
             params = wholes(params, state.world, label="af.bind")
     module = state.definition.skeleton.build(params, state.buffers)
+    lent = {name: (id(each), _place(each)) for name, each in _tensors(module)}
     try:
         yield module
         _check_trained(module, state)
+        if not gather:
+            _check_replaced(module, lent)
     finally:
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -110,14 +117,46 @@ def _check_trained(module: nn.Module, state: TrainState) -> None:
 
     To freeze the whole module is to use it, as a teacher say, and not to train less.
     """
-    trained = {n for n, p in module.named_parameters() if p.requires_grad}
-    before = set(state.trainable)
+    there = dict(module.named_parameters())
+    trained = {n for n, p in there.items() if p.requires_grad and n in state.params}
+    before = set(state.trainable) & there.keys()
     if trained and trained != before:
         changed = sorted(trained ^ before)
         msg = (
             f"The block of af.bind(state) changed requires_grad of {', '.join(changed[:5])},"
             " of a module that is lent and not trained. Which parameters are trained belongs"
             " to the state: state = state.with_trainable(lambda name, param: ...)."
+        )
+        raise StateError(msg)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    params = module.named_parameters(remove_duplicate=False)
+    return [*params, *module.named_buffers(remove_duplicate=False)]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -> None:
+    """Refuse a block that put others of their kind in the place of the state's tensors.
+
+    Others of another kind, and parts taken out, are for a look at another model.
+    """
+    now = {name: (id(each), _place(each)) for name, each in _tensors(module)}
+    replaced = [
+        name
+        for name, was in lent.items()
+        if name in now and now[name] != was and now[name][1][1:] == was[1][1:]
+    ]
+    if replaced:
+        msg = (
+            f"The block of af.bind(state) put other tensors in the place of"
+            f" {', '.join(replaced[:5])}, of a module that is lent: the state keeps its own."
+            " Write into them, as module.load_state_dict(values) does without assign=True, or"
+            " weight.copy_(values) under torch.no_grad(); or state ="
+            " state.with_params(values)."
         )
         raise StateError(msg)
 

@@ -119,6 +119,22 @@ class GivenModel(nn.Module):
         """Refuse."""
         raise _model_error(self, "forward")
 
+    def __getitem__(self, _: Any) -> NoReturn:
+        """Refuse."""
+        raise _model_error(self, "__getitem__")
+
+    def __iter__(self) -> NoReturn:
+        """Refuse."""
+        raise _model_error(self, "__iter__")
+
+    def __len__(self) -> NoReturn:
+        """Refuse."""
+        raise _model_error(self, "__len__")
+
+    def __bool__(self) -> bool:
+        """Return that it is there, as a model is."""
+        return True
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied or pickled."""
         raise _model_error(self, "__reduce_ex__")

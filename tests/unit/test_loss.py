@@ -399,7 +399,7 @@ def test_what_is_reported_keeps_no_graph():
         out = model(batch)
         return af.Loss(
             out.sum(),
-            out.abs().sum(),
+            out.abs().sum().detach(),
             size=out.square().sum(),
             own=(out.sum(), out.std()),
         )

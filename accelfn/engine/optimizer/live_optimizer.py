@@ -262,6 +262,15 @@ class LiveOptimizer:
         vars(optimizer).update(told)
         try:
             step()
+        except KeyError as error:
+            kind = type(optimizer).__name__
+            msg = (
+                f"{kind} lacks {error} among what the state keeps of its parameters. A state that"
+                " was loaded has what the optimizer kept that was saved: one of other options,"
+                " as amsgrad or centered, keeps other things. Create it with those, or leave"
+                ' the optimizer\'s out: af.load_part(state, directory, ["params", "buffers"]).'
+            )
+            raise OptimizerError(msg) from error
         finally:
             for name in told:
                 del vars(optimizer)[name]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs that strangers planted and no test found, until it was written."""
+
+import torch
+
+from accelfn.collectives import averages
+from accelfn.data import mixed
+from accelfn.state import grads
+from accelfn.testing.comparing import differences
+from accelfn.transforms import precision
+from accelfn.world import slurm
+from tests.mutants.mutant import Mutant
+from tests.unit import test_seen_by_nobody as tests
+
+MUTANTS = [
+    Mutant(
+        "a weight that is a tensor may be 0 on all ranks, and divides",
+        tests.test_a_mean_of_no_weight_is_the_plain_one,
+        averages._may_be_zero,
+        "return isinstance(weight, torch.Tensor) or weight == 0"
+        " → return not isinstance(weight, torch.Tensor) and weight == 0",
+        args={"weight": torch.tensor(0.0)},
+    ),
+    Mutant(
+        "rows of a mix stand where they were read, and not where they belong",
+        tests.test_rows_of_a_mix_stand_where_their_indices_say,
+        mixed.Joined.batch,
+        "torch.cat([here for here, _ in pieces]).argsort()"
+        " → torch.cat([here for here, _ in pieces])",
+    ),
+    Mutant(
+        "NaN is equal to any number",
+        tests.test_nan_is_equal_to_nan_alone,
+        differences.Comparison._unequal,
+        "wide[0].isnan() & wide[1].isnan() → wide[0].isnan() | wide[1].isnan()",
+        args={"options": {"rtol": 0.1}},
+    ),
+    Mutant(
+        "all steps of a job of Slurm meet at one port",
+        tests.test_steps_of_one_job_meet_at_ports_of_their_own,
+        slurm._port_of_job,
+        "1009 * step → 0 * step",
+    ),
+    Mutant(
+        "views of gradients are not used up with them",
+        tests.test_views_of_gradients_are_used_up_with_them,
+        grads.Grads.map,
+        "if have_memory_in_common(tensors.values(), self.tensors.values()): → if False:",
+    ),
+    Mutant(
+        "an overflow in a part of the gradients is one rank's own affair",
+        tests.test_an_overflow_in_one_rank_s_part_skips_the_update_of_all,
+        precision.autocast.grads,
+        "if not update.replicated: → if not grads.reduced:",
+    ),
+]
