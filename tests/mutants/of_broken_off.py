@@ -185,14 +185,23 @@ MUTANTS = [
     Mutant(
         "L54: a rank that cannot begin in another world lets those wait that can",
         _TOLD,
-        moving.with_world,
+        moving.moved,
         """\
     fresh, _ = _all_do(
         "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
     )
+    if isinstance(handed, StateError):
+        if restore is None:
+            raise handed
+        return _restored(fresh, restore, handed)
+    manifest, arrivals = handed
+    where = f"the state of update {manifest.step}"
 
     def take() -> TrainState:
 →
+    manifest, arrivals = handed
+    where = f"the state of update {manifest.step}"
+
     def take() -> TrainState:
         fresh = _begun(state, world)
 """,

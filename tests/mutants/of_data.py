@@ -150,7 +150,7 @@ MUTANTS = [
         "L41: momentum and moments are not loaded",
         test_resume.test_cut_and_resumed_runs_are_uninterrupted_ones,
         fields.with_fields,
-        'opt_state=saved["opt_state"] → opt_state={}',
+        'opt_state=beside(saved["opt_state"], params, optimizer, module) → opt_state={}',
     ),
     Mutant(
         "L42: DDP lays its buckets out anew behind the first step of each process",

@@ -61,8 +61,8 @@ MUTANTS = [
         "L49: torch takes a group's ranks for the first ones of the world",
         ALONG,
         registry.Registry.add,
-        "{rank: place for place, rank in enumerate(ranks)}"
-        " → {rank: rank for rank in range(len(ranks))}",
+        "self.numbers.get(rank, rank): place for place, rank in enumerate(ranks)"
+        " → rank: rank for rank in range(len(ranks))",
     ),
     Mutant(
         "the log does not say in which group a call was",

@@ -31,7 +31,7 @@ MUTANTS = [
     Mutant(
         "L45: newcomers hand over what they begin with",
         MOVED,
-        moving.with_world,
+        moving.moved,
         "None if newcomer else contents_of → contents_of",
     ),
     Mutant(

@@ -48,7 +48,7 @@ MUTANTS = [
         test_optimizers.test_a_checkpoint_is_of_no_trained_set,
         fields.with_fields,
         """\
-opt_state=saved["opt_state"]
+opt_state=beside(saved["opt_state"], params, optimizer, module)
 →
 opt_state={
             name: entry

@@ -79,7 +79,7 @@ MUTANTS = [
         "L54: a save is not tried where the one before it failed",
         test_failing_saves.test_a_failed_save_does_not_cost_the_next,
         store.CheckpointStore.save,
-        "earlier = self._ended() → earlier = self.wait()",
+        "earlier = self._ended(state.world) → earlier = self.wait()",
     ),
     Mutant(
         "L54: of two saves that failed one after the other, the first is never told",

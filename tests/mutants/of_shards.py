@@ -216,7 +216,7 @@ MUTANTS = [
         "L47: a state that is created for other ranks' parts is whole there",
         SHARE,
         values.carried,
-        "on_device(laid_out(values, before, after), after.world.device) → values",
+        "on_device(laid_out(values, before, after), after) → values",
     ),
     Mutant(
         "parameters that are put in are whole on each rank",
