@@ -113,12 +113,12 @@ def moved(
     handed = _handed_over(contents, list(map(json.loads, said)), meeting, state)
     # by itself, for the parts of a split model are read in calls that a rank which could not
     # begin would not make
+    if isinstance(handed, StateError) and restore is None:
+        raise handed
     fresh, _ = _all_do(
         "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
     )
     if isinstance(handed, StateError):
-        if restore is None:
-            raise handed
         return _restored(fresh, restore, handed)
     manifest, arrivals = handed
     where = f"the state of update {manifest.step}"
@@ -139,13 +139,15 @@ def moved(
     return taken
 
 
-def _restored(fresh: TrainState, restore: Restore, lost: StateError) -> TrainState:
+def _restored(
+    fresh: TrainState, restore: Restore | None, lost: StateError
+) -> TrainState:
     """Return what the caller goes on with where parts of a model are lost.
 
     Raises:
         StateError: there is nothing, and what was lost is lost.
     """
-    found = restore(fresh)
+    found = fresh if restore is None else restore(fresh)
     if not isinstance(found, TrainState):
         msg = (
             f"restore={restore!r} gave {type(found).__name__}; expected the state that it"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 import attrs
 
 from accelfn.base import words
-from accelfn.base.advice import advise
 from accelfn.base.calling import called
 from accelfn.base.words import foreign
 from accelfn.checkpoint import commit, disk
@@ -112,7 +111,6 @@ class CheckpointStore:
         self._lock: Lock | None = None
         self._unlock: Callable[[], object] | None = None
         self._last_saved = time.monotonic()
-        self._has_restored = False
         self._retention = Retention(
             directory=self.directory, keep=keep, best=keep_best, best_is=best_is
         )
@@ -246,7 +244,6 @@ class CheckpointStore:
         """
         check_state("store.restore(state)", state)
         self._wait(state.world)
-        self._has_restored = True
         found = self._listed() if state.world.is_main else None
         steps = broadcast_object(found, state.world, label="store: restore")
         if isinstance(steps, str):
@@ -306,7 +303,6 @@ class CheckpointStore:
             self._remove_leftovers()
             if is_first:
                 self._retention.before()
-                self._warn_of_later(job.step)
         commit.begin(job)
         if self.async_ and state.world.is_main:
             self._open_talk(job)
@@ -412,18 +408,6 @@ class CheckpointStore:
         for path in self.directory.glob(".tmp-*"):
             sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
             disk.remove(path)
-
-    def _warn_of_later(self, step: int) -> None:
-        """Say if there are later checkpoints, as of another run, and none was restored."""
-        later = [each for each in self.steps if each > step]
-        if later and not self._has_restored:
-            advise(
-                f"{self.directory} has a checkpoint of step {later[-1]}, and step {step} is"
-                " saved beside it by a run that has restored none: `latest` and `restore` go by"
-                f" the step, and give that of step {later[-1]}. Go on from one with"
-                " state = store.restore(state), or restore(state, step=...), before the first"
-                " save; a run of its own has a directory of its own."
-            )
 
     def _open_talk(self, job: commit.Save) -> None:
         try:

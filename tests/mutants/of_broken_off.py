@@ -191,8 +191,6 @@ MUTANTS = [
         "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
     )
     if isinstance(handed, StateError):
-        if restore is None:
-            raise handed
         return _restored(fresh, restore, handed)
     manifest, arrivals = handed
     where = f"the state of update {manifest.step}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs by which likely mistakes pass in silence."""
 
-from accelfn.checkpoint import commit, store
+from accelfn.checkpoint import commit
 from accelfn.data import checks
 from accelfn.engine import engine, strangers
 from accelfn.engine.optimizer import live_optimizer
@@ -74,12 +74,6 @@ MUTANTS = [
         tests.test_directories_by_rank_are_refused_at_once,
         commit.check_seen,
         "if not save.partial.is_dir(): → if False:",
-    ),
-    Mutant(
-        "a store that has restored is told of later checkpoints",
-        tests.test_checkpoints_of_another_run_are_told,
-        store.CheckpointStore._warn_of_later,
-        "if later and not self._has_restored: → if False:",
     ),
     Mutant(
         "an optimizer that lacks what it kept fails as Python does",

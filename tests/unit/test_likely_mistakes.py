@@ -175,24 +175,6 @@ def test_directories_by_rank_are_refused_at_once(tmp_path):
         simulate(2, fn)
 
 
-def test_checkpoints_of_another_run_are_told(tmp_path):
-    """A first save beside a later step, where none was restored; none is told that was."""
-    state = state_of()
-    later, _ = af.make_step(square)(state.copy(), INPUTS)
-    with af.CheckpointStore(tmp_path, async_=False) as store:
-        store.save(later)
-    with (
-        pytest.warns(
-            af.Warning, match=r"has a checkpoint of step 1, and step 0 is saved"
-        ),
-        af.CheckpointStore(tmp_path, async_=False) as store,
-    ):
-        store.save(state)
-    with af.CheckpointStore(tmp_path, async_=False, keep=None) as store:
-        store.restore(state, step=0)
-        assert store.steps == (0, 1)
-
-
 def test_a_barrier_in_main_first_does_not_let_the_others_in():
     """The others wait for the end of the block, and another call is another."""
 
