@@ -15,6 +15,7 @@ from torch import nn, optim
 import accelfn as af
 from accelfn.testing import simulate
 from tests.accelerator.at_hand import DEVICE, NAME, waits
+from tests.accelerator.test_device import mean_square, train
 
 pytestmark = pytest.mark.gpu
 INPUTS = torch.linspace(-1, 1, 96).view(32, 3)
@@ -53,10 +54,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
-def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
 def create(kind: str, setup: str, world: af.World, seed: int = 0) -> af.TrainState:
     """Return a state with something of the caller's in it, on the host."""
     state = af.TrainState.create(
@@ -68,16 +65,6 @@ def create(kind: str, setup: str, world: af.World, seed: int = 0) -> af.TrainSta
         seed=seed,
     )
     return state.with_slot("table", {"rows": torch.arange(3.0), "name": "mine"})
-
-
-def train(state: af.TrainState, updates: int) -> af.TrainState:
-    step = af.make_step(mean_square)
-    for batch in af.batches(state, epochs=None):
-        if updates == 0:
-            break
-        state, _ = step(state, batch)
-        updates -= 1
-    return state
 
 
 def places(tree: Any, path: str = "") -> dict[str, torch.device]:
