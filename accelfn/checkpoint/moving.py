@@ -111,17 +111,13 @@ def moved(
 
     contents, said = _all_do("say what it holds", meeting, say, _said)
     handed = _handed_over(contents, list(map(json.loads, said)), meeting, state)
-    # by itself, for the parts of a split model are read in calls that a rank which could not
-    # begin would not make
-    if isinstance(handed, StateError) and restore is None:
-        raise handed
-    fresh, _ = _all_do(
-        "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
-    )
     if isinstance(handed, StateError):
-        return _restored(fresh, restore, handed)
+        if restore is None:
+            raise handed
+        return _restored(_all_begin(state, world, meeting), restore, handed)
     manifest, arrivals = handed
     where = f"the state of update {manifest.step}"
+    fresh = _all_begin(state, world, meeting)
 
     def take() -> TrainState:
         with arrivals.to_the_end():
@@ -139,15 +135,25 @@ def moved(
     return taken
 
 
-def _restored(
-    fresh: TrainState, restore: Restore | None, lost: StateError
-) -> TrainState:
+def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
+    """Return a state to be loaded into, on all ranks, or raise on all.
+
+    By itself, for the parts of a split model are read in calls that a rank which could not
+    begin would not make.
+    """
+    fresh, _ = _all_do(
+        "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
+    )
+    return fresh
+
+
+def _restored(fresh: TrainState, restore: Restore, lost: StateError) -> TrainState:
     """Return what the caller goes on with where parts of a model are lost.
 
     Raises:
         StateError: there is nothing, and what was lost is lost.
     """
-    found = fresh if restore is None else restore(fresh)
+    found = restore(fresh)
     if not isinstance(found, TrainState):
         msg = (
             f"restore={restore!r} gave {type(found).__name__}; expected the state that it"

@@ -187,19 +187,10 @@ MUTANTS = [
         _TOLD,
         moving.moved,
         """\
-    fresh, _ = _all_do(
-        "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
-    )
-    if isinstance(handed, StateError):
-        return _restored(fresh, restore, handed)
-    manifest, arrivals = handed
-    where = f"the state of update {manifest.step}"
+    fresh = _all_begin(state, world, meeting)
 
     def take() -> TrainState:
 →
-    manifest, arrivals = handed
-    where = f"the state of update {manifest.step}"
-
     def take() -> TrainState:
         fresh = _begun(state, world)
 """,
