@@ -659,7 +659,7 @@ def test_scores_are_shown_without_asking_another_rank() -> None:
             return read(lambda _: scores, letters)
 
         state = reading(world, loss=printing)
-        data = af.Data([row for row in LETTERS], batch_size=2)  # noqa: C416
+        data = af.Data(LETTERS, batch_size=2)
         made = next(iter(af.predict(state, data, lambda net, batch: net(batch))))
         assert type(made) is torch.Tensor
         return made
