@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import accelfn as af
 from accelfn.testing import Link, communication
@@ -20,6 +21,7 @@ CABLES = {n: Link(latency=0.001, bandwidth=n * 125e6) for n in (0.1, 1, 10)}  # 
 METHODS = {
     "gradients of every update": (af.wrap_ddp(), 1),
     "the same in 16 bits": (af.chain(af.wrap_ddp(), af.compress("bf16")), 1),
+    "parts of layers, gathered": (af.wrap_fsdp(LlamaDecoderLayer), 1),
     "averages": (af.local_sgd(sync_every=PERIOD), PERIOD),
     "averages in 4 bits": (af.diloco(sync_every=PERIOD, bits=4), PERIOD),
 }

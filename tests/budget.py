@@ -32,6 +32,7 @@ _NUMBERS = {
         "laws.test_tensor_parallel::test_what_all_ranks_have_stays_the_same",
         "laws.test_tensor_parallel::test_what_a_loss_draws_is_what_one_rank_draws",
         "laws.test_tensor_parallel::test_an_update_is_skipped_on_all_ranks_or_none",
+        "laws.test_shapes::test_parts_of_layers_are_foreseen_from_shapes",
     ),
     15: (
         "laws.test_written_again::test_metrics_stay_what_they_were",

@@ -19,6 +19,15 @@ def is_positive(total: torch.Tensor) -> bool:
     return total.is_meta or bool(total > 0)
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the host; of one without values, zeros, of which none differs."""
+    return (
+        torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_meta
+        else tensor.cpu()
+    )
+
+
 def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are one memory, seen alike; torch cannot say it of meta."""
     if not one.is_meta:

@@ -15,8 +15,8 @@ from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, ModelError, WorldError
 from accelfn.world import World
 
-_NEED_VALUES = {"splits_layers", "splits_sequences", "compiles"}
-"""What a transform tells that torch cannot do for parameters without values."""
+_SEND_FEATURES = {"splits_layers", "splits_sequences"}
+"""What transforms tell under which ranks send what layers compute."""
 
 
 def checked_world(world: Any) -> World:
@@ -77,21 +77,30 @@ def check_axes(setup: chain, world: World) -> None:
 
 
 def check_device(setup: chain, world: World) -> None:
-    """Raise where a transform needs values and the world's device keeps none.
+    """Raise where what a transform does cannot be told without values, on the meta device.
 
     Raises:
-        ModelError: it splits a model or its work, or compiles it.
+        ModelError: it compiles the model; or ranks send what they compute in another dtype.
     """
     if world.device.type != "meta":
         return
-    for each in setup:
-        splits = each in setup.owners["layout"]
-        told = _NEED_VALUES & facts_of(each).keys()
-        if (splits and world.size > 1) or told:
+    told = [(each, facts_of(each)) for each in setup]
+    for each in (each for each, facts in told if "compiles" in facts):
+        msg = (
+            f"{each!r} needs parameters with values, and the world is on the meta device,"
+            " where there are none. Let a model of fewer or narrower layers run with"
+            ' values, device="cpu", or leave the transform out.'
+        )
+        raise ModelError(msg)
+    sends = [each for each, facts in told if facts.keys() & _SEND_FEATURES]
+    for each, facts in told:
+        if "computes_in" in facts and sends:
             msg = (
-                f"{each!r} needs parameters with values, and the world is on the meta device,"
-                " where there are none. Let a model of fewer or narrower layers run with"
-                ' values, device="cpu", or leave the transform out.'
+                f"{each!r} lets torch compute in {facts['computes_in']}, which it does not do on"
+                f" the meta device, and {sends[0]!r} sends what is computed: it would be foreseen"
+                f" in another dtype. Leave it out there, and make the model in that dtype,"
+                " model.to(dtype); or let fewer or narrower layers run with values,"
+                ' device="cpu".'
             )
             raise ModelError(msg)
 

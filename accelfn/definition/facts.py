@@ -31,6 +31,7 @@ FACTS: Mapping[str, str] = {
     "clips": "the bound of the gradients' global 2-norm, for an engine that holds gradients itself",
     "compiles": "the loss is compiled",
     "compression": "a function of a state that returns how buckets cross the ranks",
+    "computes_in": "the dtype in which torch computes the loss's products",
     "draws_nothing": "its methods draw no random numbers, so none are made ready",
     "eight_bits": "linear layers multiply in 8 bits",
     "finds_unused": "parameters may take no part in the loss, by an option that is named",

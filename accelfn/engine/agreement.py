@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accelfn.base.shards import cut_axes, local
+from accelfn.base.valueless import on_host
 from accelfn.collectives import all_reduce_
 from accelfn.data.alike import (
     are_alike,
@@ -71,9 +72,11 @@ def check_gradients(
     for i, each in enumerate(alike.values()):
         lengths[i] = each.norm()
     all_reduce_([*totals.values(), lengths], ranks, label="compare gradients")
-    for (name, mine), length in zip(alike.items(), lengths.tolist(), strict=True):
+    for (name, mine), length in zip(
+        alike.items(), on_host(lengths).tolist(), strict=True
+    ):
         far = (totals[name] - ranks.size * mine).norm()
-        if float(far) > _FAR * length:
+        if float(on_host(far)) > _FAR * length:
             module = name.rpartition(".")[0]
             msg = (
                 f"af.tensor_parallel: ranks have other gradients of {name!r}, which all of"

@@ -94,7 +94,8 @@ class FSDPRunner:
         all_reduce_([sums, *whole], ranks, label="weight of the loss")
         for gradient in whole:
             gradient.div_(ranks.size)
-        if self.expects_unused:  # what took part on no rank has no gradient
+        if self.expects_unused and not sums.is_meta:
+            # what took part on no rank has no gradient
             used = dict(zip(used, sums[1:].tolist(), strict=True))
         home.drop_gradients(
             n for n, some in used.items() if not some and n not in parts

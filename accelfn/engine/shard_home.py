@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from accelfn.base import accelerator, shards, tree
@@ -60,6 +61,13 @@ class Noting(FSDPParam):
         """The gradient of this pass and of those before it."""
         self.is_used = True
         return super().unsharded_accumulated_grad_data
+
+
+class Valueless(FSDPParamGroup):
+    """A unit in a world without values, which torch would have its user load first."""
+
+    def _validate_no_meta_params(self) -> None:
+        """Take them as they are."""
 
 
 class Lent(nn.Module):
@@ -193,6 +201,8 @@ class ShardHome:
             if not isinstance(module, FSDPModule):
                 continue
             for group in module._get_fsdp_state()._fsdp_param_groups:
+                if self._splitter.device.type == "meta":
+                    group.__class__ = Valueless
                 for param in group.fsdp_params:
                     info = param._module_info
                     name = self._places[id(info.module), info.param_name]

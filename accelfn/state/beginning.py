@@ -95,9 +95,9 @@ def begin(
     check_schedule(schedule)
     world = checked_world(world)
     check_device(setup, world)
-    # of what is split, a device holds parts alone
-    splits = world.size > 1 and bool(setup.owners["layout"])
-    device = torch.device("cpu") if splits else world.device
+    device = world.device
+    if device.type != "meta" and world.size > 1 and setup.owners["layout"]:
+        device = torch.device("cpu")  # of what is split, a device holds parts alone
     with own_modes(device):
         if init == "shard" and device.type != "meta":
             begun = _in_parts(

@@ -12,6 +12,7 @@ from accelfn.base import tree
 from accelfn.base.advice import advise
 from accelfn.base.arguments import integer
 from accelfn.base.signatures import qualname
+from accelfn.base.valueless import is_positive, on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.module.first_look import Coarsest, first_of, untouched
@@ -164,7 +165,7 @@ class _Sequence:
         mine = _numbers(whole, part, drawn=drawn, device=self._ranks.device)
         rows = all_gather(mine, self._loss_ranks, label="context_parallel")
         told, drawn = self._of_group(rows)
-        self.is_checked = drawn or any(bool(row[1]) for row in rows)
+        self.is_checked = drawn or any(is_positive(row[1]) for row in rows)
         if drawn:
             advise(
                 f"af.context_parallel: {qualname(loss_fn)} draws random numbers, so it could not"
@@ -199,7 +200,7 @@ class _Sequence:
         """Return the rows of those who share a sample, and whether anybody has drawn."""
         size, rank = self._ranks.size, self._loss_ranks.rank
         begin = rank - rank % size  # "cp" is the innermost of these axes
-        told = torch.stack(rows).cpu()
+        told = on_host(torch.stack(rows))
         return told[begin : begin + size], bool(told[:, 4].any())
 
     def _length(self, batch: Any) -> int:

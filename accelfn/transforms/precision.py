@@ -150,6 +150,7 @@ class autocast:
         """What fp16 does about gradients that are not finite."""
         scales = self.precision == "fp16"
         return {
+            "computes_in": _DTYPES[self.precision],
             "draws_nothing": True,
             "eight_bits": self.precision == "fp8",
             "judges_finite": scales,

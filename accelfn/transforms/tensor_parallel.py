@@ -11,6 +11,7 @@ from torch import nn
 from accelfn.base import draws
 from accelfn.base.arguments import truth
 from accelfn.base.signatures import qualname
+from accelfn.base.valueless import on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.module.first_look import Coarsest, first_of, untouched
@@ -210,7 +211,7 @@ def _check(
         still_open, split, differing = layers.open, layers.split, looks.end()
     numbers = (_total(in_one), _total(part), float(differing is not None))
     mine = torch.stack([n.to(ranks.device) for n in map(_number, numbers)])
-    rows = torch.stack(all_gather(mine, ranks.whole, label="tensor_parallel")).cpu()
+    rows = on_host(torch.stack(all_gather(mine, ranks.whole, label="tensor_parallel")))
     begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
     told = rows[begin : begin + ranks.size]
     way = _WAY

@@ -3,17 +3,29 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.base.tree import tree_leaves
 from accelfn.testing import communication, simulate
+from tests.laws.parallel_layers import (
+    LYING,
+    SEQUENCE,
+    UNSPLIT,
+    Lying,
+    Speech,
+    speeches,
+)
 from tests.laws.worlds import DDP
 from tests.strategies import Run, runs
 
@@ -31,10 +43,16 @@ SETUPS = {
     "8 bits": af.chain(SHARD, af.diloco(sync_every=2, bits=8)),
     "4 bits": af.chain(SHARD, af.diloco(sync_every=1, bits=4)),
     "fragments": af.chain(SHARD, af.diloco(sync_every=2, fragments=2, delay=1)),
+    "fsdp": af.chain(SHARD, af.wrap_fsdp()),
+    "fsdp, unused": af.chain(SHARD, af.wrap_fsdp(find_unused_parameters=True)),
+    "fsdp in bf16": af.chain(
+        SHARD, af.wrap_fsdp(gather_dtype=torch.bfloat16), af.autocast("bf16")
+    ),
+    "fsdp, clipped": af.chain(
+        SHARD, af.wrap_fsdp(), af.clip_grad_norm(1.0), af.ema(0.5)
+    ),
 }
 REFUSED = {
-    "af.wrap_fsdp()": af.wrap_fsdp(),
-    "af.wrap_deepspeed(1)": af.wrap_deepspeed(1),
     "af.compile()": af.chain(DDP, af.compile()),
     "transforms/skip.py": af.chain(DDP, af.skip_nonfinite()),
     "transforms/precision.py": af.chain(DDP, af.autocast("fp16")),
@@ -81,6 +99,46 @@ def test_shapes_alone_send_what_values_send(way: str, run: Run, size: int) -> No
     assert expected.log == found.log
     assert expected.updates == found.updates
     assert [each for state in found for each in values_of(state)] == []
+    assert not hasattr(torch, "meta")
+
+
+def parts_of(
+    speech: Speech, lying: Lying, device: str, *beside: object
+) -> tuple[Any, int, tuple[object, ...]]:
+    """Return what ranks with parts of a model send, in how many updates, and what they hold."""
+
+    def program(world: af.World) -> object:
+        state = speech.state(world, *lying.setup(speech.plan), *beside)
+        step = af.make_step(loss_of_all)
+        for batch in islice(af.batches(state), 2):
+            state, _ = step(state, batch)
+        assert device == "cpu" or values_of(state) == []
+        return af.memory(state)
+
+    size = prod(lying.axes.values())
+    run = simulate(size, program, axes=lying.axes, device=device)
+    return run.log, run.updates, tuple(run)
+
+
+def loss_of_all(net: torch.nn.Module, batch: Any) -> af.Loss:
+    """Return a loss in which each token counts alike."""
+    due = batch["due"]
+    total = F.cross_entropy(net(batch).transpose(1, 2), due, reduction="sum")
+    return af.Loss(total, due.numel())
+
+
+BY_SEQUENCE = [
+    Lying({"cp": 2}, (af.wrap_ddp(),)),
+    Lying({"dp_shard": 2, "cp": 2}, (af.wrap_fsdp(),)),
+]
+
+
+@given(speech=speeches(), lying=st.sampled_from([*LYING, *UNSPLIT, *BY_SEQUENCE]))
+@example(speech=Speech(n=4, batch_size=2, plan=SEQUENCE), lying=UNSPLIT[-1])
+@example(speech=Speech(n=4, batch_size=2, plan=SEQUENCE), lying=Lying({"tp": 2}))
+def test_parts_of_layers_are_foreseen_from_shapes(speech: Speech, lying: Lying) -> None:
+    """What ranks along any axes send is the same, and so is what each of them holds."""
+    assert parts_of(speech, lying, "cpu") == parts_of(speech, lying, "meta")
 
 
 @given(run=runs(n=24, updates=2, kind="plain"), size=st.sampled_from([2, 4, 64]))
@@ -97,11 +155,24 @@ def test_traffic_is_foreseen_from_shapes(run: Run, size: int) -> None:
 @pytest.mark.parametrize("named", REFUSED)
 @given(run=runs(n=24, updates=1, kind="plain"))
 def test_what_needs_values_is_refused_by_name(named: str, run: Run) -> None:
-    """What splits a model, compiles it, or decides by its numbers."""
+    """What compiles a model, or decides by its numbers."""
     error = refusal(training(run, REFUSED[named]))
     assert isinstance(error, af.Error)
     assert named in str(error)
     assert 'device="cpu"' in str(error)
+
+
+@pytest.mark.parametrize("lying", [Lying({"tp": 2}), BY_SEQUENCE[0]])
+@given(precision=st.sampled_from(["bf16", "fp16"]))
+def test_what_would_be_sent_in_another_dtype_is_refused(
+    lying: Lying, precision: str
+) -> None:
+    """torch computes in the model's own dtype on meta, whatever `autocast` says."""
+    cast = af.autocast(precision)
+    speech = Speech(n=4, batch_size=2, plan=SEQUENCE)
+    with pytest.raises(af.Error, match="another dtype") as caught:
+        parts_of(speech, lying, "meta", cast)
+    assert repr(cast) in str(caught.value)
 
 
 def number(metrics: af.Metrics, world: af.World) -> None:
@@ -128,8 +199,37 @@ def test_a_program_that_reads_a_value_is_told_where(reads: Any) -> None:
     assert "asks for values, and tensors on the meta device have none" in str(error)
 
 
-@given(size=st.integers(1, 4), drawn=st.booleans())
-def test_a_model_without_values_is_taken_as_it_is(size: int, drawn: bool) -> None:
+@pytest.mark.parametrize("lying", [Lying({"tp": 2}), BY_SEQUENCE[0]])
+@given(speech=speeches())
+def test_a_loss_that_reads_a_value_is_told_where(lying: Lying, speech: Speech) -> None:
+    """At a first look, too, where accelfn's own mode passes each call on to torch."""
+
+    def reading(net: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return net(batch).mean() * int(batch["due"].max())
+
+    def program(world: af.World) -> None:
+        state = speech.state(world, *lying.setup(speech.plan))
+        af.make_step(reading)(state, next(iter(af.batches(state))))
+
+    with pytest.raises(af.Error) as caught:
+        simulate(2, program, axes=lying.axes, device="meta")
+    line = reading.__code__.co_firstlineno + 1
+    assert f"{Path(__file__).name}:{line} asks for values" in str(caught.value)
+
+
+def mean_of_squares(net: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return a loss."""
+    return net(rows).square().mean()
+
+
+@given(
+    size=st.integers(1, 4),
+    drawn=st.booleans(),
+    setup=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp()]),
+)
+def test_a_model_without_values_is_taken_as_it_is(
+    size: int, drawn: bool, setup: af.Transform
+) -> None:
     """An instance of empty_weights, whose buffers have values, as a factory's."""
 
     made_on_meta: list[bool] = []
@@ -146,10 +246,10 @@ def test_a_model_without_values_is_taken_as_it_is(size: int, drawn: bool) -> Non
             model=made if empty else net,
             optimizer=partial(torch.optim.SGD, lr=0.1),
             init="shard" if drawn and not empty else "whole",
-            setup=af.wrap_ddp(),
+            setup=setup,
             world=world,
         )
-        step = af.make_step(lambda model, rows: model(rows).square().mean())
+        step = af.make_step(mean_of_squares)
         state, _ = step(state, torch.ones(3, 4, device=world.device))
         assert not (values_of(state) and world.device.type == "meta")
 

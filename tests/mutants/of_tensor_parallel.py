@@ -187,7 +187,7 @@ MUTANTS = [
         "gradients of what stands between the layers are those of a part",
         unit.test_a_model_that_is_another_in_parts_is_refused,
         agreement.check_gradients,
-        "if float(far) > _FAR * length: → if False:",
+        "if float(on_host(far)) > _FAR * length: → if False:",
         args={"model": unit.Scaled, "said": "other gradients"},
     ),
     Mutant(

@@ -435,6 +435,7 @@ def test_nothing_is_offloaded_from_the_cpu():
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
 
     in_two(fn)
+    simulate(2, fn, device="meta")
     alone = af.TrainState.create(model=Net, optimizer=adamw, setup=setup)
     assert {param.device.type for param in alone.params.values()} == {"cpu"}
 

@@ -59,7 +59,8 @@ def cross_entropy(
         each = each.sum() / weights.sum()
     elif reduction == "sum":
         each = each.sum()
-    return each if torch.is_autocast_enabled(part.device.type) else each.to(dtype)
+    casts = not part.is_meta and torch.is_autocast_enabled(part.device.type)
+    return each if casts else each.to(dtype)
 
 
 def _largest(part: torch.Tensor, ranks: World) -> torch.Tensor:

@@ -45,6 +45,8 @@ class Looks:
         part = whole.chunk(self._ranks.size, -1)[self._ranks.rank]
         if part.shape != given.shape:
             return False
+        if part.is_meta:
+            return True
         far = _COARSE if given.dtype.itemsize < 4 else _FAR
         distance, length = ((each.double().norm()) for each in (given - part, part))
         return not math.isfinite(distance) or bool(distance <= far * length)

@@ -18,6 +18,7 @@ import attrs
 
 from accelfn.checkpoint import background
 from accelfn.testing.simulation.ambient import Ambient, callers_modes, process_kept
+from accelfn.testing.simulation.device_module import known_to_torch
 from accelfn.testing.simulation.exchange import Exchange
 from accelfn.testing.simulation.faults import Crashed
 from accelfn.testing.simulation.group import SimulatedGroup
@@ -53,7 +54,7 @@ def _floor() -> Generator[None]:
 
 def simulated(plan: Plan) -> Run[Any]:
     """Run a program on simulated ranks."""
-    with _floor(), process_kept(plan.device):
+    with _floor(), process_kept(plan.device), known_to_torch(plan.device):
         return _run(plan)
 
 

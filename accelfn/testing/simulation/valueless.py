@@ -33,10 +33,11 @@ def explained(error: BaseException) -> BaseException:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return file and line of the innermost frame that is not torch's."""
+    """Return file and line of the innermost frame that is not torch's, nor passes a call on."""
     found = ""
     for frame, line in walk_tb(error.__traceback__):
-        path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, "<")):
+        code = frame.f_code
+        path, passes_on = code.co_filename, code.co_name == "__torch_function__"
+        if not passes_on and not path.startswith((_TORCH, "<")):
             found = f"{path.removeprefix(_LIBRARY)}:{line}"
     return found

@@ -249,7 +249,8 @@ def communication(
     Raises:
         ArgumentError: a number is below 2, or the program takes more updates on some numbers
             of ranks than on others.
-        ModelError: on meta, a transform splits the model or its work, or compiles it.
+        ModelError: on meta, a transform compiles the model; or ranks send what its layers
+            compute, under `autocast`.
         SimulationError: on meta, the program or a transform asks for a value.
         Exception: what `simulate` raises.
 
