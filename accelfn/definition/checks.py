@@ -80,7 +80,8 @@ def check_device(setup: chain, world: World) -> None:
     """Raise where what a transform does cannot be told without values, on the meta device.
 
     Raises:
-        ModelError: it compiles the model; or ranks send what they compute in another dtype.
+        ModelError: it compiles the model, or keeps parts on the host; or ranks send what they
+            compute in another dtype.
     """
     if world.device.type != "meta":
         return
@@ -90,6 +91,13 @@ def check_device(setup: chain, world: World) -> None:
             f"{each!r} needs parameters with values, and the world is on the meta device,"
             " where there are none. Let a model of fewer or narrower layers run with"
             ' values, device="cpu", or leave the transform out.'
+        )
+        raise ModelError(msg)
+    for each in (each for each, facts in told if "offloads" in facts):
+        msg = (
+            f"{each!r} keeps parts in the host's memory, and the world is on the meta device,"
+            " where nothing lies in any. Leave cpu_offload out there: what ranks send is the"
+            " same without it."
         )
         raise ModelError(msg)
     sends = [each for each, facts in told if facts.keys() & _SEND_FEATURES]

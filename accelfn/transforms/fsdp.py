@@ -246,9 +246,7 @@ class wrap_fsdp:
         why = ""
         if several and kind == "cpu":
             why = "this world computes on the CPU, where all lies in the host's memory already"
-        if kind == "meta":
-            why = "this world is on the meta device, where nothing lies in any memory"
-        elif kind != "cpu" and not several:
+        if kind != "cpu" and not several:
             why = (
                 "this world has one rank, whose device has the model whole, and nothing is"
                 " gathered"

@@ -435,9 +435,19 @@ def test_nothing_is_offloaded_from_the_cpu():
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
 
     in_two(fn)
-    simulate(2, fn, device="meta")
     alone = af.TrainState.create(model=Net, optimizer=adamw, setup=setup)
     assert {param.device.type for param in alone.params.values()} == {"cpu"}
+
+
+def test_nothing_is_offloaded_where_nothing_has_values():
+    """On the meta device it is refused by a sentence: ranks send the same without it."""
+
+    def fn(world: af.World) -> None:
+        setup = af.wrap_fsdp(cpu_offload=True)
+        with pytest.raises(af.ModelError, match="Leave cpu_offload out there"):
+            af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
+
+    simulate(2, fn, device="meta")
 
 
 class Odd(nn.Module):
