@@ -16,6 +16,7 @@ from typing import BinaryIO
 import attrs
 import torch
 
+from accelfn.base import paths
 from accelfn.base.accelerator import host_memory
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint.commit import Contents, Save
@@ -108,12 +109,12 @@ class Talk:
         return talk_directory(self.save.final) / f"{turn}-{rank}"
 
     def _absent(self) -> list[int]:
-        return [r for r in self._ranks() if not self._file(self.turn, r).exists()]
+        return [r for r in self._ranks() if not paths.exists(self._file(self.turn, r))]
 
     def _check_ended(self, absent: list[int]) -> None:
         for rank in absent:
             ended = self._file(_ENDED, rank)
-            if ended.exists():
+            if paths.exists(ended):
                 nothing = f"{self.save.unsaved}: rank {rank} failed, and had no room to say why"
                 raise CheckpointWriteError(_read(ended) or nothing)
 
@@ -150,6 +151,21 @@ def _read(path: Path) -> str:
 def talk_directory(final: Path) -> Path:
     """Return where ranks agree about a checkpoint."""
     return final.parent / f".tmp-{final.name}.talk"
+
+
+def open_talk(save: Save) -> None:
+    """Make the place where ranks agree about a checkpoint, or leave nothing of it."""
+    try:
+        disk.create(talk_directory(save.final))
+    except OSError:
+        disk.remove(save.partial)
+        raise
+
+
+def close_talk(save: Save) -> None:
+    """Remove the place where ranks have agreed, if the disk lets it be removed."""
+    with suppress(OSError):  # the next save removes it
+        disk.remove(talk_directory(save.final))
 
 
 class _Mine(threading.local):

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 import attrs
 import torch
 
+from accelfn.base import paths
 from accelfn.checkpoint import commit, compare, disk, files
 from accelfn.checkpoint.contents import Place, Tensor, facts, leaves
 from accelfn.checkpoint.elastic import Source
@@ -98,7 +99,7 @@ def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     """Return whether every byte of a checkpoint, or of all of a store, is as it was saved."""
     store = Path(directory)
-    steps = () if (store / NAME).exists() else steps_in(store)
+    steps = () if paths.exists(store / NAME) else steps_in(store)
     folders = [store / name_of(step) for step in steps] or [store]
     rows, code = list[str](), 0
     for folder in folders:
@@ -317,7 +318,7 @@ def _tensors_of(manifest: Manifest, unit: str) -> dict[str, str]:
 def _folder(directory: str) -> Path:
     """Return a checkpoint's directory; of a store, that of its newest."""
     folder = Path(directory)
-    steps = () if (folder / NAME).exists() else steps_in(folder)
+    steps = () if paths.exists(folder / NAME) else steps_in(folder)
     return folder / name_of(steps[-1]) if steps else folder
 
 

@@ -24,8 +24,8 @@ from typing import Any, NoReturn, TypeAlias
 import attrs
 import torch
 
+from accelfn.base import paths
 from accelfn.checkpoint import disk, files
-from accelfn.checkpoint.digest import WRITTEN, Algorithm
 from accelfn.checkpoint.manifest import NAME, Manifest, rank_file
 from accelfn.checkpoint.slices import Slice
 from accelfn.errors import (
@@ -190,7 +190,7 @@ def begin(save: Save) -> None:
     """Make the directory; remove what an interrupted save of this name has left."""
     if save.rank:
         return
-    if save.final.exists():
+    if paths.exists(save.final):
         msg = (
             f"{save.final} exists already; save to a new directory, such as"
             f" {save.final.name}-2."
@@ -249,7 +249,7 @@ def check_seen(save: Save) -> None:
     Raises:
         CheckpointError: it does not.
     """
-    if not save.partial.is_dir():
+    if not paths.is_directory(save.partial):
         msg = (
             f"it does not see {save.partial}, which rank 0 has made. Give all ranks one"
             " directory, on a disk that all see."
@@ -261,10 +261,10 @@ def said_of(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
     """Return what tells this rank's values from another's, and which slices it holds."""
     whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
     parts = {n: t for n, t in contents.tensors.items() if n in contents.slices}
-    of_parts = digests(parts) if contents.copy is not None else {}
+    of_parts = files.digests(parts) if contents.copy is not None else {}
     return {
         "units": contents.units,
-        "tensors": dict.fromkeys(whole) if is_alone else digests(whole),
+        "tensors": dict.fromkeys(whole) if is_alone else files.digests(whole),
         "copy": contents.copy,
         "slices": {
             name: {
@@ -275,18 +275,6 @@ def said_of(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
             for name, place in contents.slices.items()
         },
     }
-
-
-def digests(
-    tensors: Mapping[str, torch.Tensor], algorithm: Algorithm = WRITTEN
-) -> dict[str, str]:
-    """Return the digest of each tensor's dtype, shape and values."""
-    found: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        digest = algorithm.begin(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(files.bytes_of(tensor))
-        found[name] = digest.hexdigest()
-    return found
 
 
 def divided(

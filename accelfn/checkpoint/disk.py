@@ -18,12 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeAlias
 
+from accelfn.base import paths
+
 Chunk: TypeAlias = bytes | memoryview
 
 
 def make(directory: Path) -> None:
     """Make a directory and its parents where they are not there, and let them last."""
-    if not directory.is_dir():
+    if not paths.is_directory(directory):
         make(directory.parent)
         directory.mkdir(exist_ok=True)
         flush(directory.parent)
@@ -64,7 +66,7 @@ def flush(directory: Path) -> None:
 
 def rename(path: Path, new: Path) -> None:
     """Give a directory a name that nothing has, and make it last, or leave the old one."""
-    if new.exists():
+    if paths.exists(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     path.rename(new)
     try:
@@ -77,7 +79,7 @@ def rename(path: Path, new: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file, or a directory and all in it, if it is there."""
     with suppress(FileNotFoundError):  # another process removes it too
-        if path.is_dir() and not path.is_symlink():
+        if paths.is_directory(path) and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
@@ -177,7 +179,7 @@ def _mount(handle: int) -> bytes:
 def is_there(path: Path) -> bool:
     """Return whether something has a path, as far as the disk says."""
     with suppress(OSError):
-        return path.exists()
+        return paths.exists(path)
     return False
 
 

@@ -311,6 +311,18 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast("Any", flat.view(torch.uint8).numpy()))
 
 
+def digests(
+    tensors: Mapping[str, torch.Tensor], algorithm: Algorithm = WRITTEN
+) -> dict[str, str]:
+    """Return the digest of each tensor's dtype, shape and values."""
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        digest = algorithm.begin(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(bytes_of(tensor))
+        found[name] = digest.hexdigest()
+    return found
+
+
 def _ordered(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return names in the order in which tensors lie in a file.
 

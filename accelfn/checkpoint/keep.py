@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from accelfn.base import paths
 from accelfn.checkpoint import disk, files
 from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest
 from accelfn.errors import CheckpointError
@@ -23,14 +24,14 @@ def steps_in(directory: Path) -> tuple[int, ...]:
 
     What has another name than a store gives is not of a store: `step-34`, say.
     """
-    if not directory.is_dir():
+    if not paths.is_directory(directory):
         return ()
     found = [
         int(match[1])
         for path in directory.iterdir()
         if (match := _STEP.fullmatch(path.name))
         and path.name == name_of(int(match[1]))
-        and (path / NAME).is_file()
+        and paths.is_file(path / NAME)
     ]
     return tuple(sorted(found))
 
@@ -75,7 +76,7 @@ def check_no_store(directory: Path) -> None:
     Raises:
         CheckpointError: it names the newest.
     """
-    steps = () if (directory / NAME).exists() else steps_in(directory)
+    steps = () if paths.exists(directory / NAME) else steps_in(directory)
     if steps:
         msg = (
             f"{directory} is a store of {len(steps)} checkpoints, and not one of them."

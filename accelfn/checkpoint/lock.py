@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 
 import attrs
 
+from accelfn.base import paths
 from accelfn.checkpoint import disk
 from accelfn.errors import DirectoryInUseError
 
@@ -116,7 +117,7 @@ def _begun(pid: int) -> str | None:
     else:
         state, *rest = stat.rpartition(")")[2].split()
         return None if state == "Z" else rest[18]
-    if Path("/proc/self/stat").exists():
+    if paths.exists(Path("/proc/self/stat")):
         return None
     try:
         os.kill(pid, 0)

@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 
 import attrs
 
+from accelfn.base import paths
 from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
 from accelfn.checkpoint.digest import FORMAT, FORMATS, Algorithm
@@ -289,7 +290,11 @@ def read_manifest(folder: Path) -> Manifest:
             stream.seek(0)
             data = stream.read()
     except FileNotFoundError as error:
-        lacks = f"it has no {NAME}" if folder.is_dir() else "there is no such directory"
+        lacks = (
+            f"it has no {NAME}"
+            if paths.is_directory(folder)
+            else "there is no such directory"
+        )
         way = reader_of(folder) or checkpoints_near(folder, NAME)
         msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
         raise CheckpointError(msg) from error

@@ -3,6 +3,8 @@
 
 from pathlib import Path
 
+from accelfn.base import paths
+
 _SAFE = "It has weights of a model; af.import_model(model, {path}) reads them."
 _TORCH = (
     "It has what torch.save wrote; af.import_torch_weights(model, {path}) reads it."
@@ -40,9 +42,11 @@ _ENDINGS = {
 def reader_of(path: Path) -> str:
     """Return sentences that say what reads a file or folder, behind a space; or nothing."""
     found: list[str] = []
-    if path.is_dir():
-        found = [text for name, text in _IN_FOLDERS.items() if (path / name).exists()]
-    elif path.is_file():
+    if paths.is_directory(path):
+        found = [
+            text for name, text in _IN_FOLDERS.items() if paths.exists(path / name)
+        ]
+    elif paths.is_file(path):
         found = [t for ending, t in _ENDINGS.items() if path.name.endswith(ending)]
     said = dict.fromkeys(text.format(path=repr(str(path))) for text in found)
     return "".join(f" {text}" for text in said)
@@ -55,11 +59,11 @@ def checkpoints_near(path: Path, name: str) -> str:
         path: where there is none.
         name: of the file that a checkpoint has.
     """
-    inside = path.is_dir()
+    inside = paths.is_directory(path)
     folder = path if inside else path.parent
     try:
         found = sorted(
-            each.name for each in folder.iterdir() if (each / name).is_file()
+            each.name for each in folder.iterdir() if paths.is_file(each / name)
         )
     except OSError:  # it is not there, or not ours to read
         found = []

@@ -9,9 +9,9 @@ import torch
 
 from accelfn.base.shards import copied, is_shard
 from accelfn.checkpoint import compare
-from accelfn.checkpoint.commit import digests
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.fields import FIELDS, fields_of, with_fields
+from accelfn.checkpoint.files import digests
 from accelfn.collectives import by_calls
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state.state import TrainState

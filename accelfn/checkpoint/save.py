@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from accelfn.base.calling import called
-from accelfn.checkpoint import commit
+from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.options import check_frozen, check_path
@@ -89,9 +89,9 @@ def contents_of(
     if frozen == "hash":
         trained = state.definition.skeleton.once_trained
         held = {n: p for n, p in fields["params"].items() if n not in trained}
-        kept = commit.digests({n: p for n, p in held.items() if not is_sharded(p)})
+        kept = files.digests({n: p for n, p in held.items() if not is_sharded(p)})
         for some in by_calls(held, state.world, label="hash frozen parameters"):
-            kept |= commit.digests(some)
+            kept |= files.digests(some)
         fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}
     units, tensors = encoded(fields)
     copies = state.definition.copy_of_each

@@ -6,7 +6,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -18,7 +17,7 @@ from accelfn.base.calling import called
 from accelfn.base.words import foreign
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import keep as keeping
-from accelfn.checkpoint.background import Buffers, Writing, talk_directory
+from accelfn.checkpoint.background import Buffers, Writing, close_talk, open_talk
 from accelfn.checkpoint.load import load
 from accelfn.checkpoint.lock import Lock
 from accelfn.checkpoint.options import (
@@ -31,7 +30,8 @@ from accelfn.checkpoint.options import (
 )
 from accelfn.checkpoint.retention import Retention
 from accelfn.checkpoint.save import contents_of, exchange_of, save_of
-from accelfn.collectives import broadcast_object, gather_text
+from accelfn.checkpoint.under_way import UnderWay
+from accelfn.collectives import broadcast_object
 from accelfn.errors import (
     ArgumentError,
     CheckpointError,
@@ -106,8 +106,7 @@ class CheckpointStore:
         self.keep, self.keep_best, self.best_is = keep, keep_best, best_is
         self.frozen, self.every, self.async_ = frozen, every, async_
         self._buffers = Buffers()
-        self._writing: Writing | None = None
-        self._world: World | None = None
+        self._under_way = UnderWay()
         self._lock: Lock | None = None
         self._unlock: Callable[[], object] | None = None
         self._last_saved = time.monotonic()
@@ -183,9 +182,10 @@ class CheckpointStore:
         """
         check_state("store.save(state)", state)
         numbers = numbers_of(metrics)
-        before = self._world
+        under_way = self._under_way
+        before = under_way.world
         earlier = self._ended(state.world)
-        self._world = state.world
+        under_way.world = state.world
         is_first = before is None or before.connection is not state.world.connection
         job = save_of(state, self.directory / keeping.name_of(state.step))
         exchange = exchange_of(state, "save")
@@ -201,16 +201,16 @@ class CheckpointStore:
                 job.agreed(exchange, "look for it", partial(commit.check_seen, job))
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
-                self._writing = Writing(job, contents[0], retain, patience=patience)
+                under_way.writing = Writing(job, contents[0], retain, patience=patience)
                 # not before it is remembered: an interrupt between would let the next save
                 # copy into what is being written
-                self._writing.start()
+                under_way.writing.start()
             else:
                 commit.write(job, contents[0], exchange)
                 job.agreed(exchange, commit.READ_BACK, retain)
         except CheckpointWriteError as error:
             if state.world.is_main and self._lock is not None:
-                self._close_talk(job)
+                close_talk(job)
             too = "" if earlier is None else str(earlier)
             raise self._with_newest(error, too) from error.__cause__
         self._last_saved = time.monotonic()
@@ -281,7 +281,8 @@ class CheckpointStore:
         if kind is None:
             self.close()
             return
-        writing, self._writing = self._writing, None
+        under_way = self._under_way
+        writing, under_way.writing = under_way.writing, None
         if writing is not None:
             if isinstance(error, PeerFailedError):
                 writing.hurry()
@@ -305,7 +306,7 @@ class CheckpointStore:
                 self._retention.before()
         commit.begin(job)
         if self.async_ and state.world.is_main:
-            self._open_talk(job)
+            open_talk(job)
         return contents
 
     def _wait(self, world: "World | None") -> None:
@@ -316,70 +317,18 @@ class CheckpointStore:
     def _ended(self, now: "World | None" = None) -> CheckpointWriteError | None:
         """Wait for the save that is under way, and return its error, the same on all ranks.
 
-        Of one that failed nothing is left.
-
         Args:
             now: of the state at hand; another than before where ranks have met anew.
 
         Raises:
             PeerFailedError: a rank is gone.
         """
-        writing, world = self._writing, self._world
-        if now is not None and now.connection.regrouping is not None:
-            if world is None or world.connection is not now.connection:
-                return self._met_anew(now)
-        elif world is not None and world.connection.successor is not None:
-            return self._left()
-        if writing is None or world is None:
-            return None
-        step = writing.save.step
-        # all have begun theirs: in a simulated world ranks take turns
-        gather_text("", world, label=f"store: wait for step {step}")
-        error = writing.join()
-        if isinstance(error, PeerFailedError):
-            self._writing = None
-            world.connection.tell("waited in a save", is_waiting=True)
-            raise error
-        text = "" if error is None else str(error)
-        texts = gather_text(text, world, label=f"store: outcome of step {step}")
-        self._writing = None  # not before: an interrupt may have ended the waiting
-        failed = [CheckpointWriteError(text) for text in texts if text]
-        if world.is_main:
-            self._close_talk(writing.save)
-            if failed:  # by now nobody writes to it
-                with suppress(OSError):  # the next save removes it
-                    disk.remove(writing.save.partial)
-        if not failed:
-            return None
-        failed[0].__cause__ = None if error is None else error.__cause__
-        return failed[0]
-
-    def _met_anew(self, world: "World") -> CheckpointWriteError | None:
-        """End what there is of another world, on all ranks of this one, and begin in it."""
-        error = self._left()
-        if not world.is_main:  # rank 0 is another now, and takes the lock
+        if now is None or not self._under_way.is_of_others(now):
+            return self._under_way.ended()
+        error = self._under_way.left()
+        if not now.is_main:  # rank 0 is another now, and takes the lock
             self._release()
-        text = "" if error is None else str(error)
-        texts = gather_text(text, world, label="store: ranks have met anew")
-        self._world = world
-        failed = [CheckpointWriteError(text) for text in texts if text]
-        return failed[0] if failed else None
-
-    def _left(self) -> CheckpointWriteError | None:
-        """End a save of ranks of which one is gone, and return another error than that.
-
-        It is there as a whole, or nothing of it: then a line on stderr says so.
-        """
-        writing, self._writing = self._writing, None
-        if writing is None:
-            return None
-        writing.hurry()
-        error = writing.join()
-        if isinstance(error, CheckpointWriteError):
-            return error
-        if error is not None and not disk.is_there(writing.save.final):
-            sys.stderr.write(f"accelfn: {error}\n")
-        return None
+        return self._under_way.goes_on_in(now, error)
 
     def _listed(self) -> list[int] | str:
         """Return the steps that are there, or why nobody can tell."""
@@ -409,20 +358,10 @@ class CheckpointStore:
             sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
             disk.remove(path)
 
-    def _open_talk(self, job: commit.Save) -> None:
-        try:
-            disk.create(talk_directory(job.final))
-        except OSError:
-            disk.remove(job.partial)
-            raise
-
-    def _close_talk(self, job: commit.Save) -> None:
-        with suppress(OSError):  # the next save removes it
-            disk.remove(talk_directory(job.final))
-
     def _retain(self, step: int) -> None:
         """On rank 0, verify the new checkpoint, and then remove what is not kept."""
-        if self._world is not None and self._world.is_main:
+        world = self._under_way.world
+        if world is not None and world.is_main:
             self._retention.after(step)
 
     def _with_newest(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
+from accelfn.base import paths
 from accelfn.errors import LaunchError
 from accelfn.launching.file import FILE, TABLE, read
 from accelfn.launching.options import ELASTIC, NUMBERED, OPTIONS, checked
@@ -40,7 +41,7 @@ def configure(
         LaunchError: a setting, or several together, cannot be; nothing is written.
     """
     file = Path(FILE if named is None else named)
-    found = read(file) if file.is_file() else {}
+    found = read(file) if paths.is_file(file) else {}
     if default:
         begun = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
         found = {**begun, **found}
@@ -51,7 +52,7 @@ def configure(
             _answer(found, name, ask or _terminal())
     Settings.of({}, found, str(file), is_whole=False)
     in_order = {name: found[name] for name in OPTIONS if name in found}
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text = file.read_text(encoding="utf-8") if paths.is_file(file) else ""
     part = file.with_name(f".{file.name}.part")
     try:
         part.write_text(edited(text, in_order), encoding="utf-8")

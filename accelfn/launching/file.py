@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from accelfn.base import paths
 from accelfn.errors import LaunchError
 from accelfn.launching.options import OPTIONS, checked, near
 
@@ -26,7 +27,7 @@ def find(named: str | None) -> Path | None:
         LaunchError: the one that is named is not there.
     """
     file = Path(FILE if named is None else named)
-    if file.is_file():
+    if paths.is_file(file):
         return file
     if named is not None:
         msg = (

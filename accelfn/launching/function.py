@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import cloudpickle
 import torch
 
-from accelfn.base import accelerator, codec
+from accelfn.base import accelerator, codec, paths
 from accelfn.base.arguments import check_seconds, is_integer
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
@@ -171,7 +171,7 @@ def _sources() -> dict[str, str]:
     return {
         name: "".join(lines)
         for name, lines in cached.items()
-        if lines and not Path(name).is_file()
+        if lines and not paths.is_file(Path(name))
     }
 
 
@@ -193,7 +193,7 @@ def _run(folder: Path, nproc: int) -> Ended:
 
 def _result(folder: Path, rank: int) -> Any:
     file = folder / f"result-{rank}"
-    if not file.is_file():
+    if not paths.is_file(file):
         msg = f"af.launch: rank {rank} left, by sys.exit or so, and returned nothing."
         raise RankFailedError(msg)
     return codec.from_bytes(file.read_bytes())

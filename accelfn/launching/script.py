@@ -20,6 +20,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accelfn.base import paths
 from accelfn.errors import LaunchError
 from accelfn.launching.machines import Machines, interface_of
 from accelfn.world.axes import VARIABLE
@@ -155,9 +156,9 @@ def _check(script: str, *, nproc: int, module: bool) -> None:
     if nproc < 1:
         msg = f"--nproc is {nproc}; give the number of processes to start, 1 or more."
         raise LaunchError(msg)
-    if module or Path(script).is_file():
+    if module or paths.is_file(Path(script)):
         return
-    if Path(script).is_dir():
+    if paths.is_directory(Path(script)):
         msg = f"{script!r} is a directory; name a script in it, or a module after -m."
     else:
         msg = (

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import nn
 
+from accelfn.base import paths
 from accelfn.base.arguments import as_path
 from accelfn.base.calling import called
 from accelfn.base.sizes import shown
@@ -246,7 +247,7 @@ def _limits(budgets: object) -> dict[str, int | Path]:
         where = f"af.place(budgets={{{name!r}: {budget!r}}})"
         if name == DISK:
             limits[DISK] = folder = as_path(where, budget, "a folder")
-            if not folder.is_dir():
+            if not paths.is_directory(folder):
                 msg = f"{where}: there is no such folder."
                 raise ArgumentError(msg)
             continue

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+from accelfn.base import paths
 from accelfn.errors import TrackingError
 from accelfn.track.chart import Curve, as_svg, curves, save_png
 from accelfn.track.log import Log, read
@@ -46,7 +47,7 @@ def report(run: str) -> tuple[list[str], int]:
     log = read(_file(Path(run)))
     page, picture = (log.path.with_suffix(each) for each in (".html", ".png"))
     for made in (page, picture):
-        if made == log.path or (made.exists() and made.samefile(log.path)):
+        if made == log.path or (paths.exists(made) and made.samefile(log.path)):
             msg = f"The report of {log.path} would be {made}, the run itself; rename the run."
             raise TrackingError(msg)
     drawn = curves(log)
@@ -65,7 +66,7 @@ def report(run: str) -> tuple[list[str], int]:
 
 
 def _file(run: Path) -> Path:
-    if not run.is_dir():
+    if not paths.is_directory(run):
         return run
     found = sorted(run.glob("*.jsonl"))
     if len(found) != 1:

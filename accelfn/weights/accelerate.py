@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from accelfn.base import paths
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.weights import shards, torch_files
 from accelfn.weights.pieces import Piece
@@ -19,7 +20,7 @@ MODELS = (shards.WEIGHTS, shards.INDEX, torch_files.WEIGHTS, torch_files.INDEX)
 
 def weights_of(folder: Path) -> dict[str, Piece]:
     """Return the tensors of a folder's model."""
-    if not any((folder / name).exists() for name in MODELS[:2]):
+    if not any(paths.exists(folder / name) for name in MODELS[:2]):
         held = torch_files.state_dict_of(folder)
         return {name: Piece.of(tensor) for name, tensor in held.items()}
     there = shards.shards_at(folder)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from accelfn.base import paths
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.weights.pieces import Found, Piece
 from accelfn.weights.zero_groups import put_together, shapes_of
@@ -39,11 +40,11 @@ def parts_at(folder: Path) -> Path | None:
     """
     if _has_parts(folder):
         return folder
-    if not folder.is_dir():
+    if not paths.is_directory(folder):
         return None
     tags = sorted(each.name for each in folder.iterdir() if _has_parts(each))
     latest = folder / LATEST
-    if latest.is_file():
+    if paths.is_file(latest):
         said = latest.read_bytes()[:1000].decode(errors="replace").strip()
         if said in tags:
             return folder / said
@@ -63,7 +64,7 @@ def parts_at(folder: Path) -> Path | None:
 
 
 def _has_parts(folder: Path) -> bool:
-    return folder.is_dir() and any(
+    return paths.is_directory(folder) and any(
         each.name.endswith(("_optim_states.pt", "model_states.pt"))
         for each in folder.iterdir()
     )
@@ -153,7 +154,7 @@ def _model(
     names = [each.format(rank) for rank in range(len(parts))]
     names = names if cuts_each else ["mp_rank_00_model_states.pt"]
     for name in names:
-        if not (tag / name).exists():
+        if not paths.exists(tag / name):
             msg = f"{tag} has no {name}, which a rank wrote of the model. {WHOLE}"
             raise CheckpointCorruptError(msg)
     model = loaded(tag / names[0])

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn.base import paths
 from accelfn.base.advice import advise
 from accelfn.base.arguments import as_path
 from accelfn.base.calling import called
@@ -101,7 +102,7 @@ def _found(state: TrainState, folder: Path, under: str | None) -> Found:
         CheckpointError: nothing that is read.
     """
     parts = [folder, *(folder / name for name in _FSDP)]
-    split = [each for each in parts if (each / distributed.METADATA).exists()]
+    split = [each for each in parts if paths.exists(each / distributed.METADATA)]
     if split:
         return _in_parts(state, folder, split, under)
     tag = deepspeed.parts_at(folder)
@@ -109,7 +110,7 @@ def _found(state: TrainState, folder: Path, under: str | None) -> Found:
         params = _params(state)
         names = {*params, *state.buffers}
         return deepspeed.found_in(folder, tag, params=params, names=names)
-    if any((folder / name).exists() for name in accelerate.MODELS):
+    if any(paths.exists(folder / name) for name in accelerate.MODELS):
         return _of_accelerate(state, folder)
     msg = (
         f"{folder} has neither {distributed.METADATA}, of torch's distributed checkpoints, nor"
@@ -145,7 +146,9 @@ def _of_accelerate(state: TrainState, folder: Path) -> Found:
         for group in state.definition.optimizer.param_groups
     ]
     file = folder / accelerate.OPTIMIZER
-    entries = accelerate.entries_of(file, groups, [*metas]) if file.exists() else {}
+    entries = (
+        accelerate.entries_of(file, groups, [*metas]) if paths.exists(file) else {}
+    )
     read = {*accelerate.MODELS, accelerate.OPTIMIZER}
     return Found(
         weights={n: piece for n, piece in weights.items() if n in names},

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn.base import paths
 from accelfn.base.arguments import is_integer
 from accelfn.checkpoint import disk, files
 from accelfn.checkpoint.digest import WRITTEN
@@ -167,7 +168,7 @@ def shards_at(source: Path) -> Shards:
         CheckpointError: there are none.
         CheckpointCorruptError: a file or the index is not what it should be.
     """
-    path = file_in(source, WEIGHTS, INDEX) if source.is_dir() else source
+    path = file_in(source, WEIGHTS, INDEX) if paths.is_directory(source) else source
     parted = path.name.endswith(".index.json")
     if parted and not path.name.endswith(".bin.index.json"):
         return _indexed(path)
@@ -188,7 +189,7 @@ def file_in(folder: Path, weights: str, index: str) -> Path:
         CheckpointError: it has neither.
     """
     for name in (weights, index):
-        if (folder / name).exists():
+        if paths.exists(folder / name):
             return folder / name
     present = sorted(path.name for path in folder.iterdir())[:10]
     msg = (

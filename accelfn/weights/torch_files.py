@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from accelfn.base import paths
 from accelfn.base.arguments import as_path
 from accelfn.base.calling import called
 from accelfn.checkpoint.others import reader_of
@@ -84,7 +85,7 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: there are none, or other things too.
         CheckpointCorruptError: a file or the index is not what it should be.
     """
-    path = file_in(path, WEIGHTS, INDEX) if path.is_dir() else path
+    path = file_in(path, WEIGHTS, INDEX) if paths.is_directory(path) else path
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         msg = f"{path} is nothing that torch.save wrote.{reader_of(path)}"
         raise CheckpointError(msg)

@@ -174,8 +174,8 @@ for slot in state.slots.values():
     Mutant(
         "L42: what tells ranks' states apart leaves out the values",
         test_resume.test_ranks_resume_bitwise,
-        commit.digests,
-        "digest.update(files.bytes_of(tensor)) → pass",
+        files.digests,
+        "digest.update(bytes_of(tensor)) → pass",
     ),
     Mutant(
         "L45: what is saved counts the samples of one rank, not of all",

@@ -73,7 +73,7 @@ MUTANTS = [
         "ranks that agree by files do not look whether they see them",
         tests.test_directories_by_rank_are_refused_at_once,
         commit.check_seen,
-        "if not save.partial.is_dir(): → if False:",
+        "if not paths.is_directory(save.partial): → if False:",
     ),
     Mutant(
         "an optimizer that lacks what it kept fails as Python does",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how ranks that are left go on, and others come in."""
 
-from accelfn.checkpoint import background, moving, regrouping, store
+from accelfn.checkpoint import background, moving, regrouping, store, under_way
 from accelfn.launching.settings import Settings
 from accelfn.testing.simulation import ranks
 from accelfn.testing.simulation.exchange import Exchange
@@ -31,19 +31,19 @@ MUTANTS = [
     Mutant(
         "L45: ranks that met anew ask those of the old world whether a save has ended",
         SAVES,
-        store.CheckpointStore._ended,
-        "world is None or world.connection is not now.connection → False",
+        under_way.UnderWay.is_of_others,
+        "self.world is None or self.world.connection is not now.connection → False",
     ),
     Mutant(
         "L45: who was rank 0 keeps the directory when another is",
         SAVES,
-        store.CheckpointStore._met_anew,
-        "if not world.is_main: → if False:",
+        store.CheckpointStore._ended,
+        "if not now.is_main: → if False:",
     ),
     Mutant(
         "a save that was lost with a rank is an error of the next",
         test_store_elastic.test_a_save_that_is_lost_with_a_rank_is_said_and_no_error,
-        store.CheckpointStore._left,
+        under_way.UnderWay.left,
         "if isinstance(error, CheckpointWriteError): → if True:",
     ),
     Mutant(

@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in who is told what of a save that goes wrong, and in what the next one does."""
 
-from accelfn.checkpoint import background, commit, disk, keep, lock, retention, store
+import errno
+
+from accelfn.base import paths
+from accelfn.checkpoint import (
+    background,
+    commit,
+    disk,
+    keep,
+    lock,
+    retention,
+    store,
+    under_way,
+)
 from tests.laws import test_ended_saves, test_failing_saves, test_store
 from tests.mutants.mutant import Mutant
+from tests.unit import test_paths
 
 MUTANTS = [
     Mutant(
@@ -36,13 +49,13 @@ MUTANTS = [
     Mutant(
         "L54: the rank that failed is told so without its own error",
         test_failing_saves.test_a_save_names_whose_error_it_was,
-        store.CheckpointStore._ended,
-        "failed[0].__cause__ = None if error is None else error.__cause__ → pass",
+        under_way.UnderWay.ended,
+        "told.__cause__ = None if error is None else error.__cause__ → pass",
     ),
     Mutant(
         "L54: what a save has written that was stopped stays until the next",
         test_failing_saves.test_a_save_names_whose_error_it_was,
-        store.CheckpointStore._ended,
+        under_way.UnderWay.ended,
         "disk.remove(writing.save.partial) → pass",
     ),
     Mutant(
@@ -116,10 +129,10 @@ MUTANTS = [
         test_ended_saves.test_no_interrupt_lets_saves_write_over_each_other,
         store.CheckpointStore.save,
         """\
-self._writing = Writing(job, contents[0], retain, patience=patience)
+under_way.writing = Writing(job, contents[0], retain, patience=patience)
 →
 (begun := Writing(job, contents[0], retain, patience=patience)).start()
-            self._writing = begun
+            under_way.writing = begun
 """,
     ),
     Mutant(
@@ -127,5 +140,12 @@ self._writing = Writing(job, contents[0], retain, patience=patience)
         test_store.test_a_lock_of_any_bytes_is_somebodys,
         lock._text_of,
         "except UnicodeDecodeError: → except ZeroDivisionError:",
+    ),
+    Mutant(
+        "a disk that has failed is one on which nothing is",
+        test_paths.test_a_disk_that_does_not_say_is_no_answer,
+        paths._mode,
+        "if error.errno in _NOTHING: → if True:",
+        args={"asked": paths.exists, "code": errno.EIO},
     ),
 ]

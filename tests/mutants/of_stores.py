@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a crash, a full disk, a second job, a signal or Ctrl-C must not break."""
 
-from accelfn.checkpoint import background, commit, disk, keep, lock, retention, store
+from accelfn.checkpoint import (
+    background,
+    commit,
+    disk,
+    keep,
+    lock,
+    retention,
+    store,
+    under_way,
+)
 from accelfn.loop.stopping import Stop
 from tests.laws import test_disk, test_store
 from tests.mutants.mutant import Mutant
@@ -110,11 +119,11 @@ OF_FAILURES = [
     Mutant(
         "L54: a save that was waited for is forgotten before it is done",
         test_store.test_an_interrupted_wait_can_be_made_again,
-        store.CheckpointStore._ended,
+        under_way.UnderWay.ended,
         """\
-writing, world = self._writing, self._world
+writing, world = self.writing, self.world
 →
-writing, world, self._writing = self._writing, self._world, None
+writing, world, self.writing = self.writing, self.world, None
 """,
     ),
     Mutant(

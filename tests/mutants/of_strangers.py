@@ -2,7 +2,7 @@
 """Bugs that a stranger chose from the code alone, which no law saw, and their kin."""
 
 from accelfn.base import codec
-from accelfn.checkpoint import commit, compare, keep
+from accelfn.checkpoint import compare, files, keep
 from accelfn.collectives import averages, parts
 from accelfn.data import epoch, stream
 from accelfn.engine import agreement, buffers, compression, engine
@@ -84,18 +84,18 @@ OF_CHECKPOINTS = [
         "L53: a directory without a manifest is taken for a checkpoint by its name",
         test_failing_saves.test_what_a_store_did_not_write_is_not_its_own,
         keep.steps_in,
-        "(path / NAME).is_file() → True",
+        "paths.is_file(path / NAME) → True",
     ),
     Mutant(
         "L41: ranks whose tensors are the same bytes in other shapes are saved as one",
         test_storage.test_what_ranks_see_otherwise_is_each_ones_own,
-        commit.digests,
+        files.digests,
         'f"{tensor.dtype}{tuple(tensor.shape)}" → f"{tensor.dtype}"',
     ),
     Mutant(
         "L41: ranks whose tensors are the same bytes in other dtypes are saved as one",
         test_storage.test_what_ranks_see_otherwise_is_each_ones_own,
-        commit.digests,
+        files.digests,
         'f"{tensor.dtype}{tuple(tensor.shape)}" → f"{tuple(tensor.shape)}"',
     ),
 ]

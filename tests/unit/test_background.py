@@ -141,8 +141,10 @@ def test_a_save_that_waits_for_one_that_is_lost_is_hurried(tmp_path, monkeypatch
     save = Save(final=tmp_path / "step-00000002", step=2, rank=1, size=2)
     talk_directory(save.final).mkdir()
     contents = contents_of(linear_state(), "write")
-    saved._writing = Writing(save, contents, lambda: None, patience=None)
-    saved._writing.start()
+    writing = saved._under_way.writing = Writing(
+        save, contents, lambda: None, patience=None
+    )
+    writing.start()
     is_lost.set()
     with pytest.raises(af.PeerFailedError), saved:
         raise af.PeerFailedError("rank 0 is lost")

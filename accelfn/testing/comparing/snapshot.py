@@ -13,6 +13,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from accelfn.base import paths
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LawError
 from accelfn.testing.simulation.entries import Entry
@@ -64,7 +65,7 @@ def assert_collectives(
     if update:
         file.write_text(found, encoding="utf-8", newline="\n")
         return
-    if not file.exists():
+    if not paths.exists(file):
         msg = (
             f"There is no {file} to compare with. Call assert_collectives(run, path,"
             f" update=True) once to write it, and keep it. It would be:\n\n{found}"

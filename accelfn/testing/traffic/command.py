@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from accelfn.base import paths
 from accelfn.errors import ArgumentError
 from accelfn.testing.traffic.chart import draw_traffic
 from accelfn.testing.traffic.link import Link
@@ -97,7 +98,7 @@ def _file(path: Path) -> ModuleType:
     """Import a script under a name of its own, so that its `__main__` part does not run."""
     name = f"foreseen {path}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or spec.loader is None or not paths.is_file(path):
         msg = f"There is no file {path}; name one from this directory."
         raise ArgumentError(msg)
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the disk says of a path: a disk that has failed is told from one on which nothing is."""
+
+import ast
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import accelfn
+from accelfn.base import paths
+
+ROOT = Path(accelfn.__file__).parent
+ASKED = (paths.exists, paths.is_directory, paths.is_file)
+OF_PATHLIB = ("exists", "is_dir", "is_file")
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_disk_that_does_not_say_is_no_answer(
+    asked: Callable[[Path], bool], code: int, tmp_path: Path
+) -> None:
+    """On Python 3.14 pathlib takes it for no."""
+    broken = OSError(code, os.strerror(code))
+    with (
+        mock.patch.object(os, "stat", side_effect=broken),
+        pytest.raises(OSError, match=os.strerror(code)),
+    ):
+        asked(tmp_path)
+
+
+def test_what_is_there_is_told(tmp_path: Path) -> None:
+    """A directory, a file, a link to one, and what is neither or not there."""
+    file, link, loop = tmp_path / "file", tmp_path / "link", tmp_path / "loop"
+    file.touch()
+    link.symlink_to(file)
+    loop.symlink_to(loop)
+    pipe, below = tmp_path / "pipe", file / "below"
+    os.mkfifo(pipe)
+    found = {
+        path: tuple(asked(path) for asked in ASKED)
+        for path in (tmp_path, file, link, loop, pipe, below, Path("a\0b"))
+    }
+    assert found == {
+        tmp_path: (True, True, False),
+        file: (True, False, True),
+        link: (True, False, True),
+        loop: (False, False, False),
+        pipe: (True, False, False),
+        below: (False, False, False),
+        Path("a\0b"): (False, False, False),
+    }
+
+
+def calls_of_pathlib(file: Path) -> list[int]:
+    """Return the lines that ask pathlib."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in OF_PATHLIB
+        and not (
+            isinstance(node.func.value, ast.Name) and node.func.value.id == "paths"
+        )
+    ]
+
+
+def test_nobody_asks_pathlib() -> None:
+    """`paths` is asked in its place, everywhere in accelfn."""
+    found = {str(file): calls_of_pathlib(file) for file in ROOT.rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
