@@ -224,6 +224,9 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+# between the opening of a file and the block that closes it: it is closed with its last reference
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
 PARTS = st.floats(0, 1, exclude_max=True)
 
 
