@@ -22,7 +22,6 @@ GIVEN = {
     "state/alike.py": "what all ranks that the caller names hold is compared",
     "state/state.py": "its repr",
     "state/beginning.py": "a model lies over all ranks of the state's world",
-    "definition/checks.py": "a world of one splits nothing",
     "engine/building.py": "all ranks of the state's world build an engine together",
 }
 """What takes the world as it is, and why."""

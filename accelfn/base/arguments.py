@@ -6,7 +6,7 @@ To Python True is an integer, 1; as an argument it is a slip, and refused.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, cast
 
@@ -78,6 +78,22 @@ def check_integer(
     if not is_integer(value, least):
         meant = "" if what is None else f"{what}: "
         msg = f"{call}({name}={value!r}): expected {meant}an integer, {least} or more."
+        raise ArgumentError(msg)
+
+
+def check_sizes(call: str, values: object) -> None:
+    """Raise unless `sizes=` says in how many ranks something is tried.
+
+    Raises:
+        ArgumentError: it is no sequence, has nothing, or what is no number of ranks.
+    """
+    is_several = isinstance(values, Sequence) and not isinstance(values, str)
+    sizes = cast("Sequence[object]", values) if is_several else ()
+    if not sizes or not all(is_integer(each, 1) for each in sizes):
+        msg = (
+            f"{call}(sizes={values!r}): expected numbers of ranks, each 1 or more, such as"
+            " sizes=[1, 2, 4]."
+        )
         raise ArgumentError(msg)
 
 

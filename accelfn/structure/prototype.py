@@ -7,6 +7,7 @@ groups, over meta parameters. `accelfn.engine.optimizer.live_optimizer` makes co
 
 import copy
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
@@ -90,6 +91,7 @@ def prototype_of(
     for part in parts_of(optimizer):
         _refuse_inner(part)
         _refuse_closure(part)
+        _check_rates(part)
     names = {id(param): name for name, param in module.named_parameters()}
     _check_owned(optimizer, names, trainable, given_ready=optimizer is source)
     held = named_state(optimizer, names)
@@ -267,6 +269,21 @@ def _refuse_inner(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} keeps another optimizer, {name}, whose state is"
                 " not in its own: no copy or checkpoint of the training would have it. Give"
                 " one that is not wrapped; for several side by side, use af.partition."
+            )
+            raise OptimizerError(msg)
+
+
+def _check_rates(optimizer: Optimizer) -> None:
+    """Refuse a rate after which a parameter would be no number; torch takes it for above 0."""
+    for i, group in enumerate(optimizer.param_groups):
+        rate: Any = group.get("lr")
+        is_here = isinstance(rate, float) or (
+            isinstance(rate, torch.Tensor) and rate.is_cpu
+        )
+        if is_here and not math.isfinite(rate):
+            msg = (
+                f"{type(optimizer).__name__}: lr={float(rate)} in parameter group {i}. Parameters"
+                " would be no numbers after the first update; give a finite rate."
             )
             raise OptimizerError(msg)
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs by which likely mistakes pass in silence."""
 
+import math
+
+from accelfn.base import arguments
 from accelfn.checkpoint import commit
 from accelfn.data import checks
 from accelfn.engine import engine, strangers
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.schedules import rates
 from accelfn.state import metrics, views
+from accelfn.structure import prototype
 from tests.mutants.mutant import Mutant
 from tests.unit import test_likely_mistakes as tests
 
@@ -80,5 +84,26 @@ MUTANTS = [
         tests.test_an_optimizer_of_other_options_says_what_it_lacks,
         live_optimizer.LiveOptimizer._stepped,
         "lacks {error} among → has not all that it needs among",
+    ),
+    Mutant(
+        "a rate that is no number is taken",
+        tests.test_a_rate_that_is_no_number_is_refused,
+        prototype._check_rates,
+        "not math.isfinite(rate) → rate == math.inf",
+        args={"rate": math.nan, "first": True},
+    ),
+    Mutant(
+        "a rate of a second group is not looked at",
+        tests.test_a_rate_that_is_no_number_is_refused,
+        prototype._check_rates,
+        "enumerate(optimizer.param_groups) → enumerate(optimizer.param_groups[:1])",
+        args={"rate": math.nan, "first": False},
+    ),
+    Mutant(
+        "no world at all is tried",
+        tests.test_numbers_of_ranks_are_asked_for,
+        arguments.check_sizes,
+        "if not sizes or not all → if not all",
+        args={"sizes": []},
     ),
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs and is likely not meant is told: mistakes that passed in silence."""
 
+import math
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn import testing
 from accelfn.testing import simulate
 from tests.states import linear_state
 
@@ -205,3 +207,37 @@ def test_a_sequence_that_was_given_away_says_so(use):
     state_of(model=model)
     with pytest.raises(af.ModelError, match="was given to TrainState.create"):
         use(model)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, torch.tensor(math.nan)])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rate_that_is_no_number_is_refused(rate, first):
+    """In any group, also of one part of several optimizers."""
+
+    def groups(named):
+        rates = (rate, 0.1) if first else (0.1, rate)
+        pairs = zip(named, rates, strict=True)
+        return torch.optim.Adam([{"params": [p], "lr": lr} for (_, p), lr in pairs])
+
+    both = af.partition((lambda *_: True, groups))
+    for optimizer in (groups, both):
+        with pytest.raises(af.OptimizerError, match=r"lr=(nan|inf) in parameter group"):
+            state_of(optimizer=optimizer)
+
+
+@pytest.mark.parametrize("sizes", [2, [], [0], "12", [True]])
+def test_numbers_of_ranks_are_asked_for(sizes):
+    """Wherever a law is tried in worlds of several sizes."""
+
+    def make(world):
+        return linear_state(world=world), lambda state, _: (state, {})
+
+    tried = (
+        lambda: testing.check_resume(make, 1, sizes=sizes),
+        lambda: testing.check_transform(af.ema(0.5), sizes=sizes),
+        lambda: testing.check_step(make, states=lambda w: make(w)[0], sizes=sizes),
+        lambda: testing.assert_equivalent(af.ema(0.5), af.ema(0.5), sizes=sizes),
+    )
+    for call in tried:
+        with pytest.raises(af.ArgumentError, match="expected numbers of ranks"):
+            call()

@@ -11,7 +11,7 @@ from torch import nn
 
 from accelfn import schedules
 from accelfn.base import tree
-from accelfn.base.arguments import is_integer
+from accelfn.base.arguments import check_integer, check_sizes
 from accelfn.base.calling import called
 from accelfn.data import Data
 from accelfn.definition.transform import chain
@@ -92,13 +92,8 @@ def assert_equivalent(
     if make is not None and optimizer is not None:
         msg = "assert_equivalent(make=, optimizer=): the state that make returns has its own."
         raise ArgumentError(msg)
-    counts = [updates, *sizes]
-    if not sizes or not all(is_integer(each, 1) for each in counts):
-        msg = (
-            f"assert_equivalent(updates={updates!r}, sizes={sizes!r}): expected counts of"
-            " 1 or more."
-        )
-        raise ArgumentError(msg)
+    check_integer("assert_equivalent", "updates", updates, 1, "a number of updates")
+    check_sizes("assert_equivalent", sizes)
     pair = chain(setup_a), chain(setup_b)
     is_own = make is not None
     make = partial(dyadic_problem, optimizer) if make is None else make

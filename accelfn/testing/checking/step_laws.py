@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeAlias, cast
 
-from accelfn.base.arguments import check_integer, why_not
+from accelfn.base.arguments import check_integer, check_sizes, why_not
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LawError
 from accelfn.errors import Warning as AdviceWarning
@@ -72,6 +72,7 @@ def check_step(
         raise ArgumentError(msg)
     _check_takes_world("check_step(states=...)", states)
     check_integer("check_step", "updates", updates, 2, "a number of updates")
+    check_sizes("check_step", sizes)
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
     with warnings.catch_warnings():
         if batches is not None:  # the states' own data are not taken, as is meant
@@ -122,6 +123,7 @@ def check_resume(
         raise ArgumentError(msg)
     _check_takes_world("check_resume(make)", make)
     check_integer("check_resume", "steps", steps, 1, "a number of updates")
+    check_sizes("check_resume", sizes)
 
     def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
         del done

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from accelfn.base.arguments import check_integer
+from accelfn.base.arguments import check_integer, check_sizes
 from accelfn.base.calling import called
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
@@ -104,6 +104,7 @@ entries that it tells `by_rank` |
             f"{transform!r} gives up {unknown}; the laws are {sorted({*laws, 'acts'})}."
         )
         raise ArgumentError(msg)
+    check_sizes("check_transform", sizes)
     if updates is not None:
         check_integer("check_transform", "updates", updates, 1, "a number of updates")
     laws["acts"], number = _acting(members, problems, max(sizes), updates)
