@@ -15,7 +15,7 @@ import pytest
 from accelfn.testing import Link, communication
 from tests.hosts import AT_ONCE, rank_there
 from tests.ranks.hosts import two_hosts
-from tests.ranks.programs_of_traffic import ALONE, LINK, SETUPS, UPDATES, trained
+from tests.ranks.programs_of_traffic import LINK, SETUPS, UPDATES, computed, trained
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[2]
@@ -69,16 +69,14 @@ def times_that_differ(
     """Check the bytes; return what was measured and foreseen where they are 10 % apart."""
     (measured,) = {tuple(each.pop(LINK)["seconds"]) for each in found}
     compared = {"bandwidth": (measured[1], link.bandwidth / (1 + OVER_TCP), 0.0)}
-    # the least of both, for other programs run on the machine
-    alone = min(s for each in found for s in each[ALONE]["seconds"]) / UPDATES
     for name, setup in SETUPS.items():
-        if name == ALONE:
-            continue
         traffic = communication(partial(trained, setup=setup))
         foreseen = sum(traffic.bytes(2, algorithm="gloo").values())
         sent = median(map(sum, zip(*(e[name]["bytes"] for e in found), strict=True)))
         assert foreseen * (1 + link.overhead) == pytest.approx(sent, rel=0.05), name
-        seconds = traffic.seconds(link, ranks=2, algorithm="gloo", compute=alone)
+        compute = computed(setup)
+        seconds = traffic.seconds(link, ranks=2, algorithm="gloo", compute=compute)
+        # the least of both, for other programs run on the machine
         taken = min(s for each in found for s in each[name]["seconds"]) / UPDATES
         # so much passes at once after a pause, of a few bytes a good part
         at_once = AT_ONCE / link.bandwidth / UPDATES
