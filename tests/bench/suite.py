@@ -53,7 +53,8 @@ def _over_a_link(megabits: int, rounds: int) -> Benchmark:
             "next. Bytes are those of an update that both ends have sent, headers included, as the "
             "kernel counts them in a run of its own; what is foreseen is what "
             "accelfn.testing.communication says for a link of that bandwidth, a latency of "
-            "1 ms and an overhead of 0.068."
+            "1 ms and an overhead of 0.068, and of the seconds in which two simulated ranks "
+            "compute it."
         ),
         targets=(("accelfn local_sgd", 0.16), ("accelfn diloco, 8 bits", 0.06)),
         rounds=rounds,
