@@ -5,6 +5,7 @@ import torch
 
 from accelfn.collectives import averages
 from accelfn.data import mixed
+from accelfn.engine import buffers
 from accelfn.state import grads
 from accelfn.testing.comparing import differences
 from accelfn.transforms import precision
@@ -52,5 +53,11 @@ MUTANTS = [
         tests.test_an_overflow_in_one_rank_s_part_skips_the_update_of_all,
         precision.autocast.grads,
         "if not update.replicated: → if not grads.reduced:",
+    ),
+    Mutant(
+        "a buffer that was assigned in a pass is the caller's tensor in the next",
+        tests.test_a_batch_that_a_model_keeps_is_not_written_to,
+        buffers.Buffers._take,
+        "current.detach().clone() → current.detach()",
     ),
 ]

@@ -89,3 +89,28 @@ def test_an_overflow_in_one_rank_s_part_skips_the_update_of_all():
         return state.step, state.num_skipped
 
     assert list(simulate(2, fn)) == [(0, 1)] * 2
+
+
+class Keeps(nn.Module):
+    """Has what it was given last in a buffer, and writes to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("last", torch.zeros(4, 3))
+
+    def forward(self, rows):
+        self.last.mul_(2.0)
+        self.last = rows
+        return self.linear(rows)
+
+
+def test_a_batch_that_a_model_keeps_is_not_written_to():
+    """A buffer that was assigned in a pass is no memory of the caller's in the next."""
+    state = af.TrainState.create(
+        model=Keeps, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
+    )
+    step, first = af.make_step(lambda net, rows: net(rows).mean()), torch.ones(4, 3)
+    for rows in (first, torch.zeros(4, 3), torch.zeros(4, 3)):
+        state, _ = step(state, rows)
+    assert torch.equal(first, torch.ones(4, 3))
