@@ -175,6 +175,12 @@ MUTANTS = [
         "not isinstance(group, dist.ProcessGroup) → not hasattr(group, '__class__')",
     ),
     Mutant(
+        "a rank that hears of one that waited too looks for no culprit",
+        test_roll_call.test_one_that_waited_too_is_not_all_that_is_heard,
+        roll_call.RollCall.hear,
+        "any(not h.is_waiting for h in heard.values()) → bool(heard)",
+    ),
+    Mutant(
         "a rank that waited, and raised because of it, is named for the culprit",
         test_roll_call.test_the_first_word_counts,
         roll_call.RollCall.tell,

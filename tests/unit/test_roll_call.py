@@ -53,6 +53,29 @@ class Leaving(Silent):
         return False
 
 
+class Late(dist.Store):
+    """A store at which rank 2 is heard when somebody has looked for it once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, str] = {}
+        self.asked = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> str:
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        is_last = keys[0].endswith("/2")
+        self.asked += is_last
+        return keys[0] in self.kept and (not is_last or self.asked > 1)
+
+    def delete_key(self, key: str) -> bool:
+        return self.kept.pop(key, None) is not None
+
+
 def worlds(size: int, store: dist.Store | None = None) -> list[af.World]:
     """Return the ranks' worlds, which meet at one store and have no backend."""
     shared = dist.HashStore() if store is None else store
@@ -106,6 +129,15 @@ def test_who_is_silent_is_missing() -> None:
     first.connection.tell("waited in 'sum'", is_waiting=True)
     expected = f"ranks 1 and 2 {GONE}. Look at its output for the cause."
     assert [expected] * 2 == [lost(last), lost(first)]
+
+
+def test_one_that_waited_too_is_not_all_that_is_heard() -> None:
+    """Who was waited for may speak a moment later, and is the one that is named."""
+    store = Late()  # of whose Python half torch keeps no reference
+    first, second, third = worlds(3, store)
+    second.connection.tell("waited in 'sum'", is_waiting=True)
+    third.connection.tell("raised ValueError: boom")
+    assert lost(first) == "rank 2 raised ValueError: boom."
 
 
 def test_who_waited_elsewhere_is_told() -> None:
