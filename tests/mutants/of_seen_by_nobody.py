@@ -3,7 +3,7 @@
 
 import torch
 
-from accelfn.collectives import averages
+from accelfn.collectives import averages, few_bits
 from accelfn.data import mixed
 from accelfn.engine import buffers
 from accelfn.state import grads
@@ -59,5 +59,12 @@ MUTANTS = [
         tests.test_a_batch_that_a_model_keeps_is_not_written_to,
         buffers.Buffers._take,
         "current.detach().clone() → current.detach()",
+    ),
+    Mutant(
+        "an exponent that a byte does not hold is another one",
+        tests.test_numbers_beyond_the_exponents_of_a_byte_are_the_nearest_that_there_are,
+        few_bits.encoded,
+        "exponent = exponent.clamp(_SMALLEST, _LARGEST) → pass",
+        args={"bits": 8},
     ),
 ]

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import accelfn as af
+from accelfn.collectives import few_bits
 from accelfn.testing import assert_states_equal, simulate
 from accelfn.world import slurm
 from tests.states import linear_state
@@ -114,3 +115,13 @@ def test_a_batch_that_a_model_keeps_is_not_written_to():
     for rows in (first, torch.zeros(4, 3), torch.zeros(4, 3)):
         state, _ = step(state, rows)
     assert torch.equal(first, torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_numbers_beyond_the_exponents_of_a_byte_are_the_nearest_that_there_are(bits):
+    """As float64 has them: what is too small is 0, and what is too large the largest."""
+    tiny, huge = torch.tensor([[1e-60], [-1e300]], dtype=torch.float64)
+    blocks = torch.stack([each.expand(few_bits.BLOCK) for each in (tiny, huge)])
+    found = few_bits.decoded(few_bits.encoded(blocks, bits), bits, torch.float64)
+    largest = (2 ** (bits - 1) - 1) * 2.0**127
+    assert found.unique(dim=1).flatten().tolist() == [0.0, -largest]
