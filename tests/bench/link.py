@@ -2,9 +2,9 @@
 """An update over a slow link between two processes, and what is foreseen of it."""
 
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 
 import attrs
@@ -18,8 +18,9 @@ from rounds import Loop, compared, timed
 from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
-from accelfn.testing import Link, communication, simulate
+from accelfn.testing import Link, communication
 from tests.hosts import sent_by, settled
+from tests.ranks.programs_of_traffic import computed
 
 SETUPS = {
     "accelfn wrap_ddp": af.wrap_ddp(),
@@ -59,22 +60,9 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
     return [foreseen(each) if each.contestant in SETUPS else each for each in figures]
 
 
-def computed(setup: object) -> float:
-    """Return in how many seconds a rank computes an update, and what it sends of it.
-
-    Two simulated ranks compute by turns, and nothing crosses a cable.
-    """
-
-    def program(world: af.World) -> list[float]:
-        loop, taken = by_accelfn(state_of(world, setup), in_turn()), list[float]()
-        for _ in range(10):
-            begun = time.perf_counter()
-            loop(SYNC_EVERY)
-            af.barrier(world)
-            taken.append(time.perf_counter() - begun)
-        return taken[1:]
-
-    return median(simulate(2, program)[0]) / 2 / SYNC_EVERY
+def begun(world: af.World, setup: object) -> Callable[[], object]:
+    """Return what takes a block of updates."""
+    return partial(by_accelfn(state_of(world, setup), in_turn()), SYNC_EVERY)
 
 
 def with_bytes(
@@ -97,12 +85,9 @@ def with_bytes(
 
 def foreseen(figure: Figure) -> Figure:
     """Return a figure of a setup of accelfn's with what is foreseen of it."""
-    setup = SETUPS[figure.contestant]
-
-    def program(world: af.World) -> None:
-        by_accelfn(state_of(world, setup), in_turn())(SYNC_EVERY)
-
-    traffic, compute = communication(program), computed(setup)
+    begin = partial(begun, setup=SETUPS[figure.contestant])
+    traffic = communication(lambda world: begin(world)())
+    compute = median(computed(begin)) / SYNC_EVERY
     megabits = float(os.environ["MEGABITS"])
     link = Link(latency=0.001, bandwidth=125_000 * megabits, overhead=OVER_TCP)
     sent = sum(traffic.bytes(2, algorithm="gloo").values()) / SYNC_EVERY

@@ -2,6 +2,7 @@
 """A small training whose traffic is foreseen, and then measured on a cable."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -58,22 +59,30 @@ def trained(world: af.World, setup: object) -> None:
     Training(world, setup).train()
 
 
-def computed(setup: object) -> float:
-    """Return in how many seconds a rank computes an update, and what it sends of it.
+def begun(world: af.World, setup: object) -> Callable[[], object]:
+    """Return what trains for some updates more."""
+    return Training(world, setup).train
+
+
+def computed(begin: Callable[[af.World], Callable[[], object]]) -> list[float]:
+    """Return in how many seconds a rank computes some updates, and what it sends, in nine tries.
 
     Two simulated ranks compute by turns, and nothing crosses a cable.
+
+    Args:
+        begin: returns what takes these updates on a rank.
     """
 
     def program(world: af.World) -> list[float]:
-        training, taken = Training(world, setup), list[float]()
-        for _ in range(6):
-            begun = time.perf_counter()
-            training.train()
+        train, taken = begin(world), list[float]()
+        for _ in range(10):
+            start = time.perf_counter()
+            train()
             af.barrier(world)
-            taken.append(time.perf_counter() - begun)
+            taken.append(time.perf_counter() - start)
         return taken[1:]
 
-    return min(simulate(2, program)[0]) / 2 / UPDATES
+    return [seconds / 2 for seconds in simulate(2, program)[0]]
 
 
 def measured(cable: str, rounds: int) -> dict[str, dict[str, list[float]]]:
