@@ -15,6 +15,14 @@ from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, ModelError, WorldError
 from accelfn.world import World
 
+_NEED_VALUES = {
+    "compiles": "needs parameters with values, and the world is on the meta device, where there"
+    ' are none. Let a model of fewer or narrower layers run with values, device="cpu", or leave'
+    " the transform out.",
+    "offloads": "keeps parts in the host's memory, and the world is on the meta device, where"
+    " nothing lies in any. Leave cpu_offload out there: what ranks send is the same without it.",
+}
+"""What transforms tell that nothing can do without values, and what to do."""
 _SEND_FEATURES = {"splits_layers", "splits_sequences"}
 """What transforms tell under which ranks send what layers compute."""
 
@@ -86,20 +94,10 @@ def check_device(setup: chain, world: World) -> None:
     if world.device.type != "meta":
         return
     told = [(each, facts_of(each)) for each in setup]
-    for each in (each for each, facts in told if "compiles" in facts):
-        msg = (
-            f"{each!r} needs parameters with values, and the world is on the meta device,"
-            " where there are none. Let a model of fewer or narrower layers run with"
-            ' values, device="cpu", or leave the transform out.'
-        )
-        raise ModelError(msg)
-    for each in (each for each, facts in told if "offloads" in facts):
-        msg = (
-            f"{each!r} keeps parts in the host's memory, and the world is on the meta device,"
-            " where nothing lies in any. Leave cpu_offload out there: what ranks send is the"
-            " same without it."
-        )
-        raise ModelError(msg)
+    for each, facts in told:
+        for fact in facts.keys() & _NEED_VALUES.keys():
+            msg = f"{each!r} {_NEED_VALUES[fact]}"
+            raise ModelError(msg)
     sends = [each for each, facts in told if facts.keys() & _SEND_FEATURES]
     for each, facts in told:
         if "computes_in" in facts and sends:

@@ -49,7 +49,7 @@ MUTANTS = [
         "L49: a transform that compiles is let through without values",
         _REFUSED,
         checks.check_device,
-        'told if "compiles" in facts → told if "compiled" in facts',
+        'facts.keys() & _NEED_VALUES.keys() → facts.keys() & {"offloads"}',
         args={"named": "af.compile()"},
     ),
     Mutant(
