@@ -8,14 +8,13 @@ What rounding leaves out is told to who rounds, who sends it the next time.
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
-import torch.distributed as dist
 
 from accelfn.base.arguments import Number
 from accelfn.base.pending import Pending
 from accelfn.collectives.agreed import alike
+from accelfn.collectives.both_ways import Work, start_spread, start_swap
 from accelfn.collectives.few_bits import BLOCK, decoded, encoded
 from accelfn.collectives.naming import naming
 from accelfn.world import World
@@ -49,10 +48,7 @@ def start_parts(
     if ranks.size == 1:
         return Pending.of(given), left
 
-    def begin() -> object:
-        return dist.all_to_all_single(got, given, group=ranks.group, async_op=True)
-
-    return _started(begin, got, ranks, label), left
+    return _started(start_swap, got, given, ranks, label), left
 
 
 def start_mean(
@@ -81,10 +77,7 @@ def start_mean(
     if ranks.size == 1:
         return Pending.of(coded), left, total
 
-    def begin() -> object:
-        return dist.all_gather(list(got), coded[0], group=ranks.group, async_op=True)
-
-    return _started(begin, got, ranks, label), left, total
+    return _started(start_spread, got, coded[0], ranks, label), left, total
 
 
 def summed(
@@ -106,17 +99,18 @@ def mean_of(gathered: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _started(
-    begin: Callable[[], object],
+    start: Callable[[torch.Tensor, torch.Tensor, World], Work],
     got: torch.Tensor,
+    given: torch.Tensor,
     ranks: World,
     label: str,
 ) -> Pending:
     with naming(label, ranks):
-        work = begin()
+        work = start(got, given, ranks)
 
     def wait() -> torch.Tensor:
         with naming(label, ranks, begins=False):
-            cast("dist.Work", work).wait()
+            work.wait()
         return got
 
     return Pending(wait)

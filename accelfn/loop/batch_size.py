@@ -216,12 +216,13 @@ def _check_group(world: World) -> None:
             " World.from_env() gives it."
         )
         raise WorldError(msg)
-    if simulated is None and _backend(world).name() != "gloo":
+    backend = world.connection.backend(world.device)
+    if backend not in (None, "gloo"):
         msg = (
-            f"af.find_batch_size in a world of {world.size} ranks joined by"
-            f" {_backend(world).name()}: a rank that runs out of memory cannot end the"
-            " others' waiting there. Open the world with World.from_env(backend='gloo'), or"
-            " find the batch size of one rank in a run of one process, without a launcher."
+            f"af.find_batch_size in a world of {world.size} ranks joined by {backend}: a"
+            " rank that runs out of memory cannot end the others' waiting there. Open the"
+            " world with World.from_env(backend='gloo'), or find the batch size of one rank in"
+            " a run of one process, without a launcher."
         )
         raise WorldError(msg)
 

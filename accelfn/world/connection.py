@@ -154,6 +154,12 @@ class Connection:
             return False
         return True
 
+    def backend(self, device: torch.device) -> str | None:
+        """Return the name of what carries what lies on such a device; None of simulated ranks."""
+        if self.simulated is not None:
+            return None
+        return cast("Any", self.group)._get_backend(device).name()
+
     def timeout(self, device: torch.device) -> float | None:
         """Return after how many seconds a collective fails; None where nobody can tell."""
         try:

@@ -2,12 +2,16 @@
 """Numbers in few bits are the nearest that there are, and what is left out is exact."""
 
 import math
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.collectives import both_ways
 from accelfn.collectives.few_bits import BLOCK, decoded, encoded, num_bytes
 from accelfn.collectives.in_few_bits import mean_of, start_mean, start_parts
 from accelfn.testing import simulate
@@ -102,3 +106,58 @@ def test_a_mean_is_of_what_was_sent(
     assert all(torch.equal(each, found[0]) for each in found)
     assert {float(each) for each in total} == {sum(weights)}
     assert torch.allclose(found[0] + torch.cat(lost)[:count], expected.double())
+
+
+class Written:
+    """torch's calls, and which messages each rank asked for or sent."""
+
+    def __init__(self, ranks: int) -> None:
+        self.calls: list[list[str]] = [[] for _ in range(ranks)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def irecv(self, *args: Any, group: dist.ProcessGroup, **more: Any) -> Any:
+        self.calls[group.rank()].append("asked")
+        return dist.irecv(*args, group=group, **more)
+
+    def isend(self, *args: Any, group: dist.ProcessGroup, **more: Any) -> Any:
+        self.calls[group.rank()].append("sent")
+        return dist.isend(*args, group=group, **more)
+
+
+@given(
+    ranks=st.integers(2, 4),
+    columns=st.integers(1, 3),
+    start=st.sampled_from([both_ways.start_swap, both_ways.start_spread]),
+    users=st.integers(0, 2),
+)
+def test_messages_carry_what_a_collective_does(
+    ranks: int, columns: int, start: Any, users: int
+) -> None:
+    """Over Gloo each rank asks for all rows before it sends any; a user's messages are others."""
+
+    def program(world: af.World) -> None:
+        rows = 100 * world.rank + torch.arange(ranks * columns).view(ranks, columns)
+        given = rows if start is both_ways.start_swap else rows[0]
+        expected, got = torch.empty(2, ranks, columns, dtype=torch.int64)
+        start(expected, given, world).wait()
+        to, sender = (world.rank + 1) % ranks, (world.rank - 1) % ranks
+        among: Any = {"group": world.group}
+        own = [dist.isend(-rows, group_dst=to, **among) for _ in range(users)]
+        world.connection.backend = lambda _: "gloo"  # whose messages are simulated here
+        work = start(got, given, world)
+        work.wait()
+        assert torch.equal(got, expected)
+        for each in own:
+            theirs = torch.empty_like(rows)
+            dist.recv(theirs, group_src=sender, **among)
+            each.wait()
+            assert torch.equal(theirs, -rows + 100 * (world.rank - sender))
+
+    written = Written(ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(both_ways, "dist", written)
+        simulate(ranks, program)
+    each = ["asked"] * (ranks - 1) + ["sent"] * (ranks - 1)
+    assert written.calls == [each] * ranks

@@ -2,7 +2,7 @@
 """Bugs in outer optimizers, in numbers of few bits, and in what is on its way."""
 
 from accelfn.base import pending, tree
-from accelfn.collectives import averages, few_bits, reductions, trees
+from accelfn.collectives import averages, both_ways, few_bits, reductions, trees
 from accelfn.outer import exchange, fragments
 from accelfn.transforms import diloco as module
 from accelfn.transforms.diloco import diloco
@@ -18,6 +18,7 @@ PAPERS = outer.test_it_is_what_the_papers_say
 NEIGHBOURS = averages_of.test_neighbours_meet_more_often
 LOCAL = outer.test_a_plain_outer_step_is_local_sgd
 ALONE = outer.test_alone_every_update_is_the_inner_optimizer
+MESSAGES = bits.test_messages_carry_what_a_collective_does
 LOST = outer.test_nothing_is_lost_in_few_bits
 EARLY = outer.test_who_looks_early_changes_nothing
 AGREE = outer.test_ranks_agree_in_the_end
@@ -258,6 +259,37 @@ MUTANTS = [
         SHOWS,
         few_bits.encoded,
         "torch.where(finite, exponent, _NOT_FINITE) → exponent",
+    ),
+    Mutant(
+        "L49: over Gloo a rank sends before it asks",
+        MESSAGES,
+        both_ways._Messages.__init__,
+        "asked = [dist.irecv(got[each], group_src=each, **among) for each in others]"
+        " → asked = (dist.irecv(got[each], group_src=each, **among) for each in others)",
+    ),
+    Mutant(
+        "L49: over Gloo a rank's messages are a user's",
+        MESSAGES,
+        both_ways._Messages.__init__,
+        '"tag": _TAG → "tag": 0',
+    ),
+    Mutant(
+        "L49: over Gloo all ranks get one row",
+        MESSAGES,
+        both_ways._Messages.__init__,
+        "dist.isend(given[each] → dist.isend(given[ranks.rank]",
+    ),
+    Mutant(
+        "L49: over Gloo a rank has nothing for itself",
+        MESSAGES,
+        both_ways._Messages.__init__,
+        "got[ranks.rank] = given[ranks.rank] → got[ranks.rank] = 0",
+    ),
+    Mutant(
+        "L49: who waits for messages has not got them",
+        MESSAGES,
+        both_ways._Messages.wait,
+        "in self._works → in ()",
     ),
     Mutant(
         "L49: values may not change while they are on their way",

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import accelfn as af
 from accelfn.testing import Link, simulate
-from tests.hosts import sent_by, settled
+from tests.hosts import AT_ONCE, sent_by, settled
 
 WIDTH = 64
 LINK = "link"
@@ -94,6 +94,8 @@ def measured(cable: str, rounds: int) -> dict[str, dict[str, list[float]]]:
             for name, run in runs.items():
                 af.barrier(world)
                 settled(cable)
+                # what a slowed cable lets pass at once after a pause would go uncounted
+                af.reduce(torch.zeros(AT_ONCE // 2), world, "sum")
                 before, start = sent_by(cable), time.perf_counter()
                 run.train()
                 seconds = time.perf_counter() - start

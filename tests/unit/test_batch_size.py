@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.loop import batch_size
 from accelfn.testing import simulate
 
 
@@ -180,15 +179,10 @@ def test_a_lost_connection_is_no_lack_of_memory() -> None:
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])
 def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend) -> None:
     """Joined by anything but Gloo, ranks are told before a try, and before they meet."""
-
-    class Backend:
-        def name(self):
-            return backend
-
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = af.World(rank=0, size=2, group=dist.group.WORLD)
-        monkeypatch.setattr(batch_size, "_backend", lambda _: Backend())
+        monkeypatch.setattr(world.connection, "backend", lambda _: backend)
         said = rf"2 ranks joined by {backend}.*backend='gloo'.*a run of one process"
         with pytest.raises(af.WorldError, match=said):
             af.find_batch_size(lambda *_: pytest.fail("it was tried"), 4, world)
