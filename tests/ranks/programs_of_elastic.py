@@ -14,7 +14,7 @@ DIES, COMES_IN = 5, 8
 SETUPS = {
     "ddp": af.wrap_ddp(),
     "local sgd": af.local_sgd(sync_every=2),
-    "diloco": af.diloco(sync_every=2),
+    "diloco": af.diloco(sync_every=2, bits=8),
     "fsdp": af.wrap_fsdp(),
 }
 

@@ -51,7 +51,7 @@ def launched(
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("setup", "victim", "size"),
-    [("local sgd", 0, 2), ("ddp", 1, 3), ("fsdp", 0, 3)],
+    [("local sgd", 0, 2), ("ddp", 1, 3), ("fsdp", 0, 3), ("diloco", 0, 3)],
 )
 def test_ranks_that_come_and_go_train_what_simulated_ones_do(
     setup: str, victim: int, size: int, tmp_path: Path

@@ -59,14 +59,15 @@ def on_a_cable(megabits: float, rounds: int) -> list[dict[str, Any]]:
 def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
     """Bytes within 5 % of those that the system counts, seconds and bandwidth within 10 %.
 
-    What else runs on the machine makes seconds longer and never shorter, so that the best of
-    some tries counts.
+    What else runs on the machine makes seconds longer and never shorter, so that for each setup
+    the best of some tries counts.
     """
     link = Link(latency=0.001, bandwidth=megabits * 125_000, overhead=OVER_TCP)
-    wrong = {"nothing": (0.0, 0.0)}
-    for _ in range(TRIES):
+    wrong = times_that_differ(on_a_cable(megabits, rounds=3), link)
+    for _ in range(TRIES - 1):
         if wrong:
-            wrong = times_that_differ(on_a_cable(megabits, rounds=3), link)
+            again = times_that_differ(on_a_cable(megabits, rounds=3), link)
+            wrong = {name: again[name] for name in wrong.keys() & again.keys()}
     assert wrong == {}
 
 
