@@ -111,6 +111,9 @@ WAYS = {each.__name__: each for each in (loaded, taken_in_part, taken_along)}
 
 
 @example(kind="fused", setup="plain", way="loaded", came_from=NAME, has_begun=False)
+@example(  # it is tried on the host, where nothing is captured
+    kind="captured", setup="split", way="loaded", came_from=NAME, has_begun=False
+)
 @settings(max_examples=40)
 @given(
     kind=st.sampled_from(sorted(OPTIMIZERS)),

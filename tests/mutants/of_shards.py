@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in models that are split over the ranks."""
 
+import torch
+
 from accelfn.base import shards
 from accelfn.checkpoint import elastic
 from accelfn.definition import cuts, layout
@@ -279,6 +281,13 @@ MUTANTS = [
         trial._close,
         "return bool( → return True or bool(",
         args={"name": "Adafactor"},
+    ),
+    Mutant(
+        "what is captured on accelerators is tried so on the host",
+        test_wrap_fsdp.test_an_optimizer_that_is_for_accelerators_alone_is_tried,
+        trial._tried,
+        "if name in group → if name in group and value",
+        args={"kind": torch.optim.AdamW},
     ),
     Mutant(
         "members of lists in blocks are units, too",

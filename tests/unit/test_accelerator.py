@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import settings
 
 from accelfn.base import accelerator
 
@@ -14,7 +15,8 @@ from accelfn.base import accelerator
 )
 def test_on_a_fake_accelerator():
     """`python -m tests.accelerator` passes: programs, waits, draws, checkpoints, precisions."""
-    command = [sys.executable, "-m", "tests.accelerator"]
+    profile = f"--hypothesis-profile={settings.get_current_profile_name()}"
+    command = [sys.executable, "-m", "tests.accelerator", profile]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

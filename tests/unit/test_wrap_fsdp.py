@@ -165,6 +165,19 @@ def test_an_optimizer_that_couples_elements_is_refused(name):
         in_two(begun, model=model, optimizer=optimizer)
 
 
+CAPTURED = [
+    kind
+    for kind in vars(torch.optim).values()
+    if "capturable" in getattr(getattr(kind, "__init__", None), "__annotations__", {})
+]
+
+
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_an_optimizer_that_is_for_accelerators_alone_is_tried(kind):
+    """On the host, where torch captures nothing."""
+    in_two(begun, optimizer=partial(kind, lr=0.1, capturable=True))
+
+
 @pytest.mark.parametrize(
     ("axes", "words"),
     [

@@ -15,8 +15,8 @@ from accelfn.structure.prototype import group_key, rebuilt
 
 _MOST = 4
 """Rows, and columns, of a small parameter."""
-
-
+_ON_HOST = {"train_mode": True, "capturable": False}
+"""What groups of parameters are tried with, wherever the state's own lie."""
 _HALVES = slice(None, 2), slice(2, None)
 """The parts in which they are tried."""
 
@@ -134,9 +134,10 @@ def _tried(
     live = LiveOptimizer(rebuilt(optimizer, memo), names)
     trained = {name: params[name] for name in state.definition.skeleton.trainable}
     hyper = {
-        (i, "train_mode"): True
+        (i, name): value
         for i, group in enumerate(optimizer.param_groups)
-        if "train_mode" in group
+        for name, value in _ON_HOST.items()
+        if name in group
     }
     kept: State = {}
     for _ in range(2):
