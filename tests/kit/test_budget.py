@@ -32,7 +32,7 @@ def test_ci_draws_as_many(
 ) -> None:
     """A test that is listed has its number under CI's profile, and the profile's else."""
     monkeypatch.setitem(NUMBERS, "kit.test_budget::listed", 7)
-    usual, drawn = settings.default, []
+    usual, drawn = settings.get_current_profile_name(), []
     try:
         settings.load_profile(profile)
 
@@ -46,6 +46,5 @@ def test_ci_draws_as_many(
         assert at_night() == (profile == "deep")
         test()
     finally:
-        settings.register_profile("as before", usual)
-        settings.load_profile("as before")
+        settings.load_profile(usual)
     assert expected == len(drawn)
