@@ -14,6 +14,7 @@ import attrs
 
 from accelfn.base import words
 from accelfn.base.calling import called
+from accelfn.base.question import question
 from accelfn.base.words import foreign
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import keep as keeping
@@ -139,6 +140,7 @@ class CheckpointStore:
         found = keeping.best_of(self.directory, self.keep_best, self.best_is)
         return self.directory / keeping.name_of(found[0]) if found else None
 
+    @question
     @called
     def due(self, state: TrainState) -> bool:
         """Return whether to save now, the same on all ranks.

@@ -83,7 +83,9 @@ class Data:
             and its mean is over what it has. "pad": it is filled from the start of the
             epoch's order, cyclically; those repeats count in its mean, and evaluation
             leaves them out. "drop": it is left out.
-        collate: makes a batch of a list of samples; default torch's.
+        collate: makes a batch of a list of samples; default torch's. Where it leaves samples
+            out, a loss that is a plain mean counts for too many beside those of other ranks
+            and micro-batches, and is warned of.
         num_workers: processes that read ahead, of each rank; 0 reads in this one. More than
             it may use cores is said in an `af.Warning`, where reading begins.
         order: one of `af.orders`, or a user's own, `(seed, epoch, n) -> indices`.

@@ -20,6 +20,7 @@ from accelfn.base import draws, lists, tree
 from accelfn.base.contexts import NOTHING, span
 from accelfn.base.shards import is_shard, local, with_local
 from accelfn.data.cursor import Cursor
+from accelfn.data.left_out import LeftOut
 from accelfn.engine import untaken
 from accelfn.engine.agreement import check_gradients
 from accelfn.engine.buffers import Buffers
@@ -82,6 +83,8 @@ class Engine:
         self._has_compared = self._layer_ranks.size == 1
         self._is_whole = definition.layout is None
         self._looked_at = set[Any]()
+        collate = None if state.data is None else state.data.collate
+        self._left_out = LeftOut(collate)
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
@@ -97,12 +100,15 @@ class Engine:
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
 
-    def _look(self, loss_fn: LossFunction, loss: torch.Tensor) -> None:
-        """Look through the graph of a function's first loss, unless the model is in parts."""
+    def _look(self, loss_fn: LossFunction, samples: Samples, read: ReadLoss) -> None:
+        """Look through the graph of a function's first loss, and at what a mean is of."""
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
         if code not in self._looked_at and self._is_whole:
             self._looked_at.add(code)
-            warn_of_strangers(loss, {id(p) for p in self._home.params.values()})
+            known = {id(p) for p in self._home.params.values()}
+            warn_of_strangers(read.scalar, known)
+        if read.is_mean and not samples.lone:
+            self._left_out.look(samples.value, samples.known, "The loss")
 
     def _begins(self, update: int) -> None:
         """Say at which update this rank is."""
@@ -149,7 +155,7 @@ class Engine:
                     read = self._runner.forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
                     untaken.refuse_taken()
-                self._look(loss_fn, read.scalar)
+                self._look(loss_fn, samples, read)
                 with span("accelfn backward") if profiled else NOTHING:
                     averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update

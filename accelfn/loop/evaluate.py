@@ -17,6 +17,7 @@ from accelfn.collectives import broadcast_, join_rows
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.alike import check_alike
 from accelfn.data.cut import even_part
+from accelfn.data.left_out import LeftOut
 from accelfn.data.reading import Reading
 from accelfn.engine.building import engine_of
 from accelfn.engine.home import lent
@@ -62,16 +63,20 @@ def evaluate(
     Raises:
         ReplicaMismatchError: the ranks hold other samples, or the same in another order.
         LossError: `fn` returned something else, or no scalar. An integer tensor, which is a
-            count and no mean, is warned of.
+            count and no mean, is warned of; so is a mean of a batch out of which the data's
+            `collate` has left samples.
     """
     check_state("af.evaluate(state, data, fn)", state)
     _check_function(fn, extras)
     total = Metrics({})
     lent = _Lent(state)
     measure = wrap_loss(fn, state.setup)
+    left_out = LeftOut(getattr(data, "collate", None))
     for batch in _held_out(state, data):
         with lent.quietly():
             returned = lent.call(measure, batch.value, *extras)
+        if not isinstance(returned, Loss):
+            left_out.look(batch.value, batch.weights[0], "What is measured")
         total = total + _measured(returned, batch.weights[0] or 0, fn)
     return mean(total, state.world)
 

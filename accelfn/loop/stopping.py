@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from accelfn.base.calling import called
+from accelfn.base.question import question
 from accelfn.collectives import reduce
 from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError
@@ -26,6 +27,7 @@ class Stop:
         self._world, self._agreed = world, 0
         self.received = 0  # what this rank alone was sent
 
+    @question
     def requested(self) -> bool:
         """Return whether any rank was asked to end, the same on all: call it on all ranks.
 

@@ -214,6 +214,11 @@ class Metrics(Mapping[str, torch.Tensor]):
             msg = f"Metrics have no attribute {name}: {advice}."
             raise RecordError(msg, obj=type(self))
 
+    def __setitem__(self, name: str, _: Any) -> NoReturn:
+        """Refuse to be written into."""
+        msg = f'Metrics are not written into: write metrics.with_values({{"{name}": ...}}).'
+        raise CallError(msg)
+
     def __float__(self) -> NoReturn:
         """Refuse to be one number."""
         first = next(iter(self._sums), "loss")

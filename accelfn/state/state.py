@@ -7,7 +7,6 @@ The lease belongs to the tensors, so all records that share them go together.
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self
 
 import attrs
@@ -16,6 +15,7 @@ import torch
 from accelfn.base import tree, words
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
+from accelfn.base.read_only import ReadOnly
 from accelfn.base.words import foreign
 from accelfn.data import Data
 from accelfn.data.cursor import Cursor
@@ -164,13 +164,13 @@ class TrainState:
     def params(self) -> Mapping[str, torch.Tensor]:
         """The parameters by name; a tied one under its first name."""
         self.lease.check()
-        return MappingProxyType(self._params)
+        return ReadOnly(self._params, "state.params", words.STATE_WRITES["params"])
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers by name, persistent or not."""
         self.lease.check()
-        return MappingProxyType(self._buffers)
+        return ReadOnly(self._buffers, "state.buffers", words.STATE_WRITES["buffers"])
 
     @property
     def opt_state(self) -> Mapping[str, Mapping[str, Any]]:
@@ -179,13 +179,15 @@ class TrainState:
         Numbers that belong to a whole parameter group stand under `<group 0>` and so on.
         """
         self.lease.check()
-        return MappingProxyType(self._opt_state)
+        return ReadOnly(
+            self._opt_state, "state.opt_state", words.STATE_WRITES["opt_state"]
+        )
 
     @property
     def slots(self) -> Mapping[str, Any]:
         """The transforms' entries and the user's own, by name."""
         self.lease.check()
-        return MappingProxyType(self._slots)
+        return ReadOnly(self._slots, "state.slots", words.STATE_WRITES["slots"])
 
     @property
     def trainable(self) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from accelfn.base.advice import advise
 from accelfn.definition.transform import transform
-from accelfn.engine.module.synced_norm import sync_norms
+from accelfn.engine.module.synced_norm import BatchNorm, sync_norms
 from accelfn.state.state import TrainState
 
 
@@ -19,8 +20,8 @@ class sync_batchnorm:
     global micro-batch, and so do their running statistics, which are equal on all ranks.
     What an empty share stands in for counts nowhere. It works on CPUs and in simulated
     worlds too, where torch's SyncBatchNorm does not; layers of that class are taken for
-    BatchNorm. Modules other than the state's own, such as `af.frozen` teachers, are
-    left alone. In a world of 1 it changes nothing.
+    BatchNorm, and a model that has neither is warned of. Modules other than the state's
+    own, such as `af.frozen` teachers, are left alone. In a world of 1 it changes nothing.
 
     Acts on: module.
 
@@ -57,6 +58,12 @@ class sync_batchnorm:
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Let the layers of the engine's own module ask the other ranks."""
         ranks = state.world.loss
+        has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
+        if not has_layers and state.world.is_main:
+            advise(
+                f"{self!r} has nothing to do: the model has none of torch's BatchNorm layers,"
+                " and others are not known by it. Leave it out, or use torch's."
+            )
         if ranks.size > 1:
             compiled = "compiles" in state.setup.facts
             sync_norms(module, ranks, f"{self!r}", compiled=compiled)

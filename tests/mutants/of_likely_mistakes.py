@@ -3,16 +3,21 @@
 
 import math
 
-from accelfn.base import arguments
+from torch import nn
+
+from accelfn.base import arguments, question, read_only
 from accelfn.checkpoint import commit
-from accelfn.data import checks
+from accelfn.data import checks, left_out
 from accelfn.engine import engine, strangers
 from accelfn.engine.optimizer import live_optimizer
+from accelfn.loop import evaluate
 from accelfn.schedules import rates
 from accelfn.state import metrics, views
 from accelfn.structure import prototype
+from accelfn.transforms.sync_batchnorm import sync_batchnorm
 from tests.mutants.mutant import Mutant
 from tests.unit import test_likely_mistakes as tests
+from tests.unit import test_transforms_over_ranks
 
 MUTANTS = [
     Mutant(
@@ -105,5 +110,86 @@ MUTANTS = [
         arguments.check_sizes,
         "if not sizes or not all → if not all",
         args={"sizes": []},
+    ),
+    Mutant(
+        "a method without its parentheses is true",
+        tests.test_a_method_is_not_taken_for_its_answer,
+        question._Asked.__bool__,
+        "raise CallError(msg) → return True",
+        args={"name": "Stop.requested"},
+    ),
+    Mutant(
+        "of a record a method that answers is the class's",
+        tests.test_a_method_is_not_taken_for_its_answer,
+        question._Question.__get__,
+        "if record is None else → if True else",
+        args={"name": "CheckpointStore.due"},
+    ),
+    Mutant(
+        "every name is in what is shown",
+        tests.test_what_is_shown_reads_as_a_dict,
+        read_only.ReadOnly.__contains__,
+        "key in self._shown → True",
+    ),
+    Mutant(
+        "beside another dict's entries those that are shown are passed over",
+        tests.test_what_is_shown_reads_as_a_dict,
+        read_only.ReadOnly.__ror__,
+        "{**other, **self._shown} → {**self._shown, **other}",
+    ),
+    Mutant(
+        "a copy of what is shown is the dict itself",
+        tests.test_what_is_shown_reads_as_a_dict,
+        read_only.ReadOnly.copy,
+        "dict(self._shown) → self._shown",
+    ),
+    Mutant(
+        "who writes into what a state shows is told nothing",
+        tests.test_what_a_state_holds_is_not_replaced,
+        read_only.ReadOnly._refuse,
+        "raise CallError(msg) → return self",
+        args={"write": "|="},
+    ),
+    Mutant(
+        "every rank tells that a model has no layers to synchronise",
+        test_transforms_over_ranks.test_a_model_without_layers_to_synchronise_is_told,
+        sync_batchnorm.module,
+        "and state.world.is_main → ",
+        args={"layer": nn.GroupNorm, "told": ["BatchNorm"], "size": 2},
+    ),
+    Mutant(
+        "SyncBatchNorm is no layer to synchronise",
+        test_transforms_over_ranks.test_a_model_without_layers_to_synchronise_is_told,
+        sync_batchnorm.module,
+        "isinstance(each, BatchNorm) → type(each).forward is BatchNorm.forward",
+        args={"layer": nn.SyncBatchNorm, "told": [], "size": 1},
+    ),
+    Mutant(
+        "a collate that packs samples is said to leave some out",
+        tests.test_samples_that_a_collate_leaves_out_are_told,
+        left_out.LeftOut.look,
+        "elif not self._has_rows: → elif False:",
+        args={"name": "rows of several"},
+    ),
+    Mutant(
+        "each batch out of which samples are left is told",
+        tests.test_samples_that_a_collate_leaves_out_are_told,
+        left_out.LeftOut.look,
+        "num_rows < num_samples:\n        self._looks = False → num_rows < num_samples:",
+        args={"name": "several"},
+    ),
+    Mutant(
+        "a mean that nothing is beside is said to count for too many",
+        tests.test_samples_that_a_collate_leaves_out_are_told,
+        engine.Engine._look,
+        "and not samples.lone → ",
+        args={"name": "a later one"},
+    ),
+    Mutant(
+        "an evaluation by totals is said to be a mean of too many",
+        tests.test_samples_that_a_collate_leaves_out_are_told,
+        evaluate.evaluate,
+        "if not isinstance(returned, Loss): → if True:",
+        args={"name": "several"},
     ),
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs and is likely not meant is told: mistakes that passed in silence."""
 
+import inspect
 import math
 import warnings
 from contextlib import contextmanager
@@ -8,10 +9,13 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
 from accelfn import testing
+from accelfn.base.read_only import ReadOnly
 from accelfn.testing import simulate
 from tests.states import linear_state
 
@@ -241,3 +245,169 @@ def test_numbers_of_ranks_are_asked_for(sizes):
     for call in tried:
         with pytest.raises(af.ArgumentError, match="expected numbers of ranks"):
             call()
+
+
+def thinned(kept, samples):
+    """Collate what is kept of these samples."""
+    return torch.stack([each for each in samples if kept(float(each[0]))])
+
+
+def packed(samples):
+    """Return the samples in rows of three."""
+    return torch.stack(samples).flatten()[: len(samples) // 3 * 6].reshape(-1, 6)
+
+
+COLLATES = {
+    "a later one": (partial(thinned, lambda x: x != 7), 2),
+    "several": (partial(thinned, lambda x: x not in {7, 8}), 2),
+    "none": (partial(thinned, lambda _: True), 0),
+    "torch's": (None, 0),
+    "rows of several": (packed, 0),
+    "rows of another axis": (lambda samples: torch.stack(samples, 1), 0),
+    "no rows": (lambda samples: [float(sum(map(torch.sum, samples)))], 0),
+}
+"""Of twelve samples, of which the first is 0; and how many are told, of training and not."""
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_samples_that_a_collate_leaves_out_are_told(name):
+    """Once a state and an evaluation; a loss that says what it is of is right."""
+    collate, expected = COLLATES[name]
+    inputs = torch.arange(12.0)[:, None].expand(12, 2).clone()
+    data = af.Data(inputs, batch_size=6, collate=collate)
+
+    def plain(model, batch):
+        return model(sum(map(torch.as_tensor, batch)).mean().expand(1, 2)).mean()
+
+    def exact(model, batch):
+        return af.Loss(plain(model, batch) * len(batch), len(batch))
+
+    def told(loss_fn, setup):
+        state = af.TrainState.create(
+            model=nn.Linear(2, 2),
+            optimizer=partial(torch.optim.SGD, lr=0.0),
+            data=data,
+            setup=setup,
+        )
+        step = af.make_step(loss_fn)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", af.Warning)
+            for batch in af.batches(state, epochs=2):
+                state, _ = step(state, batch)
+            af.evaluate(state, data, loss_fn)
+        found = [str(each.message) for each in said]
+        assert all("collate made" in each for each in found)
+        return len(found)
+
+    parts = af.accumulate(num_micro_batches=2)
+    assert expected == told(plain, parts)
+    assert told(exact, parts) == 0
+    # an update of one mean counts beside no other; an evaluation is of several
+    assert bool(expected) == told(plain, af.chain())
+
+
+def of_a_store(directory):
+    return af.CheckpointStore(directory, every=2)
+
+
+def of_a_stop(_):
+    with af.stopping(af.World.single()) as stop:
+        return stop
+
+
+ANSWERING = {"CheckpointStore.due": of_a_store, "Stop.requested": of_a_stop}
+
+
+def test_methods_that_answer_are_known():
+    """A method of a public record that says yes or no is in the table above."""
+    found = {
+        f"{kind.__name__}.{name}"
+        for kind in map(partial(getattr, af), af.__all__)
+        if inspect.isclass(kind)
+        for name, method in vars(kind).items()
+        if not name.startswith("_")
+        and not any(hasattr(base, name) for base in kind.__mro__[1:])  # as of a logger
+        and inspect.isfunction(function := inspect.unwrap(method))
+        and inspect.signature(function).return_annotation is bool
+    }
+    assert found <= ANSWERING.keys()
+    assert found
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_a_method_is_not_taken_for_its_answer(name, tmp_path):
+    """`if store.due:` would hold always; it says what is missing, and a call is as it was."""
+    kind, method = name.split(".")
+    record = ANSWERING[name](tmp_path)
+    asked = getattr(record, method)
+    with pytest.raises(af.CallError, match=rf"{name} is asked .* its parentheses"):
+        bool(asked)
+    plain = getattr(type(record), method)
+    assert inspect.isfunction(plain)
+    assert (kind, method) == (type(record).__name__, plain.__name__)
+    assert asked.__doc__ == plain.__doc__
+    assert method in repr(asked)
+    arguments = list(inspect.signature(plain).parameters.values())[1:]
+    assert list(inspect.signature(asked).parameters.values()) == arguments
+    given_ = [state_of()] if arguments else []
+    assert asked(*given_) is plain(record, *given_) is False
+
+
+NAMES = st.text("ab", max_size=1)
+DICTS = st.dictionaries(NAMES, st.integers(), max_size=3)
+
+
+@given(shown=DICTS, other=DICTS, name=NAMES)
+def test_what_is_shown_reads_as_a_dict(shown, other, name):
+    """Whatever is read of it is the dict's, also of what the dict gets later."""
+    view = ReadOnly(shown, "it", "do not")
+    reads = (
+        *(list, dict, len, repr, dict.copy, bool),
+        *(lambda m: list(reversed(m)), lambda m: {**m}, lambda m: m.get(name, 7)),
+        *(lambda m: list(m.keys()), lambda m: list(m.values())),
+        *(lambda m: list(m.items()), lambda m: name in m, lambda m: m | other),
+        *(lambda m: other | m, lambda m: m == other, lambda m: other == m),
+        *(lambda m: m.keys() & other.keys(), lambda m: m != shown),
+    )
+    for _ in range(2):
+        for read in reads:
+            found = view.copy() if read is dict.copy else read(view)
+            assert read(shown) == found
+        for one in shown:
+            assert shown[one] is view[one]
+        assert all(each is not shown for each in (view.copy(), view | {}, {} | view))
+        with pytest.raises(KeyError):
+            view["c"]
+        shown |= other
+
+
+WRITES = {
+    "[]": lambda m: m.__setitem__("weight", 1),
+    "del": lambda m: m.__delitem__("weight"),
+    "update": lambda m: m.update(weight=1),
+    "setdefault": lambda m: m.setdefault("weight", 1),
+    "pop": lambda m: m.pop("weight", None),
+    "popitem": lambda m: m.popitem(),
+    "clear": lambda m: m.clear(),
+    "|=": lambda m: m.__ior__({"weight": 1}),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_state_holds_is_not_replaced(write):
+    """Who writes into what a state shows is told what to write, and nothing changes."""
+    state = state_of()
+    for name, said in {
+        "params": r"state\.with_params\(",
+        "buffers": r"\.copy_\(value\)",
+        "opt_state": r"\.copy_\(value\)",
+        "slots": r"state\.with_slot\(",
+    }.items():
+        shown = getattr(state, name)
+        before = dict(shown)
+        with pytest.raises(af.CallError, match=rf"state\.{name} is to be read.*{said}"):
+            WRITES[write](shown)
+        assert before.keys() == shown.keys()
+        assert all(value is shown[key] for key, value in before.items())
+    with pytest.raises(af.CallError, match=r'metrics\.with_values\(\{"lr": \.\.\.'):
+        af.Metrics({"loss": (1.0, 1)})["lr"] = 0.1

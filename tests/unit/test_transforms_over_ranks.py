@@ -2,6 +2,8 @@
 """What compression, batch normalisation over ranks and updates in a backward pass take."""
 
 import functools
+import re
+import warnings
 
 import pytest
 import torch
@@ -84,6 +86,32 @@ def test_a_norm_of_its_own_is_refused_when_built():
 
     with pytest.raises(af.ModelError, match="'1' is a Doubled"):
         simulate(2, build)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (nn.GroupNorm, ["has nothing to do: .*torch's BatchNorm"]),
+        (nn.InstanceNorm1d, ["has nothing to do: .*torch's BatchNorm"]),
+        (nn.BatchNorm1d, []),
+        (nn.SyncBatchNorm, []),
+    ],
+)
+def test_a_model_without_layers_to_synchronise_is_told(layer, told, size):
+    """Once, by rank 0; layers of another kind, or of somebody's own, would stay apart."""
+    setup = af.chain(af.wrap_ddp(), af.sync_batchnorm())
+
+    def build(world):
+        norm = layer(2, 2) if layer is nn.GroupNorm else layer(2)
+        af.build(create(world, lambda: nn.Sequential(nn.Linear(2, 2), norm), setup))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        simulate(size, build)
+    found = [str(each.message) for each in said if each.category is af.Warning]
+    assert len(found) == len(told)
+    assert all(map(re.search, told, found))
 
 
 def test_layers_of_torchs_own_class_are_taken():

@@ -24,6 +24,7 @@ from accelfn.base.words.records import NAMES as NAMES
 from accelfn.base.words.records import SCHEDULES as SCHEDULES
 from accelfn.base.words.records import STATE as STATE
 from accelfn.base.words.records import STATE_IS_NO_PAIR as STATE_IS_NO_PAIR
+from accelfn.base.words.records import STATE_WRITES as STATE_WRITES
 from accelfn.base.words.records import STORE as STORE
 from accelfn.base.words.records import TRACKER as TRACKER
 from accelfn.base.words.records import WORLD as WORLD

@@ -69,6 +69,14 @@ STATE_IS_NO_PAIR = (
     "a step returns two things, state, metrics = step(state, batch), and other functions the"
     " state alone; its entries are attributes, such as state.params[name]"
 )
+STATE_WRITES = {
+    "params": "write state = state.with_params({**state.params, name: value}), or change what"
+    " is in a tensor, state.params[name].copy_(value)",
+    "buffers": "change what is in a tensor, state.buffers[name].copy_(value)",
+    "opt_state": "change what is in a tensor, state.opt_state[name][key].copy_(value)",
+    "slots": "write state = state.with_slot(name, value) for an entry of your own; a"
+    " transform's are what its functions return",
+}
 DATA = _each(
     {
         "sampler": "its order is data.ordering",

@@ -19,10 +19,11 @@ from accelfn.collectives import all_gather, sum_
 from accelfn.errors import ModelError
 from accelfn.world import World
 
-Layer: TypeAlias = _BatchNorm
+BatchNorm: TypeAlias = _BatchNorm
+"""Every layer of torch's that normalises batches, lazy and synchronised ones among them."""
 
 _LABEL = "sync_batchnorm"
-_OWN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 _SHARE = "_accelfn_share"
@@ -38,7 +39,7 @@ class Share:
 class SyncedNorm:
     """The forward of a batch normalisation layer over all ranks, in its own one's place."""
 
-    def __init__(self, layer: Layer, ranks: World, share: Share) -> None:
+    def __init__(self, layer: BatchNorm, ranks: World, share: Share) -> None:
         """Take the layer, whose parameters, buffers and options stay its own."""
         self._layer, self._ranks, self._share = layer, ranks, share
 
@@ -184,7 +185,7 @@ def _combined(
     return count, mean, var
 
 
-class _AnyDims(_BatchNorm):
+class _AnyDims(BatchNorm):
     """Batch normalisation of inputs of any dims, as SyncBatchNorm takes them."""
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
@@ -198,7 +199,7 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
     """
     share = Share()
     for path, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm):
+        if not isinstance(layer, BatchNorm):
             continue
         own = type(layer).forward not in _OWN_FORWARDS or "forward" in vars(layer)
         if own:
