@@ -6,10 +6,12 @@ step, say. Here it is raised where a batch is asked for, with what was being rea
 ending the workers needs attributes of torch's iterators that are not public.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +25,8 @@ from accelfn.base.advice import advise
 from accelfn.errors import DataError
 
 _torch: Any = signal_handling
+_starting = threading.local()
+"""Whether a thread starts workers."""
 
 
 @attrs.frozen
@@ -109,7 +113,7 @@ def watched(
 def _begun(loader: Any, place: Place) -> Any:
     """Return a loader's iterator, which has started the workers."""
     try:
-        with nothing_said():
+        with nothing_said(), _leaving_garbage():
             # torch says in a warning what the error below says
             warnings.filterwarnings("ignore", "Got pickle error")
             return iter(loader)
@@ -125,6 +129,29 @@ def _begun(loader: Any, place: Place) -> Any:
             ' multiprocessing.set_start_method("fork") when the program begins.'
         )
         raise DataError(msg) from error
+
+
+@contextmanager
+def _leaving_garbage() -> Generator[None]:
+    """Let workers that are forked here leave alone what is garbage in this process.
+
+    It is this process's to finalize. A process group of Gloo's, say, joins its threads, and
+    none of them is in a fork: collected there it ends the worker, or waits for ever. What is
+    left alone is not copied, either.
+    """
+    _starting.here = True
+    try:
+        yield
+    finally:
+        _starting.here = False
+
+
+def _leave_garbage() -> None:
+    if getattr(_starting, "here", False):
+        gc.freeze()
+
+
+os.register_at_fork(after_in_child=_leave_garbage)
 
 
 def _failure(error: Exception, timeout: float) -> str | None:

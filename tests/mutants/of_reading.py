@@ -17,6 +17,7 @@ from accelfn.data import (
     reading,
     sharded,
     stream,
+    workers,
     zipped,
 )
 from accelfn.data.lockstep import _batch, _together
@@ -33,6 +34,7 @@ from tests.laws import (
     test_weighted,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_workers
 
 OF_ORDERS = [
     Mutant(
@@ -354,4 +356,21 @@ OF_RESUMING = [
     ),
 ]
 
-MUTANTS = [*OF_ORDERS, *OF_STREAMS, *OF_GATHERING, *OF_RESUMING]
+OF_FORKS = [
+    Mutant(
+        "a data worker collects what was garbage in its parent",
+        test_workers.test_a_worker_leaves_the_garbage_of_its_parent_alone,
+        workers._leave_garbage,
+        "gc.freeze() → pass",
+        args={"dataset": test_workers.Collecting()},
+    ),
+    Mutant(
+        "whatever is forked leaves its parent's garbage alone",
+        test_workers.test_a_worker_leaves_the_garbage_of_its_parent_alone,
+        workers._leave_garbage,
+        'if getattr(_starting, "here", False): → if True:',
+        args={"dataset": test_workers.CollectingStream()},
+    ),
+]
+
+MUTANTS = [*OF_ORDERS, *OF_STREAMS, *OF_GATHERING, *OF_RESUMING, *OF_FORKS]

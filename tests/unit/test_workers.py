@@ -50,6 +50,58 @@ def read(data, **options):
     return list(af.batches(make(data, **options), epochs=1))
 
 
+class Noted:
+    """Says in a file in which process it was finalized."""
+
+    def __init__(self, file):
+        self.itself, self.file = self, file
+
+    def __del__(self):
+        with self.file.open("a") as file:
+            file.write(f"{os.getpid()} ")
+
+
+class Collecting(Dataset):
+    """Collects garbage for each sample."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.tensor([float(index)])
+
+
+class CollectingStream(IterableDataset):
+    """The same as a stream."""
+
+    def __iter__(self):
+        return map(Collecting().__getitem__, range(4))
+
+
+@pytest.mark.parametrize("dataset", [Collecting(), CollectingStream()])
+def test_a_worker_leaves_the_garbage_of_its_parent_alone(dataset, tmp_path):
+    """It is finalized once, and where its threads are; other forks are as ever."""
+    file = tmp_path / "finalized"
+    gc.collect()
+    gc.disable()
+    try:
+        Noted(file)
+        read(af.Data(dataset, batch_size=2, num_workers=1))
+        assert not file.exists()
+        if not os.fork():
+            gc.collect()
+            os._exit(0)
+        os.wait()
+        assert file.exists()
+        of_a_fork = file.read_text().split()
+        gc.collect()
+    finally:
+        gc.enable()
+    assert file.read_text().split() == [*of_a_fork, str(os.getpid())]
+    assert len(of_a_fork) == 1
+
+
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
