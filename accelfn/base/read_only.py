@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mappings that are shown, and say what to write where somebody would write into them."""
 
+from collections import OrderedDict
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, NoReturn, TypeVar
 
@@ -70,6 +71,10 @@ class ReadOnly(Mapping[str, V]):
     def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
         """Return a dict with these beside the other's entries, or in their place."""
         return {**other, **self._shown}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be copied, pickled and saved as torch's state dicts are, which any reader knows."""
+        return OrderedDict, (), None, None, iter(self._shown.items())
 
     def __repr__(self) -> str:
         """Show the dict."""

@@ -192,4 +192,10 @@ MUTANTS = [
         "if not isinstance(returned, Loss): → if True:",
         args={"name": "several"},
     ),
+    Mutant(
+        "a copy of what a state shows is empty",
+        tests.test_what_is_shown_reads_as_a_dict,
+        read_only.ReadOnly.__reduce__,
+        "iter(self._shown.items()) → None",
+    ),
 ]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs and is likely not meant is told: mistakes that passed in silence."""
 
+import copy
 import inspect
 import math
+import pickle
 import warnings
 from contextlib import contextmanager
 from functools import partial
@@ -368,6 +370,7 @@ def test_what_is_shown_reads_as_a_dict(shown, other, name):
         *(lambda m: list(m.items()), lambda m: name in m, lambda m: m | other),
         *(lambda m: other | m, lambda m: m == other, lambda m: other == m),
         *(lambda m: m.keys() & other.keys(), lambda m: m != shown),
+        *(copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))),  # noqa: S301
     )
     for _ in range(2):
         for read in reads:
@@ -375,10 +378,20 @@ def test_what_is_shown_reads_as_a_dict(shown, other, name):
             assert read(shown) == found
         for one in shown:
             assert shown[one] is view[one]
-        assert all(each is not shown for each in (view.copy(), view | {}, {} | view))
+        apart = (view.copy(), copy.copy(view), view | {}, {} | view)
+        assert all(isinstance(each, dict) and each is not shown for each in apart)
         with pytest.raises(KeyError):
             view["c"]
         shown |= other
+
+
+def test_what_a_state_shows_is_saved_as_a_dict(tmp_path):
+    """Torch reads it without trusting the file."""
+    state = state_of()
+    torch.save(state.params, tmp_path / "params.pt")
+    read = torch.load(tmp_path / "params.pt", weights_only=True)
+    assert read.keys() == state.params.keys()
+    assert all(torch.equal(read[name], value) for name, value in state.params.items())
 
 
 WRITES = {
