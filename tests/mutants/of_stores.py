@@ -14,6 +14,7 @@ from accelfn.checkpoint import (
 from accelfn.loop.stopping import Stop
 from tests.laws import test_disk, test_store
 from tests.mutants.mutant import Mutant
+from tests.unit import test_checkpoint
 
 OF_CRASHES = [
     Mutant(
@@ -135,4 +136,26 @@ writing, world, self.writing = self.writing, self.world, None
     ),
 ]
 
-MUTANTS = [*OF_CRASHES, *OF_FAILURES]
+OF_WRITING = [
+    Mutant(
+        "the disk begins with a file when all of it is written",
+        test_checkpoint.test_a_piece_goes_to_the_disk_while_the_next_is_written,
+        disk.write,
+        "if written - begun >= _PIECE: → if False:",
+    ),
+    Mutant(
+        "the disk is asked for what it has begun with again",
+        test_checkpoint.test_a_piece_goes_to_the_disk_while_the_next_is_written,
+        disk.write,
+        "begun, written)\n                    begun = written → begun, written)",
+    ),
+    Mutant(
+        "the disk begins with other bytes than those that were written",
+        test_checkpoint.test_a_system_begins_early_if_it_can,
+        disk._begin_flush,
+        "begin, end - begin, → begin, end,",
+        args={"has_it": True},
+    ),
+]
+
+MUTANTS = [*OF_CRASHES, *OF_FAILURES, *OF_WRITING]

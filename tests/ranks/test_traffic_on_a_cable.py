@@ -64,36 +64,45 @@ def on_a_cable(megabits: float, rounds: int) -> list[dict[str, Any]]:
 def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
     """Bytes within 5 % of those that the system counts, seconds and bandwidth within 10 %.
 
-    What else runs on the machine makes seconds longer and never shorter, so that for each setup
-    the best of some tries counts.
+    What else runs on the machine makes both more and never less, for what comes late is
+    acknowledged or sent again, so that for each setup the best of some tries counts.
     """
     link = Link(latency=0.001, bandwidth=megabits * 125_000, overhead=OVER_TCP)
-    wrong = times_that_differ(on_a_cable(megabits, rounds=3), link)
+    wrong = what_differs(on_a_cable(megabits, rounds=3), link)
     for _ in range(TRIES - 1):
         if wrong:
-            again = times_that_differ(on_a_cable(megabits, rounds=3), link)
+            again = what_differs(on_a_cable(megabits, rounds=3), link)
             wrong = {name: again[name] for name in wrong.keys() & again.keys()}
     assert wrong == {}
 
 
-def times_that_differ(
+def what_differs(
     found: list[dict[str, Any]], link: Link
 ) -> dict[str, tuple[float, float]]:
-    """Check the bytes; return what was measured and foreseen where they are 10 % apart."""
+    """Return what was measured and foreseen where they are apart, by what it is of."""
     (measured,) = {tuple(each.pop(LINK)["seconds"]) for each in found}
-    compared = {"bandwidth": (measured[1], link.bandwidth / (1 + OVER_TCP))}
+    num_bytes, seconds = {}, {}
+    seconds["bandwidth"] = measured[1], link.bandwidth / (1 + OVER_TCP)
     for name, setup in SETUPS.items():
         traffic = communication(partial(trained, setup=setup))
         foreseen = sum(traffic.bytes(2, algorithm="gloo").values())
         sent = median(map(sum, zip(*(e[name]["bytes"] for e in found), strict=True)))
-        assert foreseen * (1 + link.overhead) == pytest.approx(sent, rel=0.05), name
+        num_bytes[f"bytes of {name}"] = sent, foreseen * (1 + link.overhead)
         compute = min(computed(partial(begun, setup=setup))) / UPDATES
-        seconds = traffic.seconds(link, ranks=2, algorithm="gloo", compute=compute)
         # the least of both, for other programs run on the machine
         taken = min(s for each in found for s in each[name]["seconds"]) / UPDATES
-        compared[name] = taken, seconds
+        seconds[name] = (
+            taken,
+            traffic.seconds(link, ranks=2, algorithm="gloo", compute=compute),
+        )
+    return _apart(num_bytes, 0.05) | _apart(seconds, 0.1)
+
+
+def _apart(
+    pairs: dict[str, tuple[float, float]], within: float
+) -> dict[str, tuple[float, float]]:
     return {
-        name: (taken, foreseen)
-        for name, (taken, foreseen) in compared.items()
-        if taken != pytest.approx(foreseen, rel=0.1)
+        name: (found, foreseen)
+        for name, (found, foreseen) in pairs.items()
+        if found != pytest.approx(foreseen, rel=within)
     }

@@ -4,10 +4,12 @@
 import itertools
 import math
 import os
+import sys
 import tempfile
 import threading
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import keep
+from accelfn.checkpoint import disk, keep
 from accelfn.testing import simulate
 from tests.states import bits, values
 
@@ -616,3 +618,50 @@ def test_all_ranks_restore_what_rank_0_sees(tmp_path, monkeypatch, step):
 
     monkeypatch.setattr(keep, "steps_in", late)
     assert simulate(2, train).results == (2, 2)
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=12), piece=st.integers(1, 12))
+def test_a_piece_goes_to_the_disk_while_the_next_is_written(sizes, piece):
+    """Each part of a file is begun once, in order, as soon as a piece is there."""
+    chunks = [bytes([i]) * size for i, size in enumerate(sizes)]
+    begun, given_ = [], [0]
+
+    def handed():
+        for chunk in chunks:
+            yield chunk
+            given_.append(given_[-1] + len(chunk))
+
+    def begin(_handle, start, end):
+        # the chunk that ends here was handed over, and the next was not asked for
+        assert end == given_[-1] + len(chunks[len(given_) - 1])
+        begun.append((start, end))
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_PIECE", piece)
+        patch.setattr(disk, "_begin_flush", begin)
+        disk.write(Path(folder, "file"), handed())
+        assert Path(folder, "file").read_bytes() == b"".join(chunks)
+    assert [start for start, _ in begun] == [0, *(end for _, end in begun)][:-1]
+    assert all(end - start >= piece for start, end in begun)
+    assert sum(sizes) - (begun[-1][1] if begun else 0) < piece
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_system_begins_early_if_it_can(has_it, tmp_path, monkeypatch):
+    """What it is asked is of the file's own bytes; without it the file is the same."""
+    asked = []
+    call = (lambda *words: asked.append(words)) if has_it else None
+    monkeypatch.setattr(disk, "_sync_file_range", call)
+    monkeypatch.setattr(disk, "_PIECE", 4)
+    disk.write(tmp_path / "file", [b"abc", b"defg", b"hijk", b"l"])
+    assert (tmp_path / "file").read_bytes() == b"abcdefghijkl"
+    assert [words[1:] for words in asked] == ([(0, 7, 2), (7, 4, 2)] if has_it else [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has the call")
+def test_linux_begins_early(tmp_path):
+    """The kernel takes what it is asked."""
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        file.write(b"abc")
+        assert disk._sync_file_range(file.fileno(), 0, 3, disk._WRITE) == 0
+        assert disk._sync_file_range(file.fileno(), -1, 3, disk._WRITE) == -1
