@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FIRST_BLOCK, _BLOCK, _UPDATES = 4_096, 65_536, 256
 """This rank's positions, and updates, whose order is computed at once."""
 _OF_ALL = 1 << 22
-"""Positions of all ranks that this goes over at most: an order that sorts sorts them all."""
+"""Positions of all ranks that this goes over at most in an order that sorts: it sorts them all."""
 
 
 @attrs.frozen(eq=False)
@@ -36,6 +36,7 @@ class Epoch:
         order: positions to dataset indices.
         cut: where batches end.
         key: of what reading draws.
+        sorts: whether the order goes over positions that it is not asked for.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Epoch:
     order: AtPositions
     cut: Cut
     key: int
+    sorts: bool = False
 
     def shuffled_batches(self, key: int) -> "Epoch":
         """Return the epoch with its batches in a random order, the last one last."""
@@ -76,7 +78,8 @@ def epoch_of(data: Described, *, seed: int, number: int) -> Epoch:
     num_samples = len(data)
     if size is not None:
         cut = EvenCut(num_samples, size, data.remainder)
-        return Epoch(number, num_samples, order, cut, key)
+        sorts = getattr(data.ordering, "sorts", False)
+        return Epoch(number, num_samples, order, cut, key, sorts=sorts)
     cut = cast("budget", data.batch_size).cut(order(np.arange(num_samples)))
     made = Epoch(number, num_samples, order, cut, key)
     if getattr(data.ordering, "shuffles_batches", False):
@@ -139,7 +142,8 @@ def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
     """
     num_samples, end, key = epoch.num_samples, epoch.cut.end(start.samples), epoch.key
     following = Cursor(epoch.number + 1)
-    for updates in _blocks(epoch.cut.spans(start.samples), plan.num_shares):
+    most = _OF_ALL if epoch.sorts else num_samples
+    for updates in _blocks(epoch.cut.spans(start.samples), plan.num_shares, most):
         taken = [tuple(plan.parts(update)) for update in updates]
         places = _places(updates, taken)
         if updates[-1][1] > num_samples:  # padded: filled from the start of the order
@@ -158,14 +162,17 @@ def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
             start = after
 
 
-def _blocks(spans: Iterable[Span], num_shares: int) -> Iterator[list[Span]]:
-    """Yield updates whose order is computed at once: few at first, for a quick start."""
+def _blocks(spans: Iterable[Span], num_shares: int, most: int) -> Iterator[list[Span]]:
+    """Yield updates whose order is computed at once: few at first, for a quick start.
+
+    They are over when they have as many positions of all ranks as there may be at most.
+    """
     block: list[Span] = []
     size = _FIRST_BLOCK
     for low, high in spans:
         block.append((low, high))
         positions = high - block[0][0]
-        if positions >= min(size * num_shares, _OF_ALL) or len(block) == _UPDATES:
+        if positions >= min(size * num_shares, most) or len(block) == _UPDATES:
             yield block
             block, size = [], min(4 * size, _BLOCK)
     if block:

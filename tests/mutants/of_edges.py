@@ -23,6 +23,7 @@ from tests.laws import (
     test_updates,
 )
 from tests.mutants.mutant import Mutant
+from tests.unit import test_orders as of_orders
 
 MUTANTS = [
     Mutant(
@@ -68,6 +69,18 @@ MUTANTS = [
         test_orders.test_no_sample_is_lost_between_blocks,
         epoch._blocks,
         "if block: → if len(block) > 1:",
+    ),
+    Mutant(
+        "where there are many ranks, each update's order is computed for itself",
+        of_orders.test_an_order_costs_a_rank_as_much_on_any_number,
+        epoch.portions,
+        "_OF_ALL if epoch.sorts else num_samples → _OF_ALL",
+    ),
+    Mutant(
+        "an order that sorts is computed for as many updates as any other",
+        of_orders.test_an_order_that_sorts_is_asked_for_less_at_once,
+        epoch.epoch_of,
+        'getattr(data.ordering, "sorts", False) → False',
     ),
     Mutant(
         "L40: every rank computes the order of all ranks' samples, and takes its share",

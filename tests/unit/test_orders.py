@@ -5,9 +5,12 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, RandomSampler
 
 import accelfn as af
+from accelfn.data import Plan, epoch
 from tests.states import linear_state
 
 torch.set_num_threads(1)
@@ -332,3 +335,36 @@ def test_what_is_left_of_a_budget_comes_last(seed):
     )
     spans = list(data.epoch(seed=seed).cut.spans(0))
     assert [stop - start for start, stop in spans] == [4, 4, 2]
+
+
+def asked_of_order(num_ranks, share, updates, *, order=None):
+    """Return how many samples a rank asks an order for, at each time."""
+    batch = num_ranks * share
+    data = af.Data(range(batch * updates), batch_size=batch, order=order)
+    whole, asked = epoch.epoch_of(data, seed=0, number=0), []
+
+    def noted(positions):
+        asked.append(len(positions))
+        return positions
+
+    plan = Plan(num_shares=num_ranks, rank=3, world_rank=3, world_size=num_ranks)
+    of_rank = attrs.evolve(whole, order=noted)
+    assert len(list(epoch.portions(of_rank, plan, af.Cursor()))) == updates
+    return asked
+
+
+@given(share=st.integers(1, 2000), updates=st.integers(1, 300))
+def test_an_order_costs_a_rank_as_much_on_any_number(share, updates):
+    """It is asked for many updates at once, however many samples the others have."""
+    few, many = (asked_of_order(n, share, updates) for n in (4, 4096))
+    assert few == many
+    assert len(few) <= 2 + sum(few) // 4096 + updates // 256
+
+
+def test_an_order_that_sorts_is_asked_for_less_at_once(monkeypatch):
+    """All positions in between are sorted, so that a rank would wait long for many."""
+    ranks, share, updates = 1024, 4, 8
+    monkeypatch.setattr(epoch, "_OF_ALL", ranks * share)
+    order = af.orders.bucketed([1] * ranks * share * updates)
+    assert asked_of_order(ranks, share, updates, order=order) == [share] * updates
+    assert asked_of_order(ranks, share, updates) == [share * updates]

@@ -47,6 +47,7 @@ class bucketed:
     window: int = attrs.field(default=8192, kw_only=True)
     name: str = attrs.field(default="bucketed", init=False)
     shuffles_batches: bool = attrs.field(default=True, init=False)
+    sorts: bool = attrs.field(default=True, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Check the window."""
