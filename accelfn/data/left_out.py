@@ -12,16 +12,15 @@ _FEWEST = 2
 
 
 class LeftOut:
-    """Looks at batches of one collate, until it has told that one is short.
+    """Looks at batches of a user's collate, until it has told that one is short.
 
     What makes rows of its own kind, as packed sequences are, says nothing by their number;
     so the first batch must have a row for each sample.
     """
 
-    def __init__(self, collate: object) -> None:
-        """Look where there is a collate of the user's."""
-        self._looks = collate is not None
-        self._has_rows = False
+    def __init__(self) -> None:
+        """Begin with the next batch."""
+        self._looks, self._has_rows = True, False
 
     def look(self, value: Any, num_samples: int | None, mean: str) -> None:
         """Say if a batch has fewer rows than samples.

@@ -84,7 +84,8 @@ class Engine:
         self._is_whole = definition.layout is None
         self._looked_at = set[Any]()
         collate = None if state.data is None else state.data.collate
-        self._left_out = LeftOut(collate)
+        # a step that asks nobody is the shorter
+        self._left_out = None if collate is None else LeftOut()
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
@@ -107,7 +108,7 @@ class Engine:
             self._looked_at.add(code)
             known = {id(p) for p in self._home.params.values()}
             warn_of_strangers(read.scalar, known)
-        if read.is_mean and not samples.lone:
+        if self._left_out is not None and read.is_mean and not samples.lone:
             self._left_out.look(samples.value, samples.known, "The loss")
 
     def _begins(self, update: int) -> None:

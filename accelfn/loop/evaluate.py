@@ -71,11 +71,11 @@ def evaluate(
     total = Metrics({})
     lent = _Lent(state)
     measure = wrap_loss(fn, state.setup)
-    left_out = LeftOut(getattr(data, "collate", None))
+    left_out = None if getattr(data, "collate", None) is None else LeftOut()
     for batch in _held_out(state, data):
         with lent.quietly():
             returned = lent.call(measure, batch.value, *extras)
-        if not isinstance(returned, Loss):
+        if left_out is not None and not isinstance(returned, Loss):
             left_out.look(batch.value, batch.weights[0], "What is measured")
         total = total + _measured(returned, batch.weights[0] or 0, fn)
     return mean(total, state.world)

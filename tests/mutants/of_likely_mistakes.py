@@ -189,7 +189,7 @@ MUTANTS = [
         "an evaluation by totals is said to be a mean of too many",
         tests.test_samples_that_a_collate_leaves_out_are_told,
         evaluate.evaluate,
-        "if not isinstance(returned, Loss): → if True:",
+        "and not isinstance(returned, Loss): → :",
         args={"name": "several"},
     ),
     Mutant(

@@ -89,10 +89,10 @@ def test_a_worker_leaves_the_garbage_of_its_parent_alone(dataset, tmp_path):
         Noted(file)
         read(af.Data(dataset, batch_size=2, num_workers=1))
         assert not file.exists()
-        if not os.fork():
+        if not (fork := os.fork()):
             gc.collect()
             os._exit(0)
-        os.wait()
+        assert os.waitpid(fork, 0) == (fork, 0)
         assert file.exists()
         of_a_fork = file.read_text().split()
         gc.collect()
