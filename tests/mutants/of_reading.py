@@ -366,10 +366,9 @@ OF_FORKS = [
     ),
     Mutant(
         "whatever is forked leaves its parent's garbage alone",
-        test_workers.test_a_worker_leaves_the_garbage_of_its_parent_alone,
+        test_workers.test_another_fork_is_as_python_makes_it,
         workers._leave_garbage,
         'if getattr(_starting, "here", False): → if True:',
-        args={"dataset": test_workers.CollectingStream()},
     ),
 ]
 
