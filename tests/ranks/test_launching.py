@@ -112,7 +112,8 @@ def test_a_stopped_rank_is_the_culprit() -> None:
     """SIGSTOP is no end: the launcher finds the rank, ends it, and names it first."""
     ((code, out, error),) = ended([launched("--nproc", 2, TRAINS, "stop", 1, 3)])
     assert code == 128 + signal.SIGSTOP
-    assert out == "[rank 1] asked to end\n"  # and not ended by SIGKILL at last
+    # and not ended by SIGKILL at last; a busy machine asks it once more before it is gone
+    assert set(out.splitlines()) == {"[rank 1] asked to end"}
     report = error.rpartition("accelfn launch: ")[2].splitlines()
     assert report[0].startswith("rank 1 failed first (stopped by SIGSTOP, pid ")
     assert report[1].startswith("It left no traceback: someone")

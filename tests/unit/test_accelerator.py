@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerators: the suite of tests on a fake one, which has a process of its own."""
+"""Accelerators: the suite of tests on a fake one, which has processes of its own."""
 
 import subprocess
 import sys
@@ -9,14 +9,19 @@ from hypothesis import settings
 
 from accelfn.base import accelerator
 
+PARTS = 4
+"""Each is of a few minutes: what takes ten hangs."""
+
 
 @pytest.mark.skipif(
     accelerator.count() > 0, reason="torch has one accelerator a process"
 )
-def test_on_a_fake_accelerator():
+@pytest.mark.parametrize("part", range(PARTS))
+def test_on_a_fake_accelerator(part: int) -> None:
     """`python -m tests.accelerator` passes: programs, waits, draws, checkpoints, precisions."""
     profile = f"--hypothesis-profile={settings.get_current_profile_name()}"
-    command = [sys.executable, "-m", "tests.accelerator", profile]
+    which = f"--part={part}/{PARTS}"
+    command = [sys.executable, "-m", "tests.accelerator", profile, which]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
