@@ -22,7 +22,7 @@ from tests.laws import (
     test_shards,
 )
 from tests.mutants.mutant import Mutant
-from tests.unit import test_wrap_fsdp
+from tests.unit import test_trial, test_wrap_fsdp
 
 TRAINS = test_shards.test_parts_train_what_the_whole_does
 SKIPS = test_shards.test_an_update_is_skipped_on_all_ranks_or_none
@@ -281,6 +281,24 @@ MUTANTS = [
         trial._close,
         "return bool( → return True or bool(",
         args={"name": "Adafactor"},
+    ),
+    Mutant(
+        "an optimizer's groups are tried as if each did what the first does",
+        test_trial.test_whatever_group_couples_elements_is_found,
+        trial._two_of_a_kind,
+        "kind = groups[id(meta)], → kind = 0,",
+    ),
+    Mutant(
+        "layers that are frozen are tried in place of those that are trained",
+        test_trial.test_whatever_group_couples_elements_is_found,
+        trial._two_of_a_kind,
+        "name in trainable → None",
+    ),
+    Mutant(
+        "an optimizer is tried on each layer of a deep model",
+        test_trial.test_layers_that_are_alike_are_not_all_tried,
+        trial._two_of_a_kind,
+        "if seen[kind] <= _OF_A_KIND → if True",
     ),
     Mutant(
         "what is captured on accelerators is tried so on the host",

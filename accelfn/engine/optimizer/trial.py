@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer is tried on small parameters: on what does an update of one depend?"""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from accelfn.structure.prototype import group_key, rebuilt
 
 _MOST = 4
 """Rows, and columns, of a small parameter."""
+_OF_A_KIND = 2
+"""How many are tried of the parameters of a group that become alike as they become small.
+
+One could depend on another, and a third one on no more than that."""
 _ON_HOST = {"train_mode": True, "capturable": False}
 """What groups of parameters are tried with, wherever the state's own lie."""
 _HALVES = slice(None, 2), slice(2, None)
@@ -83,7 +88,7 @@ def tried(
     alone: bool = False,
     part: tuple[int, slice] = (0, slice(None)),
 ) -> dict[str, torch.Tensor]:
-    """Return small parameters after two updates by the state's optimizer.
+    """Return small parameters after two updates by the state's optimizer, two of each kind.
 
     Args:
         state: it stays as it is.
@@ -117,22 +122,22 @@ def _tried(
 ) -> tuple[dict[str, torch.Tensor], State]:
     """Return small parameters, and what the optimizer keeps, after two updates."""
     dim, within = part
-    metas = dict(state.definition.skeleton.module.named_parameters())
+    skeleton = state.definition.skeleton
+    metas = _two_of_a_kind(
+        optimizer, dict(skeleton.module.named_parameters()), skeleton.trainable, dim
+    )
     generator = torch.Generator().manual_seed(0)
 
     def drawn(meta: torch.Tensor) -> torch.Tensor:
-        # enough to be cut, however few there are
-        shape = [
-            _MOST if at == dim else min(n, _MOST) for at, n in enumerate(meta.shape)
-        ]
-        whole = torch.randn(shape, generator=generator).to(meta.dtype)
+        whole = torch.randn(_small(meta, dim), generator=generator).to(meta.dtype)
         return whole[(slice(None),) * dim + (within,)] if meta.ndim > dim else whole
 
     params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
-    memo: dict[int, Any] = {id(metas[name]): param for name, param in params.items()}
-    names = {param: name for name, param in params.items()}
-    live = LiveOptimizer(rebuilt(optimizer, memo), names)
-    trained = {name: params[name] for name in state.definition.skeleton.trainable}
+    live = LiveOptimizer(
+        _over(optimizer, {id(metas[name]): param for name, param in params.items()}),
+        {param: name for name, param in params.items()},
+    )
+    trained = {name: params[name] for name in skeleton.trainable if name in params}
     hyper = {
         (i, name): value
         for i, group in enumerate(optimizer.param_groups)
@@ -154,3 +159,44 @@ def _tried(
                 param.grad = gradients[name]
             kept = live.update(hyper)
     return {name: param.detach() for name, param in params.items()}, kept
+
+
+def _small(meta: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """Return the shape that a parameter is tried in: enough to be cut, however few there are."""
+    return tuple(
+        _MOST if at == dim else min(n, _MOST) for at, n in enumerate(meta.shape)
+    )
+
+
+def _two_of_a_kind(
+    optimizer: Optimizer,
+    metas: Mapping[str, torch.Tensor],
+    trainable: Iterable[str],
+    dim: int,
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that are tried: a model's layers are often alike, and many."""
+    trainable = frozenset(trainable)
+    groups = {
+        id(param): i
+        for i, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    seen = Counter[object]()
+    chosen: dict[str, torch.Tensor] = {}
+    for name, meta in metas.items():
+        if id(meta) not in groups:
+            continue
+        kind = groups[id(meta)], _small(meta, dim), meta.dtype, name in trainable
+        seen[kind] += 1
+        if seen[kind] <= _OF_A_KIND:
+            chosen[name] = meta
+    return chosen
+
+
+def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
+    """Return an optimizer over some parameters only, which are given by id of its own."""
+    chosen = set(map(id, params.values()))
+    made = rebuilt(optimizer, params)
+    for group in made.param_groups:
+        group["params"][:] = [p for p in group["params"] if id(p) in chosen]
+    return made

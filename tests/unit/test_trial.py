@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer that couples elements is found, by a few small parameters of each kind."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.engine.optimizer import trial
+
+
+class Coupling(torch.optim.SGD):
+    """Divides gradients by their norms: in a group that says so, of one number of dims."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.ndim == group["couples"]:
+                    param.grad /= param.grad.norm()
+        super().step(closure)
+
+
+Layers = Sequence[tuple[int, int]]
+"""Of each, the groups of its weight and its bias."""
+
+
+def state_of(layers: Layers, couples: Sequence[int], frozen: int = 0) -> af.TrainState:
+    named = [(f"layer{i}", nn.Linear(6, 5)) for i in range(len(layers))]
+    model = nn.Sequential(OrderedDict(named))
+    groups = [{"params": [], "couples": dims} for dims in couples]
+    for i, (weight, bias) in enumerate(layers):
+        groups[weight]["params"].append(model[i].weight)
+        groups[bias]["params"].append(model[i].bias)
+        model[i].requires_grad_(i >= frozen)
+    return af.TrainState.create(
+        model=model,
+        optimizer=Coupling([each for each in groups if each["params"]], lr=0.1),
+    )
+
+
+@given(
+    layers=st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=4, max_size=8
+    ),
+    couples=st.sampled_from([[0, 0], [0, 1], [0, 2], [1, 0], [2, 0]]),
+    frozen=st.integers(0, 3),
+)
+def test_whatever_group_couples_elements_is_found(
+    layers: Layers, couples: Sequence[int], frozen: int
+) -> None:
+    """As if all were tried in their own shapes: groups, dims and who is trained count."""
+    state = state_of(layers, couples, frozen)
+    is_coupled = any(
+        dims == couples[group]
+        for weight, bias in layers[frozen:]
+        for dims, group in ((2, weight), (1, bias))
+    )
+    if not is_coupled:
+        trial.check_elements(state, "here", dims=(0, 1))
+        return
+    with pytest.raises(af.errors.OptimizerError, match="more than its own gradient"):
+        trial.check_elements(state, "here", dims=(0, 1))
+
+
+def test_layers_that_are_alike_are_not_all_tried() -> None:
+    """Two of each kind are, however deep a model is."""
+    shallow, deep = (state_of([(0, 0)] * n, [0]) for n in (2, 50))
+    assert list(trial.tried(deep)) == list(trial.tried(shallow))
