@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -73,9 +73,10 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
     """Return a loss in one form; that of an empty share's stand-in counts for nothing.
 
     Raises:
-        LossError: it is not a scalar tensor or an `af.Loss`, or has no gradient.
-        NonFiniteLossError: it is infinite or not a number. On a GPU this is not looked at,
-            because that would wait for the device.
+        LossError: it is not a scalar tensor or an `af.Loss`, or has no gradient; or its weight
+            is none that its total can be divided by.
+        NonFiniteLossError: it is infinite or not a number. On a GPU neither numbers are looked
+            at, because that would wait for the device.
     """
     if isinstance(returned, torch.Tensor):
         seen = _checked(returned, loss_fn)
@@ -93,6 +94,7 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
                 returned.total, 0, is_mean=True, sums=nothing, is_finite=finite
             )
         weight = _detached(returned.weight)
+        _check_weight(weight, seen, loss_fn)
         sums = {
             name: WeightedSum(_detached(entry[0]), _detached(entry[1]))
             if isinstance(entry, tuple)
@@ -111,12 +113,40 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
 
 def _is_finite(value: torch.Tensor) -> bool:
     """Return False for a CPU scalar that is not finite; a device is not waited for."""
-    if not value.is_cpu:
-        return True
-    if value.dtype is torch.bfloat16:
-        value = value.float()
-    # through numpy, which reads the memory: no operator, no synchronisation
-    return math.isfinite(value.numpy())
+    known = _on_host(value)
+    return known is None or math.isfinite(known)
+
+
+def _on_host(value: Number) -> float | None:
+    """Return a number that is on the host, and None for one on a device, which is not read."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    # not by `item`, an operator that waits for a device, so that none is seen in a step
+    return cast("float", value.tolist()) if value.is_cpu else None
+
+
+def _check_weight(
+    weight: Number, total: torch.Tensor, loss_fn: Callable[..., Any]
+) -> None:
+    """Refuse a weight that a total can't be divided by, where both can be read."""
+    known = _on_host(weight)
+    if known is None or 0 < known < math.inf:
+        return
+    if known != 0:
+        msg = (
+            f"{qualname(loss_fn)} returned af.Loss(total, weight={known}): expected a finite"
+            " count or sum, 0 or more."
+        )
+        raise LossError(msg)
+    summed = _on_host(total)
+    # what is not finite is told as such
+    if summed is not None and summed != 0 and math.isfinite(summed):
+        msg = (
+            f"{qualname(loss_fn)} returned af.Loss(total={summed:.4g}, weight=0): the total of"
+            " nothing is 0. As weight, give how many samples or tokens were summed; a mean"
+            " needs none: return it as it is."
+        )
+        raise LossError(msg)
 
 
 def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 from accelfn.base import arguments, question, read_only
 from accelfn.checkpoint import commit
 from accelfn.data import checks, left_out
-from accelfn.engine import engine, strangers
+from accelfn.engine import engine, read_loss, strangers
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.loop import evaluate
 from accelfn.schedules import rates
@@ -20,6 +20,24 @@ from tests.unit import test_likely_mistakes as tests
 from tests.unit import test_transforms_over_ranks
 
 MUTANTS = [
+    Mutant(
+        "the total of nothing may be anything",
+        tests.test_a_weight_is_one_that_totals_are_divided_by,
+        read_loss._check_weight,
+        "summed != 0 and math.isfinite(summed) → False",
+    ),
+    Mutant(
+        "a loss that is no number is told as a total of nothing, and not skipped",
+        tests.test_a_weight_is_one_that_totals_are_divided_by,
+        read_loss._check_weight,
+        "summed != 0 and math.isfinite(summed) → summed != 0",
+    ),
+    Mutant(
+        "a weight that is a tensor may be negative",
+        tests.test_a_weight_is_one_that_totals_are_divided_by,
+        read_loss._check_weight,
+        "0 < known < math.inf → known != 0",
+    ),
     Mutant(
         "of the graph of a loss the end alone is looked at for parameters of nobody",
         tests.test_parameters_of_a_model_that_was_given_away_are_told,

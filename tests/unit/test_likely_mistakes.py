@@ -134,6 +134,36 @@ def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
         module.bias = None
 
 
+WEIGHTS = st.sampled_from([0, 0.0, -1, -0.5, 3, 0.25, math.inf, math.nan])
+
+
+@given(
+    weight=WEIGHTS,
+    as_tensor=st.sampled_from([None, torch.float32, torch.bfloat16, torch.float64]),
+    total=st.sampled_from([0.0, 1.5, -2.0, math.nan]),
+    setup=st.sampled_from([af.identity(), af.skip_nonfinite()]),
+)
+def test_a_weight_is_one_that_totals_are_divided_by(weight, as_tensor, total, setup):
+    """A total of nothing is 0; a loss that is no number is told, or skipped, as such."""
+    is_weight = 0 <= weight < math.inf and (weight > 0 or not abs(total) > 0)
+
+    def loss_fn(model, batch):
+        summed = model(batch).sum()
+        over = weight if as_tensor is None else torch.tensor([weight]).to(as_tensor)
+        return af.Loss(summed * 0 + total, over)
+
+    state = state_of(setup=setup)
+    step, batch = af.make_step(loss_fn), next(iter(af.batches(state)))
+    if not is_weight:
+        with pytest.raises(af.Error, match="weight=|returned nan"):
+            step(state, batch)
+    elif math.isnan(total) and setup == af.identity():
+        with pytest.raises(af.errors.NonFiniteLossError):
+            step(state, batch)
+    else:
+        step(state, batch)
+
+
 def test_a_weight_with_a_gradient_is_refused():
     """A total is divided by a number."""
     state = state_of()
