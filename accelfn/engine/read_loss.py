@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -122,7 +122,8 @@ def _on_host(value: Number) -> float | None:
     if not isinstance(value, torch.Tensor):
         return value
     # not by `item`, an operator that waits for a device, so that none is seen in a step
-    return cast("float", value.tolist()) if value.is_cpu else None
+    known: Any = value.tolist() if value.is_cpu else None
+    return known
 
 
 def _check_weight(

@@ -22,7 +22,7 @@ MUTANTS = [
         "L19: every parameter group takes the first one's weight decay",
         test_kernels.test_fused_steps_are_torchs_own,
         fused_adam.FusedAdam.step,
-        'group["weight_decay"] → self._groups[0][0]["weight_decay"]',
+        "_stepped(group, own → _stepped((self._groups[0][0], *group[1:]), own",
     ),
     Mutant(
         "L26: a parameter without a gradient is not left out",

@@ -64,28 +64,42 @@ class FusedAdam:
     ) -> bool:
         """Update the parameters; return False, and do nothing, where some have no gradient."""
         grads = [[p.grad for p in params] for _, _, (params, *_), _ in self._groups]
-        if any(grad is None for each in grads for grad in each):
+        if [grad for each in grads for grad in each if grad is None]:
             return False
-        with torch.no_grad():
-            for each, own in zip(self._groups, grads, strict=True):
-                group, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = each
-                counts.add_(1)
-                beta1, beta2 = group["betas"]
-                kernel(
-                    *(params, own, exp_avgs, exp_avg_sqs, [], steps),
-                    amsgrad=False,
-                    lr=group["lr"],
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=group["maximize"],
-                    grad_scale=grad_scale,
-                    found_inf=found_inf,
-                )
-                if found_inf is not None:  # it left all as it was
-                    counts.sub_(found_inf)
+        # as a call, which takes half of what a `no_grad` block does
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            for group, own in zip(self._groups, grads, strict=True):
+                _stepped(group, own, grad_scale, found_inf)
+        finally:
+            torch.set_grad_enabled(before)
         return True
+
+
+def _stepped(
+    group: Group,
+    grads: list[torch.Tensor | None],
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    options, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = group
+    counts.add_(1)
+    beta1, beta2 = options["betas"]
+    kernel(
+        *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
+        amsgrad=False,
+        lr=options["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        maximize=options["maximize"],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+    if found_inf is not None:  # it left all as it was
+        counts.sub_(found_inf)
 
 
 def _kind(count: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
