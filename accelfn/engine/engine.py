@@ -24,6 +24,7 @@ from accelfn.data.left_out import LeftOut
 from accelfn.engine import untaken
 from accelfn.engine.agreement import check_gradients
 from accelfn.engine.buffers import Buffers
+from accelfn.engine.counters import Counters
 from accelfn.engine.elsewhere import refuse_elsewhere
 from accelfn.engine.home import Home
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
@@ -84,8 +85,10 @@ class Engine:
         self._is_whole = definition.layout is None
         self._looked_at = set[Any]()
         collate = None if state.data is None else state.data.collate
-        # a step that asks nobody is the shorter
-        self._left_out = None if collate is None else LeftOut()
+        self._left_out = (
+            None if collate is None else LeftOut()
+        )  # who asks nobody is shorter
+        self._counters: Counters | None = Counters(module)
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
@@ -102,7 +105,7 @@ class Engine:
         self._bound = (params, buffers, opt_state)
 
     def _look(self, loss_fn: LossFunction, samples: Samples, read: ReadLoss) -> None:
-        """Look through the graph of a function's first loss, and at what a mean is of."""
+        """Look through a function's first graph, at what a mean is of, and at what counts."""
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
         if code not in self._looked_at and self._is_whole:
             self._looked_at.add(code)
@@ -110,6 +113,8 @@ class Engine:
             warn_of_strangers(read.scalar, known)
         if self._left_out is not None and read.is_mean and not samples.lone:
             self._left_out.look(samples.value, samples.known, "The loss")
+        if self._counters is not None and not self._counters.look():
+            self._counters = None
 
     def _begins(self, update: int) -> None:
         """Say at which update this rank is."""
@@ -374,13 +379,11 @@ class Engine:
         for part in (local(live[name]) for name in handed_out):
             part.data = part.clone()
         self._buffers.leave()
-        self._live, self._live_buffers = None, {}
-        self._home.clear_gradients()
+        self.discard()
 
     def _abandon(self, state: TrainState) -> None:
         """Leave nothing of a pass that raised; after one, a DDP reducer is unusable."""
-        self._home.clear_gradients()
-        self._live, self._live_buffers = None, {}
+        self.discard()
         self._buffers.abandon()
         if self.live_update is not None:
             self.live_update.forget()
@@ -389,8 +392,7 @@ class Engine:
 
 
 def _is_in_bucket(grad: torch.Tensor) -> bool:
-    part = grad if type(grad) is torch.Tensor else local(grad)
-    return part._base is not None
+    return (grad if type(grad) is torch.Tensor else local(grad))._base is not None
 
 
 def _buffers_of(into: Grads | None, samples: Samples) -> Mapping[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from torch import nn
 from accelfn.base import arguments, question, read_only
 from accelfn.checkpoint import commit
 from accelfn.data import checks, left_out
-from accelfn.engine import engine, read_loss, strangers
+from accelfn.engine import counters, engine, read_loss, strangers
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.loop import evaluate
 from accelfn.schedules import rates
@@ -20,6 +20,34 @@ from tests.unit import test_likely_mistakes as tests
 from tests.unit import test_transforms_over_ranks
 
 MUTANTS = [
+    Mutant(
+        "of a batch that is as long as the last one its length is told as a count",
+        tests.test_a_number_that_a_module_counts_on_is_told,
+        counters._counts,
+        "or values[0] == values[1] → ",
+        args={"name": "a length", "num_micro_batches": 1},
+    ),
+    Mutant(
+        "a temperature that falls by a factor is not told",
+        tests.test_a_number_that_a_module_counts_on_is_told,
+        counters._counts,
+        "all(values[:-1]) and all( → False and all(",
+        args={"name": "a decay", "num_micro_batches": 2},
+    ),
+    Mutant(
+        "lengths that vary are told as a count",
+        tests.test_a_number_that_a_module_counts_on_is_told,
+        counters._counts,
+        "for a, b in pairs) → for a, b in pairs[:1])",
+        args={"name": "a length that varies", "num_micro_batches": 1},
+    ),
+    Mutant(
+        "modules are looked through for numbers again and again",
+        tests.test_a_number_that_a_module_counts_on_is_told,
+        counters.Counters.look,
+        "return False → return True",
+        args={"name": "of passes", "num_micro_batches": 1},
+    ),
     Mutant(
         "the total of nothing may be anything",
         tests.test_a_weight_is_one_that_totals_are_divided_by,

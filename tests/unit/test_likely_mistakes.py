@@ -134,6 +134,51 @@ def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
         module.bias = None
 
 
+class Noting(nn.Module):
+    """Notes a number in each pass, which becomes another."""
+
+    def __init__(self, first, become):
+        super().__init__()
+        self.linear, self.noted, self.become = nn.Linear(2, 2), first, become
+
+    def forward(self, inputs):
+        self.noted = self.become(self.noted)
+        return self.linear(inputs)
+
+
+NOTES = {  # what there is at first, what it becomes, and whether that counts
+    "of passes": (0, lambda was: was + 1, True),
+    "down": (100.0, lambda was: was - 0.1, True),
+    "a decay": (1.0, lambda was: was * 0.9, True),
+    "what was not there": (None, lambda was: (was or 0) + 4, True),
+    "a length": (0, lambda _: 4, False),
+    "a length that varies": (0, lambda was: (7 * was + 4) % 5, False),
+    "nothing": (3, lambda was: was, False),
+    "that it began": (0, lambda _: 1, False),
+    "a flag": (False, lambda was: not was, False),
+    "no number": (math.nan, lambda was: was + 1, False),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_number_that_a_module_counts_on_is_told(name, num_micro_batches):
+    """It is in no checkpoint; once, with its place, and not what a pass notes of its batch."""
+    first, become, counts = NOTES[name]
+    state = state_of(
+        model=lambda: nn.Sequential(nn.Linear(2, 2), Noting(first, become)),
+        setup=af.accumulate(num_micro_batches=num_micro_batches),
+    )
+    step = af.make_step(square)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", af.Warning)
+        for batch in af.batches(state, epochs=4):
+            state, _ = step(state, batch)
+    assert [str(each.message).split(" was ")[0] for each in told] == (
+        ["As the loss function ran, 1.noted"] if counts else []
+    )
+
+
 WEIGHTS = st.sampled_from([0, 0.0, -1, -0.5, 3, 0.25, math.inf, math.nan])
 
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that a module counts on for itself, which no state has."""
+
+import math
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from accelfn.base.advice import advise
+
+_PASSES = 4
+"""Forward passes that are looked at: three times the same change is a count, or a decay.
+
+What a pass notes of its batch, as the length of its sequences, changes otherwise.
+"""
+_Numbers: TypeAlias = dict[tuple[str, str], float]
+
+
+class Counters:
+    """Looks at what modules keep beside parameters and buffers, in the first passes.
+
+    Modules of torch's own count in buffers, and are not looked at.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Begin before the first pass of a module."""
+        self._owners = [
+            (path or type(owner).__name__, owner)
+            for path, owner in module.named_modules()
+            if not type(owner).__module__.startswith("torch.")
+        ]
+        self._seen: list[_Numbers] = []
+
+    def look(self) -> bool:
+        """Look behind a pass, and say at last if one counts; return whether to look again."""
+        self._seen.append(
+            {
+                (path, name): value
+                for path, owner in self._owners
+                for name, value in vars(owner).items()
+                if type(value) in (int, float)
+            }
+        )
+        if len(self._seen) < _PASSES:
+            return True
+        first, *later = self._seen
+        told = {
+            f"{path}.{name}": values
+            for (path, name), value in first.items()
+            if _counts(values := [value, *(each.get((path, name)) for each in later)])
+        }
+        if told:
+            advise(_said(told))
+        return False
+
+
+def _counts(values: list[Any]) -> bool:
+    """Whether numbers change, and each time by the same, or in the same ratio."""
+    if None in values or values[0] == values[1] or not all(map(math.isfinite, values)):
+        return False
+    pairs = list(pairwise(values))
+    if all(math.isclose(b - a, values[1] - values[0]) for a, b in pairs):
+        return True
+    return all(values[:-1]) and all(
+        math.isclose(b / a, values[1] / values[0]) for a, b in pairs
+    )
+
+
+def _said(told: dict[str, list[Any]]) -> str:
+    shown = "; ".join(
+        f"{name} was {', then '.join(map(repr, values))}"
+        for name, values in list(told.items())[:3]
+    )
+    return (
+        f"As the loss function ran, {shown}. A number that a module keeps for itself is no part"
+        " of a state: it is not saved, a run that is resumed begins it again, and copies of the"
+        " state share it. Make it a buffer, register_buffer('name', torch.tensor(0)). If"
+        " nothing is computed from it, all is well."
+    )
