@@ -74,8 +74,8 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
 
     Raises:
         LossError: it is not a scalar tensor or an `af.Loss`, or has no gradient; or its weight
-            is none that its total can be divided by.
-        NonFiniteLossError: it is infinite or not a number. On a GPU neither numbers are looked
+            is negative, infinite or not a number.
+        NonFiniteLossError: it is infinite or not a number itself. On a GPU neither is looked
             at, because that would wait for the device.
     """
     if isinstance(returned, torch.Tensor):
@@ -94,7 +94,7 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
                 returned.total, 0, is_mean=True, sums=nothing, is_finite=finite
             )
         weight = _detached(returned.weight)
-        _check_weight(weight, seen, loss_fn)
+        _check_weight(weight, loss_fn)
         sums = {
             name: WeightedSum(_detached(entry[0]), _detached(entry[1]))
             if isinstance(entry, tuple)
@@ -117,35 +117,20 @@ def _is_finite(value: torch.Tensor) -> bool:
     return known is None or math.isfinite(known)
 
 
-def _on_host(value: Number) -> float | None:
+def _on_host(value: torch.Tensor) -> float | None:
     """Return a number that is on the host, and None for one on a device, which is not read."""
-    if not isinstance(value, torch.Tensor):
-        return value
     # not by `item`, an operator that waits for a device, so that none is seen in a step
     known: Any = value.tolist() if value.is_cpu else None
     return known
 
 
-def _check_weight(
-    weight: Number, total: torch.Tensor, loss_fn: Callable[..., Any]
-) -> None:
-    """Refuse a weight that a total can't be divided by, where both can be read."""
-    known = _on_host(weight)
-    if known is None or 0 < known < math.inf:
-        return
-    if known != 0:
+def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
+    """Refuse a tensor that totals can't be divided by; numbers are looked at in `af.Loss`."""
+    known = _on_host(weight) if isinstance(weight, torch.Tensor) else None
+    if known is not None and not 0 <= known < math.inf:
         msg = (
             f"{qualname(loss_fn)} returned af.Loss(total, weight={known}): expected a finite"
             " count or sum, 0 or more."
-        )
-        raise LossError(msg)
-    summed = _on_host(total)
-    # what is not finite is told as such
-    if summed is not None and summed != 0 and math.isfinite(summed):
-        msg = (
-            f"{qualname(loss_fn)} returned af.Loss(total={summed:.4g}, weight=0): the total of"
-            " nothing is 0. As weight, give how many samples or tokens were summed; a mean"
-            " needs none: return it as it is."
         )
         raise LossError(msg)
 

@@ -35,7 +35,7 @@ class Loss:
     Attributes:
         total: the sum that is differentiated; a scalar tensor with a gradient.
         weight: what it is to be divided by, 0 or more: a number, or a scalar tensor without
-            a gradient.
+            a gradient. With 0 the total counts for nothing.
         aux: further totals by name, reported as means over the same weight; give
             `(total, weight)` for one that has a weight of its own.
 
