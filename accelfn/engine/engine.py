@@ -85,9 +85,8 @@ class Engine:
         self._is_whole = definition.layout is None
         self._looked_at = set[Any]()
         collate = None if state.data is None else state.data.collate
-        self._left_out = (
-            None if collate is None else LeftOut()
-        )  # who asks nobody is shorter
+        # a step that asks nobody is the shorter
+        self._left_out = None if collate is None else LeftOut()
         self._counters: Counters | None = Counters(module)
 
     def bind(self, state: TrainState) -> None:
