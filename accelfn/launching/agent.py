@@ -112,17 +112,15 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
-        if self._crew is not None:
-            self._crew.look()
-        watch = self._watching()
-        if not watch.may_end():
+        watch = self._looked()
+        if watch is None:
             return RunResult(state=WorkerState.HEALTHY)
         watch.question()
         looked: Any = super()._monitor_workers
         result: RunResult = looked(worker_group)
         if result.failures or result.state is WorkerState.SUCCEEDED:
             self._end_lines()
-        ranks = tuple(worker.global_rank for worker in worker_group.workers)
+        ranks = tuple(worker_group.workers[each].global_rank for each in watch.pids)
         if result.failures:
             failures = tuple(by_cause(result.failures, watch))
             many = (worker_group.group_world_size or 1) > 1
@@ -156,14 +154,27 @@ class Agent(LocalElasticAgent):
         most = self._worker_group.spec.max_restarts
         return f"restart {most - self._remaining_restarts + 1} of {most} follows"
 
+    def _looked(self) -> Watch | None:
+        """Look who has ended; return the watch that saw it, where torch's agent may look too."""
+        watch = self._watching()
+        may_end = watch.may_end()
+        # after the watch: of what it has seen, the crew takes what the run can do without
+        if self._crew is not None:
+            self._crew.look()
+        return watch if may_end and self._watching() is watch else None
+
     def _watching(self) -> Watch:
         """Return the watch over the processes of this attempt."""
         context = self._pcontext
         if context is None:
             msg = "torch's agent looks for ranks that it has not started."
             raise LaunchError(msg)
-        if self._watch is None or self._watch.pids != context.pids():
-            self._watch = Watch(context.pids(), context.error_files)
+        gone = self._crew.gone if self._crew is not None else frozenset[int]()
+        pids = {
+            local: pid for local, pid in context.pids().items() if local not in gone
+        }
+        if self._watch is None or self._watch.pids != pids:
+            self._watch = Watch(pids, context.error_files)
         return self._watch
 
 

@@ -38,7 +38,11 @@ class _Ending:
 
 
 class Crew:
-    """Which processes make the world of a run, and which wait to come in."""
+    """Which processes make the world of a run, and which wait to come in.
+
+    Attributes:
+        gone: the places of those that the run does without: nobody asks how they ended.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class Crew:
         self._lives = dict.fromkeys(range(len(workers)), 0)
         self._members = set(self._lives)
         self._newcomers: set[int] = set()
+        self.gone: set[int] = set()
         self._number = 0
 
     def look(self) -> None:
@@ -141,6 +146,7 @@ class Crew:
     def _forget(self, place: int) -> None:
         """Take a process out of what the agent waits for."""
         self._newcomers.discard(place)
+        self.gone.add(place)
         self._context._running_local_ranks.discard(place)
 
     @property

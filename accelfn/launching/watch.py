@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -37,17 +38,18 @@ class Watch:
         self.stacks: dict[int, str] = {}
 
     def may_end(self) -> bool:
-        """Look who has failed; return whether the launcher may end the others.
+        """Look who has failed; return whether torch's agent may look too, and end the others.
 
-        There is none to end until one has failed, and none while others may follow it.
+        Not until one has failed, nor while others may follow it; unless none is left to end.
         """
         running = self._running()
         for local in self.pids.keys() - running:
             if _status(self.pids[local]):
                 self.failed_at.setdefault(local, time.time())
-        if not self.failed_at or not running:
+        if not running:
             return True
-        return time.time() - min(self.failed_at.values()) > _GRACE_SECONDS
+        first = min(self.failed_at.values(), default=math.inf)
+        return time.time() - first > _GRACE_SECONDS
 
     def question(self) -> None:
         """Find out about those that go on where others have failed.
@@ -60,13 +62,17 @@ class Watch:
         for local in self.stopped:
             os.kill(self.pids[local], signal.SIGTERM)
             os.kill(self.pids[local], signal.SIGCONT)
-        going_on = running - self.stopped
-        for local in going_on:
+        files = {
+            local: Path(where_file(self._error_files[local]))
+            for local in running - self.stopped
+        }
+        # one that has not made its file knows nothing of the signal, which would kill it
+        asked = {local: file for local, file in files.items() if file.exists()}
+        for local in asked:
             os.kill(self.pids[local], ASKS_WHERE)
-        self.stacks = self._answers(going_on)
+        self.stacks = self._answers(asked)
 
-    def _answers(self, asked: set[int]) -> dict[int, str]:
-        files = {local: Path(where_file(self._error_files[local])) for local in asked}
+    def _answers(self, files: Mapping[int, Path]) -> dict[int, str]:
         until = time.monotonic() + _ANSWER_SECONDS
         found: dict[int, str] = {}
         while len(found) < len(files) and time.monotonic() < until:

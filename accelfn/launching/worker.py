@@ -177,6 +177,8 @@ def answer_where() -> None:
     """Write this process's stack where the launcher finds it, whenever it asks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
+        # faulthandler leaves before Python ends: what comes after it would kill this process
+        signal.signal(ASKS_WHERE, signal.SIG_IGN)
         # it stays open: a process that hangs opens nothing
         answer = open(where_file(file), "w", encoding="utf-8")  # noqa: PTH123, SIM115
         faulthandler.register(ASKS_WHERE, file=answer, all_threads=False)

@@ -2,7 +2,9 @@
 """Bugs in launching: settings, how machines meet, what a launcher makes of how ranks end."""
 
 from accelfn.launching import (
+    agent,
     config,
+    crew,
     environment,
     failures,
     lines,
@@ -18,6 +20,7 @@ from tests.laws import test_causes, test_launch_calls, test_shown_lines
 from tests.mutants.mutant import Mutant
 from tests.unit import (
     test_answers,
+    test_crew,
     test_failures,
     test_launch_function,
     test_rendezvous,
@@ -107,7 +110,37 @@ MUTANTS = [
         "a rank that lost another is ended before it has written what it saw",
         test_watch.test_ranks_may_follow_one_that_failed_for_a_while,
         watch.Watch.may_end,
-        "if not self.failed_at or not running: → if self.failed_at or not running:",
+        "if not running: → if self.failed_at or not running:",
+    ),
+    Mutant(
+        "torch's agent looks by itself where none had failed: one may be killed before it does",
+        test_watch.test_ranks_may_follow_one_that_failed_for_a_while,
+        watch.Watch.may_end,
+        "default=math.inf → default=0.0",
+    ),
+    Mutant(
+        "a rank that has just begun is killed by the question where it is",
+        test_watch.test_a_question_kills_nobody,
+        watch.Watch.question,
+        "if file.exists()} → if file}",
+    ),
+    Mutant(
+        "a run ends for one that was killed between two looks, though others take its place",
+        test_crew.test_torch_is_not_asked_of_ranks_that_others_do_without,
+        agent.Agent._looked,
+        "watch if may_end and self._watching() is watch else None → watch if may_end else None",
+    ),
+    Mutant(
+        "a newcomer that is gone counts as a failure for ever",
+        test_crew.test_torch_is_not_asked_of_ranks_that_others_do_without,
+        agent.Agent._watching,
+        "if local not in gone → if local >= 0",
+    ),
+    Mutant(
+        "a newcomer that was killed is not taken out of those that are watched",
+        test_crew.test_torch_is_not_asked_of_ranks_that_others_do_without,
+        crew.Crew._forget,
+        "self.gone.add(place) → pass",
     ),
     Mutant(
         "a run with a stopped rank waits for it half a minute, until it is killed",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launcher sees of its ranks: who failed and when, who goes on, who was stopped."""
 
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,7 +42,7 @@ def has_ended(watching: Watch, local: int) -> bool:
 def test_ranks_may_follow_one_that_failed_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Then the others may be ended; until one has failed there is nobody to end."""
+    """Then the others may be ended; until one has failed nobody is to be."""
     monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.3)
     with watched(FAILS, FINISHES, GOES_ON) as (watching, _):
         for local in (0, 1):
@@ -55,8 +57,12 @@ def test_ranks_may_follow_one_that_failed_for_a_while(
         assert watching.failed_at == first
     with watched(FINISHES, GOES_ON) as (watching, _):
         wait_until(partial(has_ended, watching, 0))
-        assert watching.may_end()  # that is, torch's agent looks for itself
+        assert not watching.may_end()
         assert watching.failed_at == {}
+    with watched(FINISHES, FINISHES) as (watching, _):
+        for local in (0, 1):
+            wait_until(partial(has_ended, watching, local))
+        assert watching.may_end()  # that is, torch's agent looks for itself
 
 
 def test_a_rank_that_was_stopped_is_sent_on_to_its_end(
@@ -74,6 +80,39 @@ def test_a_rank_that_was_stopped_is_sent_on_to_its_end(
         with suppress(subprocess.TimeoutExpired):
             stopped.wait(2)
         assert stopped.returncode == -signal.SIGTERM
+
+
+def test_a_question_kills_nobody(tmp_path: Path) -> None:
+    """Who has not begun to listen is not asked; who listens no more, as Python ends, lives."""
+    asks = (
+        "import faulthandler, signal, sys; import worker;"
+        "worker.answer_where(); faulthandler.unregister(worker.ASKS_WHERE);"
+        "print('heard', flush=True); sys.stdin.read()"
+    )
+    files = {local: f"{tmp_path}/{local}" for local in range(3)}
+    env = {
+        **os.environ,
+        "TORCHELASTIC_ERROR_FILE": files[2],
+        "PYTHONPATH": str(Path(watch.__file__).parent),
+    }
+    listens_no_more = subprocess.Popen(
+        [sys.executable, "-c", asks],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with watched(FAILS, GOES_ON) as (_, ran):
+        ran.append(listens_no_more)
+        assert listens_no_more.stdout is not None
+        assert listens_no_more.stdout.readline() == b"heard\n"
+        watching = Watch({local: each.pid for local, each in enumerate(ran)}, files)
+        wait_until(partial(has_ended, watching, 0))
+        watching.may_end()
+        watching.question()
+        assert watching.failed_at.keys() == {0}
+        assert ran[1].poll() is None
+        _, _ = listens_no_more.communicate(timeout=HANGS)
+    assert listens_no_more.returncode == 0
 
 
 def test_a_stack_begins_in_the_users_script(tmp_path: Path) -> None:
