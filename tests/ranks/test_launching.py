@@ -181,7 +181,7 @@ def test_each_attempt_is_reported_for_itself(tmp_path: Path) -> None:
     ((code, _, error),) = ended(
         [launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)]
     )
-    assert code == 1
+    assert code == 1, error
     first, second = error.split("accelfn launch: ")[-2:]
     assert first.startswith("rank 1 failed first (exit code 1, pid ")
     assert "RuntimeError: attempt 0" in first
