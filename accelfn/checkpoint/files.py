@@ -10,6 +10,7 @@ tensor that has changed, and the last is what `b3sum` says of the file.
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,9 @@ from accelfn.checkpoint.hashing import Hashing
 from accelfn.errors import CheckpointCorruptError
 
 _BLOCK = 1 << 23
-"""Bytes that are written at once. The system keeps a file in pieces as large as its writes, and
-who maps it pays for each piece: 8 MiB take a sixth of the page faults of 256 KiB."""
+"""Bytes that are written at once, and that a thread reads at least. The system keeps a file in
+pieces as large as its writes, and who maps it pays for each piece: 8 MiB take a sixth of the page
+faults of 256 KiB."""
 ALIGNED = 64
 """Bytes at a multiple of which torch begins a tensor; kernels may round otherwise elsewhere."""
 _LARGEST_HEADER = 1 << 28
@@ -248,7 +250,7 @@ def _read_some(
         entry = file.tensors[name]
         stream.seek(entry.begin)
         found[name] = entry.empty()
-        for block in _blocks(bytes_of(found[name])):
+        for block in _blocks(bytes_of(found[name]), _BLOCK * torch.get_num_threads()):
             read_into(stream, block)
             told(len(block))
     return found
@@ -290,9 +292,9 @@ def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
     return found
 
 
-def _blocks(raw: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(raw), _BLOCK):
-        yield raw[start : start + _BLOCK]
+def _blocks(raw: memoryview, size: int = _BLOCK) -> Iterator[memoryview]:
+    for start in range(0, len(raw), size):
+        yield raw[start : start + size]
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -360,11 +362,36 @@ def _header(
     return len(text).to_bytes(8, "little") + text, places
 
 
-def read_into(stream: Any, buffer: memoryview) -> None:
-    """Read what comes next into all of a buffer."""
+def read_into(stream: BinaryIO, buffer: memoryview) -> None:
+    """Read what comes next into all of a buffer, by as many threads as torch computes with.
+
+    One thread copies what the system has of a file at a part of the memory's speed, and asks a
+    disk for one piece at a time. Each takes a block at least.
+    """
+    handle, begin = stream.fileno(), stream.tell()
+    threads = min(torch.get_num_threads(), len(buffer) // _BLOCK)
+    if threads > 1:
+        _read_by(threads, handle, begin, buffer)
+    else:
+        _read_at(handle, begin, buffer)
+    stream.seek(begin + len(buffer))
+
+
+def _read_by(threads: int, handle: int, begin: int, buffer: memoryview) -> None:
+    size = -(-len(buffer) // threads)
+    with ThreadPoolExecutor(threads, "accelfn-read") as pool:
+        reading = [
+            pool.submit(_read_at, handle, begin + at, buffer[at : at + size])
+            for at in range(0, len(buffer), size)
+        ]
+        for each in reading:
+            each.result()
+
+
+def _read_at(handle: int, begin: int, buffer: memoryview) -> None:
     at = 0
     while at < len(buffer):
-        got = stream.readinto(buffer[at:])
+        got = os.preadv(handle, [buffer[at:]], begin + at)
         if not got:
             raise OSError(None, "it ended while it was read")
         at += got

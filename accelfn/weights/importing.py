@@ -57,11 +57,11 @@ def import_model(
     its buffers, bitwise; so does one imported into its factory. With `mapped` it computes and
     trains bitwise so, too.
 
-    Cost: one reading, a tensor at a time: beside the model there is never more than one
-    tensor; none where the model has memory that fits. What is converted on the host is
-    read in pieces of 2**18 elements, and is never there whole. A factory takes memory for one
-    parameter at a time. With `mapped` no reading, and a page of memory
-    for each that was written to.
+    Cost: one reading, a tensor at a time, a large one by as many threads as torch computes
+    with: beside the model there is never more than one tensor; none where the model has
+    memory that fits. What is converted on the host is read in pieces of 2**18 elements, and
+    is never there whole. A factory takes memory for one parameter at a time. With `mapped` no
+    reading, and a page of memory for each that was written to.
 
     Raises:
         CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that

@@ -29,8 +29,39 @@ from tests.unit import test_import_deepspeed as zero_unit
 from tests.unit import test_import_memory as memory
 from tests.unit import test_import_model as unit_model
 from tests.unit import test_import_state as unit
+from tests.unit import test_reading
 
 MUTANTS = [
+    Mutant(
+        "each thread that reads of a file reads the file's first part",
+        test_reading.test_threads_read_what_one_would,
+        files._read_by,
+        "handle, begin + at, buffer[at : at + size] → handle, begin, buffer[at : at + size]",
+    ),
+    Mutant(
+        "a file that ends within a thread's part is read as zeros",
+        test_reading.test_threads_read_what_one_would,
+        files._read_by,
+        "each.result() → pass",
+    ),
+    Mutant(
+        "a thread reads to the end of what all do",
+        test_reading.test_threads_read_what_one_would,
+        files._read_by,
+        "size = -(-len(buffer) // threads) → size = len(buffer) // threads + len(buffer)",
+    ),
+    Mutant(
+        "what is read after a part that threads read is that part",
+        test_reading.test_threads_read_what_one_would,
+        files.read_into,
+        "stream.seek(begin + len(buffer)) → stream.seek(begin)",
+    ),
+    Mutant(
+        "one thread reads, however many there are",
+        test_reading.test_threads_read_what_one_would,
+        files.read_into,
+        "if threads > 1: → if threads > len(buffer):",
+    ),
     Mutant(
         "L42: a training of torch's that is imported begins its optimizer anew",
         laws.test_what_torch_saved_goes_on,
