@@ -2,7 +2,7 @@
 """Mappings that are shown, and say what to write where somebody would write into them."""
 
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, NoReturn, TypeVar
 
 from accelfn.errors import CallError
@@ -13,20 +13,33 @@ V = TypeVar("V")
 class ReadOnly(Mapping[str, V]):
     """A dict as it is, at each moment, which is not written into.
 
-    Law: read, it is the dict; what would change the dict raises.
+    Law: read, it is the dict, or raises as `check` does; what would change the dict raises.
     """
 
-    __slots__ = ("_changes", "_name", "_shown")
+    __slots__ = ("_changes", "_check", "_name", "_values")
 
-    def __init__(self, shown: dict[str, V], name: str, changes: str) -> None:
+    def __init__(
+        self,
+        values: dict[str, V],
+        name: str,
+        changes: str,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Show a dict.
 
         Args:
-            shown: the dict.
+            values: the dict.
             name: what the user's code calls this mapping.
             changes: what to write instead of writing into it.
+            check: raises where the dict's tensors are no longer what it was shown for.
         """
-        self._shown, self._name, self._changes = shown, name, changes
+        self._values, self._name, self._changes = values, name, changes
+        self._check = check
+
+    @property
+    def _shown(self) -> dict[str, V]:
+        self._check()
+        return self._values
 
     def __getitem__(self, key: str) -> V:
         """Return an entry."""

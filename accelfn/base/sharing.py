@@ -2,7 +2,7 @@
 """Values that are apart, and share their memory until one of them is written, if ever."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -55,8 +55,18 @@ def have_memory_in_common(
     some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
 ) -> bool:
     """Whether one of some tensors lies in the memory of one of others."""
-    places = {_memory(local(each)) for each in others if each.numel()}
-    return any(_memory(local(each)) in places for each in some if each.numel())
+    return any(map(is_within(others), some))
+
+
+def is_within(others: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
+    """Return what says whether a tensor lies in the memory of one of others."""
+    places = {_memory(local(each)) for each in others if _has_memory(each)}
+    return lambda each: _has_memory(each) and _memory(local(each)) in places
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has any that can be told from others': a sparse tensor has several."""
+    return tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _memory(tensor: torch.Tensor) -> int:

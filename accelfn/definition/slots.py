@@ -3,12 +3,14 @@
 
 import copy
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 
 from accelfn.base import tree
+from accelfn.base.advice import advise
+from accelfn.base.sharing import is_within
 from accelfn.errors import StateError
 
 
@@ -59,6 +61,26 @@ def carried_over(
         raise StateError(msg)
     gone = set(old) - set(new)
     return {name: slot for name, slot in slots.items() if name not in gone}
+
+
+def say_what_follows(name: str, slot: Any, state: Any) -> None:
+    """Tell of an entry that is to keep what a state holds, and has the state's own tensors."""
+    is_held = is_within(tree.tensor_leaves(state))
+    if any(map(is_held, _tensors(slot))):
+        advise(
+            f"with_slot({name!r}) was given tensors of the state itself, which the next updates"
+            " write into: the entry follows the training. To keep what they are now, give"
+            " copies, {name: each.clone() for name, each in state.params.items()} say."
+        )
+
+
+def _tensors(slot: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(slot, torch.Tensor):
+        yield slot
+    elif depth and isinstance(slot, (Mapping, list, tuple)):
+        inside = cast("Any", slot.values() if isinstance(slot, Mapping) else slot)
+        for each in inside:
+            yield from _tensors(each, depth - 1)
 
 
 def own_objects(slot: Any) -> Any:

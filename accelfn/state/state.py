@@ -19,9 +19,9 @@ from accelfn.base.read_only import ReadOnly
 from accelfn.base.words import foreign
 from accelfn.data import Data
 from accelfn.data.cursor import Cursor
+from accelfn.definition import slots as entries
 from accelfn.definition.checks import check_setup, say_batch_size
 from accelfn.definition.definition import Definition
-from accelfn.definition.slots import carried_over, check_own_name, own_objects
 from accelfn.definition.transform import chain
 from accelfn.errors import CallError
 from accelfn.schedules.schedule import Schedule
@@ -163,14 +163,12 @@ class TrainState:
     @property
     def params(self) -> Mapping[str, torch.Tensor]:
         """The parameters by name; a tied one under its first name."""
-        self.lease.check()
-        return ReadOnly(self._params, "state.params", words.STATE_WRITES["params"])
+        return self._shown("params")
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers by name, persistent or not."""
-        self.lease.check()
-        return ReadOnly(self._buffers, "state.buffers", words.STATE_WRITES["buffers"])
+        return self._shown("buffers")
 
     @property
     def opt_state(self) -> Mapping[str, Mapping[str, Any]]:
@@ -178,16 +176,17 @@ class TrainState:
 
         Numbers that belong to a whole parameter group stand under `<group 0>` and so on.
         """
-        self.lease.check()
-        return ReadOnly(
-            self._opt_state, "state.opt_state", words.STATE_WRITES["opt_state"]
-        )
+        return self._shown("opt_state")
 
     @property
     def slots(self) -> Mapping[str, Any]:
         """The transforms' entries and the user's own, by name."""
-        self.lease.check()
-        return ReadOnly(self._slots, "state.slots", words.STATE_WRITES["slots"])
+        return self._shown("slots")
+
+    def _shown(self, field: str) -> Mapping[str, Any]:
+        check, values = self.lease.check, getattr(self, f"_{field}")
+        check()
+        return ReadOnly(values, f"state.{field}", words.STATE_WRITES[field], check)
 
     @property
     def trainable(self) -> tuple[str, ...]:
@@ -270,7 +269,7 @@ class TrainState:
                 params=params,
                 buffers=buffers,
                 opt_state=opt_state,
-                slots={name: own_objects(slot) for name, slot in slots.items()},
+                slots={name: entries.own_objects(slot) for name, slot in slots.items()},
                 lease=Lease(is_loaded=self.lease.is_loaded),
             )
 
@@ -312,13 +311,15 @@ class TrainState:
 
         Args:
             name: of the entry; not that of a transform in the setup.
-            value: a tree of tensors and plain data.
+            value: a tree of tensors and plain data; the state's own follow the training.
 
         Raises:
             StateError: the name is a transform's.
         """
         self.lease.check()
-        check_own_name(name, [each.name for each in self.setup])
+        entries.check_own_name(name, [each.name for each in self.setup])
+        own = [self._params, self._buffers, self._opt_state]
+        entries.say_what_follows(name, value, own)
         return attrs.evolve(self, slots={**self._slots, name: value})
 
     @called
@@ -342,7 +343,7 @@ class TrainState:
         composed = chain(setup)
         check_setup(composed, self.world)
         old, new = ([each.name for each in named] for named in (self.setup, composed))
-        slots = carried_over(self._slots, old, new)
+        slots = entries.carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=composed)
         values = Values(self._params, self._buffers, self._opt_state, slots)
         values = carried(values, self.definition, definition)

@@ -12,6 +12,7 @@ from accelfn.base import draws
 from accelfn.base.arguments import check_word
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
+from accelfn.base.shards import local
 from accelfn.base.sharing import apart
 from accelfn.collectives import wholes
 from accelfn.errors import ArgumentError, StateError
@@ -35,8 +36,20 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     if not state.setup.owners["eval_params"]:
         return params
     update = Update(state=state, slots=state.slots)
+    before = [local(each)._version for each in params.values()]
     with own_modes(state.world.device):
-        return looked("eval_params", params, update, Mapping)
+        found = looked("eval_params", params, update, Mapping)
+    after = [local(each)._version for each in params.values()]
+    if before != after:
+        at = [old == new for old, new in zip(before, after, strict=True)].index(False)
+        owners = ", ".join(map(repr, state.setup.owners["eval_params"]))
+        msg = (
+            f"eval_params of {owners} wrote into the state's {[*params][at]!r}, of which nothing"
+            " is left: load a checkpoint. Return tensors of your own, p * 0.5 and not"
+            " p.mul_(0.5)."
+        )
+        raise StateError(msg)
+    return found
 
 
 def params_at(
@@ -75,7 +88,7 @@ def bind(
 
     It is a structural copy around the state's own tensors, in training mode: call
     `.eval()` on it as you need. What is written into its parameters is written into the
-    state. After the block it is empty.
+    state. After the block it is empty, and what else was set on it is gone with it.
 
     Args:
         state: not donated.

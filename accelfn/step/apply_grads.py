@@ -52,8 +52,8 @@ def finalize(state: TrainState) -> TrainState:
     if not state.definition.setup.owners["finalize"]:
         return state
     with own_modes(state.definition.world.device):
-        update = Update(state=state, slots=state.slots)
         after = attrs.evolve(state, lease=Lease())
+        update = Update(state=state, slots=after.slots)
         begin_donation(state, state.num_tried)
         after = through_state("finalize", after, update)
         return ended(state, after, state.num_tried)

@@ -43,7 +43,7 @@ MUTANTS = [
         "L22: a copy has the slots of its original",
         EACH,
         state.TrainState.copy,
-        "slots={name: own_objects(slot) for name, slot in slots.items()}"
+        "slots={name: entries.own_objects(slot) for name, slot in slots.items()}"
         " → slots=self._slots",
         args={"setup": "local sgd"},
     ),
@@ -58,7 +58,7 @@ MUTANTS = [
         "L22: DiLoCo's finalize sends off what its caller still has on its way",
         EACH,
         state.TrainState.copy,
-        "slots={name: own_objects(slot) for name, slot in slots.items()}"
+        "slots={name: entries.own_objects(slot) for name, slot in slots.items()}"
         " → slots=self._slots",
         args={"setup": "diloco"},
     ),

@@ -142,7 +142,7 @@ MUTANTS = [
         "L22: a copied state has the objects and lists of slots in common with the first",
         APART,
         TrainState.copy,
-        "slots={name: own_objects(slot) for name, slot in slots.items()}"
+        "slots={name: entries.own_objects(slot) for name, slot in slots.items()}"
         " → slots=dict(self._slots)",
         args={"what": "a copy"},
     ),

@@ -170,7 +170,7 @@ averages = [slot[name] for name in moving]
         "L22: the slots of a new setup are added to the state that it is applied to",
         test_purity.test_building_and_applying_is_pure,
         state.TrainState.with_setup,
-        "slots = carried_over(self._slots, old, new) → slots = self._slots",
+        "slots = entries.carried_over(self._slots, old, new) → slots = self._slots",
     ),
     Mutant(
         "L22: a step that is called under no_grad takes no gradient",
