@@ -29,6 +29,19 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def split_as(tensor: Any, other: Any) -> Any:
+    """Return a DTensor that lies on the ranks as another does.
+
+    What operators of torch make of a DTensor may lie otherwise, as a sum that each rank has a
+    part of. Cost: none where it lies so; else what torch communicates.
+    """
+    if type(tensor) is torch.Tensor or not (is_shard(tensor) and is_shard(other)):
+        return tensor
+    if tensor.placements == other.placements:
+        return tensor
+    return tensor.redistribute(placements=other.placements)
+
+
 def cut_axes(tensor: Any) -> tuple[str, ...]:
     """Return the axes along which a tensor is cut: of a plain one, none."""
     if not is_shard(tensor):

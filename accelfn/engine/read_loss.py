@@ -3,15 +3,19 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
 
 from accelfn.base import tree
+from accelfn.base.advice import advise
 from accelfn.base.signatures import qualname
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
-from accelfn.state.metrics import Loss, Number, WeightedSum, own
+from accelfn.state.metrics import Loss, Number, WeightedSum, check_whole, own
+
+_MANY = 4
+"""Features that a batch may well have: inputs, targets, a mask, weights."""
 
 
 @attrs.frozen
@@ -62,11 +66,24 @@ class Samples:
         if self.known is not None:
             return self.known
         try:
-            return tree.num_rows(self.value) or 1
+            rows = tree.num_rows(self.value) or 1
         except BatchError:
             if self.lone:
                 return 1
             raise
+        _say_what_rows_are(self.value, rows)
+        return rows
+
+
+def _say_what_rows_are(value: Any, rows: int) -> None:
+    """Tell of a list that is likely one of samples, and taken for features of a few."""
+    if isinstance(value, list) and len(cast("list[Any]", value)) > max(rows, _MANY):
+        advise(
+            f"This batch is a list of {len(cast('list[Any]', value))} values of {rows} rows each,"
+            f" and counts for {rows} samples beside other batches. If it is a list of samples,"
+            " stack them: torch.stack(samples), or torch.utils.data.default_collate(samples);"
+            " or return af.Loss(total, weight) from the loss function."
+        )
 
 
 def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:
@@ -95,6 +112,8 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
             )
         weight = _detached(returned.weight)
         _check_weight(weight, loss_fn)
+        for entry in returned.aux.values():
+            check_whole(entry, qualname(loss_fn))
         sums = {
             name: WeightedSum(_detached(entry[0]), _detached(entry[1]))
             if isinstance(entry, tuple)
@@ -137,6 +156,8 @@ def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
 
 def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
     """Return the scalar's value, detached, which no update moves."""
+    if type(scalar) is not torch.Tensor:
+        check_whole(scalar, qualname(loss_fn))
     if scalar.ndim != 0:
         msg = (
             f"{qualname(loss_fn)} returned a tensor of shape {tuple(scalar.shape)};"

@@ -24,7 +24,7 @@ from accelfn.engine.home import lent
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.state.argument import check_state
 from accelfn.state.mean import mean
-from accelfn.state.metrics import Loss, Metrics, Number, WeightedSum
+from accelfn.state.metrics import Loss, Metrics, Number, WeightedSum, check_whole
 from accelfn.state.state import TrainState
 from accelfn.state.views import eval_params
 from accelfn.step.value_and_grad import wrap_loss
@@ -217,6 +217,8 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     if isinstance(returned, Loss):
         sums: dict[str, tuple[Number, Number]] = {}
         sums["loss"] = (returned.total, returned.weight)
+        for entry in (sums["loss"], *returned.aux.values()):
+            check_whole(entry, _called(fn))
         for name, entry in returned.aux.items():
             sums[name] = entry if isinstance(entry, tuple) else (entry, returned.weight)
         return Metrics(sums)
@@ -225,6 +227,7 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
         returned if isinstance(returned, Mapping) else {_measure_of(fn): returned},
     )
     for name, value in means.items():
+        check_whole(value, _called(fn))
         scalar = (
             value.ndim == 0
             if isinstance(value, torch.Tensor)
@@ -238,7 +241,7 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
             raise LossError(msg)
         if weight > 1 and _is_count(value):
             advise(
-                f"{getattr(fn, '__qualname__', repr(fn))} returned an integer tensor for"
+                f"{_called(fn)} returned an integer tensor for"
                 f" {name!r}, a count or a sum, of which evaluate takes the mean as if it"
                 " were one over each batch. Return that mean,"
                 " (found == targets).float().mean() say, or totals with their weight:"
@@ -269,6 +272,7 @@ def _measure_of(fn: EvaluateFunction) -> str:
 
 def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
     for leaf in tree.tree_leaves(returned):
+        check_whole(leaf, _called(fn))
         if (
             not isinstance(leaf, torch.Tensor)
             or leaf.ndim == 0
@@ -285,4 +289,8 @@ def _told(fn: EvaluateFunction, returned: Any) -> str:
     """Return what to say of a function that returned something of another shape."""
     tensor = isinstance(returned, torch.Tensor)
     shown = tuple(returned.shape) if tensor else type(returned).__name__
-    return f"{getattr(fn, '__qualname__', repr(fn))} returned {shown}"
+    return f"{_called(fn)} returned {shown}"
+
+
+def _called(fn: EvaluateFunction) -> str:
+    return getattr(fn, "__qualname__", repr(fn))

@@ -10,6 +10,7 @@ import torch
 
 from accelfn.base import lists, words
 from accelfn.base.arguments import is_number
+from accelfn.base.shards import split_as
 from accelfn.base.sharing import have_memory_in_common
 from accelfn.base.words import foreign
 from accelfn.data.cursor import Cursor
@@ -215,7 +216,7 @@ class Grads:
         made of; where it gives one of those, or a view of it, together.
         """
         self.taken.lease.check()
-        tensors = {name: fn(grad) for name, grad in self.tensors.items()}
+        tensors = {n: split_as(fn(grad), grad) for n, grad in self.tensors.items()}
         if have_memory_in_common(tensors.values(), self.tensors.values()):
             return attrs.evolve(self, tensors=tensors)
         taken = attrs.evolve(self.taken, lease=Lease())
@@ -226,7 +227,9 @@ class Grads:
 
         In `reduce`, where the weight is this rank's own, return `with_sums`.
         """
-        return attrs.evolve(self, tensors=tensors)
+        had = self.tensors
+        split = {n: split_as(each, had.get(n)) for n, each in tensors.items()}
+        return attrs.evolve(self, tensors=split)
 
     def with_sums(self, tensors: Mapping[str, torch.Tensor], weight: Number) -> Self:
         """Return the record with the sums of all ranks in it, and the weight of all.

@@ -15,6 +15,7 @@ import torch
 
 from accelfn.base import words
 from accelfn.base.arguments import Number, is_number
+from accelfn.base.shards import is_shard
 from accelfn.errors import (
     ArgumentError,
     CallError,
@@ -73,6 +74,7 @@ class Loss:
             msg = "af.Loss(loss=...): this name reports the total itself; take another."
             raise LossError(msg)
         for name, entry in aux.items():
+            _check_pair(name, entry)
             amount, over = entry if isinstance(entry, tuple) else (entry, weight)
             _check_number(name, amount)
             _check_weight(f"{name}=(total, weight)", over)
@@ -87,6 +89,25 @@ def own(value: Number) -> Number:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
+def check_whole(returned: object, name: str) -> None:
+    """Refuse what a function computed of parts that ranks have, as if they were the whole.
+
+    Raises:
+        LossError: a number, or one of a pair, is a DTensor.
+    """
+    for each in returned if isinstance(returned, tuple) else (returned,):
+        if type(each) is not torch.Tensor and is_shard(each):
+            msg = (
+                f"{name} returned a DTensor: it is computed of parameters that are split over"
+                " the ranks, and were read outside of the model's forward pass, as in"
+                " sum(p.square().sum() for p in model.parameters()). They are whole within"
+                " the forward of the module that is split with them: compute it there. For a"
+                " penalty on weights, let the optimizer have weight_decay, or a transform's"
+                " `grads` add the penalty's gradient."
+            )
+            raise LossError(msg)
+
+
 def _pair(name: str, entry: object) -> "WeightedSum":
     """Return the sum that a total with its weight is."""
     pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
@@ -98,15 +119,26 @@ def _pair(name: str, entry: object) -> "WeightedSum":
 
 
 def _is_scalar(value: object) -> bool:
-    return is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.dtype is not torch.bool
+    return is_number(value)
+
+
+def _check_pair(name: str, entry: object) -> None:
+    if isinstance(entry, tuple) and len(cast("tuple[Any, ...]", entry)) != 2:
+        msg = f"af.Loss({name}={entry!r}): expected a total, or (total, weight)."
+        raise LossError(msg)
 
 
 def _check_number(name: str, value: object) -> None:
     if _is_scalar(value):
         return
     tensor = isinstance(value, torch.Tensor)
-    shown = f"<tensor of shape {tuple(value.shape)}>" if tensor else repr(value)
-    msg = f"af.Loss({name}={shown}): expected one number."
+    shown = f"<{value.dtype}, shape {tuple(value.shape)}>" if tensor else repr(value)
+    msg = (
+        f"af.Loss({name}={shown}): expected one number, an int or float of Python's or a"
+        " tensor."
+    )
     raise LossError(msg)
 
 

@@ -147,7 +147,7 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
 
 def _is_torchs(loss_fn: object) -> bool:
     """Return whether a loss is torch's own, which knows no model."""
-    kind = loss_fn if isinstance(loss_fn, FunctionType) else type(loss_fn)
+    kind = loss_fn if isinstance(loss_fn, (FunctionType, type)) else type(loss_fn)
     return kind.__module__ in ("torch.nn.functional", "torch.nn.modules.loss")
 
 

@@ -232,7 +232,8 @@ def _check(
         msg = (
             'af.tensor_parallel: the ranks along "tp" were given different batches: the loss'
             f" of the first sample is {told[:, 0].tolist()}. They share each sample: read by"
-            " af.batches(state), or by world.batch.rank."
+            " af.batches(state), or by world.batch.rank. Or the loss reads parameters beside"
+            " the model's forward pass, as model.parameters(), where each rank has its part."
         )
         raise BatchError(msg)
     if bool(rows[:, 2].any()):
