@@ -27,6 +27,10 @@ from accelfn.collectives.naming import naming
 from accelfn.errors import CollectiveMismatchError
 from accelfn.world import World
 
+_TOGETHER = 16
+"""Numbers of the first message in which ranks add up what they have under names: six that tell
+the names, and five metrics."""
+
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of tensors of one dtype as one vector, with memory of its own."""
@@ -242,19 +246,28 @@ def sum_named(
         what: the things that have these names, as an error calls them.
 
     Raises:
-        CollectiveMismatchError: ranks have as many, but other names.
+        CollectiveMismatchError: ranks have other names, or more.
     """
     names = sorted(numbers)  # the same order on all ranks
     world = agreed(world, kind, label, dict.fromkeys(names))
     told = (*_told(json.dumps(names)), *(x for name in names for x in numbers[name]))
-    flat = _in_a_row(told, _adds_on(world))
-    sum_(flat, world, label=label)
-    told = flat.tolist()
-    if _differ(told[:6], world):
+    # as long on all ranks, whatever they have: Gloo aborts a process that gets too much
+    first, rest = told[:_TOGETHER], told[_TOGETHER:]
+    first = (*first, *(0 for _ in range(_TOGETHER - len(first))))
+    summed = _summed(first, world, label)
+    if _differ(summed[:6], world):
         _refuse_names(names, world, label, what)
-    parts = iter(told[6:])
+    if rest:
+        summed += _summed(rest, world, label)
+    parts = iter(summed[6:])
     sums = {name: [next(parts) for _ in numbers[name]] for name in names}
     return {name: sums[name] for name in numbers}
+
+
+def _summed(numbers: Sequence[Number], world: World, label: str) -> list[float]:
+    flat = _in_a_row(numbers, _adds_on(world))
+    sum_(flat, world, label=label)
+    return flat.tolist()
 
 
 def _adds_on(world: World) -> torch.device:

@@ -24,12 +24,13 @@ def mean(
         world: whose ranks saw them; of ranks that share a layer ("tp") one counts.
         label: what the ranks are doing, for errors.
 
-    Cost: one all-reduce of two float64 numbers a name, and six that tell the names.
+    Cost: one all-reduce of 16 float64 numbers, six of which tell the names; beyond five names
+    a second one, of two numbers each.
 
     Law: on any number of ranks it is the metric of the union of what they saw.
 
     Raises:
-        CollectiveMismatchError: ranks have metrics of as many, but other names.
+        CollectiveMismatchError: ranks have metrics of other names, or more.
         PeerFailedError: another rank failed.
     """
     if not isinstance(metrics, Metrics):

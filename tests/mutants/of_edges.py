@@ -132,7 +132,7 @@ MUTANTS = [
         "L55: counts of different names are added up",
         test_counts.test_counts_of_other_names_are_told,
         packed.sum_named,
-        "_differ(told[:6], world) → not told",
+        "_differ(summed[:6], world) → not told",
     ),
     Mutant(
         "L35: with drop, a run that goes on within a batch has a short one",

@@ -56,3 +56,22 @@ def test_a_weight_of_one_rank_is_told_to_all(update: int, checked: bool) -> None
     run = Run(n=9, batch_size=3, updates=3, setup=setup)
     for text in run_ranks(2, told, run, checked):
         assert "\n  rank 0: the weight: 2.0\n  rank 1: the weight: 1.0\n" in text
+
+
+def means(world: af.World, names: list[list[str]]) -> str:
+    """Return what a rank is told of the means of its own names, each of which is 1."""
+    metrics = af.Metrics(dict.fromkeys(names[world.rank], (2.0, 2.0)))
+    try:
+        return repr(af.mean(metrics, world))
+    except af.CollectiveMismatchError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("more", [1, 4, 5, 9])
+def test_metrics_of_fewer_names_are_told(more: int) -> None:
+    """Gloo would abort the rank that gets more than it expects; as many names are added up."""
+    many = [f"class {number}" for number in range(1 + more)]
+    for text in run_ranks(2, means, [many[:1], many]):
+        assert "the ranks have metrics of different names" in text
+        assert '\n  rank 0: ["class 0"]\n  rank 1: ["class 0", "class 1"' in text
+    assert run_ranks(2, means, [many, many]) == [repr(dict.fromkeys(many, 1.0))] * 2
