@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from accelfn.base.calling import called
 from accelfn.collectives import all_gather
@@ -25,7 +26,7 @@ def lockstep(
 
     For loops over what ranks read for themselves: a step over `af.batches` needs no lockstep.
     A step takes what is yielded, and does not move the state's cursor. A list is taken for a
-    rank's micro-batches.
+    rank's micro-batches, but for one that a DataLoader yields, which is its batch.
 
     Args:
         iterable: of this rank's batches; ranks may have different numbers of them.
@@ -58,7 +59,11 @@ def lockstep(
             " iterable; an empty list where it has none."
         )
         raise ArgumentError(msg)
-    return _together(iter(iterable), world.batch, ends)
+    batches = iter(iterable)
+    if isinstance(iterable, DataLoader):
+        # a list is what it makes of samples that are tuples
+        batches = ([each] for each in batches)
+    return _together(batches, world.batch, ends)
 
 
 def _together(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Batch]:

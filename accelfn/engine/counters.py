@@ -2,8 +2,9 @@
 """Numbers that a module counts on for itself, which no state has."""
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 
@@ -38,8 +39,7 @@ class Counters:
             {
                 (path, name): value
                 for path, owner in self._owners
-                for name, value in vars(owner).items()
-                if type(value) in (int, float)
+                for name, value in _numbers(vars(owner))
             }
         )
         if len(self._seen) < _PASSES:
@@ -53,6 +53,22 @@ class Counters:
         if told:
             advise(_said(told))
         return False
+
+
+def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield what are numbers, those that a dict has, and how long lists are, by name."""
+    for name, value in kept.items():
+        if type(value) in (int, float):
+            yield name, value
+        elif type(value) is list:
+            yield f"{name}'s length", len(value)
+        elif type(value) is dict and not name.startswith("_"):
+            found = cast("dict[Any, Any]", value).items()
+            yield from (
+                (f"{name}[{key!r}]", each)
+                for key, each in found
+                if type(each) in (int, float)
+            )
 
 
 def _counts(values: list[Any]) -> bool:

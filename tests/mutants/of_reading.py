@@ -152,7 +152,7 @@ OF_ORDERS = [
     Mutant(
         "L38: a user's order is that of the first epoch",
         test_orders.test_an_order_of_ones_own_is_followed,
-        order.Own.of_epoch,
+        order.Own._called,
         "self.function(seed, epoch, n) → self.function(seed, 0, n)",
     ),
 ]

@@ -312,7 +312,7 @@ def test_shuffle_moves_samples_far():
 
 
 def test_order_of_ones_own():
-    """An order function is asked once an epoch with seed, epoch and n."""
+    """An order function is asked twice an epoch with seed, epoch and n."""
     asked = []
 
     def order(seed, epoch, n):
@@ -323,7 +323,7 @@ def test_order_of_ones_own():
     drawn = [batch.indices.tolist() for batch in read(data, epochs=2, seed=5)]
     assert drawn[:3] == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
     assert drawn[3:] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1]]
-    assert asked == [(5, 0, 10), (5, 1, 10)]
+    assert asked == [(5, 0, 10)] * 2 + [(5, 1, 10)] * 2
 
 
 ORDERS = {

@@ -21,6 +21,8 @@ AtPositions: TypeAlias = Callable[[Indices], Indices]
 """One epoch's order: positions to dataset indices."""
 OrderFunction: TypeAlias = Callable[[int, int, int], Sequence[int]]
 """A user's own order: `(seed, epoch, n) -> indices`, which may be lazy."""
+_LOOKED = 1000
+"""Positions at which two orders are compared: those that are drawn differ at most of them."""
 
 
 class Order(Protocol):
@@ -89,9 +91,13 @@ class Own:
         return n
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Call the function."""
-        indices = self.function(seed, epoch, n)
+        """Call the function, twice: a run that goes on calls it again.
+
+        Raises:
+            DataError: it gives no n indices, or others when it is asked again.
+        """
         where = f"order(seed={seed}, epoch={epoch}, n={n})"
+        indices, again = (self._called(n, seed, epoch) for _ in range(2))
         if not hasattr(indices, "__len__") or not hasattr(indices, "__getitem__"):
             kind = type(indices).__name__
             msg = f"{where} gave a {kind}; expected {n} indices, as a sequence."
@@ -99,12 +105,26 @@ class Own:
         if len(indices) != n:
             msg = f"{where} gave {len(indices)} indices; expected {n}."
             raise DataError(msg)
+        looked = np.linspace(0, n - 1, min(n, _LOOKED), dtype=np.int64).tolist()
+        if any(indices[at] != again[at] for at in looked):
+            msg = (
+                f"{where} gave two different orders when it was called twice, so a run could"
+                " not be resumed. Let it draw from numpy's, torch's or Python's default"
+                " generators, which are set from the seed and the epoch, or from a generator"
+                " that it makes of both, as np.random.default_rng([seed, epoch])."
+            )
+            raise DataError(msg)
 
         def order(positions: Indices) -> Indices:
             found = np.array([indices[int(p)] for p in positions])
             return checked(found, n=n, where=where)
 
         return order
+
+    def _called(self, n: int, seed: int, epoch: int) -> Any:
+        with draws.drawing() as seeds:
+            seeds.begin(draws.key(seed, "order", epoch))
+            return self.function(seed, epoch, n)
 
 
 def checked(found: npt.NDArray[Any], *, n: int, where: str) -> Indices:
