@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accelfn.base import paths
 from accelfn.launching.worker import ASKS_WHERE, LEADS, where_file
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Watch:
             for local in running - self.stopped
         }
         # one that has not made its file knows nothing of the signal, which would kill it
-        asked = {local: file for local, file in files.items() if file.exists()}
+        asked = {local: file for local, file in files.items() if paths.exists(file)}
         for local in asked:
             os.kill(self.pids[local], ASKS_WHERE)
         self.stacks = self._answers(asked)

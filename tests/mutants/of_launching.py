@@ -122,7 +122,7 @@ MUTANTS = [
         "a rank that has just begun is killed by the question where it is",
         test_watch.test_a_question_kills_nobody,
         watch.Watch.question,
-        "if file.exists()} → if file}",
+        "if paths.exists(file)} → if file}",
     ),
     Mutant(
         "a run ends for one that was killed between two looks, though others take its place",

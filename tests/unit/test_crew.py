@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,7 +36,7 @@ def kill(pid: int) -> None:
 
 
 @contextmanager
-def running() -> Iterator[tuple[Agent, Any, list[str]]]:
+def running(directory: Path) -> Iterator[tuple[Agent, Any, list[str]]]:
     """Run an elastic launcher's agent over processes of which one may be left, and no fewer."""
     said: list[str] = []
     handlers = {
@@ -51,7 +53,7 @@ def running() -> Iterator[tuple[Agent, Any, list[str]]]:
         envs={place: dict[str, str]() for place in range(SIZE)},
         stdouts=dict.fromkeys(range(SIZE), ""),
         stderrs=dict.fromkeys(range(SIZE), ""),
-        error_files={place: f"no-file-of-{place}" for place in range(SIZE)},
+        error_files={place: f"{directory}/{place}" for place in range(SIZE)},
         _running_local_ranks=set(range(SIZE)),
     )
     spec = WorkerSpec(
@@ -96,7 +98,8 @@ def test_torch_is_not_asked_of_ranks_that_others_do_without(
 
     asked = mock.Mock(return_value=RunResult(state=WorkerState.UNHEALTHY))
     with (
-        running() as (agent, context, said),
+        TemporaryDirectory() as directory,
+        running(Path(directory)) as (agent, context, said),
         mock.patch.object(LocalElasticAgent, "_monitor_workers", asked),
         mock.patch.object(watch, "_GRACE_SECONDS", 0.0),
         mock.patch.object(watch.Watch, "may_end", looks),
@@ -105,6 +108,8 @@ def test_torch_is_not_asked_of_ranks_that_others_do_without(
             if deaths[place] == 2:  # nobody has taken its place
                 continue
             deaths[place] += 1
+            record = Path(context.error_files[place])
+            record.write_text("what the one before had to say")
             if between_looks:
                 to_kill.append(context.pids()[place])
             else:
@@ -112,6 +117,7 @@ def test_torch_is_not_asked_of_ranks_that_others_do_without(
             for _ in range(3):
                 result = agent._monitor_workers(agent._worker_group)
                 assert result.state is WorkerState.HEALTHY
+            assert record.exists() == (deaths[place] == 2)
         assert not asked.called
         assert len(said) == sum(deaths.values())
         left = {place for place, times in deaths.items() if times < 2}

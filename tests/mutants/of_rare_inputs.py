@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs that show in what hardly anybody gives."""
+
+from accelfn.checkpoint import keep, lock, store
+from accelfn.collectives import packed
+from accelfn.data.budget import budget
+from accelfn.launching import crew, failures, watch
+from accelfn.testing.simulation import faults
+from accelfn.track import chart
+from accelfn.weights import shards
+from accelfn.world import slurm
+from tests.mutants.mutant import Mutant
+from tests.simulation import test_faults
+from tests.unit import test_crew
+from tests.unit import test_rare_inputs as tests
+
+MUTANTS = [
+    Mutant(
+        "a batch that begins with samples that cost nothing never ends",
+        tests.test_a_batch_has_a_sample_though_it_costs_nothing,
+        budget._fitting,
+        "np.maximum(np.maximum.accumulate(costs), 1) → np.maximum.accumulate(costs)",
+    ),
+    Mutant(
+        "a manifest that cannot be read hides the checkpoints behind it from the best",
+        tests.test_a_manifest_that_cannot_be_read_hides_no_other,
+        keep.best_of,
+        "continue → break",
+        args={"broken": 1},
+    ),
+    Mutant(
+        "a newer checkpoint is called an older one",
+        tests.test_a_manifest_that_cannot_be_read_hides_no_other,
+        store.CheckpointStore.restore,
+        "each < chosen] → each != chosen]",
+        args={"broken": 1},
+    ),
+    Mutant(
+        "a process that is dead, and that nobody waited for, holds its lock",
+        tests.test_a_process_that_is_dead_holds_no_lock,
+        lock._begun,
+        'None if state == "Z" else rest[18] → rest[18]',
+    ),
+    Mutant(
+        "a model without tensors is exported to no file",
+        tests.test_files_have_each_tensor_once,
+        shards.divided,
+        "if open_ or not shards: → if open_:",
+    ),
+    Mutant(
+        "the next job's first step meets where this one's second does",
+        tests.test_steps_of_jobs_that_follow_one_another_have_other_ports,
+        slurm._port_of_job,
+        "1009 * step → step",
+    ),
+    Mutant(
+        "means come in the order of the alphabet",
+        tests.test_metrics_come_in_the_order_that_they_have,
+        packed.sum_named,
+        "{name: sums[name] for name in numbers} → sums",
+    ),
+    Mutant(
+        "of more than five metrics those beyond are this rank's own",
+        tests.test_metrics_come_in_the_order_that_they_have,
+        packed.sum_named,
+        "summed += _summed(rest, world, label) → summed += map(_read, rest)",
+    ),
+    Mutant(
+        "a rate of the user's own is shown beside updates a second if it is written large",
+        tests.test_a_rate_of_ones_own_stands_for_updates_a_second,
+        chart.curves,
+        "search(name.lower()) → search(name)",
+        args={"name": "Speed"},
+    ),
+    Mutant(
+        "of a rank that followed the last line of its error is told, without its kind",
+        tests.test_an_error_of_several_lines_is_told_by_its_first,
+        failures._one_line,
+        "splitlines()[0] → splitlines()[-1]",
+    ),
+    Mutant(
+        "a rank with brackets in its name that was stopped is taken for one that goes on",
+        tests.test_a_stopped_process_is_known_whatever_its_name,
+        watch._is_stopped,
+        'rpartition(")") → partition(")")',
+    ),
+    Mutant(
+        "a planned corruption of a NaN changes nothing",
+        test_faults.test_corrupt_changes_values_of_any_kind,
+        faults._corrupt,
+        " or place.isnan(): → :",
+        args={"value": test_faults.NAN},
+    ),
+    Mutant(
+        "who takes a killed rank's place is said to have had its error",
+        test_crew.test_torch_is_not_asked_of_ranks_that_others_do_without,
+        crew.Crew._start,
+        "Path(context.error_files[place]).unlink(missing_ok=True) → pass",
+    ),
+]

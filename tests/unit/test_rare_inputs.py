@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hardly anybody gives: samples of no cost, a dead process's lock, a model without tensors."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn.checkpoint import keep, lock
+from accelfn.data.budget import budget
+from accelfn.errors import CheckpointError
+from accelfn.launching import watch
+from accelfn.launching.failures import Failure, report
+from accelfn.testing import simulate
+from accelfn.track.chart import curves
+from accelfn.weights.shards import WEIGHTS, divided
+from accelfn.world.slurm import _port_of_job
+from tests.states import linear_state
+from tests.waiting import HANGS, wait_until
+
+ENDS = ["true"]
+
+
+@given(
+    costs=st.lists(st.integers(0, 9), min_size=1, max_size=30), limit=st.integers(9, 30)
+)
+def test_a_batch_has_a_sample_though_it_costs_nothing(
+    costs: list[int], limit: int
+) -> None:
+    """As many as fit, the longest counted for each, and at least one."""
+    fitting = budget(costs, limit=limit)._fitting(np.array(costs))
+    fits = [max(costs[:n]) * n <= limit for n in range(1, len(costs) + 1)]
+    assert fitting == (fits.index(False) if not all(fits) else len(costs))
+    assert fitting >= 1
+
+
+def saved(directory: Path, losses: list[float]) -> None:
+    """Write a checkpoint of each step, with a loss."""
+    with af.CheckpointStore(directory) as store:
+        for step, loss in enumerate(losses, 1):
+            store.save(attrs.evolve(linear_state(), step=step), metrics={"loss": loss})
+
+
+@pytest.mark.parametrize("broken", [1, 2, 3])
+def test_a_manifest_that_cannot_be_read_hides_no_other(
+    broken: int, tmp_path: Path
+) -> None:
+    """The best are told of all others, and a restore names what is older, not newer."""
+    saved(tmp_path, [0.3, 0.1, 0.2])
+    (tmp_path / keep.name_of(broken) / "manifest.json").write_text("{")
+    others = [each for each in (2, 3, 1) if each != broken]
+    assert keep.best_of(tmp_path, "loss", "min") == others
+    with (
+        af.CheckpointStore(tmp_path) as store,
+        pytest.raises(CheckpointError) as caught,
+    ):
+        store.restore(linear_state(), step=broken)
+    older = [f"An older one is that of step {broken - 1}."] if broken > 1 else []
+    notes = getattr(caught.value, "__notes__", [])
+    assert [each for each in notes if "older" in each] == older
+
+
+def test_a_process_that_is_dead_holds_no_lock() -> None:
+    """Though its parent has not asked how it ended, and its number is taken."""
+    with subprocess.Popen(ENDS) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert lock._begun(ended.pid) is None
+    assert lock._begun(os.getpid()) is not None
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=9), limit=st.integers(1, 12))
+def test_files_have_each_tensor_once(sizes: list[int], limit: int) -> None:
+    """No more than fit, but for one alone; a model without tensors is a file, too."""
+    tensors = {f"{at}": torch.zeros(size) for at, size in enumerate(sizes)}
+    files = divided(tensors, limit * 4)
+    found = [name for names in files.values() for name in names]
+    assert sorted(found, key=int) == [*tensors]
+    assert files or not sizes
+    assert len(files) >= 1
+    for names in files.values():
+        assert len(names) <= 1 or sum(len(tensors[each]) for each in names) <= limit
+    assert (WEIGHTS in files) == (len(files) == 1)
+
+
+@given(job=st.integers(1, 10**6), step=st.integers(0, 20), other=st.integers(0, 20))
+def test_steps_of_jobs_that_follow_one_another_have_other_ports(
+    job: int, step: int, other: int
+) -> None:
+    """Else two programs of one machine meet at one address."""
+
+    def port(job: int, step: int) -> int:
+        return _port_of_job({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+
+    assert (port(job, step) == port(job, other)) == (step == other)
+    assert port(job, step) != port(job + 1, other)
+
+
+@given(names=st.permutations(["b", "a", "d", "c", "f", "e", "g"]))
+def test_metrics_come_in_the_order_that_they_have(names: list[str]) -> None:
+    """And each name once in the trail of what a rank did."""
+
+    def fn(world: af.World) -> tuple[dict[str, float], list[str]]:
+        mine = 1.0 + world.rank
+        numbers = {name: (mine * at, 2.0) for at, name in enumerate(sorted(names))}
+        found = af.mean(af.Metrics({name: numbers[name] for name in names}), world)
+        af.start_reduce([torch.ones(2)], world, label="a sum").wait()
+        trail = [label for label, _ in world.connection.activity.trail]
+        return found, [each for each in trail if each == "a sum"]
+
+    for size in (1, 2):
+        for found, trail in simulate(size, fn).results:
+            assert [*found] == names
+            means = [found[each] for each in sorted(names)]
+            assert means == [at * (1 + size) / 4 for at in range(7)]
+            assert trail == ["a sum"] * (size > 1)
+
+
+@pytest.mark.parametrize("name", ["Samples per second", "throughput", "Speed"])
+def test_a_rate_of_ones_own_stands_for_updates_a_second(
+    name: str, tmp_path: Path
+) -> None:
+    """However it is written."""
+    path = tmp_path / "run.jsonl"
+    metrics = json.dumps({"loss": 1, name: 5})
+    lines = [
+        f'{{"step": {at}, "time": {at}, "metrics": {metrics}}}' for at in (1, 2, 3)
+    ]
+    path.write_text("\n".join(['{"accelfn": 1, "began": 0}', *lines, ""]))
+    assert [each.name for each in curves(af.track.read(path))] == ["loss", name]
+
+
+def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+    """It has the kind of the error; the rest is in the traceback."""
+    lines = "ValueError: it is wrong\nin two ways"
+    failed = [
+        Failure(rank=rank, pid=1, status=1, at=float(rank), error=lines, traceback="")
+        for rank in range(2)
+    ]
+    said = report(failed, ranks=range(2), started=0.0)
+    assert "rank 1 followed: ValueError: it is wrong" in said.splitlines()
+
+
+def test_a_stopped_process_is_known_whatever_its_name(tmp_path: Path) -> None:
+    """The system writes the name in brackets, and a name may have some."""
+    program = tmp_path / "a) S (b"
+    shutil.copy(shutil.which("sleep") or "", program)
+    with subprocess.Popen([program, "60"]) as process:
+        try:
+            wait_until(lambda: "a) S" in Path(f"/proc/{process.pid}/stat").read_text())
+            assert not watch._is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert watch._is_stopped(process.pid)
+        finally:
+            process.kill()
+            process.wait(HANGS)
