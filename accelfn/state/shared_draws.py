@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transforms draw: the same numbers on all ranks, a function of the state."""
+"""What transforms draw: the same numbers on all ranks, a function of the state.
 
-from contextlib import AbstractContextManager
+For what is split over the ranks, each draws its part of what one rank would draw.
+"""
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 
 from accelfn.base import draws
 from accelfn.base.contexts import NOTHING
+from accelfn.definition.whole_draws import WholeDraws
 from accelfn.state.moment import Moment
 
 
@@ -24,4 +29,12 @@ def shared_draws(
     known = keys.get(purpose)
     if known is None or known[0] != state.seed:
         known = keys[purpose] = (state.seed, draws.key(state.seed, name, purpose))
-    return draws.seeded(draws.fold(known[1], state.num_tried), definition.world.device)
+    key = draws.fold(known[1], state.num_tried)
+    seeded = draws.seeded(key, definition.world.device)
+    return seeded if definition.layout is None else _of_wholes(seeded)
+
+
+@contextmanager
+def _of_wholes(seeded: draws.seeded) -> Generator[None]:
+    with seeded, WholeDraws():
+        yield

@@ -5,7 +5,7 @@ from accelfn.base import read_only, shards
 from accelfn.checkpoint import options
 from accelfn.data import left_out, lockstep
 from accelfn.data.orders import order
-from accelfn.definition import slots
+from accelfn.definition import slots, whole_draws
 from accelfn.engine import counters, read_loss
 from accelfn.loop import evaluate
 from accelfn.state import grads, metrics, views
@@ -13,6 +13,7 @@ from accelfn.step import value_and_grad
 from tests.mutants.mutant import Mutant
 from tests.unit import test_kept_values as tests
 from tests.unit import test_likely_mistakes as mistakes
+from tests.unit import test_whole_draws
 
 SPLIT = tests.test_what_split_parameters_say_is_not_taken_for_the_whole
 LEFT_OUT = mistakes.test_samples_that_a_collate_leaves_out_are_told
@@ -157,6 +158,24 @@ MUTANTS = [
         metrics._is_scalar,
         " and value.dtype is not torch.bool → ",
         args={"weight": 2, "aux": {"size": tests.FALSE}},
+    ),
+    Mutant(
+        "rows that one rank has get the noise of another's",
+        test_whole_draws.test_what_is_split_has_the_noise_of_the_whole,
+        whole_draws._is_split,
+        "return bool(placements) and not → return False and not",
+    ),
+    Mutant(
+        "each rank has the noise of the first rows",
+        test_whole_draws.test_what_is_split_has_the_noise_of_the_whole,
+        whole_draws._part,
+        "narrow(dim, min(begin, whole.shape[dim]), length) → narrow(dim, 0, length)",
+    ),
+    Mutant(
+        "what is drawn into a split tensor is lost",
+        test_whole_draws.test_what_is_split_has_the_noise_of_the_whole,
+        whole_draws.WholeDraws.__torch_dispatch__,
+        "part.copy_(drawn) → pass",
     ),
     Mutant(
         "a history that a module keeps in a list is not told",
