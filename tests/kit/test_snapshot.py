@@ -142,9 +142,9 @@ def test_equal_updates_are_listed_once(tmp_path):
         "each of updates 0, 1, 3, 4: 1 call, 168 bytes\n"
         "  all_reduce SUM, 168 bytes, 'DistributedDataParallel backward'\n"
         "\n"
-        "each of updates 2, 5: 2 calls, 232 bytes\n"
+        "each of updates 2, 5: 2 calls, 296 bytes\n"
         "  all_reduce SUM, 168 bytes, 'DistributedDataParallel backward'\n"
-        "  all_reduce SUM, 64 bytes, 'mean of metrics'\n"
+        "  all_reduce SUM, 128 bytes, 'mean of metrics'\n"
     )
 
 
