@@ -512,6 +512,12 @@ ROWS = [
         at="data.mixed.Mixed.of_epoch",
     ),
     Row(
+        name="an order of one's own",
+        draws=order(order=lambda _seed, _epoch, n: torch.randperm(n), batch_size=4),
+        apart="seed epoch",
+        at="data.orders.order.Own._called",
+    ),
+    Row(
         name="a sampler",
         draws=sampled,
         apart="seed epoch",

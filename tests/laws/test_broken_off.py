@@ -193,14 +193,15 @@ class Held:
 
     def __init__(self, state: af.TrainState) -> None:
         fields = ("params", "buffers", "opt_state", "slots")
-        self._fields = [getattr(state, each) for each in fields]
+        # not what is shown of it, which is refused when it is over
+        self._fields = [dict(getattr(state, each)) for each in fields]
         self._before = self._bits()
 
     def has_changed(self) -> bool:
         return self._bits() != self._before
 
     def _bits(self) -> Any:
-        return [bits(dict(each)) for each in self._fields]
+        return [bits(each) for each in self._fields]
 
 
 @contextmanager

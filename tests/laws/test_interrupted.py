@@ -161,7 +161,7 @@ def test_a_step_that_raises_leaves_a_state_or_none(case: Case, part: float) -> N
         ),
     )
     for field in ("params", "buffers", "opt_state", "slots"):
-        setattr(held, field, getattr(state, field))
+        setattr(held, field, dict(getattr(state, field)))
     with pytest.raises(KeyboardInterrupt), Interrupted(at):
         step()
     try:

@@ -97,13 +97,13 @@ MUTANTS = [
         "an order that draws is the same in each epoch",
         tests.test_an_order_that_draws_is_the_same_when_it_is_asked_again,
         order.Own._called,
-        'draws.key(seed, "order", epoch) → draws.key(seed, "order")',
+        '"own order", epoch) → "own order")',
     ),
     Mutant(
         "an order that draws takes the program's own draws",
         tests.test_an_order_that_draws_is_the_same_when_it_is_asked_again,
         order.Own._called,
-        'seeds.begin(draws.key(seed, "order", epoch)) → pass',
+        'seeds.begin(draws.key(seed, "own order", epoch)) → pass',
     ),
     Mutant(
         "an order may be another each time that it is asked for",

@@ -123,7 +123,7 @@ class Own:
 
     def _called(self, n: int, seed: int, epoch: int) -> Any:
         with draws.drawing() as seeds:
-            seeds.begin(draws.key(seed, "order", epoch))
+            seeds.begin(draws.key(seed, "own order", epoch))
             return self.function(seed, epoch, n)
 
 
