@@ -48,11 +48,6 @@ def check_options(
         msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
     elif best_is not in ("min", "max"):
         msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
-    elif keep_best is None and best_is != "min":
-        msg = (
-            f"CheckpointStore(best_is={best_is!r}): it says nothing of which metric. Give"
-            ' keep_best="accuracy", say, too.'
-        )
     elif not (
         every is None
         or is_integer(every, 1)

@@ -10,7 +10,7 @@ import torch
 
 from accelfn.base import lists, words
 from accelfn.base.arguments import is_number
-from accelfn.base.shards import split_as
+from accelfn.base.shards import is_shard, split_as
 from accelfn.base.sharing import have_memory_in_common
 from accelfn.base.words import foreign
 from accelfn.data.cursor import Cursor
@@ -227,8 +227,11 @@ class Grads:
 
         In `reduce`, where the weight is this rank's own, return `with_sums`.
         """
-        had = self.tensors
-        split = {n: split_as(each, had.get(n)) for n, each in tensors.items()}
+        had = self.tensors  # which DeepSpeed lets nobody see
+        split = {
+            n: split_as(each, had.get(n)) if is_shard(each) else each
+            for n, each in tensors.items()
+        }
         return attrs.evolve(self, tensors=split)
 
     def with_sums(self, tensors: Mapping[str, torch.Tensor], weight: Number) -> Self:

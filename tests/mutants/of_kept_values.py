@@ -2,7 +2,6 @@
 """Bugs by which what is kept of a state, or read beside it, is something else in silence."""
 
 from accelfn.base import read_only, shards
-from accelfn.checkpoint import options
 from accelfn.data import left_out, lockstep
 from accelfn.data.orders import order
 from accelfn.definition import slots, whole_draws
@@ -109,7 +108,7 @@ MUTANTS = [
         "an order may be another each time that it is asked for",
         tests.test_an_order_of_a_generator_that_goes_on_is_refused,
         order.Own.of_epoch,
-        "if any(indices[at] != again[at] for at in looked): → if not looked:",
+        "indices[at] != again[at] for at in looked → not looked for at in looked",
     ),
     Mutant(
         "where the first batch is short already none is told",
@@ -145,12 +144,6 @@ MUTANTS = [
         value_and_grad._is_torchs,
         "(FunctionType, type) → FunctionType",
         args={"loss": tests.nn.CrossEntropyLoss},
-    ),
-    Mutant(
-        "which checkpoint is best is asked for, and none is",
-        tests.test_what_is_best_needs_a_metric,
-        options.check_options,
-        'keep_best is None and best_is != "min": → False:',
     ),
     Mutant(
         "a truth counts as a weight of 1",

@@ -334,14 +334,6 @@ def test_a_loss_of_torchs_is_no_loss_of_a_model(loss):
         af.make_step(loss)
 
 
-def test_what_is_best_needs_a_metric(tmp_path):
-    """Else all checkpoints but the newest go."""
-    with pytest.raises(af.ArgumentError, match="says nothing of which metric"):
-        af.CheckpointStore(tmp_path, keep=1, best_is="max")
-    with af.CheckpointStore(tmp_path, keep=1, keep_best="accuracy", best_is="max"):
-        pass
-
-
 FALSE = torch.ones(()) < 0
 
 
