@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from accelfn.base.arguments import why_not
 from accelfn.base.signatures import signature
-from accelfn.base.words import ARGUMENTS
+from accelfn.base.words import ARGUMENTS, MADE_BY
 from accelfn.errors import CallError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -133,7 +133,9 @@ def _meant(name: str, word: str, known: list[str]) -> str:
 
 
 def _usage(name: str, params: list[inspect.Parameter]) -> str:
-    """Return the shortest call that can be."""
+    """Return the shortest call that can be, or the one that makes what this one is not for."""
+    if name in MADE_BY:
+        return MADE_BY[name]
     needed: list[str] = []
     for each in params:
         if each.kind is each.VAR_POSITIONAL:

@@ -256,7 +256,7 @@ def num_rows(tree: Any) -> int:
     Raises:
         BatchError: there is no tensor with a dim 0, or they differ in it.
     """
-    sizes = {leaf.shape[0] for leaf in tensor_leaves(tree) if leaf.ndim > 0}
+    sizes = {leaf.size(0) for leaf in tensor_leaves(tree) if leaf.ndim > 0}
     if len(sizes) == 1:
         return sizes.pop()
     found = f"dim 0 of its tensors is {sorted(sizes)}" if sizes else "it has no tensor"

@@ -48,6 +48,11 @@ def check_options(
         msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
     elif best_is not in ("min", "max"):
         msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
+    elif keep_best is None and best_is != "min":
+        msg = (
+            f"CheckpointStore(best_is={best_is!r}): of which metric? Say keep_best= too, the"
+            " name of one that is given to save, or leave it out."
+        )
     elif not (
         every is None
         or is_integer(every, 1)

@@ -8,6 +8,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.base.advice import advise
+from accelfn.base.arguments import why_not
+from accelfn.base.signatures import qualname
 from accelfn.data import Data
 from accelfn.definition.definition import Definition
 from accelfn.definition.facts import check_needs, facts_of
@@ -131,6 +133,14 @@ def check_schedule(schedule: object) -> None:
         msg = (
             f"TrainState.create(schedule={schedule!r}): expected a function of the"
             " update number; see af.schedules, whose from_torch takes torch's."
+        )
+        raise ArgumentError(msg)
+    error = None if schedule is None else why_not(schedule, 0)
+    if error is not None:
+        msg = (
+            f"TrainState.create(schedule={qualname(schedule)}): it is called as"
+            f" schedule(update), and gives the factor of the rate: {error}. What it needs"
+            " besides, give it by functools.partial."
         )
         raise ArgumentError(msg)
 

@@ -96,11 +96,17 @@ def _of_value(state: TrainState, value: Any) -> str | None:
 def _is_alike(value: Any, state: TrainState) -> bool:
     """Whether all ranks have a value of the same tensors."""
     batch = state.world.batch
-    sums = [checksum(t) for t in tree.tensor_leaves(value) if t.numel() > 1]
+    sums = [checksum(t) for t in tree.tensor_leaves(value) if _has_words(t)]
     # without any there is nothing to tell by: a number that no other rank has
     mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
     told = all_gather(mine.to(batch.device), batch, label="first batch")
     return len({int(each) for each in told}) == 1
+
+
+def _has_words(tensor: torch.Tensor) -> bool:
+    """Whether ranks can be told apart by it: sparse and nested ones are several tensors."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    return plain and tensor.numel() > 1
 
 
 def _uncut(state: TrainState, batch: Batch) -> str:

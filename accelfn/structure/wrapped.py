@@ -4,11 +4,13 @@
 import sys
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from accelfn.errors import ModelError
 
 _COMPILER = "torch._dynamo.eval_frame"
+_INSIDE = "that it wraps, its ."
 
 
 def refuse_wrapped(module: nn.Module) -> None:
@@ -22,23 +24,23 @@ def refuse_wrapped(module: nn.Module) -> None:
     """
     wrappers = [*_wrappers()]
     for name, each in module.named_modules():
-        for kind, inner, way in wrappers:
+        for kind, which, way in wrappers:
             if isinstance(each, kind):
                 where = f"model={kind.__name__}" if each is module else f"model.{name}"
                 is_one = "" if each is module else f" is a {kind.__name__}"
-                msg = (
-                    f"{where}{is_one}: give the plain module that it wraps, its .{inner}, and"
-                    f" put {way}."
-                )
+                msg = f"{where}{is_one}: give the plain module {which}, and put {way}."
                 raise ModelError(msg)
 
 
 def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
-    """Yield kinds of wrappers, the attribute that each holds its module in, and our way."""
+    """Yield kinds of wrappers, which module is to be given instead, and our way."""
+    inner = f"{_INSIDE}module"
     way = "af.wrap_ddp() into the setup, which wraps the loss in one"
-    yield nn.parallel.DistributedDataParallel, "module", way
+    yield nn.parallel.DistributedDataParallel, inner, way
     way = "af.shard_data() and af.wrap_ddp() into the setup, with a process for each device"
-    yield nn.DataParallel, "module", f"{way}, as `accelfn launch` starts them"
+    yield nn.DataParallel, inner, f"{way}, as `accelfn launch` starts them"
+    way = "af.compile() into the setup: what torch.jit compiled takes no other tensors"
+    yield torch.jit.ScriptModule, "that torch.jit compiled", way
     if _COMPILER in sys.modules:  # else nobody has compiled any, and it takes a second
         way = "af.compile() into the setup, or af.compile(regions=...) for parts of a model"
-        yield sys.modules[_COMPILER].OptimizedModule, "_orig_mod", way
+        yield sys.modules[_COMPILER].OptimizedModule, f"{_INSIDE}_orig_mod", way

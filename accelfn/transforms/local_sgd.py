@@ -130,8 +130,17 @@ class local_sgd:
 
     def init(self, state: TrainState) -> Slot:
         """Start with ranks that agree, and with the groups of neighbours."""
-        for size in self.neighbours.values():
-            state.definition.copies.split(size=size)
+        ranks = state.definition.copies
+        for period, size in self.neighbours.items():
+            if ranks.size % size:
+                msg = (
+                    f"af.local_sgd(neighbours={dict(self.neighbours)}): every {period} updates"
+                    f" {size} neighbours meet, which do not divide the {ranks.size} ranks that"
+                    " train apart. Leave neighbours out here, or give a number that divides"
+                    " them."
+                )
+                raise ArgumentError(msg)
+            ranks.split(size=size)
         return self._begun(state)
 
     def after_update(

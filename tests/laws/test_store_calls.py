@@ -31,7 +31,10 @@ class Options:
     async_: bool
 
     def open(self, root: Path) -> af.CheckpointStore:
-        return af.CheckpointStore(root, **attrs.asdict(self))
+        options = attrs.asdict(self)
+        if self.keep_best is None:
+            del options["best_is"]  # of no metric
+        return af.CheckpointStore(root, **options)
 
 
 @attrs.frozen

@@ -6,9 +6,11 @@ import math
 from torch import nn
 
 from accelfn.base import arguments, question, read_only
-from accelfn.checkpoint import commit
+from accelfn.checkpoint import commit, options
 from accelfn.data import checks, left_out
+from accelfn.definition import checks as checks_of_definitions
 from accelfn.engine import counters, engine, read_loss, strangers
+from accelfn.engine.module import units
 from accelfn.engine.optimizer import live_optimizer
 from accelfn.loop import evaluate
 from accelfn.schedules import rates
@@ -17,7 +19,7 @@ from accelfn.structure import prototype
 from accelfn.transforms.sync_batchnorm import sync_batchnorm
 from tests.mutants.mutant import Mutant
 from tests.unit import test_likely_mistakes as tests
-from tests.unit import test_transforms_over_ranks
+from tests.unit import test_transforms_over_ranks, test_wrap_fsdp, test_wrong_arguments
 
 MUTANTS = [
     Mutant(
@@ -231,5 +233,24 @@ MUTANTS = [
         tests.test_what_is_shown_reads_as_a_dict,
         read_only.ReadOnly.__reduce__,
         "iter(self._shown.items()) → None",
+    ),
+    Mutant(
+        "what is best by no metric is not told",
+        test_wrong_arguments.test_the_best_is_best_by_a_metric,
+        options.check_options,
+        'keep_best is None and best_is != "min" → False',
+    ),
+    Mutant(
+        "a schedule of two arguments is told at the first update",
+        test_wrong_arguments.test_create_names_what_it_was_given,
+        checks_of_definitions.check_schedule,
+        "None if schedule is None else why_not(schedule, 0) → None",
+        args={"case": "a schedule of two arguments"},
+    ),
+    Mutant(
+        "a layer that is frozen is not split for its sparse gradients",
+        test_wrap_fsdp.test_rows_that_are_not_trained_are_split,
+        units._refuse_sparse,
+        "and each.weight.requires_grad → ",
     ),
 ]

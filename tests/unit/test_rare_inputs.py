@@ -164,3 +164,36 @@ def test_a_stopped_process_is_known_whatever_its_name(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait(HANGS)
+
+
+OF_SEVERAL_TENSORS = {
+    "sparse": lambda x: x.to_sparse(),
+    "by rows": lambda x: x.to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor([*x]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*in (beta|prototype):UserWarning")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", OF_SEVERAL_TENSORS)
+def test_a_batch_of_another_layout_is_a_batch(kind: str, size: int) -> None:
+    """Sparse and nested tensors train as the dense one, on ranks that have their own, too."""
+
+    def dense(batch: torch.Tensor) -> torch.Tensor:
+        is_nested = batch.is_nested
+        return batch.to_padded_tensor(0.0) if is_nested else batch.to_dense()
+
+    def trained(world: af.World, *, as_dense: bool) -> torch.Tensor:
+        x = torch.eye(3)[world.rank :]
+        setup = af.chain(af.shard_data(), af.wrap_ddp())
+        state = linear_state(3, 1, setup=setup, world=world)
+        step = af.make_step(lambda model, batch: model(dense(batch)).square().mean())
+        value = x if as_dense else OF_SEVERAL_TENSORS[kind](x)
+        return af.full_params(step(state, value)[0])["weight"].clone()
+
+    for rank in range(size):
+        one, other = (
+            simulate(size, lambda w, d=d: trained(w, as_dense=d))[rank]
+            for d in (True, False)
+        )
+        assert torch.equal(one, other)

@@ -98,7 +98,12 @@ def of_complex_numbers() -> nn.Module:
     return nn.Linear(3, 2, dtype=torch.complex64)
 
 
+def of_sparse_gradients() -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True))
+
+
 UNSPLITTABLE = {
+    "sparse gradients": (of_sparse_gradients, "'0.weight' is sparse.*sparse=False"),
     "tied": (tied, "tied to a parameter of another unit: of unit 'blocks.0'"),
     "two dtypes": (of_two_dtypes, "unit 'blocks.0' has parameters of several dtypes"),
     "complex": (of_complex_numbers, "is complex"),
@@ -111,6 +116,21 @@ def test_what_cannot_be_split_is_refused(case):
     model, words = UNSPLITTABLE[case]
     with pytest.raises(af.errors.ModelError, match=words):
         in_two(begun, model=model)
+
+
+def test_rows_that_are_not_trained_are_split():
+    """Sparse is what a gradient is, and a frozen layer has none."""
+
+    def model() -> nn.Module:
+        net = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+        net[0].requires_grad_(requires_grad=False)
+        return net
+
+    def fn(world: af.World) -> int:
+        state = begun(world, model=model)
+        return af.make_step(loss_fn)(state, torch.arange(4))[0].step
+
+    assert [*in_two(fn)] == [1, 1]
 
 
 def test_units_that_match_nothing_are_refused():

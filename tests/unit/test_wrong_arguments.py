@@ -81,6 +81,13 @@ class Wrapped(nn.parallel.DistributedDataParallel):
         nn.Module.__init__(self)
 
 
+def traced():
+    """Return a model that torch.jit compiled, of which torch says that it is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return nn.Sequential(torch.jit.trace(nn.Linear(3, 1), X))
+
+
 CREATE = {
     "a class": (
         {"model": nn.Linear},
@@ -102,6 +109,10 @@ CREATE = {
         {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
         r"from_torch\(factory\).*lr_scheduler\.StepLR",
     ),
+    "a schedule of two arguments": (
+        {"schedule": lambda update, warmup: update / warmup},
+        r"schedule\(update\).*missing.*'warmup'.*partial",
+    ),
     "two optimizers": (
         {"optimizer": [sgd([nn.Parameter(X)]), sgd([nn.Parameter(X)])]},
         r"optimizer=list.*af\.partition",
@@ -109,6 +120,14 @@ CREATE = {
     "wrapped by hand": (
         {"model": Wrapped},
         r"the plain module that it wraps.*af\.wrap_ddp",
+    ),
+    "compiled by torch.jit": (
+        {"model": traced},
+        r"model\.0 is a ScriptModule: give the plain module.*torch\.jit.*af\.compile",
+    ),
+    "neighbours that there are not": (
+        {"setup": af.local_sgd(sync_every=4, neighbours={2: 2})},
+        r"local_sgd\(neighbours=\{2: 2\}\).*do not divide the 1 ranks",
     ),
     "a list": ({"setup": [af.ema(0.5)]}, r"af\.chain\(\*transforms\)"),
 }
@@ -120,6 +139,21 @@ def test_create_names_what_it_was_given(case):
     changes, said = CREATE[case]
     with pytest.raises(af.Error, match=said):
         create(**changes)
+
+
+def test_a_state_is_made_by_create():
+    """Who calls the record itself is told so, and not its eight fields."""
+    with pytest.raises(
+        af.CallError, match=r"Write af\.TrainState\.create\(model="
+    ) as e:
+        af.TrainState()
+    assert "cursor=..." not in str(e.value)
+
+
+def test_the_best_is_best_by_a_metric(tmp_path):
+    """Without one nothing is kept for being best, whatever is said to be."""
+    with pytest.raises(af.ArgumentError, match="of which metric.*keep_best="):
+        af.CheckpointStore(tmp_path, best_is="max")
 
 
 def test_a_factory_of_a_model_is_none_of_an_optimizer():

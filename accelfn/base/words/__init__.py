@@ -7,6 +7,7 @@ slip is left to Python, which names the nearest.
 """
 
 from accelfn.base.words.arguments import ARGUMENTS as ARGUMENTS
+from accelfn.base.words.arguments import MADE_BY as MADE_BY
 from accelfn.base.words.foreign import Word as Word
 from accelfn.base.words.foreign import foreign as foreign
 from accelfn.base.words.records import BATCH as BATCH

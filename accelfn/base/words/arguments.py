@@ -19,6 +19,9 @@ _SCHEDULE = {
     "num_training_steps total_steps num_steps T_max total_iters max_steps": "num_updates=",
     "eta_min end_factor min_lr": "end=",
 }
+_CREATE = "af.TrainState.create(model=..., optimizer=...)"
+MADE_BY: Mapping[str, str] = {"af.TrainState": _CREATE}
+"""Calls for records that another call makes."""
 AT = 'write at="train" in place of raw=True, at="eval" of raw=False'
 ARGUMENTS: Mapping[str, Words] = {
     name: _each(words)
@@ -69,8 +72,7 @@ ARGUMENTS: Mapping[str, Words] = {
             "transforms chain plugins callbacks": "setup=",
         },
         "af.TrainState": {
-            "model optimizer schedule data world": "a state is made by"
-            " af.TrainState.create(model=..., optimizer=...)",
+            "model optimizer schedule data world": f"a state is made by {_CREATE}",
         },
         "af.make_step": {
             "optimizer scheduler model": "the state has it; write TrainState.create(...)",

@@ -13,6 +13,7 @@ from accelfn.engine.module.regions import Regions, chosen
 from accelfn.errors import ModelError
 
 ROOT = "the rest of the model"
+_TABLES = nn.Embedding, nn.EmbeddingBag
 
 
 def units_of(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Module]:
@@ -48,8 +49,10 @@ def check_units(module: nn.Module, units: list[nn.Module], whose: str) -> None:
         whose: who asks.
 
     Raises:
-        ModelError: a parameter is in two units, or a unit has parameters of two dtypes.
+        ModelError: a parameter is in two units, a unit has parameters of two dtypes, or a
+            layer has sparse gradients.
     """
+    _refuse_sparse(module, whose)
     names = {id(unit): name for name, unit in module.named_modules()}
     members: dict[str, dict[str, nn.Parameter]] = {}
     owner: dict[int, str] = {}
@@ -77,6 +80,18 @@ def _unit_of(
         if id(each) in units:
             return f"unit {names[id(each)]!r}"
     return ROOT
+
+
+def _refuse_sparse(module: nn.Module, whose: str) -> None:
+    """Refuse layers whose gradients name rows, of which torch reduces no parts."""
+    for name, each in module.named_modules():
+        if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
+            msg = (
+                f"{whose}: the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and"
+                " torch reduces parts of dense ones alone. Make that layer with sparse=False,"
+                " or train it by af.wrap_ddp()."
+            )
+            raise ModelError(msg)
 
 
 def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], whose: str) -> None:
