@@ -6,6 +6,8 @@ pins, so a session does the same thing on every machine.
 """
 
 import os
+import subprocess
+from pathlib import Path
 
 import nox
 
@@ -35,6 +37,9 @@ SAMPLED = (  # of these CI runs a part
     "tests/unit/test_checkpoint_faults.py",
     "tests/test_examples.py",
 )
+
+TURNS = 5
+"""As many commits until each slow test has had its turn."""
 
 ASKS_MOST_OF_TORCH = (  # where other versions broke so far
     *("tests/simulation", "tests/unit/test_collectives.py", "tests/unit/test_step.py"),
@@ -91,9 +96,30 @@ def types(session: nox.Session) -> None:
     session.run("pyright")
 
 
+def whose_turn() -> str:
+    """Return which of the slow tests run at this commit; where there is none, all do."""
+    asks = "git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"
+    try:
+        found = subprocess.run(asks, capture_output=True, text=True, check=True)  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return "0/1"
+    return f"{int(found.stdout, 16) % TURNS}/{TURNS}"
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests: units, laws, ranks, docs and examples, files side by side."""
+    """Run the tests, files side by side; of slow ones those whose turn it is at this commit."""
+    run_tests(session, f"--turn={whose_turn()}")
+
+
+@nox.session
+def whole(session: nox.Session) -> None:
+    """Run all tests, the slow ones too."""
+    run_tests(session)
+
+
+def run_tests(session: nox.Session, *options: str) -> None:
+    """Run pytest as CI does."""
     install_all(session)
     # one more than cores, for one group of tests waits most of its time
     num_workers = (os.cpu_count() or 1) + 1
@@ -107,7 +133,8 @@ def tests(session: nox.Session) -> None:
     # wait for whatever lock the test left taken.
     ends = "-ofaulthandler_timeout=600", "-ofaulthandler_exit_on_timeout=true"
     ends += ("--max-worker-restart=0",)
-    run(session, "pytest", "--hypothesis-profile=ci", *said, *ends, *session.posargs)
+    options = "--hypothesis-profile=ci", *said, *ends, *options
+    run(session, "pytest", *options, *session.posargs)
 
 
 @nox.session

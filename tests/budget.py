@@ -24,6 +24,7 @@ _NUMBERS = {
         "laws.test_written_again::test_what_a_call_was_given_is_the_callers_again",
     ),
     8: (  # most of a second each, or more, of which mutants needed 4 at most
+        "laws.test_shapes::test_shapes_alone_send_what_values_send",
         "laws.test_compression::test_bytes_go_down_and_only_the_last_micro_batch_sends",
         "laws.test_context::test_counts_are_of_whole_texts",
         "laws.test_context::test_each_part_has_draws_of_its_own",
@@ -58,6 +59,7 @@ _NUMBERS = {
         "laws.test_with_world::test_a_rank_holds_what_it_goes_on_with",
     ),
     12: (  # a third of a second each, or more
+        "laws.test_split_copies::test_in_few_bits_copies_have_one_anchor",
         "laws.test_broken_off::test_a_save_that_is_broken_off_behind_the_training_says_so",
         "laws.test_broken_off::test_what_is_broken_off_on_a_rank_is_told_to_the_other",
         "laws.test_broken_regroup::test_ranks_that_go_on_are_told_who_does_not",
@@ -82,11 +84,12 @@ _NUMBERS = {
         "laws.test_draws::test_each_part_tells_apart_or_changes_nothing",
         "laws.test_shapes::test_a_model_without_values_is_taken_as_it_is",
         "laws.test_shapes::test_a_program_that_reads_a_value_is_told_where",
-        "laws.test_shapes::test_shapes_alone_send_what_values_send",
         "laws.test_shapes::test_what_needs_values_is_refused_by_name",
         "laws.test_written_again::test_metrics_stay_what_they_were",
     ),
     20: (
+        "laws.test_buckets::test_batches_of_a_budget_come_in_any_order",
+        "laws.test_storage::test_what_ranks_see_otherwise_is_each_ones_own",
         "laws.test_16_bits::test_what_16_bits_can_hold_is_exact",
         "laws.test_callers::test_whatever_is_cut_off_is_there_whole_or_not",
         "laws.test_callers::test_whatever_looks_at_buffers_sees_those_of_rank_0",
@@ -222,7 +225,6 @@ _NUMBERS = {
         "laws.test_skipping::test_too_many_in_a_row_raise_on_every_rank",
         "laws.test_split_copies::test_a_copy_is_a_rank_alone",
         "laws.test_split_copies::test_copies_are_compared_before_they_train",
-        "laws.test_split_copies::test_in_few_bits_copies_have_one_anchor",
         "laws.test_storage::test_a_save_that_is_cut_off_leaves_nothing_or_all",
         "laws.test_storage::test_what_is_loaded_is_saved_alike",
         "laws.test_store::test_a_save_that_fails_fails_on_all_ranks",
@@ -268,6 +270,8 @@ _NUMBERS = {
         "ranks.test_splitting::test_split_models_train_as_on_gloo",
     ),
     30: (
+        "laws.test_interludes::test_nor_does_it_where_models_are_split_or_compressed",
+        "laws.test_local_sgd::test_neighbours_meet_more_often",
         "laws.test_16_bits::test_a_total_overflows_no_sooner_than_its_mean",
         "laws.test_diloco::test_other_ranks_go_on",
         "laws.test_interludes::test_what_is_done_between_updates_leaves_no_trace",
@@ -280,6 +284,9 @@ _NUMBERS = {
         "laws.test_streams::test_elastic_streams_come_once",
     ),
     45: (
+        "laws.test_ranks_data::test_elastic_runs_see_each_sample_once",
+        "laws.test_streams::test_saving_and_peeking_change_nothing",
+        "laws.test_split_copies::test_each_rank_has_its_part",
         "laws.test_batch_size::test_the_largest_that_fits_on_all_ranks_is_found",
         "laws.test_definitions::test_definitions_that_differ_are_refused",
         "laws.test_diloco::test_nothing_is_lost_in_few_bits",
@@ -293,7 +300,6 @@ _NUMBERS = {
         "laws.test_streams::test_each_reading_begins_at_the_beginning",
     ),
     70: (
-        "laws.test_split_copies::test_each_rank_has_its_part",
         "laws.test_axes::test_parts_of_a_world_divide_it",
         "laws.test_split_copies::test_copies_change_their_layout_when_they_agree",
         "laws.test_storage::test_any_change_of_a_file_is_noticed",
@@ -310,8 +316,6 @@ _NUMBERS = {
         "laws.test_resume::test_saving_changes_nothing",
     ),
     150: (
-        "laws.test_ranks_data::test_elastic_runs_see_each_sample_once",
-        "laws.test_streams::test_saving_and_peeking_change_nothing",
         "laws.test_axes::test_calls_along_axes_are_of_the_ranks_that_differ_in_them",
         "laws.test_buckets::test_buckets_are_sorted_windows",
         "laws.test_causes::test_the_cause_of_a_failure_comes_first",
@@ -324,8 +328,10 @@ _NUMBERS = {
         "laws.test_purity::test_parameters_keep_their_dtype",
         "laws.test_same_data::test_ranks_with_another_order_are_told",
     ),
-    200: ("laws.test_random_steps::test_any_step_is_the_loop_by_hand",),
-    800: ("laws.test_launch_calls::test_a_launch_is_what_its_settings_say",),
+    200: (
+        "laws.test_launch_calls::test_a_launch_is_what_its_settings_say",
+        "laws.test_random_steps::test_any_step_is_the_loop_by_hand",
+    ),
 }
 NUMBERS = {name: number for number, names in _NUMBERS.items() for name in names}
 """By module and name of the test."""

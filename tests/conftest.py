@@ -30,11 +30,18 @@ register_profiles(replace=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let slow tests take turns: CI runs each nth of them, at each commit others."""
+    parser.addoption(
+        "--turn", default="0/1", help="k/n: of slow tests each nth, from the kth"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Skip tests of accelerators where torch sees none; say which tests go one by one.
+    """Leave out slow tests whose turn it is not, and skip those of accelerators without one.
 
     Side by side, the tests of a file stay together, and so do most that start real ranks, in
     two groups: those that wait for ranks to fail, and those in which ranks compute. The first
@@ -42,6 +49,7 @@ def pytest_collection_modifyitems(
     """
     from tests.budget import budgeted  # when the profile is loaded
 
+    _take_turns(config, items)
     for item in items:
         if isinstance(item, pytest.Function):
             budgeted(item.function)
@@ -52,6 +60,27 @@ def pytest_collection_modifyitems(
         if config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(_group(item)))
     items.sort(key=lambda item: _group(item) != _WAITING)
+
+
+def _take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the slow tests whose turn it is not to other commits."""
+    k, n = map(int, config.getoption("--turn").split("/"))
+    units = {item.nodeid: _unit(item) for item in items}
+    in_turn = [each for each in dict.fromkeys(units.values()) if each is not None]
+    waits = {unit for i, unit in enumerate(in_turn) if i % n != k}
+    config.hook.pytest_deselected(
+        items=[item for item in items if units[item.nodeid] in waits]
+    )
+    items[:] = [item for item in items if units[item.nodeid] not in waits]
+
+
+def _unit(item: pytest.Item) -> str | None:
+    """Return what has its turn with a test: itself, or its file; of one that is fast, None."""
+    mark = item.get_closest_marker("slow")
+    if mark is not None and mark.kwargs.get("together"):
+        return item.nodeid.partition("::")[0]
+    is_slow = mark is not None or item.nodeid.startswith("tests/ranks/")
+    return item.nodeid if is_slow else None
 
 
 def _group(item: pytest.Item) -> str:

@@ -109,6 +109,7 @@ def front_page(tmp_path_factory):
     return script, printed_losses([], script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -126,6 +127,7 @@ def test_the_front_page_runs_on_two_processes(front_page, launcher):
     assert printed_losses(launcher, script) == pytest.approx(losses, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_port_from_accelerate_is_warned_of_nothing(tmp_path):
     """A9, A4, D: the ported script that the page shows runs on two ranks without a word."""

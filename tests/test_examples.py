@@ -104,6 +104,7 @@ def test_the_readme_lists_every_example() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 1])
 def test_digits_are_learnt(tmp_path: Path, size: int) -> None:
     """The first example reads 97 % of the held-out digits, and says so once."""
@@ -145,6 +146,7 @@ def test_micro_batches_do_not_change_the_losses(
     assert pytest.approx(losses_on_one_process, **ROUNDING) == losses
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_ranks_do_not_change_the_losses(losses_on_one_process: list[float]) -> None:
     """At each update two ranks find the loss of one process, up to float32 rounding."""
@@ -154,6 +156,7 @@ def test_ranks_do_not_change_the_losses(losses_on_one_process: list[float]) -> N
     assert pytest.approx(losses_on_one_process, **ROUNDING) == first
 
 
+@pytest.mark.slow
 def test_big_batches(tmp_path: Path) -> None:
     """Micro-batches differ from the whole by the rounding of each precision."""
     printed = output_of(tmp_path, "02_big_batches.py")
@@ -163,6 +166,7 @@ def test_big_batches(tmp_path: Path) -> None:
     assert min(percentages(printed)) >= 95.0
 
 
+@pytest.mark.slow
 def test_local_sgd_on_one_process(tmp_path: Path) -> None:
     """One process has nobody to talk to, and trains the same either way."""
     ddp, local = output_of(tmp_path, "03_local_sgd.py").splitlines()
@@ -178,6 +182,7 @@ def local_sgd_on(world: af.World) -> list[str]:
     return [train(world, way) for way in (af.wrap_ddp(), af.local_sgd(sync_every=8))]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_local_sgd_talks_an_eighth_as_often() -> None:
     """DDP reduces in each of 345 updates; local_sgd every 8, and once at the end."""
@@ -188,6 +193,7 @@ def test_local_sgd_talks_an_eighth_as_often() -> None:
     assert min(percentages(ddp + local)) >= 97.0
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, size: int) -> None:
     """A run that is stopped in mid-epoch ends bitwise as the uninterrupted one.
@@ -212,6 +218,7 @@ def test_a_custom_step(tmp_path: Path) -> None:
     assert percentages(printed)[1] > percentages(printed)[0] > 85.0
 
 
+@pytest.mark.slow
 def test_a_transform_of_ones_own(tmp_path: Path) -> None:
     """Broken images ruin plain SGD, and `clip_spikes` saves it."""
     printed = output_of(tmp_path, "06_your_own_transform.py")
@@ -222,6 +229,7 @@ def test_a_transform_of_ones_own(tmp_path: Path) -> None:
     assert "(clip_spikes(1.5), af.ema(0.98))" in printed
 
 
+@pytest.mark.slow
 def test_ranks_in_a_test(tmp_path: Path) -> None:
     """Four ranks train what one trains, and show the bug that one hides."""
     printed = output_of(tmp_path, "07_ranks_in_a_test.py")
@@ -233,6 +241,7 @@ def test_ranks_in_a_test(tmp_path: Path) -> None:
     assert "GradNoise() breaks the law 'replicas_agree'" in printed
 
 
+@pytest.mark.slow
 def test_a_streamed_text(tmp_path: Path) -> None:
     """The loss falls; started again, the last updates write the very same text."""
     *told, text = output_of(tmp_path, "08_streamed_text.py").splitlines()
@@ -246,6 +255,7 @@ def test_a_streamed_text(tmp_path: Path) -> None:
     assert output_of(tmp_path, "08_streamed_text.py").splitlines() == [text]
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_transformers_model(tmp_path: Path, size: int) -> None:
     """It learns; what it saved is read by Transformers alone, and knows two new sentences."""
@@ -262,6 +272,7 @@ def test_a_transformers_model(tmp_path: Path, size: int) -> None:
     assert saved >= {"config.json", "model.safetensors", "tokenizer.json"}
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """They lower the loss on another text; Transformers alone reads the merged model."""
     noise = r"torchao|torch/utils/_pytree|is_gradient_checkpointing|^  warnings\.warn"
@@ -368,6 +379,7 @@ def kill_all(process: "subprocess.Popen[bytes]") -> int:
     return len(doomed)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_streamed_text_goes_on_after_a_kill(tmp_path: Path) -> None:
     """After SIGKILL to ranks and workers in mid-epoch, what is left is the very same.
@@ -445,6 +457,7 @@ def moments(text: str) -> list[list[float]]:
     ]
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_gan(tmp_path: Path, size: int) -> None:
     """The generator's points have the mean, the covariance and the shape of the true ones."""
@@ -454,6 +467,7 @@ def test_a_gan(tmp_path: Path, size: int) -> None:
     assert made[6] < 0.2  # on a disc it would be 0.24
 
 
+@pytest.mark.slow
 @on_ranks
 def test_distillation(tmp_path: Path, size: int) -> None:
     """A student that is taught reads more digits than one that learns alone."""
@@ -463,6 +477,7 @@ def test_distillation(tmp_path: Path, size: int) -> None:
     assert alone + 2 < taught < teacher
 
 
+@pytest.mark.slow
 @on_ranks
 def test_preferences(tmp_path: Path, size: int) -> None:
     """Held-out pairs are found the right way round far more often than before."""
@@ -473,6 +488,7 @@ def test_preferences(tmp_path: Path, size: int) -> None:
     assert after > 95.0
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_run_is_tracked(tmp_path: Path, size: int) -> None:
     """The example tracks a falling loss and all that the report shows, once for all ranks."""
@@ -486,6 +502,7 @@ def test_a_run_is_tracked(tmp_path: Path, size: int) -> None:
     assert (len(log.times), log.superseded) == (29, 0)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_plateau(tmp_path: Path, size: int) -> None:
     """The rate falls as the held-out loss stalls, and more digits are read than without."""
@@ -498,6 +515,7 @@ def test_a_plateau(tmp_path: Path, size: int) -> None:
     assert with_it > max(without, 98.0)
 
 
+@pytest.mark.slow
 def test_a_sharded_text_goes_on_with_one_process(tmp_path: Path) -> None:
     """Two processes hold halves and save them; one goes on, and the loss falls further."""
     first = output_of(tmp_path, "15_sharded_text.py", 2)
@@ -534,6 +552,7 @@ def test_a_sharded_text_is_that_of_one_rank(
     assert pytest.approx([losses[0]] * 5, **ROUNDING) == losses
 
 
+@pytest.mark.slow
 def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
     """Two processes have half of every text each, and the loss of one that has them whole."""
     two = output_of(tmp_path, "16_long_text.py", 2, axes="cp=2")
@@ -545,6 +564,7 @@ def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
     assert losses[0] < 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "below"), [("17_wide_layers.py", 3), ("18_megatron_layers.py", 3.3)]
 )
@@ -574,6 +594,7 @@ def test_wide_layers_are_those_of_one_rank(script: str) -> None:
     assert pytest.approx([losses[0]] * 7, **ROUNDING) == losses
 
 
+@pytest.mark.slow
 def test_talking_less_costs_little() -> None:
     """Each way reads 95 % of the held-out digits, and sends what it says."""
     talking = example("19_talking_less.py")

@@ -15,6 +15,8 @@ from tests.waiting import HANGS
 
 FOLDER = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+READ = pytest.mark.slow(together=True)
+"""Of a notebook that ran once."""
 
 
 class Reader(NotebookClient):
@@ -92,6 +94,7 @@ def test_a_notebook_is_as_git_likes_it(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == nbformat.writes(notebook) + "\n"
 
 
+@READ
 def test_a_bar_and_a_curve_stand_in_their_place(done: dict[str, Any]) -> None:
     """Each is one output of its cell, however often it was drawn; the bar ends full."""
     cell = done["figure, axes = plt.subplots(figsize=(6, 2.5))"]
@@ -105,6 +108,7 @@ def test_a_bar_and_a_curve_stand_in_their_place(done: dict[str, Any]) -> None:
     assert float(right) > 90
 
 
+@READ
 def test_a_training_cell_that_is_run_twice_says_what_is_left(
     done: dict[str, Any],
 ) -> None:
@@ -118,6 +122,7 @@ def test_a_training_cell_that_is_run_twice_says_what_is_left(
     assert said(second).splitlines()[-1] == said(first).splitlines()[-1]
 
 
+@READ
 def test_a_state_that_is_given_twice_says_what_to_write(done: dict[str, Any]) -> None:
     """The first run goes on; the second one's error says which way there is."""
     first, second = (
@@ -131,6 +136,7 @@ def test_a_state_that_is_given_twice_says_what_to_write(done: dict[str, Any]) ->
     assert "donate=False" in error.evalue
 
 
+@READ
 def test_stop_loses_nothing(done: dict[str, Any]) -> None:
     """After Stop the state stands where the bar stood, and is used in the next cells."""
     stopped = [cell for cell in done.values() if "stop" in tags(cell)]
@@ -143,6 +149,7 @@ def test_stop_loses_nothing(done: dict[str, Any]) -> None:
         assert errors(done[name]) == []
 
 
+@READ
 def test_a_launch_from_a_cell(done: dict[str, Any]) -> None:
     """Two ranks train a function of the notebook, and what one process trains."""
     cell = done["def train(world, epochs):"]

@@ -16,6 +16,8 @@ from tests.compare.features import by_accelfn
 from tests.processes import run_ranks
 from tests.waiting import HANGS
 
+pytestmark = pytest.mark.slow(together=True)  # what ran once
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/how-to/coming-from-accelerate.md"
 MODULE = "tests.compare.features.by_accelerate"

@@ -25,6 +25,7 @@ HERE_TOO = [
 ]
 
 
+@pytest.mark.slow
 def test_on_one_process_all_train_alike():
     """By hand, with Accelerate, Fabric and accelfn, the losses of all updates are the same."""
     names = HERE_TOO if at_night() else ["by hand", "accelfn"]

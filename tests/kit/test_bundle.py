@@ -245,6 +245,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_replays_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     run = partial(

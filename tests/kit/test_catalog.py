@@ -83,6 +83,7 @@ def test_drawn_beside_a_field_it_stands_beside_it(data, row, field):
     assert (field in row.avoids(drawn)) == (field in row.avoids())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [row for row in CATALOG if row.neutral is not None], ids=repr
 )

@@ -26,6 +26,7 @@ from tests.laws.reducing import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: entry.name)
 def test_public_transforms_keep_the_laws(entry) -> None:
     check_transform(entry.transform, sizes=(1, 2) if at_night() else (2,))
@@ -602,6 +603,7 @@ def _settings_kept() -> Iterator[None]:
     torch.use_deterministic_algorithms(mode=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "law"),
     [

@@ -138,6 +138,7 @@ class TestChains:
         """Two classes that are included get options under which both can be there."""
         assert {af.accumulate, af.wrap_ddp} <= {type(each) for each in setup}
 
+    @pytest.mark.slow
     def test_every_transform_and_every_order(self):
         """Each transform is drawn, and two come in either order."""
         for row in CATALOG:

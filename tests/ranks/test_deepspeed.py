@@ -29,6 +29,7 @@ from tests.waiting import HANGS
 
 pytestmark = [
     pytest.mark.ranks(2),
+    pytest.mark.slow(together=True),  # what DeepSpeed saved once
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing"
     ),

@@ -33,6 +33,7 @@ def accelerates() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow(together=True)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_ported_script_takes_the_same_rates(
     script: str, accelerates: dict[str, Any]

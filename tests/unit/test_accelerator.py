@@ -13,6 +13,7 @@ PARTS = 4
 """Each is of a few minutes: what takes ten hangs."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     accelerator.count() > 0, reason="torch has one accelerator a process"
 )

@@ -108,7 +108,6 @@ def test_no_state_is_made_of_a_model_without_values():
         af.TrainState.create(model=model, optimizer=torch.optim.SGD)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_come_back_bitwise(name, parts, tmp_path):

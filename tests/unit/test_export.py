@@ -326,7 +326,6 @@ def gpt(monkeypatch):
 
 
 @pytest.mark.parametrize("size", ["5GB", "2KB"])
-@pytest.mark.slow
 def test_transformers_reads_an_export(size, gpt, tmp_path):
     """`from_pretrained` finds every name, ties them, and computes the same."""
     from transformers import GPT2LMHeadModel
@@ -346,7 +345,6 @@ def test_transformers_reads_an_export(size, gpt, tmp_path):
     assert torch.equal(expected(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.slow
 def test_transformers_models_write_themselves(gpt, tmp_path):
     """What `save_pretrained` wrote, by accelfn or on a lent module, is read by both."""
     from transformers import GPT2LMHeadModel

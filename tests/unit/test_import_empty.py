@@ -141,7 +141,6 @@ def tiny(name):
     return lambda: kind(config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("way", ["factory", "meta", "part of another"])
 def test_a_rotary_model_on_meta_is_the_real_one(name, way, tmp_path):

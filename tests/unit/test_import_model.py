@@ -592,7 +592,6 @@ def accelerator():
         each._reset_state()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", ["10GB", 100])
 def test_what_accelerate_saves_is_read(size, accelerator, tmp_path):
     """`save_model`, whole or in shards, with a tied weight and one that shares memory."""
@@ -611,7 +610,6 @@ def test_what_accelerate_saves_is_read(size, accelerator, tmp_path):
     assert found["net"].head.weight is found["net"].embed.weight
 
 
-@pytest.mark.slow
 def test_what_accelerate_saves_by_torch_is_read(accelerator, tmp_path):
     """Its `pytorch_model.bin` is a state dict."""
     model = Net()

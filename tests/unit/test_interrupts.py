@@ -114,6 +114,7 @@ def test_a_step_that_was_interrupted_can_be_taken_again(setup):
     assert found > 5
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_random_instants_loses_no_state():
     """B3: interrupts of real loops leave a state that is right, and goes on bitwise.
 

@@ -115,6 +115,7 @@ def test_processes_of_the_script_find_its_functions(capfd):
     assert capfd.readouterr().out == "spawn [2, 4]\nforkserver [2, 4]\n"
 
 
+@pytest.mark.slow
 def test_raising_rank_ends_the_run_and_is_named_first(capfd):
     """The cause comes first, with its traceback, then who lost it in a collective."""
     assert launch(2, SCRIPTS / "fails.py", "raise") == 1
@@ -128,6 +129,7 @@ def test_raising_rank_ends_the_run_and_is_named_first(capfd):
     assert re.match("rank 0 (followed: [A-Z].*Error|was ended by SIGTERM)", lines[-1])
 
 
+@pytest.mark.slow
 def test_each_attempt_counts_its_own_seconds(capfd, tmp_path):
     """What is said of the second is how long that one went on, and not the first, too."""
     script = tmp_path / "fails.py"
@@ -150,6 +152,7 @@ raise ValueError
 """
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
     """A dropped connection is no cause, though it alone left a traceback."""
     assert launch(2, SCRIPTS / "fails.py", "kill") == 128 + signal.SIGKILL
@@ -160,6 +163,7 @@ def test_killed_rank_is_named_before_the_peer_that_lost_it(capfd):
     assert re.match("rank 0 (followed: .*|was ended by SIGTERM)", lines[2])
 
 
+@pytest.mark.slow
 def test_a_traceback_is_shown_once(capfd):
     """D: neither by the rank too, nor for one that merely lost its peer."""
     assert launch(2, SCRIPTS / "fails.py", "raise") == 1
@@ -205,6 +209,7 @@ def test_causes_of_their_own_are_all_shown(capfd, tmp_path):
     assert errors.count("KeyError: ") >= 2
 
 
+@pytest.mark.slow
 def test_ranks_in_different_collectives(capfd):
     """Where Gloo aborts a rank, the report says what may be the cause, and how to see it."""
     assert launch(2, SCRIPTS / "fails.py", "part") == 128 + signal.SIGABRT
@@ -299,6 +304,7 @@ def test_the_one_report_is_ours(capfd, caplog):
     assert "failed first" in "\n".join(report(capfd))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_all_and_rank_0_has_the_terminal(number):
     """Ctrl-C and SIGTERM end every rank, without a traceback of the launcher."""

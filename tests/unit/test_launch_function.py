@@ -33,6 +33,7 @@ def observed():
     )
 
 
+@pytest.mark.slow
 def test_results_and_surroundings(capfd):
     """A closure over a tensor travels, results come back by rank, this process is as it was."""
     given = torch.arange(3.0)
@@ -63,6 +64,7 @@ def test_results_and_surroundings(capfd):
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises():
     """The error begins with the culprit's traceback, which begins in the user's code."""
 
@@ -79,6 +81,7 @@ def test_a_rank_that_raises():
     assert "ValueError: out of luck" in lines
 
 
+@pytest.mark.slow
 def test_what_cannot_come_back_or_go():
     """A result that is no plain data, and none at all, are named with the rank."""
     with pytest.raises(af.RankFailedError, match="what rank 0 returned is a object"):
@@ -151,6 +154,7 @@ def test_the_order_of_before_is_refused():
         af.launch(2, print, nproc=2)
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(tmp_path):
     """A function of the script that runs goes by value: the script is not run again."""
     script = tmp_path / "script.py"
@@ -168,6 +172,7 @@ def test_a_script_needs_no_guard(tmp_path):
     assert done.stdout == "[0, 3]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_thread_launches_too():
     """The ranks of a thread live as long as it does, and that is to the end of the call."""
     results = []
@@ -215,6 +220,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_notebook(tmp_path):
     """In a real kernel a cell's function trains on two ranks, whose lines the cell shows."""
     cells = [nbformat.v4.new_code_cell(textwrap.dedent(text)) for text in CELLS]

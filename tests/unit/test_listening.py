@@ -34,6 +34,7 @@ def only_loopback(texts):
     )
 
 
+@pytest.mark.slow
 def test_a_launch_on_one_machine_listens_on_the_loopback(capfd):
     """C: neither the launcher's store nor a rank can be reached from another machine."""
     assert main(["launch", "--nproc", "2", str(SCRIPT), "launcher"]) == 0

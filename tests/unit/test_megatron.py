@@ -228,6 +228,7 @@ def test_an_export_has_parameters_and_nothing_of_megatron_s(tmp_path: Path) -> N
     assert sorted(load_file(tmp_path / "exported" / "model.safetensors")) == plain
 
 
+@pytest.mark.slow
 def test_importing_says_nothing_and_sets_nothing_up() -> None:
     """Megatron warns of what else it could have used, to everybody."""
     code = (

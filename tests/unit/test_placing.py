@@ -139,7 +139,6 @@ def test_memory_that_is_shared_is_refused_on_the_disk(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_real_models_compute_from_the_disk(name, tmp_path):
     """Section D: a model whose blocks are in files computes bitwise what it does whole."""

@@ -478,6 +478,7 @@ def test_env_shows_the_packages_of_trackers(capsys):
         assert found[name] == version(name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_this_machine_passes(capfd):
     """`accelfn test` prints a line for each thing that works, and a verdict."""

@@ -46,6 +46,7 @@ def told(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_what_was_tracked(told):
     """Its event accumulator has the numbers, and not those of steps that were gone back on."""
     loss = [[1, "2.0"], [2, "nan"], [4, "9.0"]]
