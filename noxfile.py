@@ -108,8 +108,8 @@ def whose_turn() -> str:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, files side by side; of slow ones those whose turn it is at this commit."""
-    run_tests(session, f"--turn={whose_turn()}")
+    """Run the tests, of slow ones those whose turn it is at this commit; or those you name."""
+    run_tests(session, *([] if session.posargs else [f"--turn={whose_turn()}"]))
 
 
 @nox.session
@@ -119,7 +119,7 @@ def whole(session: nox.Session) -> None:
 
 
 def run_tests(session: nox.Session, *options: str) -> None:
-    """Run pytest as CI does."""
+    """Run pytest, files side by side."""
     install_all(session)
     # one more than cores, for one group of tests waits most of its time
     num_workers = (os.cpu_count() or 1) + 1

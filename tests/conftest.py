@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from accelfn.base import accelerator
 from accelfn.testing.plugin import register_profiles
+from tests.turns import waiting
 
 torch.set_num_threads(1)
 # DeepSpeed, which Transformers imports where it is there, warns of what it finds by itself
@@ -63,15 +64,12 @@ def pytest_collection_modifyitems(
 
 
 def _take_turns(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the slow tests whose turn it is not to other commits."""
-    k, n = map(int, config.getoption("--turn").split("/"))
-    units = {item.nodeid: _unit(item) for item in items}
-    in_turn = [each for each in dict.fromkeys(units.values()) if each is not None]
-    waits = {unit for i, unit in enumerate(in_turn) if i % n != k}
-    config.hook.pytest_deselected(
-        items=[item for item in items if units[item.nodeid] in waits]
+    """Leave slow tests whose turn it is not to other commits."""
+    late = waiting(
+        {each.nodeid: _unit(each) for each in items}, config.getoption("turn")
     )
-    items[:] = [item for item in items if units[item.nodeid] not in waits]
+    config.hook.pytest_deselected(items=[each for each in items if each.nodeid in late])
+    items[:] = [each for each in items if each.nodeid not in late]
 
 
 def _unit(item: pytest.Item) -> str | None:

@@ -19,6 +19,14 @@ from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+SLOW_PAGES = {
+    f"docs/how-to/{name}.md"
+    for name in (
+        *("accelerate-launch", "big-models", "communication", "launch"),
+        *("methods-of-your-own", "notebooks", "test-distributed-code"),
+    )
+}
+"""Whose blocks train for seconds, or start processes."""
 MODULES = sorted(ROOT.glob("accelfn/**/*.py"))
 WRITTEN_BY_A_SESSION = {ROOT / "docs/benchmarks.md"}  # `nox -s bench` makes it
 
@@ -64,7 +72,14 @@ def test_a_page_begins_with_its_title(page):
     assert page.read_text().startswith("# ")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (page_name(each) in SLOW_PAGES))
+        for each in PAGES
+    ],
+    ids=page_name,
+)
 def test_every_code_block_of_a_page_runs(page):
     """The Python blocks of a page run in order and print what the page shows."""
     for example in BLOCKS.parse(page):

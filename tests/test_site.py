@@ -19,6 +19,8 @@ import pytest
 
 from tests.waiting import HANGS
 
+pytestmark = pytest.mark.slow(together=True)  # it is built once
+
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -133,6 +133,7 @@ def test_a_run_that_does_not_raise_again_says_so(tmp_path: Path) -> None:
         replay(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_bundle_is_replayed_beside_its_script(tmp_path: Path) -> None:
     """The command finds modules of the directory in which it is called, as the script did."""
     with pytest.raises(FloatingPointError):

@@ -117,6 +117,7 @@ def teacher(world: af.World) -> Any:
     return {"student": make(), "teacher": make()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "states"),
     [

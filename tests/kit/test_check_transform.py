@@ -32,6 +32,7 @@ def test_public_transforms_keep_the_laws(entry) -> None:
     check_transform(entry.transform, sizes=(1, 2) if at_night() else (2,))
 
 
+@pytest.mark.slow
 def test_a_chain_is_checked_as_a_whole() -> None:
     check_transform(af.chain(af.clip_grad_norm(0.5), af.ema(0.5)), sizes=(2,))
     with pytest.raises(LawError, match="no_environment"):
@@ -62,6 +63,7 @@ class Momentum:
         return grads.with_tensors(moved), slot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [SharedNoise(), Momentum()], ids=repr)
 def test_a_users_transform_keeps_the_laws(kept: Any) -> None:
     check_transform(kept, sizes=(1, 2))
@@ -694,6 +696,7 @@ class DriftsAtLast:
         return state, slot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 8, 32])
 def test_what_happens_late_is_seen(every: int) -> None:
     """D: updates are taken until each method has acted, and so is `local_sgd(8)`'s average."""
@@ -790,6 +793,7 @@ def test_what_acts_seldom_or_by_rank_is_not_refused(transform: Any) -> None:
 class TestReducing:
     """A7: what takes the place of `wrap_ddp` gives the mean over all ranks."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kept", [SumAll(), GatherAll(), HalfPrecision()], ids=repr)
     def test_a_users_reduce_keeps_the_laws(self, kept: Any) -> None:
         """One that is written with public names only passes as `wrap_ddp` does."""

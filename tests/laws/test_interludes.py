@@ -160,6 +160,7 @@ def of(name: str) -> Program:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS)
 def test_each_act_beside_each_setup(setup: str) -> None:
     """What is done before the first update and before the second leaves no trace in three."""

@@ -111,6 +111,7 @@ LAWFUL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", LAWFUL, ids=repr)
 def test_each_keeps_the_laws(transform: Any) -> None:
     check_transform(transform, sizes=(2,))

@@ -59,6 +59,7 @@ def test_tensorboard_reads_what_was_tracked(told):
     }
 
 
+@pytest.mark.slow
 def test_wandb_holds_what_was_tracked(told):
     """The offline run's records are the numbers by step, and say that the run failed."""
     assert told["wandb"] == {

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slow tests take turns."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.turns import waiting
+
+UNITS = st.dictionaries(
+    st.text("abc", min_size=1, max_size=3), st.sampled_from([None, *"vwxyz"])
+)
+
+
+@given(units=UNITS, n=st.integers(1, 6))
+def test_each_slow_test_has_one_turn_of_n(units: dict[str, str | None], n: int) -> None:
+    """A fast one has each; what goes together does; and no turn is much longer than another."""
+    run = [units.keys() - waiting(units, f"{k}/{n}") for k in range(n)]
+    for test, unit in units.items():
+        assert sum(test in each for each in run) == (n if unit is None else 1)
+    sizes = [len({units[test] for test in each} - {None}) for each in run]
+    assert max(sizes) - min(sizes) <= 1
+    for each in run:
+        slow = {units[test] for test in each} - {None}
+        assert all(test in each for test, unit in units.items() if unit in slow)
