@@ -103,7 +103,6 @@ _NUMBERS = {
     ),
     20: (
         "laws.test_interludes::test_what_is_done_between_updates_leaves_no_trace",
-        "laws.test_buckets::test_batches_of_a_budget_come_in_any_order",
         "laws.test_16_bits::test_what_16_bits_can_hold_is_exact",
         "laws.test_callers::test_whatever_is_cut_off_is_there_whole_or_not",
         "laws.test_callers::test_whatever_looks_at_buffers_sees_those_of_rank_0",

@@ -88,3 +88,29 @@ def test_parts_are_there_however_they_are_called(
 
 def insides(model: nn.Module) -> list[Any]:
     return [each for each in model.modules() if isinstance(each, Inside)]
+
+
+class Interrupted(nn.Module):
+    """In whose forward Ctrl-C is pressed, while its numbers are where it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.layer = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x) * self.numbers
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_forward_leaves_all_at_home() -> None:
+    """Torch runs no hook of a module that is interrupted; the block's end sends them back."""
+    model, x = Interrupted(), torch.randn(3, 4, device=DEVICE)
+    before, plan = look(model), offloaded(model, 0)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        torch.no_grad(),
+        af.placed(model, plan) as lent,
+    ):
+        lent(x)
+    assert before == look(model)
+    assert {each.device.type for each in model.parameters()} == {"cpu"}

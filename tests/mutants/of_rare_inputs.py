@@ -5,13 +5,23 @@ from accelfn.checkpoint import keep, lock, store
 from accelfn.collectives import packed
 from accelfn.data.budget import budget
 from accelfn.launching import crew, failures, watch
+from accelfn.loop import memory_use
+from accelfn.outer import fragments
+from accelfn.placing import placed
 from accelfn.testing.simulation import faults
-from accelfn.track import chart
-from accelfn.weights import shards
+from accelfn.track import chart, log
+from accelfn.weights import shards, zero_parts
 from accelfn.world import slurm
+from tests.accelerator import test_placed
 from tests.mutants.mutant import Mutant
 from tests.simulation import test_faults
-from tests.unit import test_crew
+from tests.unit import (
+    test_crew,
+    test_diloco,
+    test_import_deepspeed,
+    test_memory,
+    test_track,
+)
 from tests.unit import test_rare_inputs as tests
 
 MUTANTS = [
@@ -96,5 +106,43 @@ MUTANTS = [
         test_crew.test_torch_is_not_asked_of_ranks_that_others_do_without,
         crew.Crew._start,
         "Path(context.error_files[place]).unlink(missing_ok=True) → pass",
+    ),
+    Mutant(
+        "of parts on the host the total has the first alone",
+        test_memory.test_what_lies_on_the_host_is_added_up,
+        memory_use.Bytes.__add__,
+        "host=self.host + other.host → host=self.host",
+    ),
+    Mutant(
+        "a part takes what is in it, and not its room",
+        test_memory.test_a_part_takes_the_room_that_it_has,
+        memory_use._held,
+        "local(tensor).untyped_storage().nbytes() → _size(local(tensor))",
+    ),
+    Mutant(
+        "numbers that all ranks of a copy hold are rounded beside those that are cut",
+        test_diloco.test_what_is_rounded_together_is_cut_alike,
+        fragments.together,
+        " or cut != axes → ",
+        args={"most": 100.0},
+    ),
+    Mutant(
+        "a run is not resumed from where it goes back to",
+        test_track.test_a_run_is_resumed_where_its_next_step_says,
+        log._Story._back_to,
+        "if each <= step → if each < step",
+        args={"openings": [[1, 2], [3, 4], [3]], "resumed": (2, 2)},
+    ),
+    Mutant(
+        "what was never stepped has been stepped as often as its group",
+        test_import_deepspeed.test_a_group_counts_for_those_that_were_stepped,
+        zero_parts._entries_of_groups,
+        "{**counted, **entry} if entry else {} → {**counted, **(entry or {})}",
+    ),
+    Mutant(
+        "parameters stay away from home where Ctrl-C ends a forward",
+        test_placed.test_ctrl_c_in_a_forward_leaves_all_at_home,
+        placed._invite,
+        'stack.callback(setattr, guest.param, "data", guest.home) → None',
     ),
 ]

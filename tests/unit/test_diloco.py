@@ -10,6 +10,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.base.shards import is_shard
+from accelfn.outer.fragments import together
 from accelfn.testing import simulate
 
 SGD = partial(torch.optim.SGD, lr=1.0)
@@ -290,3 +291,28 @@ def test_what_an_outer_optimizer_counts_lies_whole_beside_parts() -> None:
             assert float(outer[name]["step"]) == 1
 
     simulate(4, go, axes={"dp_replicate": 2, "dp_shard": 2})
+
+
+@pytest.mark.parametrize("most", [0.0, 100.0])
+def test_what_is_rounded_together_is_cut_alike(most: float) -> None:
+    """Lone numbers, which all ranks of a copy hold, are in no bucket with what is cut."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Parameter(torch.ones(()))
+            self.layer = nn.Linear(2, 4)
+            self.between = nn.Parameter(torch.ones(()))
+            self.after = nn.Parameter(torch.ones(()))
+            self.last = nn.Parameter(torch.ones(4))
+
+    def buckets(world: af.World) -> list[list[str]]:
+        made = state(af.wrap_fsdp(), world, Scaled)
+        return [*together(made.params, made.params, most)]
+
+    for found in simulate(2, buckets):
+        names = [name for bucket in found for name in bucket]
+        lone = {"before", "between", "after"}
+        assert sorted(names) == sorted([*lone, "layer.weight", "layer.bias", "last"])
+        assert all(len(set(bucket) & lone) in (0, len(bucket)) for bucket in found)
+        assert len(found) == (6 if most == 0 else 3 if names[1] in lone else 5)

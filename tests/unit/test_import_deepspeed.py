@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.weights import zero_parts
 from tests.zero_folders import Training, write_zero
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
@@ -92,6 +93,17 @@ def test_where_no_optimizer_counts_the_engine_does(tmp_path):
     write_zero(tmp_path / "zero", training, stage=2, ranks=2)
     make = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
     assert af.import_state(create(make), tmp_path / "zero").state.step == 5
+
+
+def test_a_group_counts_for_those_that_were_stepped():
+    """What has no state was not: a part that is frozen, or that no loss reached."""
+    groups = [{"params": [0, 1], "step": 3}, {"params": [2]}]
+    inner = {"param_groups": groups, "state": {0: {"exp_avg": 1}, 2: {"step": 2}}}
+    assert [*zero_parts._entries_of_groups(inner)] == [
+        {"step": 3, "exp_avg": 1},
+        {},
+        {"step": 2},
+    ]
 
 
 def test_a_step_that_a_group_counts(tmp_path):

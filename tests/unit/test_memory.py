@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.loop.memory_use import Bytes
+from accelfn.testing import simulate
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
 
@@ -119,3 +121,25 @@ def test_a_learning_rate_that_is_a_tensor(kind, inside) -> None:
     for dtype, bytes_ in found.items():
         assert bytes_.opt_state == expected[dtype].opt_state + 4
     assert ready == torch.tensor(0.1)
+
+
+def test_a_part_takes_the_room_that_it_has() -> None:
+    """Of three rows the second rank has one, in room for two, as the first has."""
+
+    def taken(world: af.World) -> Bytes:
+        model = partial(nn.Linear, 2, 3, bias=False)
+        state = af.TrainState.create(
+            model=model, optimizer=adamw, setup=af.wrap_fsdp(), world=world
+        )
+        return af.memory(state).params
+
+    rows, whole = 2 * 2 * 4, 3 * 2 * 4
+    for found in simulate(2, taken):
+        assert (found.here, found.whole) == (rows, whole)
+
+
+def test_what_lies_on_the_host_is_added_up() -> None:
+    """Of all parts of a state together, and so in their total."""
+    some = [Bytes(here=8, whole=16, host=4), Bytes(here=2, whole=2, host=1)]
+    both = sum(some, Bytes(here=0, whole=0))
+    assert both == some[0] + some[1] == Bytes(here=10, whole=18, host=5)

@@ -171,6 +171,7 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
         ([[2, 4, 6], [8, 5]], ()),
         ([[1, 2], [3, 4], [4]], (2, 4)),
         ([[1, 2], [3, 4], [2]], (1,)),
+        ([[1, 2], [3, 4], [3]], (2, 2)),
     ],
 )
 def test_a_run_is_resumed_where_its_next_step_says(tmp_path, openings, resumed):
