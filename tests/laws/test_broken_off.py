@@ -273,6 +273,7 @@ def test_an_update_that_is_broken_off_was_not_begun_or_says_so(
     check(call, setup, drawn, places=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", sorted(CALLS.keys() - UPDATING))
 @given(setup=st.integers(0, len(SETUPS) - 1), drawn=DRAWN)
 def test_what_is_broken_off_leaves_nothing_half_done(
