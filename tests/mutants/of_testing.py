@@ -44,6 +44,13 @@ from tests.simulation import (
 
 MUTANTS = [
     Mutant(
+        "complex numbers that round otherwise are within no tolerance",
+        test_states.test_a_tolerance_is_of_any_kind_of_number,
+        differences.Comparison._unequal,
+        "(one.is_floating_point() or one.is_complex()) → one.is_floating_point()",
+        args={"dtype": torch.complex64, "sign": 1},
+    ),
+    Mutant(
         "what a simulated rank does to the filters of warnings is done to its caller's",
         test_isolation.test_the_process_is_as_before,
         ambient.Ambient.enter,

@@ -151,3 +151,11 @@ def trained(size: int, first: int, every: object, world: af.World) -> Any:
     state = af.finalize(state)
     mean = af.evaluate(state, af.Data((draw(5, 3), draw(5, 2)), batch_size=2), loss_fn)
     return seen, mean, dict(state.params), dict(state.opt_state)
+
+
+def seconds(world: af.World) -> set[float]:
+    """Return after how long collectives fail, of a world and of parts of it."""
+    part = world.split(size=2)
+    groups = [each.group for each in (world, part, world.across(size=2))]
+    backends = [each._get_backend(torch.device("cpu")) for each in groups]
+    return {each.options._timeout.total_seconds() for each in backends}

@@ -16,6 +16,7 @@ import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.faults import Raise
+from tests.processes import run_ranks
 from tests.ranks import programs, programs_of_axes, programs_of_parts
 from tests.ranks import programs_of_collectives as collectives
 from tests.ranks import programs_of_differences as differences
@@ -267,3 +268,9 @@ def test_a_program_that_cannot_be_sent_is_refused() -> None:
     """A lambda has no name by which another process could import it."""
     with pytest.raises(af.ArgumentError, match='also="processes".*is a lambda'):
         simulate(2, lambda world: world.rank, also="processes")
+
+
+def test_parts_wait_as_long_as_their_world() -> None:
+    """Where a rank hangs, those of its part end when those of the world do."""
+    found = run_ranks(4, programs_of_parts.seconds)
+    assert len({each for rank in found for each in rank}) == 1

@@ -70,6 +70,7 @@ def close(one: af.TrainState, two: af.TrainState) -> bool:
     return differences(tensors(one), tensors(two), within=1e-5) == []
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_numbers():
     """The default backend trains what the plain step trains, with one graph compiled."""
     before = num_graphs()
