@@ -14,6 +14,7 @@ import pytest
 
 from tests.waiting import HANGS
 
+pytestmark = pytest.mark.slow(together=True)  # what ran once
 SCRIPT = Path(__file__).parent / "scripts/tracks.py"
 BACKENDS = ("tensorboard", "wandb", "comet", "mlflow")
 SETUP = "af.chain(\n    af.shard_data(),\n    af.clip_grad_norm(1.0),\n)"
@@ -46,7 +47,6 @@ def told(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
 def test_tensorboard_reads_what_was_tracked(told):
     """Its event accumulator has the numbers, and not those of steps that were gone back on."""
     loss = [[1, "2.0"], [2, "nan"], [4, "9.0"]]
@@ -59,7 +59,6 @@ def test_tensorboard_reads_what_was_tracked(told):
     }
 
 
-@pytest.mark.slow
 def test_wandb_holds_what_was_tracked(told):
     """The offline run's records are the numbers by step, and say that the run failed."""
     assert told["wandb"] == {
