@@ -141,3 +141,18 @@ def test_boxes_tile_if_each_element_is_in_one(
     for box in boxes if fits else ():
         box.of(count).add_(1)
     assert tile(boxes, shape) is (fits and bool((count == 1).all()))
+
+
+@given(begin=st.integers(0, 4), count=st.integers(1, 4), first=st.integers(0, 8))
+def test_what_no_part_has_is_told(begin: int, count: int, first: int) -> None:
+    """However much parts have of what is not asked for."""
+    target, part = Slice((8,), (begin,), (count,)), Slice((8,), (first,), (8 - first,))
+    values = torch.arange(8.0)
+    parts = [(part, values[first:])]
+    missing = min(max(first - begin, 0), count)
+    if missing:
+        with pytest.raises(af.CheckpointCorruptError, match=f"^{missing} of {count} "):
+            assembled(target, torch.float32, parts)
+    else:
+        found = assembled(target, torch.float32, parts)
+        assert torch.equal(found, values[begin : begin + count])

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show in what hardly anybody gives."""
 
-from accelfn.checkpoint import keep, lock, store
+from accelfn.checkpoint import keep, lock, slices, store
 from accelfn.collectives import packed
 from accelfn.data.budget import budget
 from accelfn.launching import crew, failures, watch
 from accelfn.loop import memory_use
 from accelfn.outer import fragments
-from accelfn.placing import placed
+from accelfn.placing import placed, units
 from accelfn.testing.simulation import faults
-from accelfn.track import chart, log
+from accelfn.track import chart, log, values
 from accelfn.weights import shards, zero_parts
-from accelfn.world import slurm
+from accelfn.world import slurm, torchrun
 from tests.accelerator import test_placed
+from tests.laws import test_slices
 from tests.mutants.mutant import Mutant
 from tests.simulation import test_faults
 from tests.unit import (
@@ -20,7 +21,10 @@ from tests.unit import (
     test_diloco,
     test_import_deepspeed,
     test_memory,
+    test_place,
+    test_placing,
     test_track,
+    test_track_values,
 )
 from tests.unit import test_rare_inputs as tests
 
@@ -144,5 +148,38 @@ MUTANTS = [
         test_placed.test_ctrl_c_in_a_forward_leaves_all_at_home,
         placed._invite,
         'stack.callback(setattr, guest.param, "data", guest.home) → None',
+    ),
+    Mutant(
+        "settings that are three deep lose the first of their names",
+        test_track_values.test_settings_within_settings_have_the_whole_way_for_a_name,
+        values.flat,
+        'f"{prefix}{name}." → f"{name}."',
+    ),
+    Mutant(
+        "what is corrupted behind the first tensor of a call is another element",
+        test_faults.test_corrupt_counts_through_all_that_a_call_fills,
+        faults._corrupt,
+        "number -= each.numel() → pass",
+        args={"element": 4},
+    ),
+    Mutant(
+        "a unit that two became is not found by whose parameter it had before",
+        test_placing.test_units_that_a_tie_joins_are_one_for_whom_comes_later,
+        units.units_of,
+        "for each in unit:\n            owners → for each in [part]:\n            owners",
+    ),
+    Mutant(
+        "L47: what parts have besides what is asked for stands in for what they lack",
+        test_slices.test_what_no_part_has_is_told,
+        slices.assembled,
+        "open_ -= here.count\n    if open_: → open_ -= values.numel()\n    if open_ > 0:",
+    ),
+    Mutant(
+        "torchrun has a store wherever it says something of one",
+        test_place.test_torchrun_says_whether_it_has_a_store,
+        torchrun.place_of,
+        'env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"'
+        ' → "TORCHELASTIC_USE_AGENT_STORE" in env',
+        args={"said": {"TORCHELASTIC_USE_AGENT_STORE": "False"}, "has_store": False},
     ),
 ]

@@ -168,6 +168,19 @@ def test_corrupt(element):
     assert changed == [[1, 0], [0, 1]][element % 2]
 
 
+@pytest.mark.parametrize("element", range(10))
+def test_corrupt_counts_through_all_that_a_call_fills(element):
+    """A gather fills a tensor a rank: the elements of each follow those of the one before."""
+
+    def gathered(world):
+        found = collectives.all_gather(torch.zeros(3), world, label="sum")
+        return torch.cat(found).tolist()
+
+    wrong = simulate(2, gathered, faults=[Corrupt(1, 0, element=element)])
+    assert wrong[0] == [0.0] * 6
+    assert wrong[1] == [float(i == element % 6) for i in range(6)]
+
+
 NAN = torch.tensor([[float("nan"), 2.0]])
 
 

@@ -114,6 +114,7 @@ def test_ranks_that_were_started_by_hand_are_of_one_machine():
     assert numbers(read_place(TORCHRUN)) == (1, 2, 1, 2, 0)
 
 
+AGENTS = "TORCHELASTIC_USE_AGENT_STORE"
 PODS = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "2"}
 PYTORCH_JOB = {"RANK": "2", "WORLD_SIZE": "3", **MASTER, **PODS}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -402,3 +403,12 @@ def test_a_world_that_nobody_closes_is_closed_at_the_end():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "open True\nopen False\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "has_store"),
+    [({}, False), ({AGENTS: "False"}, False), ({AGENTS: "True"}, True)],
+)
+def test_torchrun_says_whether_it_has_a_store(said, has_store):
+    """Where it says that it has none, rank 0 opens one; and so it does where nothing is said."""
+    assert read_place({**TORCHRUN, **said}).has_store is has_store

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import accelfn as af
+from accelfn.placing.units import units_of
 from tests.real_models import REAL, real
 
 
@@ -185,3 +186,33 @@ def test_what_has_no_elements_shares_no_memory(tmp_path):
         layer.register_buffer("nothing", torch.empty(0))
     plan = af.place(model, {"cpu": 170, "disk": tmp_path})
     assert [unit.names for unit in plan.units] == [("0",), ("1",), ("2",)]
+
+
+class Holding(nn.Module):
+    """Of the parameters that it is given."""
+
+    def __init__(self, *given):
+        super().__init__()
+        for i, each in enumerate(given):
+            self.register_parameter(f"given_{i}", each)
+
+    def forward(self, x):
+        return x
+
+
+def test_units_that_a_tie_joins_are_one_for_whom_comes_later():
+    """A part that has two units' parameters makes one of them, and the next may have either's."""
+    a, b, c, d = (nn.Parameter(torch.ones(4)) for _ in "abcd")
+    for last in ([a], [b], [c], [d, c], [a, b, c]):
+        model, other = nn.Module(), nn.Parameter(torch.ones(4))
+        for name, given in enumerate(([a], [b, c], [a, b], last, [other])):
+            model.add_module(f"{name}", Holding(*given))
+        try:
+            tied, alone = (
+                {id(tensor) for part in unit for tensor in part.tensors.values()}
+                for unit in units_of(model)
+            )
+        except ValueError as error:
+            pytest.fail(f"{error}")
+        assert tied == {id(each) for each in (a, b, c, *last)}
+        assert len(alone) == 1

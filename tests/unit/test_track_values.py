@@ -7,6 +7,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
+from accelfn.track.values import flat
 
 WORLD = af.World.single()
 
@@ -121,3 +122,21 @@ def test_numbers_of_any_size_are_seen(dtype):
     kept = tracker.backends["in_memory"]
     assert kept.images["x"][1].reshape(-1).tolist() == [0, 255, 128, 64]
     assert kept.histograms["x"][1].tolist() == [0.0, 1.0, 0.5, 0.25]
+
+
+def test_settings_within_settings_have_the_whole_way_for_a_name():
+    """However deep they are, so that two that end alike are two."""
+    values = {
+        "a": {"b": {"c": 1, "d": {}}, "e": [1]},
+        "b": {"b": {"c": 2.0}},
+        "f": None,
+    }
+    assert flat(values) == {
+        "a.b.c": 1,
+        "a.b.d": "{}",
+        "a.e": "[1]",
+        "b.b.c": 2.0,
+        "f": "None",
+    }
+    with pytest.raises(af.ArgumentError, match=r"a\.b"):
+        flat({"a": {"b": 1}, "a.b": 2})
