@@ -39,7 +39,7 @@ SAMPLED = (  # of these CI runs a part
 )
 
 TURNS = 6
-"""As many commits until each slow test has had its turn."""
+"""Of so many parts of the slow tests a commit runs one, which its hash draws."""
 
 ASKS_MOST_OF_TORCH = (  # where other versions broke so far
     *("tests/simulation", "tests/unit/test_collectives.py", "tests/unit/test_step.py"),

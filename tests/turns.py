@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow tests take turns: CI runs each nth of them, and at each commit others.
+"""Slow tests take turns: CI runs each nth of them, from one that the commit draws.
 
-Real processes cost seconds to start, and half of the suite's time. What they hold is held by
-laws on simulated ranks at every commit; they are a sample of that, and so a part of the sample
-at a time is enough. `nox -s whole` runs all of them.
+Real processes cost seconds to start, and half of the suite's time. What ranks compute is held
+by laws on simulated ranks at every commit, and real ones are a sample of that. What processes
+alone show, of launchers and notebooks, is seen when its turn comes. `nox -s whole` runs all.
 """
 
 from collections.abc import Mapping
