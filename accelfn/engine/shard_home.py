@@ -26,10 +26,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from accelfn.base import accelerator, shards, tree
+from accelfn.collectives import by_gloo
 from accelfn.definition.definition import Definition
 from accelfn.engine.home import built
 from accelfn.engine.module.scores import whole
 from accelfn.engine.parts import Parts, parameter
+from accelfn.engine.unit_crossing import cross_by_gloo
 from accelfn.state.grads import Grads
 
 # torch's FSDP has no public names for where it keeps a parameter
@@ -136,6 +138,10 @@ class Splitter:
         whole_model = fully_shard(root, mp_policy=self._policy(root), **how)
         # a rank whose batch needs less of the model reduces as much as the others
         whole_model.set_reduce_scatter_unused_params(True)
+        if by_gloo.carries(self.mesh.get_group(self.mesh.ndim - 1), self.device):
+            for each in root.modules():
+                if isinstance(each, FSDPModule):
+                    cross_by_gloo(each)
 
     def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
         # torch would reduce in the dtype in which it gathers

@@ -114,6 +114,11 @@ def reduce_scatter(world: af.World, n: int) -> None:
     dist.reduce_scatter(bytes_like(n), given, group=world.group)
 
 
+def reduce_scatter_single(world: af.World, n: int) -> None:
+    given = bytes_like(n * world.size)
+    dist.reduce_scatter_single(bytes_like(n), given, group=world.group)
+
+
 def all_gather(world: af.World, n: int) -> None:
     got = [bytes_like(n) for _ in range(world.size)]
     dist.all_gather(got, bytes_like(n), group=world.group)
@@ -144,6 +149,7 @@ def all_to_all_by_messages(world: af.World, n: int) -> None:
 MADE_OF: dict[tuple[str, Counted], Counted] = {
     ("ring", all_reduce): ring_all_reduce,
     ("ring", reduce_scatter): round_the_ring,
+    ("ring", reduce_scatter_single): round_the_ring,
     ("ring", all_gather): round_the_ring,
     ("ring", broadcast): ring_pipeline,
     ("ring", reduce): ring_pipeline,

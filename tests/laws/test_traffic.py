@@ -24,6 +24,7 @@ from tests.laws.by_messages import (
     gather,
     reduce,
     reduce_scatter,
+    reduce_scatter_single,
     scatter,
 )
 from tests.laws.worlds import DDP
@@ -227,7 +228,8 @@ def test_seconds_are_those_of_the_books(n: int, size: int, count: int) -> None:
         (tree, all_reduce, "tree"),
         (swap, all_to_all, "tree"),
         *((swap, each, "ring") for each in (all_gather, reduce_scatter)),
-        *((swap, each, "gloo") for each in (gather, scatter)),
+        *((swap, each, "gloo") for each in (gather, scatter, reduce_scatter_single)),
+        (ring, reduce_scatter, "gloo"),
         *((pipe, each, "ring") for each in (broadcast, reduce)),
         *((tree / 2, each, "tree") for each in (broadcast, reduce)),
     ):
@@ -336,17 +338,26 @@ def refused(traffic: Traffic, ranks: int, named: str) -> None:
     assert f"communication(fn, ranks=[{ranks}])" in str(error.value)
 
 
-@given(counts=st.lists(st.integers(1, 99), min_size=1, max_size=3))
-def test_parts_of_a_world_wait_for_their_own_ranks(counts: list[int]) -> None:
-    """An update takes as long as that part of it which has most to send."""
+@given(counts=st.lists(st.integers(1, 99), min_size=1, max_size=3), meet=st.booleans())
+def test_parts_of_a_world_wait_for_their_own_ranks(
+    counts: list[int], meet: bool
+) -> None:
+    """An update takes as long as that part of it which has most to send, and what all do."""
     link, size = Link(latency=2.0, bandwidth=0.5), 2 * len(counts)
 
+    def all_meet(world: af.World) -> None:
+        if meet:
+            all_reduce(world, 3)
+
     def program(world: af.World) -> None:
+        all_meet(world)
         all_reduce(world.split(size=2), counts[world.rank // 2])
 
     def alone(world: af.World) -> None:
         all_reduce(world, max(counts))
 
-    expected = communication(alone, ranks=[2]).seconds(link, ranks=2)
-    found = communication(program, ranks=[size]).seconds(link, ranks=size)
-    assert found == pytest.approx(expected)
+    def seconds(fn: Any, ranks: int) -> float:
+        return communication(fn, ranks=[ranks]).seconds(link, ranks=ranks)
+
+    expected = seconds(alone, 2) + seconds(all_meet, size)
+    assert seconds(program, size) == pytest.approx(expected)

@@ -4,9 +4,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import accelfn as af
@@ -68,3 +71,20 @@ def by_hand(world: af.World, run: Run) -> dict[str, torch.Tensor]:
         name: getattr(param, "full_tensor", lambda param=param: param)().detach()
         for name, param in net.named_parameters()
     }
+
+
+def swaps(world: af.World) -> int:
+    """Return how many all-to-all calls a step of a model of two layers makes."""
+    state = af.TrainState.create(
+        model=lambda: torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in "ab"]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        setup=af.wrap_fsdp(),
+        world=world,
+    )
+    step = af.make_step(lambda model, batch: model[1](model[0](batch)).sum())
+    state, _ = step(state, torch.ones(1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        counted = mock.Mock(wraps=dist.all_to_all_single)
+        patch.setattr(dist, "all_to_all_single", counted)
+        step(state, torch.ones(1, 2))
+    return counted.call_count

@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
+from accelfn.collectives import by_gloo
 from accelfn.engine.building import engine_of
 from accelfn.engine.zero import runner
 from accelfn.engine.zero.flats import Flats
@@ -188,6 +189,12 @@ def judged(world: af.World, each: Trained) -> None:
     assert differences(*found, within=1e-6) == []
 
 
+def sums_of_gradients(comm: Any) -> list[tuple[Any, str]]:
+    """Return what sums over ranks under ZeRO: DeepSpeed's calls, and accelfn's over Gloo."""
+    names = ("all_reduce", "reduce", "reduce_scatter_fn")
+    return [*((comm, name) for name in names), (by_gloo, "reduce_to_holders_")]
+
+
 def calls(world: af.World, each: Trained) -> list[int]:
     """Return how often an update sums gradients, for one micro-batch and for three."""
     torch.set_num_threads(1)
@@ -206,9 +213,9 @@ def calls(world: af.World, each: Trained) -> list[int]:
             return call
 
         with ExitStack() as stack:
-            for name in ("all_reduce", "reduce", "reduce_scatter_fn"):
-                patched = mock.patch.object(comm, name, counting(getattr(comm, name)))
-                stack.enter_context(patched)
+            for owner, name in sums_of_gradients(comm):
+                counted = counting(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, counted))
             stepped(of, state, 1)
         found += count
     return found
@@ -237,8 +244,8 @@ def sums(world: af.World, each: Trained) -> list[list[str]]:
 
         with ExitStack() as stack:
             stack.enter_context(noted(runner, "start_sum_", "weights"))
-            for name in ("all_reduce", "reduce", "reduce_scatter_fn"):
-                stack.enter_context(noted(comm, name, "others"))
+            for owner, name in sums_of_gradients(comm):
+                stack.enter_context(noted(owner, name, "others"))
             stepped(of, state, 1)
     return found
 

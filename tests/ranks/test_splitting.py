@@ -23,7 +23,7 @@ from tests.laws.split_models import LOSSES, Run, runs, wraps
 from tests.processes import run_ranks
 from tests.ranks import programs_of_layers
 from tests.ranks.programs_of_layers import by_accelfn
-from tests.ranks.programs_of_shards import UPDATES, Training, by_hand
+from tests.ranks.programs_of_shards import UPDATES, Training, by_hand, swaps
 from tests.strategies import differences
 
 pytestmark = pytest.mark.ranks(2)
@@ -39,6 +39,17 @@ def test_split_models_train_as_on_gloo(run: Run, wrap: object) -> None:
         axes = {"dp_shard": 2}
         training = Training(run, wrap, axes, folder)
         simulate(2, training, axes=axes, also="processes")
+
+
+def test_units_cross_by_all_to_all() -> None:
+    """Over Gloo every gather and every reduction is one; simulated ranks call them by name."""
+    kinds = [entry.kind for entry in simulate(2, swaps, axes={"dp_shard": 2}).log]
+    gathers, reductions = (
+        kinds.count(kind) // 2
+        for kind in ("all_gather_single", "reduce_scatter_single")
+    )
+    assert reductions == 2
+    assert run_ranks(2, swaps, axes={"dp_shard": 2}) == [gathers + reductions] * 2
 
 
 together = st.just(af.identity())

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from accelfn.collectives import naming
+from accelfn.collectives import by_gloo, naming
 from accelfn.world import World
 
 _LABEL = "tensor_parallel"
@@ -114,7 +114,10 @@ class _SumAndTake(torch.autograd.Function):
         shape[dim] //= ranks.size
         total = whole.new_empty(shape)
         with naming(_LABEL, ranks):
-            dist.reduce_scatter_single(total, rows, group=ranks.group)
+            if by_gloo.carries(ranks.group, total.device):
+                by_gloo.reduce_scatter_(total, rows, ranks.group)
+            else:
+                dist.reduce_scatter_single(total, rows, group=ranks.group)
         return total
 
     @staticmethod

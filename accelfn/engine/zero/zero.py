@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.collectives import by_gloo
 from accelfn.definition.layout import Layout
 from accelfn.engine.zero.course import Course, keep_course
 from accelfn.engine.zero.flats import Flats, Place
 from accelfn.engine.zero.package import joined
 from accelfn.engine.zero.places import cut_of, evenly
+from accelfn.engine.zero.reducing import reduce_by_gloo
 from accelfn.engine.zero.turns import take_turns
 from accelfn.world import World
 
@@ -242,6 +244,8 @@ class Zero:
             self._turns = take_turns(
                 self._optimizer, self._ranks, self._come_listed, self._tell_all_came
             )
+            if by_gloo.carries(self._ranks.group, self.flats[0].device):
+                reduce_by_gloo(self._optimizer, self._ranks)
 
     def _come_listed(self) -> bool:
         """Whether gradients of this pass are sent in the order of the list of parameters."""

@@ -7,7 +7,8 @@ payload. In what follows N is the number of ranks, n what each gives.
 | collective | ring | tree | Gloo |
 | --- | --- | --- | --- |
 | all_reduce | 2 (N-1) rounds of n/N | 2 log2 N rounds of n | as a ring |
-| reduce_scatter | N-1 rounds of n/N | as a ring | as an all_reduce |
+| reduce_scatter | N-1 rounds of n/N | as a ring | as an all_reduce; of one tensor, which \
+accelfn sends by all_to_all, as a ring |
 | all_gather | N-1 rounds of n | as a ring | as a ring |
 | broadcast, reduce | in a pipeline: N-1 rounds, n in all | log2 N rounds of n | broadcast as a \
 tree; reduce as a reduce_scatter and a gather |
@@ -178,7 +179,6 @@ _COSTS: Mapping[Algorithm, Mapping[str, Callable[[Given], Cost]]] = {
     "gloo": {
         **_RING,
         "reduce_scatter": _twice(_reduce_scatter),
-        "reduce_scatter_single": _twice(_reduce_scatter),
         "broadcast": _in_a_tree,
         "reduce": _reduce_by_gloo,
     },
