@@ -121,6 +121,8 @@ class Turn:
             WorldError: another thread has it.
         """
         held = Held(self._had)
+        if len(self._had) == 1:  # as nearly always
+            return held
         for each in tuple(self._had):
             first = each()
             if first is None:

@@ -20,7 +20,7 @@ from accelfn.errors import DataError
 if TYPE_CHECKING:
     from accelfn.data.budget import budget
 
-_FIRST_BLOCK, _BLOCK, _UPDATES = 4_096, 65_536, 256
+_FIRST_BLOCK, _BLOCK, _UPDATES = 1_024, 65_536, 2_048
 """This rank's positions, and updates, whose order is computed at once."""
 _OF_ALL = 1 << 22
 """Positions of all ranks that this goes over at most in an order that sorts: it sorts them all."""
@@ -174,7 +174,7 @@ def _blocks(spans: Iterable[Span], num_shares: int, most: int) -> Iterator[list[
         positions = high - block[0][0]
         if positions >= min(size * num_shares, most) or len(block) == _UPDATES:
             yield block
-            block, size = [], min(4 * size, _BLOCK)
+            block, size = [], min(16 * size, _BLOCK)
     if block:
         yield block
 

@@ -101,9 +101,9 @@ class Rows:
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return the rows at these indices, as tensors of their own."""
-        where = self._rows(indices)
-        if self.columns is not None:
-            return tuple([column.index_select(0, where) for column in self.columns])
+        where, columns = self._rows(indices), self.columns
+        if columns is not None:
+            return tuple([column.index_select(0, where) for column in columns])
         return tree.tree_map(lambda leaf: leaf.index_select(0, where), self.tensors)
 
     def _rows(self, indices: Indices) -> torch.Tensor:

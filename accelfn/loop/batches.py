@@ -9,7 +9,7 @@ from accelfn.base import words
 from accelfn.base.advice import advise
 from accelfn.base.arguments import is_integer
 from accelfn.base.calling import called
-from accelfn.base.contexts import own_modes, span
+from accelfn.base.contexts import is_plain, own_modes, span
 from accelfn.base.words import foreign
 from accelfn.data import Batch, Data
 from accelfn.data.alike import check_readers
@@ -65,11 +65,13 @@ class Batches:
         self._say_none_is_left()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
         check_readers(self.data, self.reading.world)
-        reader = self.data.read(self.reading)
+        reader, device = self.data.read(self.reading), self.reading.world.device
         while True:
-            # in inference mode it would make what no step can take
-            with own_modes(self.reading.world.device), span("accelfn data"):
+            if is_plain():
                 batch = next(reader, None)
+            else:  # in inference mode it would make what no step can take
+                with own_modes(device), span("accelfn data"):
+                    batch = next(reader, None)
             if batch is None:
                 return
             yield batch

@@ -24,6 +24,9 @@ def planned_for(update: Update) -> tuple[Assignments, Update]:
     Raises:
         OptimizerError: a parameter group or a hyperparameter is not there.
     """
+    definition = update.state.definition
+    if definition.rates is None and not definition.setup.owners["hyper"]:
+        return {}, update
     planned, is_over, update = _planned(update)
     if is_over:
         _notice_end(update.state)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in what a profile tells of a step."""
 
+from accelfn.base import contexts
 from accelfn.engine.engine import Engine
 from accelfn.loop import breakdown
 from accelfn.state import succession
@@ -19,6 +20,12 @@ MUTANTS = [
         laws.test_all_of_a_step_is_told,
         Engine.value_and_grad,
         'span("accelfn backward") → span("accelfn step")',
+    ),
+    Mutant(
+        "L43: the time in which data are read is nobody's",
+        laws.test_all_of_a_step_is_told,
+        contexts.is_plain,
+        "and not profiler._is_profiler_enabled → and True",
     ),
     Mutant(
         "L43: transforms that see the state after an update leave no span",

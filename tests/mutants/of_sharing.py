@@ -307,8 +307,8 @@ MUTANTS = [
         "L22: a batch of rows that follow one another is a part of the dataset",
         test_written_again.test_who_writes_to_a_batch_leaves_the_data,
         sources.Rows.batch,
-        "column.index_select(0, where) for column in self.columns →"
+        "column.index_select(0, where) for column in columns →"
         " column[int(where[0]) : int(where[-1]) + 1] if (where.diff() == 1).all()"
-        " else column.index_select(0, where) for column in self.columns",
+        " else column.index_select(0, where) for column in columns",
     ),
 ]

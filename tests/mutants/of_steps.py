@@ -182,7 +182,18 @@ averages = [slot[name] for name in moving]
         "L22: batches that are read in the caller's inference mode are made in it",
         test_purity.test_the_process_is_as_before,
         batches.Batches.__iter__,
-        "with own_modes(self.reading.world.device), span → with span",
+        "with own_modes(device), span → with span",
+    ),
+    Mutant(
+        "L22: inference mode is taken for what batches are read in",
+        test_purity.test_the_process_is_as_before,
+        contexts.is_plain,
+        """\
+        _with_gradients()
+        and not _for_inference()
+→
+        True
+""",
     ),
     Mutant(
         "L22: a copy's slots are the very tensors of the state it was made from",

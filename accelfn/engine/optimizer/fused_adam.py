@@ -16,6 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from accelfn.base import lists
 
+_set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 _MEANT = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
 """Options of a group that are read at each step."""
 _OTHERS = ("amsgrad", "capturable", "differentiable")
@@ -66,14 +67,14 @@ class FusedAdam:
         grads = [[p.grad for p in params] for _, _, (params, *_), _ in self._groups]
         if [grad for each in grads for grad in each if grad is None]:
             return False
-        # as a call, which takes half of what a `no_grad` block does
+        # as a call in C, which takes a tenth of what a `no_grad` block does
         before = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
+        _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
         try:
             for group, own in zip(self._groups, grads, strict=True):
                 _stepped(group, own, grad_scale, found_inf)
         finally:
-            torch.set_grad_enabled(before)
+            _set_grad_enabled(before)
         return True
 
 
