@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_step` and `check_resume`: steps as users write them, and ones with planted bugs."""
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 import accelfn as af
 from accelfn.errors import LawError
+from accelfn.testing.checking import laws
 from accelfn.testing.checking.step_laws import check_resume, check_step
 
 SETUP = af.chain(af.shard_data(), af.wrap_ddp())
@@ -299,3 +301,14 @@ def test_what_check_resume_makes_is_refused(swap: Any, words: str) -> None:
         af.ArgumentError, match=rf"make returned {words}; expected \(state, step\)"
     ):
         check_resume(lambda world: swap(plain_states(world), _plain), 3)
+
+
+def test_the_callers_environment_is_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a launcher told this process is there again when a law is through with it."""
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with laws._environment({"WORLD_SIZE": "2"}):
+        assert (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == (None, "2")
+    assert (os.environ.get("RANK"), os.environ.get("WORLD_SIZE")) == ("7", None)

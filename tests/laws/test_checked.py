@@ -102,3 +102,17 @@ def test_simulated_worlds_compare_structures(names: list[str]) -> None:
     with pytest.raises(af.CollectiveMismatchError, match="different structure") as told:
         simulate(2, fn)
     assert "{'a': *, 'b': *, 'c': *}" in str(told.value)
+
+
+@given(rows=st.lists(st.integers(0, 2) | st.none(), min_size=1, max_size=4))
+def test_a_lone_number_is_a_row_among_rows(rows: list[int | None]) -> None:
+    """Some ranks may have rows of numbers, where others have one number without a dim."""
+
+    def fn(world: af.World) -> list[float]:
+        count = rows[world.rank]
+        mine = torch.full(() if count is None else (count,), float(world.rank))
+        return af.gather_ragged(mine, checked(world)).tolist()
+
+    each = [[rank] * (1 if n is None else n) for rank, n in enumerate(rows)]
+    joined = [number for row in each for number in row]
+    assert [*simulate(len(rows), fn)] == [joined] * len(rows)

@@ -20,6 +20,7 @@ from tests.laws.worlds import DDP, alone, single, trained
 from tests.strategies import LOSSES, OPTIMIZERS, Run, differences, runs, tensors
 
 IN_BACKWARD = af.optimizer_in_backward()
+DDP_ALONE = (af.shard_data(), af.wrap_ddp())
 KINDS = st.sampled_from(["plain", "tied", "frozen", "unused", "norm", "dropout"])
 
 
@@ -284,3 +285,28 @@ def test_gradients_by_themselves_are_refused(
         run.train(state, 1)
 
     simulate(size, take)
+
+
+@given(weights=st.lists(st.sampled_from([0.0, 1.0, 2.5]), min_size=1, max_size=3))
+def test_where_nothing_counts_nothing_is_divided(weights: list[float]) -> None:
+    """An update in which losses weigh nothing, on some ranks or on all, is as without it."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> af.Loss:
+        return af.Loss(model(batch).sum() * batch.sum(), float(batch.sum()))
+
+    def train(world: af.World, *setup: Any) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(1, 2),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.5, weight_decay=0.25),
+            setup=af.chain(*setup),
+            world=world,
+        )
+        batch = torch.full((1, 1), weights[world.rank])
+        state, _ = af.make_step(loss)(state, batch)
+        return tensors(state)
+
+    plain = simulate(len(weights), lambda world: train(world, *DDP_ALONE))
+    for found in simulate(
+        len(weights), lambda world: train(world, *DDP_ALONE, IN_BACKWARD)
+    ):
+        assert differences(plain[0], found, within=1e-6) == []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.engine.optimizer.fused_adam import FusedAdam
 from tests.laws.worlds import single
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
@@ -99,3 +100,37 @@ def test_fused_steps_are_torchs_own(
             assert own.keys() == state.opt_state.get(name, {}).keys()
             for key, value in own.items():
                 assert torch.equal(value, state.opt_state[name][key])
+
+
+@given(
+    kind=KINDS,
+    options=OPTIONS.filter(lambda options: not options.get("amsgrad")),
+    dtype=DTYPES,
+    skips=st.lists(st.booleans(), min_size=1, max_size=5),
+)
+def test_what_a_flag_skips_counts_for_nothing(
+    kind: Any, options: dict, dtype: torch.dtype, skips: list[bool]
+) -> None:
+    """Where a device says that gradients overflowed, torch's scaler has the same left alone."""
+    ours, theirs = Net(dtype), Net(dtype)
+    own = grouped(ours.named_parameters(), kind, options, 1)
+    optimizer = grouped(theirs.named_parameters(), kind, options, 1)
+    both = list(zip(ours.parameters(), theirs.parameters(), strict=True))
+    for net, each in ((ours, own), (theirs, optimizer)):
+        net.loss((1.0, True)).backward()
+        each.step()
+    kernel = FusedAdam.of(own)
+    assert kernel is not None
+    for number, skip in enumerate(skips):
+        scale, flag = torch.tensor(4.0), torch.tensor(float(skip))
+        for mine, param in both:
+            mine.grad, param.grad = torch.full((2, *param.shape), number + 1.0).to(
+                param
+            )
+        assert kernel.step(scale, flag)
+        optimizer.grad_scale, optimizer.found_inf = scale, flag  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.step()
+        for mine, param in both:
+            assert torch.equal(mine, param)
+            for key, value in optimizer.state[param].items():
+                assert torch.equal(own.state[mine][key], value)

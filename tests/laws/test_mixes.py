@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.utils.data import default_collate
 
 import accelfn as af
 from accelfn.base import tree
 from accelfn.testing import simulate
-from tests.laws.reading import REMAINDERS, read
+from tests.laws.reading import REMAINDERS, Drawing, read
 from tests.laws.test_orders import SEEDS, order_of
+from tests.laws.worlds import single
 
 
 @given(
@@ -119,6 +121,24 @@ def test_zipped_shuffles_differ() -> None:
     data = af.Data.zip(a=range(40), b=range(40), batch_size=4, shuffle=True)
     rows = order_of(data, seed=0)
     assert [a for a, _ in rows] != [b for _, b in rows]
+
+
+@given(n=st.integers(1, 6), batch_size=st.integers(1, 4), seed=st.integers(0, 9))
+def test_zipped_datasets_draw_apart(n: int, batch_size: int, seed: int) -> None:
+    """No two samples side by side have one draw, and a collate that is torch's changes none."""
+
+    def batches(collate: Any) -> list[dict[str, Any]]:
+        sets = {"a": Drawing(n), "b": Drawing(n)}
+        data = af.Data.zip(**sets, batch_size=batch_size, collate=collate)
+        read_ = read(single(), data, epochs=1, seed=seed)
+        return [{k: v.tolist() for k, v in b.value.items()} for b in read_]
+
+    found = batches(None)
+    assert found == batches(default_collate)
+    for batch in found:
+        for one, other in zip(batch["a"], batch["b"], strict=True):
+            assert one[0] == other[0]
+            assert one[1:] != other[1:]
 
 
 @given(

@@ -275,6 +275,39 @@ def test_ranks_that_differ_in_what_has_no_mean_are_refused() -> None:
             simulate(2, load)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_optimizer_state_that_one_rank_alone_has_is_refused_elsewhere(
+    size: int,
+) -> None:
+    """A parameter that one worker has stepped, and another has not, has no mean of moments."""
+
+    def state_of(world: af.World) -> af.TrainState:
+        return af.TrainState.create(
+            model=lambda: torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in "ab"]),
+            optimizer=partial(torch.optim.AdamW, lr=0.1),
+            setup=af.chain(af.shard_data(), af.local_sgd(sync_every=4)),
+            world=world,
+        )
+
+    def loss(model: torch.nn.ModuleList, batch: torch.Tensor) -> torch.Tensor:
+        return model[0](batch).sum() + (model[1](batch).sum() if batch.sum() else 0)
+
+    def save(world: af.World) -> None:
+        state, _ = af.make_step(loss)(
+            state_of(world), torch.full((1, 1), float(world.rank))
+        )
+        af.save(state, to)
+
+    with tempfile.TemporaryDirectory() as folder:
+        to = str(Path(folder) / "saved")
+        simulate(2, save)
+        simulate(2, lambda world: af.load(state_of(world), to))
+        with pytest.raises(
+            af.CheckpointError, match=r"2 ranks whose opt_state.* differed"
+        ):
+            simulate(size, lambda world: af.load(state_of(world), to))
+
+
 @af.transform
 class Counting:
     """Counts updates, on any number of ranks, under any name."""

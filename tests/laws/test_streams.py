@@ -141,6 +141,18 @@ def test_workers_read_as_one(
     is_the_map(data.draw(cases(workers)), size, kind)
 
 
+@given(case=cases(), place=st.integers(0, 40))
+def test_a_stream_goes_on_from_any_sample(case: Case, place: int) -> None:
+    """Batches are cut from there, as those of a map, though no batch of the epoch ended there."""
+    least = case.batch_size if case.remainder == "drop" else 1  # that are left
+    start = af.Cursor(0, min(place, case.n - least))
+    how: dict[str, Any] = {"parts": case.parts, "seed": case.seed, "start": start}
+    expected = read(single(), case.data(Drawing(case.n)), **how)
+    for kind in (Counting, Remembering):
+        data = case.data(kind(case.n), replay=True)
+        assert told(read(single(), data, **how)) == told(expected)
+
+
 @given(case=cases(), size=sizes)
 def test_a_stream_comes_once(case: Case, size: int) -> None:
     """Every epoch has each sample once; drop leaves out, and pad repeats, as many as it says."""

@@ -2,6 +2,7 @@
 """All mutants."""
 
 from tests.mutants import (
+    of_a_third_reader,
     of_accelerators,
     of_advice,
     of_axes,
@@ -26,6 +27,7 @@ from tests.mutants import (
     of_exports,
     of_facts,
     of_failing,
+    of_gloo,
     of_groups,
     of_helpers,
     of_hidden_kinds,
@@ -147,6 +149,8 @@ MUTANTS = [
     *of_kept_values.MUTANTS,
     *of_compiling.MUTANTS,
     *of_outer.MUTANTS,
+    *of_gloo.MUTANTS,
+    *of_a_third_reader.MUTANTS,
     *of_groups.MUTANTS,
     *of_workers.MUTANTS,
     *of_moving.MUTANTS,

@@ -32,6 +32,12 @@ MUTANTS = [
         " → [torch.zeros_like(p) if p.grad is None else p.grad for p in params]",
     ),
     Mutant(
+        "L18: a step that a flag skips counts for what Adam divides by",
+        test_kernels.test_what_a_flag_skips_counts_for_nothing,
+        fused_adam._stepped,
+        "counts.sub_(found_inf) → pass",
+    ),
+    Mutant(
         "L22: what is saved of a fused optimizer's counts stands still",
         test_kernels.test_fused_steps_are_torchs_own,
         fused_adam._joined,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that show in what hardly anybody gives."""
 
+from accelfn.base import shards as base_shards
 from accelfn.checkpoint import keep, lock, slices, store
 from accelfn.collectives import packed
 from accelfn.data.budget import budget
@@ -34,6 +35,12 @@ MUTANTS = [
         tests.test_a_batch_has_a_sample_though_it_costs_nothing,
         budget._fitting,
         "np.maximum(np.maximum.accumulate(costs), 1) → np.maximum.accumulate(costs)",
+    ),
+    Mutant(
+        "a tensor laid as a parameter in another dtype changes what the parameter says of its own",
+        tests.test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone,
+        base_shards.with_local,
+        "spec = copy.copy(spec) → pass",
     ),
     Mutant(
         "a manifest that cannot be read hides the checkpoints behind it from the best",

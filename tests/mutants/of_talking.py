@@ -137,6 +137,12 @@ MUTANTS = [
         },
     ),
     Mutant(
+        "L49: in a checked world a number without a dim is no row among rows",
+        test_checked.test_a_lone_number_is_a_row_among_rows,
+        agreed._told,
+        "elif free is not None: → elif False:",
+    ),
+    Mutant(
         "L55: in a checked world sums of tensors of different sizes are made",
         test_checked.test_what_differs_is_named,
         agreed._told,

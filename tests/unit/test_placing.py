@@ -41,6 +41,15 @@ def test_a_plan_is_a_table(tmp_path):
     assert moved != plan == moved.moved("embed", "cpu").moved("blocks.1", "cpu")
 
 
+@pytest.mark.parametrize("budget", [210, 400])
+def test_the_disk_comes_last(budget, tmp_path):
+    """Whichever budget is named first, memory is filled before the disk."""
+    plan = af.place(Net(), {"cpu": budget, "disk": tmp_path})
+    turned = af.place(Net(), {"disk": tmp_path, "cpu": budget})
+    assert str(turned) == str(plan)
+    assert plan.units[0].device == "cpu"
+
+
 @pytest.mark.parametrize(
     ("budgets", "said"),
     [

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.base import shards
 from accelfn.checkpoint import keep, lock
 from accelfn.data.budget import budget
 from accelfn.errors import CheckpointError
@@ -197,3 +199,31 @@ def test_a_batch_of_another_layout_is_a_batch(kind: str, size: int) -> None:
             for d in (True, False)
         )
         assert torch.equal(one, other)
+
+
+def test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone() -> None:
+    """As a momentum in another precision, of which a rank has the rows of its parameter."""
+
+    def program(world: af.World) -> None:
+        state = linear_state(4, 4, world=world, setup=af.wrap_fsdp())
+        param = state.params["weight"]
+        dtype = torch.float64 if param.dtype is torch.float32 else torch.float32
+        laid = shards.with_local(param, shards.local(param).to(dtype))
+        assert (laid.dtype, laid.shape) == (dtype, param.shape)
+        assert param.dtype is param._spec.tensor_meta.dtype is shards.local(param).dtype
+
+    simulate(2, program)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_a_change_far_into_a_file_is_noticed(part: int, tmp_path: Path) -> None:
+    """Though its tensors are compared while more of it is read, a MiB at a time."""
+    model = partial(torch.nn.ModuleList, [torch.nn.Linear(512, 512) for _ in "six..."])
+    state = linear_state(model=model)
+    af.save(state, tmp_path / "saved")
+    (path,) = (tmp_path / "saved").glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) - (1 << 20) * part - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(af.CheckpointCorruptError, match="differs in its"):
+        af.load(state, tmp_path / "saved")

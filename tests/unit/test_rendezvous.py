@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where machines with numbers meet, and ranks of each attempt."""
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import attrs
+import pytest
+import torch.distributed as dist
 
 from accelfn.launching.machines import Machines
 from accelfn.launching.rendezvous import NumberedRendezvous
 from accelfn.launching.script import planned
 from accelfn.launching.settings import Settings
+from accelfn.world import meeting
+from accelfn.world.place import Place
 
 
 def test_each_attempt_has_a_store_of_its_own() -> None:
@@ -20,6 +27,32 @@ def test_each_attempt_has_a_store_of_its_own() -> None:
         each.store.set("attempt", str(attempt))
     told = [each.store.get("attempt") for each in found]
     assert told == [b"0", b"1", b"2"]
+
+
+def test_ranks_of_an_attempt_meet_no_rank_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the store of a launcher that starts them anew, as torchrun's is, which lives on."""
+    monkeypatch.setattr(meeting, "_worlds", itertools.repeat(0))  # of new processes
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = Place(
+        launcher="torchrun",
+        rank=0,
+        size=2,
+        local_rank=0,
+        local_size=2,
+        node_rank=0,
+        address="127.0.0.1",
+        port=kept.port,
+        has_store=True,
+    )
+    for attempt in range(3):
+        ranks = [attrs.evolve(place, rank=r, attempt=attempt) for r in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            stores = [*pool.map(lambda each: meeting._meet(each, 30.0), ranks)]
+        assert not stores[1].check(["attempt"])  # of one before
+        stores[0].set("attempt", str(attempt))
+        assert stores[1].get("attempt") == str(attempt).encode()
 
 
 def test_an_elastic_run_begins_with_its_fewest_machines() -> None:
