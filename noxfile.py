@@ -38,7 +38,7 @@ SAMPLED = (  # of these CI runs a part
     "tests/test_examples.py",
 )
 
-TURNS = 6
+TURNS = 8
 """Of so many parts of the slow tests a commit runs one, which its hash draws."""
 
 ASKS_MOST_OF_TORCH = (  # where other versions broke so far
