@@ -189,6 +189,21 @@ def judged(world: af.World, each: Trained) -> None:
     assert differences(*found, within=1e-6) == []
 
 
+def layers_of_others(world: af.World, each: Trained) -> list[bool]:
+    """Return whether a linear layer is torch's own within the loss, and behind the update."""
+    torch.set_num_threads(1)
+    own, found, loss = torch._C._nn.linear, list[bool](), LOSSES[each.run.loss]
+
+    def looking(model: Any, batch: Any) -> Any:
+        found.append(torch.nn.functional.linear is own)
+        return loss(model, batch)
+
+    state = each.state(world)
+    (batch, *_) = each.run.batches(state, 1)
+    af.make_step(looking)(state, batch)
+    return [all(found), torch.nn.functional.linear is own]
+
+
 def sums_of_gradients(comm: Any) -> list[tuple[Any, str]]:
     """Return what sums over ranks under ZeRO: DeepSpeed's calls, and accelfn's over Gloo."""
     names = ("all_reduce", "reduce", "reduce_scatter_fn")

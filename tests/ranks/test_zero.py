@@ -30,6 +30,7 @@ from tests.ranks.programs_of_zero import (
     histories,
     judged,
     large_weights,
+    layers_of_others,
     layouts,
     mistakes,
     numbers,
@@ -337,6 +338,13 @@ def test_nothing_is_brought_into_rows_but_what_is_read(stage: int) -> None:
     """A steady step reads nothing; two fields that are read are read once each."""
     steady, once = run_ranks(2, readings, Trained(RUN, af.wrap_deepspeed(stage)))[0]
     assert (steady, once) == (0, 3)  # parameters, and two moments of each
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_of_other_models_are_torchs_own(stage: int) -> None:
+    """Those of DeepSpeed's at stage 3, of other last bits, are there while it runs alone."""
+    found = run_ranks(2, layers_of_others, Trained(RUN, af.wrap_deepspeed(stage)))
+    assert found == [[stage == 1, True]] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import functional
 
 from accelfn.errors import ArgumentError
 from accelfn.world import World
@@ -31,10 +32,15 @@ def check_installed(shown: str) -> None:
 
 @contextmanager
 def joined(ranks: World) -> Generator[Any, None, None]:
-    """Lend DeepSpeed, which talks through the world's group, and tells errors alone."""
+    """Lend DeepSpeed, which talks through the world's group, and tells errors alone.
+
+    At stage 3 it has a linear layer of its own, which keeps no gathered weight, and leaves it
+    in torch's place, for all models of the process: torch's is put back.
+    """
     deepspeed: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     before, groups._WORLD_GROUP = groups._WORLD_GROUP, ranks.group
+    linear = functional.linear
     logger: logging.Logger = deepspeed.utils.logger
     level = logger.level
     logger.setLevel(
@@ -46,6 +52,7 @@ def joined(ranks: World) -> Generator[Any, None, None]:
     finally:
         logger.setLevel(level)
         groups._WORLD_GROUP = before
+        functional.linear = linear
 
 
 @contextmanager

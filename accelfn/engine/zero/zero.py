@@ -8,11 +8,13 @@ of them what a state has is the part that is stepped: it is exchanged by pointer
 model computes with is made of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from accelfn.collectives import by_gloo
@@ -45,6 +47,7 @@ class Zero:
             self._engine, *_ = deepspeed.initialize(
                 model=root, optimizer=optimizer, config=dict(config)
             )
+            self._linear = functional.linear
         self._optimizer: Any = self._engine.optimizer
         self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
@@ -158,7 +161,17 @@ class Zero:
             self._coalesce(on=True)
         if not self._coalesces:
             self._engine.set_gradient_accumulation_boundary(ends)
-        return self._engine(*inputs)
+        with self._own_linear():
+            return self._engine(*inputs)
+
+    @contextmanager
+    def _own_linear(self) -> Generator[None]:
+        """Let layers be DeepSpeed's while its engine runs, or runs them again."""
+        before, functional.linear = functional.linear, self._linear
+        try:
+            yield
+        finally:
+            functional.linear = before
 
     def backward(
         self, loss: torch.Tensor, *, ends: bool, when_all_came: Callable[[], None]
@@ -173,7 +186,8 @@ class Zero:
                 all ranks.
         """
         self._when_all_came = when_all_came if ends else None
-        self._engine.backward(loss, scale_wrt_gas=False)
+        with self._own_linear():
+            self._engine.backward(loss, scale_wrt_gas=False)
         if ends and self._coalesces:
             self._coalesce(on=False)
             self._engine.set_gradient_accumulation_boundary(True)
