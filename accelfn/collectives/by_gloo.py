@@ -6,8 +6,8 @@ and for its reduce-scatter all ranks add up everything. On two processes a gathe
 took 0.3 ms of the processor by all-to-all, and 0.8 by Gloo's own; a reduce-scatter took 0.3,
 and 1.2. Of 25 MB the first two took the same, and the last ones 6 ms and 15.
 
-Messages take half as long again for large tensors, where ranks come to them together; where
-they do not, as among the units of a model, they take longer than an all-to-all.
+Messages take some 0.6 of an all-to-all's time for large tensors, where ranks come to them
+together; where they do not, as among the units of a model, they take longer than one.
 """
 
 from collections.abc import Sequence
