@@ -47,7 +47,7 @@ class Zero:
             self._engine, *_ = deepspeed.initialize(
                 model=root, optimizer=optimizer, config=dict(config)
             )
-            self._linear = functional.linear
+            self._linear = functional.linear if self.stage == 3 else None
         self._optimizer: Any = self._engine.optimizer
         self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
@@ -166,7 +166,10 @@ class Zero:
 
     @contextmanager
     def _own_linear(self) -> Generator[None]:
-        """Let layers be DeepSpeed's while its engine runs, or runs them again."""
+        """Let stage 3 have DeepSpeed's own layers while its engine runs, or runs them again."""
+        if self._linear is None:
+            yield
+            return
         before, functional.linear = functional.linear, self._linear
         try:
             yield
