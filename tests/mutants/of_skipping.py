@@ -71,7 +71,7 @@ MUTANTS = [
         "L18: a skipped update takes back the smaller scale too",
         test_loss_scales.test_the_scale_follows_its_rule,
         succession.through_state,
-        "state = changed(state, slots=dict(slots)) → pass",
+        "state = changed(state, slots=with_own(slots, owner.name, kept)) → pass",
     ),
     Mutant(
         "L18: growth_factor is ignored",
