@@ -37,7 +37,7 @@ def encoded(values: torch.Tensor, bits: int) -> torch.Tensor:
     exponent = exponent.clamp(_SMALLEST, _LARGEST)
     finite = largest.isfinite()
     exponent = torch.where(finite, exponent, 0)
-    steps = torch.ldexp(blocks, -exponent.unsqueeze(-1))
+    steps = blocks * _power(-exponent, values.dtype)
     steps = torch.where(finite.unsqueeze(-1), steps, 0).round_().clamp_(-most, most)
     told = torch.where(finite, exponent, _NOT_FINITE).to(torch.int8)
     return torch.cat([_packed(steps, bits).view(rows, -1), told.view(torch.uint8)], 1)
@@ -52,9 +52,15 @@ def decoded(coded: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     integers, told = (part.reshape(-1).clone() for part in coded.split(split, 1))
     exponent = told.view(torch.int8).view(rows, -1)
     steps = _unpacked(integers, bits).to(dtype).view(rows, -1, BLOCK)
-    values = torch.ldexp(steps, exponent.unsqueeze(-1).to(torch.int32))
+    values = steps * _power(exponent.to(torch.int32), dtype)
     lost = (exponent == _NOT_FINITE).unsqueeze(-1)
     return values.masked_fill_(lost, torch.nan).view(rows, count)
+
+
+def _power(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a power of two for each block; one for each number would take ten times as long."""
+    ones = torch.ones(exponent.shape, dtype=dtype, device=exponent.device)
+    return torch.ldexp(ones, exponent).unsqueeze(-1)
 
 
 def _packed(steps: torch.Tensor, bits: int) -> torch.Tensor:

@@ -11,13 +11,14 @@ from rounds import compared, timed
 
 import accelfn as af
 
-SYNC_EVERY = 64
+SYNC_EVERY = 100
+"""As in Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"."""
 SETUPS = {
     "without communication": af.local_sgd(sync_every=10**6),
     "diloco": af.diloco(sync_every=SYNC_EVERY, bits=8),
     "diloco in fragments": af.diloco(sync_every=SYNC_EVERY, bits=8, fragments=4),
     "diloco in fragments, with delay": af.diloco(
-        sync_every=SYNC_EVERY, bits=8, fragments=4, delay=14
+        sync_every=SYNC_EVERY, bits=8, fragments=4, delay=20
     ),
 }
 

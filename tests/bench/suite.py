@@ -398,9 +398,9 @@ SUITE = (
         how=(
             "The same two hosts and cable, and the four transformer layers of the first "
             "benchmark, 134,858 parameters, AdamW(fused=True), 32 rows a rank. DiLoCo sends 8 "
-            "bits a number every 64 updates, whole or a quarter at a time; with delay=14 ranks "
-            "go on for 14 updates before they use what came. Without communication is "
-            "local_sgd that never averages. One block is 256 updates, from one barrier to "
+            "bits a number every 100 updates, whole or a quarter at a time; with delay=20 ranks "
+            "go on for 20 updates before they use what came. Without communication is "
+            "local_sgd that never averages. One block is 400 updates, from one barrier to "
             "the next."
         ),
         targets=(("diloco in fragments, with delay", 1.10),),
