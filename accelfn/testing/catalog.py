@@ -201,7 +201,7 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         af.context_parallel,
-        _options(seq_dim=st.integers(1, 3)),
+        _options(seq_dim=st.integers(1, 3), ring=st.just(value=True)),
         neutral={},
         not_beside=frozenset({"reduce"}),
     ),

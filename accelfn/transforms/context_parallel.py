@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split each sample's sequence over the ranks along "cp"."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -10,13 +10,15 @@ from torch import nn
 
 from accelfn.base import tree
 from accelfn.base.advice import advise
-from accelfn.base.arguments import integer
+from accelfn.base.arguments import integer, option, truth
 from accelfn.base.signatures import qualname
 from accelfn.base.valueless import is_positive, on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
+from accelfn.engine.module.attention import Attending
 from accelfn.engine.module.first_look import Coarsest, first_of, untouched
-from accelfn.engine.module.heads import Exchanging
+from accelfn.engine.module.heads import Heads
+from accelfn.engine.module.ring import Ring
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, LossError
 from accelfn.state.metrics import Loss
@@ -37,9 +39,10 @@ class context_parallel:
     """Split each sample's sequence over the ranks along "cp", which attend to all of it.
 
     The ranks along "cp" take the same samples. Of each tensor of a batch that has the dim
-    `seq_dim`, a rank's loss is given its own contiguous part; tensors of fewer dims are whole.
+    `seq_dim`, a rank's loss is given its own part; tensors of fewer dims are whole.
     In `F.scaled_dot_product_attention` ranks exchange heads for positions, by an all-to-all
-    before and one after it, so each attends to all positions with its share of the heads.
+    before and one after it, so each attends to all positions with its share of the heads; or,
+    with `ring`, each keeps its queries, and keys and values go round from rank to rank.
     Whatever else the model does must go position by position, and what depends on a position,
     as embeddings and rotations, must come with the batch: positions that the model counts for
     itself would begin at 0 on every rank. The first loss is compared with the same loss in
@@ -48,12 +51,17 @@ class context_parallel:
     A loss returns `af.Loss(total, weight)`: a mean over a part cannot tell of how many tokens
     it is. Evaluation and prediction see whole sequences on each rank.
 
+    A part is contiguous, and with `ring` two pieces: of 2n pieces rank r has the r-th and the
+    r-th from the end, so that a causal mask leaves all ranks as much to do.
+
     Without a world with "cp" it changes nothing.
 
     Acts on: loss, module.
 
     Args:
         seq_dim: the dim of a batch's tensors that is the sequence; dim 0 is the samples.
+        ring: whether keys and values go round, which shares no heads out: "cp" may be larger
+            than their number. Nothing can be dropped in attention then.
 
     Law:
         Parameters, weights and metrics are those of one process on the whole sequences, up to
@@ -63,20 +71,26 @@ class context_parallel:
         With n ranks along "cp", 1/n of the activations a rank, and two all-to-alls each in the
         forward and the backward pass of every attention: 2 (n - 1) / n² of the bytes of query,
         key, value and result together. Gradients cross as under `wrap_ddp` or `wrap_fsdp`,
-        which count "cp" to their ranks. Once for each engine, two forward passes on one
-        sample, of at most 2,048 positions.
+        which count "cp" to their ranks. With `ring`, in place of the all-to-alls, n - 1 times
+        a rank's keys and values each in the forward and in the backward pass, and n times
+        their gradients (in float32 at least), most of it while a block is computed; attention
+        over blocks is torch's own kernel on CPUs, and on GPUs in 16 bits without a mask, and
+        elsewhere has one block's products in memory. Once for each engine, two forward passes
+        on one sample, of at most 2,048 positions.
 
     Raises:
         CompositionError: when composed, beside `local_sgd`, `compile`, or another of its kind.
         BatchError: at a step, tensors with the dim differ in its length, or "cp" does not
-            divide it; or the ranks along "cp" were given different batches.
+            divide it (with `ring`, twice as many); or the ranks along "cp" were given
+            different batches.
         LossError: at a step, the loss is no `af.Loss`, or not the same in parts; heads do not
-            divide by "cp", a mask is for other positions, or the model calls
-            nn.MultiheadAttention.
+            divide by "cp", a mask is for other positions, something is dropped in a ring's
+            attention, or the model calls nn.MultiheadAttention.
 
     References:
         Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of
-        Extreme Long Sequence Transformer Models".
+        Extreme Long Sequence Transformer Models". Liu, Zaharia, Abbeel 2023, "Ring Attention
+        with Blockwise Transformers for Near-Infinite Context".
 
     Example:
         >>> context_parallel(seq_dim=2)
@@ -99,11 +113,14 @@ class context_parallel:
         validator=integer(1, "a dim behind that of the samples"),
         kw_only=True,
     )
+    ring: bool = option(default=False, validator=truth())
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Let the engine's own module know which part of a sequence it sees."""
         if state.world.along("cp").size > 1:
-            vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim)
+            ranks = state.world.along("cp")
+            way = Ring(ranks) if self.ring else Heads(ranks)
+            vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim, way)
         return module
 
     def loss(self, loss_fn: LossFunction) -> LossFunction:
@@ -124,9 +141,9 @@ class context_parallel:
 class _Sequence:
     """How the sequences of a batch are split over ranks."""
 
-    def __init__(self, world: World, dim: int) -> None:
+    def __init__(self, world: World, dim: int, way: Heads | Ring) -> None:
         self._ranks, self._loss_ranks, self._dim = world.along("cp"), world.loss, dim
-        self._exchanging = Exchanging(self._ranks)
+        self._way, self._attending = way, Attending(way.attend)
         self.is_checked = False
 
     def of_part(
@@ -134,7 +151,7 @@ class _Sequence:
     ) -> Loss:
         """Return the loss of this rank's part."""
         part = self._cut(batch, self._length(batch))
-        with self._exchanging:
+        with self._attending:
             returned = loss_fn(model, part, *extras)
         if not isinstance(returned, Loss):
             msg = (
@@ -154,8 +171,9 @@ class _Sequence:
             BatchError: the ranks have different batches.
             LossError: the two differ.
         """
-        few = min(_MANY // self._ranks.size * self._ranks.size, self._length(batch))
-        first = self._narrowed(first_of(batch), 0, few)
+        num = self._way.num_pieces
+        few = min(_MANY // num * num, self._length(batch))
+        first = self._first(first_of(batch), few)
         with untouched(model, self._ranks.device) as has_drawn:
             with Coarsest() as coarsest:
                 whole = loss_fn(model, first, *extras)
@@ -220,26 +238,37 @@ class _Sequence:
             )
             raise BatchError(msg)
         (length,) = lengths
-        if length % self._ranks.size:
+        if length % self._way.num_pieces:
             msg = (
                 f"af.context_parallel(seq_dim={self._dim}): sequences of {length} positions"
-                f' cannot be shared by {self._ranks.size} ranks along "cp". Pad them to a'
-                " multiple where they are batched, with tokens of weight 0."
+                f" cannot be cut into {self._way.num_pieces} pieces of one length, for"
+                f' {self._ranks.size} ranks along "cp". Pad them to a multiple where they are'
+                " batched, with tokens of weight 0."
             )
             raise BatchError(msg)
         return length
 
     def _cut(self, batch: Any, length: int) -> Any:
-        share = length // self._ranks.size
-        return self._narrowed(batch, self._ranks.rank * share, share)
+        """Return what of a batch is this rank's."""
+        size = length // self._way.num_pieces
+        begins = [piece * size for piece in self._way.pieces]
 
-    def _narrowed(self, batch: Any, begin: int, length: int) -> Any:
-        def narrowed(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.ndim <= self._dim:
-                return leaf
-            return leaf.narrow(self._dim, begin, length)
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
+            parts = [leaf.narrow(self._dim, begin, size) for begin in begins]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, self._dim)
 
-        return tree.tree_map(narrowed, batch)
+        return self._of_sequences(cut, batch)
+
+    def _first(self, batch: Any, length: int) -> Any:
+        """Return a batch whose sequences are only so long."""
+        return self._of_sequences(lambda t: t.narrow(self._dim, 0, length), batch)
+
+    def _of_sequences(self, change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+        def changed(leaf: Any) -> Any:
+            is_sequence = isinstance(leaf, torch.Tensor) and leaf.ndim > self._dim
+            return change(leaf) if is_sequence else leaf
+
+        return tree.tree_map(changed, batch)
 
 
 def _numbers(

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from tests.accelerator.at_hand import IS_FAKE, NAME
+from tests.laws import test_blocks as blocks
 from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.long_texts import AXES, Text, texts
 from tests.laws.parallel_layers import LYING, PLAN, SEQUENCE, Lying, Speech, speeches
+from tests.laws.test_blocks import Call, calls
 from tests.laws.test_context import trained
 from tests.laws.test_megatron import seen
 from tests.laws.worlds import close_means
@@ -28,8 +30,11 @@ pytestmark = pytest.mark.gpu
 A_FEW = 2 if IS_FAKE else 8
 """Their laws have many more, on the CPU; on the fake one each kernel takes ten times as long."""
 lying = st.sampled_from(LYING)
-long_texts = st.sampled_from(AXES).flatmap(
-    lambda axes: st.tuples(st.just(axes), texts(axes["cp"]))
+by_heads, by_ring = (
+    st.sampled_from(AXES).flatmap(
+        lambda axes, ring=ring: st.tuples(st.just(axes), texts(axes["cp"], ring=ring))
+    )
+    for ring in (False, True)
 )
 speech_of_rows = speeches(plan=PLAN)
 
@@ -57,15 +62,38 @@ def test_split_layers_train_what_whole_ones_do(
 
 
 @settings(max_examples=A_FEW)
-@given(run=long_texts)
+@given(by_heads=by_heads, by_ring=by_ring)
 def test_parts_of_sequences_train_what_the_whole_does(
-    run: tuple[dict[str, int], Text],
+    by_heads: tuple[dict[str, int], Text], by_ring: tuple[dict[str, int], Text]
 ) -> None:
-    """Whose attention is the device's own kernel."""
-    axes, text = run[0], attrs.evolve(run[1], dtype=torch.float64)
-    alone = trained(af.World.single(), text)
-    setup = (af.wrap_ddp(), af.context_parallel())
-    check(alone, axes, lambda world: trained(world, text, *setup))
+    """Whose attention is the device's own kernel, and in a ring products of blocks."""
+    for axes, drawn in (by_heads, by_ring):
+        text = attrs.evolve(drawn, dtype=torch.float64)
+        setup = (af.wrap_ddp(), text.sharing)
+        check(
+            trained(af.World.single(), text),
+            axes,
+            lambda world, text=text, setup=setup: trained(world, text, *setup),
+        )
+
+
+@pytest.mark.skipif(IS_FAKE, reason="it has no kernel for blocks")
+@given(call=calls, is_causal=st.booleans())
+def test_blocks_are_attention_to_all_by_the_kernel_of_the_device(
+    call: Call, is_causal: bool
+) -> None:
+    """In 16 bits, of a multiple of eight features and without a mask."""
+    samples, heads, queries, features = call.num
+    call = attrs.evolve(
+        call,
+        num=(samples, heads, queries, 8 * features),
+        features=None,
+        mask=None,
+        cuts=(queries,) if is_causal else call.cuts,
+        dtype=torch.bfloat16,
+        device=NAME,
+    )
+    blocks.check(call, is_causal=is_causal)
 
 
 @pytest.mark.filterwarnings("ignore:When using async grad allreduce")  # of speed

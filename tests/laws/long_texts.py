@@ -39,16 +39,19 @@ class Attending(nn.Module):
         shape = (heads,) if mask == "by head" else ()
         allowed = torch.rand(*shape, LONGEST, LONGEST) < 0.5
         self.register_buffer("allowed", allowed | torch.eye(LONGEST, dtype=torch.bool))
+        if mask == "learned":
+            self.bias = nn.Parameter(torch.randn(heads, LONGEST, LONGEST))
 
     def forward(self, x: torch.Tensor, length: int) -> torch.Tensor:
         y = self.norm(x)
         key, value = self._by_head(self.both(y), 2 * self.groups).chunk(2, 1)
-        masks = self.kind in ("any", "by head")
+        masks = {"any": "allowed", "by head": "allowed", "learned": "bias"}
+        mask = getattr(self, masks[self.kind]) if self.kind in masks else None
         attended = F.scaled_dot_product_attention(
             self._by_head(self.query(y), self.heads),
             key,
             value,
-            self.allowed[..., :length, :length] if masks else None,
+            None if mask is None else mask[..., :length, :length],
             dropout_p=self.dropped if self.training else 0.0,
             is_causal=self.kind == "causal",
             scale=self.scale,
@@ -102,11 +105,13 @@ class Text:
         length: positions of each.
         heads: of each attention.
         shared_by: heads of queries that share one of keys.
-        mask: which positions see which: "none", "causal", "any", or any "by head".
+        mask: which positions see which: "none", "causal", "any", or any "by head"; or how much
+            of them, as is "learned" by head.
         scale: what products of queries and keys are multiplied by; None is torch's own.
         dropped: which share of what is attended to in training: none or all, for which
             nothing must be drawn alike.
         micro: parts of a rank's share.
+        ring: whether keys and values go round, so that nothing is dropped.
         behind: further transforms.
     """
 
@@ -119,9 +124,15 @@ class Text:
     scale: float | None = None
     dropped: float = 0.0
     micro: int = 1
+    ring: bool = False
     behind: tuple[object, ...] = ()
     dtype: torch.dtype = torch.float64
     seed: int = 0
+
+    @property
+    def sharing(self) -> object:
+        """Return the transform that splits it."""
+        return af.context_parallel(ring=self.ring)
 
     def data(self) -> af.Data:
         """Return tokens, what is due at each, how much each counts, and its place."""
@@ -190,19 +201,26 @@ BESIDE = (
 @st.composite
 def texts(draw: st.DrawFn, ranks: int, **fixed: Any) -> Text:
     """Draw a training that so many ranks along "cp" can share."""
-    keys = ranks * draw(st.integers(1, 4 // ranks + 1))
+    ring = fixed["ring"] if "ring" in fixed else draw(st.booleans())
+    keys = (
+        draw(st.integers(1, 3))
+        if ring
+        else ranks * draw(st.integers(1, 4 // ranks + 1))
+    )
+    lengths = [2 * ranks, 4 * ranks] if ring else [ranks * n for n in range(1, 5)]
     shared_by = draw(st.sampled_from([1, 1, 2]))
     behind = st.lists(st.sampled_from(BESIDE), unique_by=lambda each: each.name)
     drawn = {
         "n": draw(st.integers(1, 9)),
         "batch_size": draw(st.integers(1, 6)),
-        "length": ranks * draw(st.integers(1, 4)),
+        "length": draw(st.sampled_from(lengths)),
         "heads": keys * shared_by,
         "shared_by": shared_by,
-        "mask": draw(st.sampled_from(["none", "causal", "any", "by head"])),
+        "mask": draw(st.sampled_from(["none", "causal", "any", "by head", "learned"])),
         "scale": draw(st.sampled_from([None, 0.25, 2.0])),
-        "dropped": draw(st.sampled_from([0.0, 0.0, 0.0, 1.0])),
+        "dropped": 0.0 if ring else draw(st.sampled_from([0.0, 0.0, 0.0, 1.0])),
         "micro": draw(st.integers(1, 3)),
+        "ring": ring,
         "behind": tuple(draw(behind)),
         "seed": draw(st.integers(0, 9)),
     }

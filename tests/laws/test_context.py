@@ -69,7 +69,7 @@ def test_parts_of_sequences_train_what_the_whole_does(
     """Parameters, optimizer state, averages and metrics are those of one rank."""
     axes, text = run[0], attrs.evolve(run[1], dtype=dtype)
     alone, means = trained(single(), text)
-    setup = (engine, af.context_parallel())
+    setup = (engine, text.sharing)
     ranks = simulate(prod(axes.values()), lambda w: trained(w, text, *setup), axes=axes)
     within = 1e-13 if dtype is torch.float64 else 2e-6
     for found, seen in ranks:
@@ -114,7 +114,7 @@ def test_counts_are_of_whole_texts(
         return tensors(state), means
 
     alone, expected = trained(single())
-    setup = (engine, af.context_parallel())
+    setup = (engine, text.sharing)
     size = prod(axes.values())
     for found, means in simulate(size, lambda w: trained(w, *setup), axes=axes):
         whole = {name: value for name, value in alone.items() if name in found}
@@ -138,7 +138,7 @@ def test_each_part_has_draws_of_its_own(
             noise.append(torch.rand(4))
             return loss_of_tokens(net, batch)
 
-        state = text.state(world, engine, af.context_parallel())
+        state = text.state(world, engine, text.sharing)
         af.value_and_grad(loss)(state, next(iter(af.batches(state))))
         return noise[-1]
 
@@ -162,7 +162,7 @@ def test_each_token_counts_once(
         seen = af.reduce(total.reshape(1), world)
         return [(float(grads.taken.divisor) * grads.taken.num_averaged, float(seen))]
 
-    setup = (engine, af.context_parallel())
+    setup = (engine, text.sharing)
     (expected,) = weights(single())
     size = prod(axes.values())
     for (found,) in simulate(size, lambda w: weights(w, *setup), axes=axes):
@@ -175,7 +175,7 @@ def test_what_trained_on_parts_goes_on_anywhere(
 ) -> None:
     """A checkpoint of ranks along "cp" is loaded bitwise by one process, and by others."""
     axes, text = run
-    setup = (engine, af.context_parallel())
+    setup = (engine, text.sharing)
 
     def saved(world: af.World, folder: str) -> dict[str, torch.Tensor]:
         state, step = text.state(world, *setup), af.make_step(loss_of_tokens)

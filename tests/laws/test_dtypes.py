@@ -51,6 +51,7 @@ ROWS = {
     "ema, slow": af.chain(DDP, af.ema(0.998)),
     "plateau": af.chain(DDP, af.plateau(0.5, patience=0)),
     "context_parallel": af.chain(DDP, af.context_parallel()),
+    "context_parallel, ring": af.chain(DDP, af.context_parallel(ring=True)),
     "sync_batchnorm": af.chain(DDP, af.sync_batchnorm()),
     "compress, fp16": af.chain(DDP, af.compress("fp16")),
     "compress, bf16": af.chain(DDP, af.compress("bf16")),

@@ -37,31 +37,31 @@ MUTANTS = [
     Mutant(
         "L3: of a mask by head each rank takes the first heads",
         TRAINS,
-        heads.Attention.mask_of,
+        heads._of_heads,
         "mask.chunk(ranks.size, -3)[ranks.rank] → mask.chunk(ranks.size, -3)[0]",
     ),
     Mutant(
         "L3: attention is never causal where heads are exchanged",
         TRAINS,
-        heads.Exchanging._attend,
+        heads.Heads.attend,
         '"attn_mask": mask} → "attn_mask": mask, "is_causal": False}',
     ),
     Mutant(
         "L3: a mask is dropped where heads are exchanged",
         TRAINS,
-        heads.Exchanging._attend,
+        heads.Heads.attend,
         '"attn_mask": mask} → "attn_mask": None}',
     ),
     Mutant(
         "L3: attention has torch's own scale where heads are exchanged",
         TRAINS,
-        heads.Exchanging._attend,
+        heads.Heads.attend,
         '"attn_mask": mask} → "attn_mask": mask, "scale": None}',
     ),
     Mutant(
         "L3: nothing is dropped in attention where heads are exchanged",
         TRAINS,
-        heads.Exchanging._attend,
+        heads.Heads.attend,
         '"attn_mask": mask} → "attn_mask": mask, "dropout_p": 0.0}',
     ),
     Mutant(
@@ -80,7 +80,7 @@ MUTANTS = [
         "L3: all ranks along cp have the first part of a sequence",
         TRAINS,
         context_parallel._Sequence._cut,
-        "self._ranks.rank * share → 0 * share",
+        "begins = [piece * size for piece in self._way.pieces] → begins = [0]",
     ),
     Mutant(
         "L3: ranks look at the loss in one piece as often as their own samples ask",

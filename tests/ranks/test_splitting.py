@@ -185,7 +185,7 @@ def test_megatron_by_hand_does_the_same(size: int, tied: bool) -> None:
 
 def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:
     """Return the parameters after two updates, and the metrics of the last."""
-    state = text.state(world, engine, af.context_parallel())
+    state = text.state(world, engine, text.sharing)
     step, metrics = af.make_step(loss_of_tokens), af.Metrics({})
     for batch in islice(af.batches(state), 2):
         state, metrics = step(state, batch)

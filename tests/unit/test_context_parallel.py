@@ -148,11 +148,15 @@ def state_of(
 
 
 def stepped(
-    world: af.World, model: Any = Attending, loss: Any = loss_of_all, batch: Any = None
+    world: af.World,
+    model: Any = Attending,
+    loss: Any = loss_of_all,
+    batch: Any = None,
+    setup: Any = SHARING,
 ) -> af.TrainState:
     """Return the state after an update."""
     given = rows() if batch is None else batch
-    return af.make_step(loss)(state_of(world, model), given)[0]
+    return af.make_step(loss)(state_of(world, model, setup), given)[0]
 
 
 @pytest.mark.parametrize("model", [Counting, Mixing])
@@ -210,7 +214,10 @@ def test_a_mean_is_refused() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (rows(3), 'sequences of 3 positions cannot be shared by 2 ranks along "cp"'),
+        (
+            rows(3),
+            r'3 positions cannot be cut into 2 pieces .* for 2 ranks along "cp"',
+        ),
         ((*rows()[:2], rows(6)[2]), r"one length at dim 1, got the shapes"),
         ((torch.ones(2),), r"one length at dim 1, got the shapes \[\]"),
     ],
@@ -347,9 +354,9 @@ def test_what_is_predicted_and_gathered_comes_once() -> None:
 class Within(nn.Module):
     """Attention in a module of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = HEADS) -> None:
         super().__init__()
-        self.layer = Attending()
+        self.layer = Attending(heads)
         self.layer.dropout = nn.Identity()
 
     def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

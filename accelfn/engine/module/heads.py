@@ -12,112 +12,66 @@ import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from torch.overrides import TorchFunctionMode
 
 from accelfn.collectives import naming
+from accelfn.engine.module.attention import HEADS, POSITIONS, Attention
 from accelfn.errors import LossError
 from accelfn.world import World
 
-_HEADS, _POSITIONS = 1, 2
 _LABEL = "context_parallel: heads for positions"
 
 
-class Exchanging(TorchFunctionMode):
-    """Inside it, `F.scaled_dot_product_attention` sees all positions of this rank's heads."""
+class Heads:
+    """The way by heads: each rank attends to all positions with a share of the heads.
+
+    Attributes:
+        num_pieces: into how many pieces a sequence is cut.
+        pieces: which of them this rank has, in this order.
+    """
 
     def __init__(self, ranks: World) -> None:
         """Take the ranks that have the parts of a sequence, in order."""
-        super().__init__()
         self._ranks = ranks
+        self.num_pieces, self.pieces = ranks.size, (ranks.rank,)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function of torch, or attention as it is here."""
-        del types
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attend(Attention(*args, **kwargs))
-        if func is F.multi_head_attention_forward:
-            msg = (
-                "af.context_parallel: nn.MultiheadAttention would attend to the positions of"
-                " this rank alone. Compute query, key and value by layers of your own, and"
-                " call F.scaled_dot_product_attention."
-            )
-            raise LossError(msg)
-        return func(*args, **kwargs)
+    def attend(self, given: Attention) -> torch.Tensor:
+        """Return what this rank's positions see.
 
-    def _attend(self, given: "Attention") -> torch.Tensor:
+        Raises:
+            LossError: heads cannot be shared out, or a mask is not for all positions.
+        """
         ranks = self._ranks
-        given.check(ranks)
-        three = (given.query, given.key, given.value)
-        query, key, value = exchanged(three, ranks, (_HEADS, _POSITIONS))
-        mask = given.mask_of(query, key, ranks)
+        _check(given, ranks)
+        query, key, value = exchanged(
+            (given.query, given.key, given.value), ranks, (HEADS, POSITIONS)
+        )
+        given.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
+        mask = _of_heads(given.attn_mask, ranks)
         options = attrs.asdict(given, recurse=False)
         options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
         attended = F.scaled_dot_product_attention(**options)
-        return exchanged((attended,), ranks, (_POSITIONS, _HEADS))[0]
+        return exchanged((attended,), ranks, (POSITIONS, HEADS))[0]
 
 
-@attrs.frozen
-class Attention:
-    """What `F.scaled_dot_product_attention` is called with."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def check(self, ranks: World) -> None:
-        """Refuse heads that cannot be shared out.
-
-        Raises:
-            LossError: they are no dim, or not as many as the ranks or a multiple of them.
-        """
-        for name in ("query", "key", "value"):
-            shape = tuple(getattr(self, name).shape)
-            if len(shape) != 4:
-                msg = (
-                    f"af.context_parallel: attention was called with a {name} of shape"
-                    f" {shape}; expected (samples, heads, positions, features), of which heads"
-                    " are shared out over the ranks."
-                )
-                raise LossError(msg)
-            if shape[_HEADS] % ranks.size:
-                msg = (
-                    f"af.context_parallel: {shape[_HEADS]} heads of the {name}, of shape"
-                    f' {shape}, cannot be shared out over {ranks.size} ranks along "cp". Take'
-                    " a number of ranks that divides them."
-                )
-                raise LossError(msg)
-
-    def mask_of(
-        self, query: torch.Tensor, key: torch.Tensor, ranks: World
-    ) -> torch.Tensor | None:
-        """Return what of the mask is for this rank's heads.
-
-        Raises:
-            LossError: it is not for all positions.
-        """
-        mask = self.attn_mask
-        if mask is None:
-            return None
-        whole = (query.shape[_POSITIONS], key.shape[_POSITIONS])
-        if any(a not in (1, b) for a, b in zip(mask.shape[-2:], whole, strict=True)):
+def _check(given: Attention, ranks: World) -> None:
+    """Refuse heads that are not as many as the ranks or a multiple of them."""
+    given.check_dims()
+    for name, tensor in given.three.items():
+        if tensor.shape[HEADS] % ranks.size:
             msg = (
-                f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, and"
-                f" attention goes over {whole[0]} x {whole[1]} positions, of which this rank"
-                " has a part. Give is_causal=True, or a mask for all positions, such as a"
-                " buffer of the model or one of fewer dims than seq_dim names."
+                f"af.context_parallel: {tensor.shape[HEADS]} heads of the {name}, of shape"
+                f" {tuple(tensor.shape)}, cannot be shared out over {ranks.size} ranks along"
+                ' "cp". Take a number of ranks that divides them, or'
+                " af.context_parallel(ring=True), which shares no heads out."
             )
             raise LossError(msg)
-        if mask.ndim > 2 and mask.shape[-3] > 1:
-            return mask.chunk(ranks.size, -3)[ranks.rank]
-        return mask
+
+
+def _of_heads(mask: torch.Tensor | None, ranks: World) -> torch.Tensor | None:
+    """Return what of a mask is for this rank's heads."""
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        return mask.chunk(ranks.size, -3)[ranks.rank]
+    return mask
 
 
 def exchanged(

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What context_parallel(ring=True) refuses, sends and computes with."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import accelfn as af
+from accelfn.engine.module.blocks import Block
+from accelfn.errors import BatchError, LossError
+from accelfn.testing import simulate
+from tests.unit.test_context_parallel import (
+    SHARING,
+    WIDTH,
+    Attending,
+    Batch,
+    Flat,
+    Masking,
+    Within,
+    loss_of_all,
+    rows,
+    state_of,
+    stepped,
+)
+
+RING = af.chain(af.shard_data(), af.wrap_ddp(), af.context_parallel(ring=True))
+
+
+class Dropping(Attending):
+    """Drops what it attends to, in evaluation too."""
+
+    def attend(self, *three: torch.Tensor) -> torch.Tensor:
+        by_head = [x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in three]
+        attended = F.scaled_dot_product_attention(*by_head, dropout_p=0.5)
+        return attended.transpose(1, 2).flatten(2)
+
+
+class Spreading(Attending):
+    """Has keys of one head for all heads of queries, which torch spreads."""
+
+    def attend(self, *three: torch.Tensor) -> torch.Tensor:
+        query, *rest = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in three)
+        key, value = (each[:, :1] for each in rest)
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return attended.transpose(1, 2).flatten(2)
+
+
+class Doubling(Attending):
+    """Has two keys for each query."""
+
+    def attend(self, *three: torch.Tensor) -> torch.Tensor:
+        query, *rest = (x[:, None] for x in three)
+        both = [torch.cat([each, each], 2) for each in rest]
+        return F.scaled_dot_product_attention(query, *both, is_causal=True)[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*draws random numbers")
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            Dropping,
+            r"ring=True\): attention is to drop a share of 0\.5 .* leave out ring",
+        ),
+        (
+            Spreading,
+            r"query of shape \(1, 2, 2, 2\) cannot attend to a key of \(1, 1, 2, 2\)",
+        ),
+        (Doubling, r"this rank's part has 2 queries and 4 keys"),
+        (Masking, r"attn_mask has the shape \(2, 2\), .* 4 x 4 positions"),
+        (Flat, r"query of shape \(1, 2, 4\); expected \(samples, heads"),
+    ],
+)
+def test_attention_that_no_ring_has_is_refused(model: Any, words: str) -> None:
+    """What is dropped, heads that torch would spread, and keys of no position."""
+    with pytest.raises(LossError, match=words):
+        simulate(2, lambda w: stepped(w, model, setup=RING), axes={"cp": 2})
+
+
+def test_a_ring_has_two_pieces_a_rank() -> None:
+    """Sequences of which there are no four pieces are refused; those of eight are cut so."""
+    with pytest.raises(BatchError, match=r"2 positions cannot be cut into 4 pieces"):
+        simulate(2, lambda w: stepped(w, batch=rows(2), setup=RING), axes={"cp": 2})
+
+    def fn(world: af.World) -> list[float]:
+        seen: list[torch.Tensor] = []
+
+        def noted(net: nn.Module, batch: Batch) -> af.Loss:
+            seen.append(batch[2][0])
+            return loss_of_all(net, batch)
+
+        stepped(world, loss=noted, batch=rows(8), setup=RING)
+        return seen[-1].tolist()
+
+    expected = [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert list(simulate(2, fn, axes={"cp": 2})) == expected
+
+
+@pytest.mark.parametrize("setup", [SHARING, RING])
+def test_sequences_may_be_empty(setup: Any) -> None:
+    """Of which nothing counts: the update is that of no tokens, on one rank too."""
+
+    def fn(world: af.World) -> dict[str, torch.Tensor]:
+        return dict(stepped(world, Within, batch=rows(0), setup=setup).params)
+
+    ((alone,), split) = simulate(1, fn), simulate(2, fn, axes={"cp": 2})
+    for found in split:
+        assert all(torch.equal(param, found[name]) for name, param in alone.items())
+
+
+@pytest.mark.parametrize("ring", [0, 1, None, "yes"])
+def test_a_ring_is_there_or_not(ring: Any) -> None:
+    """True or False."""
+    with pytest.raises(af.ArgumentError, match=r"context_parallel\(ring="):
+        af.context_parallel(ring=ring)
+
+
+def test_a_ring_needs_no_heads() -> None:
+    """One head, and more ranks than heads, in bfloat16 under autocast too."""
+    heads = partial(Within, 1)
+    for precision in ((), (af.autocast("bf16"),)):
+        setup = af.chain(RING, *precision)
+
+        def fn(world: af.World, setup: Any = setup) -> dict[str, torch.Tensor]:
+            return dict(stepped(world, heads, batch=rows(8), setup=setup).params)
+
+        (alone,), split = simulate(1, fn), simulate(4, fn, axes={"cp": 4})
+        near = 3e-2 if precision else 1e-5
+        for found in split:
+            for name, param in alone.items():
+                assert torch.allclose(param, found[name], atol=near), name
+
+
+def test_a_ring_computes_in_the_dtype_of_autocast() -> None:
+    """What attention returns has it, as torch's own does."""
+
+    class Telling(Within):
+        def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+            wide = x[:, None].float()
+            attended = F.scaled_dot_product_attention(wide, wide, wide)
+            told.add((torch.is_grad_enabled(), attended.dtype))
+            return super().forward(x, places)
+
+    told: set[Any] = set()
+    setup = af.chain(RING, af.autocast("bf16"))
+    simulate(2, lambda w: stepped(w, Telling, setup=setup), axes={"cp": 2})
+    assert {dtype for _, dtype in told} == {torch.bfloat16}
+
+
+def test_keys_go_round_and_gradients_come_home() -> None:
+    """Of n ranks n - 1 passes of keys and values each way, and n of their gradients."""
+
+    def fn(world: af.World) -> None:
+        state, step = state_of(world, setup=RING), af.make_step(loss_of_all)
+        for _ in range(2):
+            state, _ = step(state, rows(12))
+
+    log = simulate(3, fn, axes={"cp": 3}).log
+    sent = [each for each in log if each.kind.startswith("all_to_all")]
+    second = [each for each in sent if each.step == 1]
+    pair = 2 * 2 * (12 // 3) * WIDTH * 4  # keys and values of two samples, in float32
+    assert [each.num_bytes for each in second] == [pair] * (2 + 2 + 3)
+    assert {each.label for each in second} == {
+        "context_parallel: keys and values round a ring"
+    }
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_kernel_of_gpus_is_called_as_torch_declares_it(is_causal: bool) -> None:
+    """In 16 bits and without a mask; on tensors that have a place and no values."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    with FakeTensorMode():
+        query = torch.empty(2, 4, 6, 16, **options)
+        key, value = (torch.empty(2, 2, 6, 16, **options) for _ in range(2))
+        block = Block(query, key, value, None, is_causal=is_causal, scale=0.5)
+        seen, lse = block.attended()
+        assert (seen.shape, lse.shape) == (query.shape, query.shape[:3])
+        assert (seen.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+        gradients = block.gradients(torch.empty_like(seen), seen, lse)
+    shapes = [each.shape for each in gradients]
+    assert shapes == [query.shape, key.shape, value.shape]
