@@ -191,17 +191,18 @@ class Speech:
 
 @attrs.frozen
 class Lying:
-    """How a model lies over ranks: along which axes, and by which transforms."""
+    """How a model lies over ranks: along which axes, by which transforms, and if in a ring."""
 
     axes: dict[str, int]
     engine: tuple[object, ...] = ()
+    ring: bool = attrs.field(default=False, kw_only=True)
 
     def setup(self, plan: dict[str, str]) -> tuple[object, ...]:
         """Return the transforms."""
         sequence = "sequence" in plan.values()
         split = (af.tensor_parallel(plan, sequence=sequence),)
         split = split if "tp" in self.axes else ()
-        read = (af.context_parallel(),) if "cp" in self.axes else ()
+        read = (af.context_parallel(ring=self.ring),) if "cp" in self.axes else ()
         return *split, *self.engine, *read
 
     def on_ranks(self, fn: Any) -> list[Any]:

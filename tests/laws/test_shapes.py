@@ -133,7 +133,11 @@ BY_SEQUENCE = [
 ]
 
 
+RING = Lying({"dp_shard": 2, "cp": 2}, (af.wrap_fsdp(),), ring=True)
+
+
 @given(speech=speeches(), lying=st.sampled_from([*LYING, *UNSPLIT, *BY_SEQUENCE]))
+@example(speech=Speech(n=4, batch_size=2, plan=SEQUENCE), lying=RING)
 @example(speech=Speech(n=4, batch_size=2, plan=SEQUENCE), lying=UNSPLIT[-1])
 @example(speech=Speech(n=4, batch_size=2, plan=SEQUENCE), lying=Lying({"tp": 2}))
 def test_parts_of_layers_are_foreseen_from_shapes(speech: Speech, lying: Lying) -> None:

@@ -180,7 +180,7 @@ MUTANTS = [
         "a ring computes in float32 under autocast",
         PRECISE,
         ring._as_autocast,
-        "return tensor.to(torch.get_autocast_dtype(kind)) → return tensor",
+        "tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor → tensor",
     ),
     Mutant(
         "a ring drops what it attends to at each meeting anew",

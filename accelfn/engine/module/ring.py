@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import attrs
 import torch
+from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 
+from accelfn.base.contexts import NOTHING
 from accelfn.collectives.around import Homewards, around, owners
 from accelfn.engine.module.attention import HEADS, POSITIONS, Attention
 from accelfn.engine.module.blocks import Block, join, wide
@@ -88,9 +90,10 @@ def _of_pieces(
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in the dtype in which autocast would have attention computed."""
     kind = tensor.device.type
-    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+    if tensor.dtype is torch.float64 or not is_autocast_available(kind):
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    enabled = torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
 
 
 def _check(given: Attention) -> None:
@@ -223,4 +226,7 @@ class _Attention(torch.autograd.Function):
 
 def _plainly(tensor: torch.Tensor) -> Any:
     """Return a block without autocast, whose work is done."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type  # on meta there is none
+    return (
+        torch.autocast(kind, enabled=False) if is_autocast_available(kind) else NOTHING
+    )
