@@ -4,6 +4,7 @@
 import functools
 import gc
 import importlib
+import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -202,6 +203,26 @@ def layers_of_others(world: af.World, each: Trained) -> list[bool]:
     (batch, *_) = each.run.batches(state, 1)
     af.make_step(looking)(state, batch)
     return [all(found), torch.nn.functional.linear is own]
+
+
+def starts_of_processes(world: af.World, each: Trained) -> tuple[int, bool]:
+    """Return how many processes updates start, and whether cores are listed as before then."""
+    torch.set_num_threads(1)
+    numa: Any = importlib.import_module("deepspeed.utils.numa")
+    listing, start, started = numa.get_numa_cores, subprocess.Popen.__init__, 0
+    state, step = each.state(world), af.make_step(LOSSES[each.run.loss])
+    af.build(state)
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        nonlocal started
+        started += 1
+        start(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", noted)
+        for batch in each.run.batches(state, 2):
+            state, _ = step(state, batch)
+    return started, numa.get_numa_cores is listing
 
 
 def sums_of_gradients(comm: Any) -> list[tuple[Any, str]]:

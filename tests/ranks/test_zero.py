@@ -40,6 +40,7 @@ from tests.ranks.programs_of_zero import (
     released,
     skips,
     stages,
+    starts_of_processes,
     sums,
     thawing,
     thrown_away,
@@ -345,6 +346,13 @@ def test_layers_of_other_models_are_torchs_own(stage: int) -> None:
     """Those of DeepSpeed's at stage 3, of other last bits, are there while it runs alone."""
     found = run_ranks(2, layers_of_others, Trained(RUN, af.wrap_deepspeed(stage)))
     assert found == [[stage == 1, True]] * 2
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_an_update_starts_no_process(micro: int) -> None:
+    """DeepSpeed has one list the host's cores at each reduction of stage 3."""
+    each = Trained(attrs.evolve(RUN, micro=micro), af.wrap_deepspeed(3))
+    assert run_ranks(2, starts_of_processes, each) == [(0, True)] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

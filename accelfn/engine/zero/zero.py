@@ -8,20 +8,23 @@ of them what a state has is the part that is stepped: it is exchanged by pointer
 model computes with is made of it.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from accelfn.collectives import by_gloo
 from accelfn.definition.layout import Layout
 from accelfn.engine.zero.course import Course, keep_course
 from accelfn.engine.zero.flats import Flats, Place
-from accelfn.engine.zero.package import joined
+from accelfn.engine.zero.package import (
+    exchanged,
+    joined,
+    note_signatures,
+    of_running,
+)
 from accelfn.engine.zero.places import cut_of, evenly
 from accelfn.engine.zero.reducing import reduce_by_gloo
 from accelfn.engine.zero.turns import take_turns
@@ -47,7 +50,8 @@ class Zero:
             self._engine, *_ = deepspeed.initialize(
                 model=root, optimizer=optimizer, config=dict(config)
             )
-            self._linear = functional.linear if self.stage == 3 else None
+            self._others = of_running() if self.stage == 3 else []
+        note_signatures(root)
         self._optimizer: Any = self._engine.optimizer
         self._params: list[Any] = list(root.parameters())
         self._ranks = ranks
@@ -161,20 +165,8 @@ class Zero:
             self._coalesce(on=True)
         if not self._coalesces:
             self._engine.set_gradient_accumulation_boundary(ends)
-        with self._own_linear():
+        with exchanged(self._others):
             return self._engine(*inputs)
-
-    @contextmanager
-    def _own_linear(self) -> Generator[None]:
-        """Let stage 3 have DeepSpeed's own layers while its engine runs, or runs them again."""
-        if self._linear is None:
-            yield
-            return
-        before, functional.linear = functional.linear, self._linear
-        try:
-            yield
-        finally:
-            functional.linear = before
 
     def backward(
         self, loss: torch.Tensor, *, ends: bool, when_all_came: Callable[[], None]
@@ -189,18 +181,22 @@ class Zero:
                 all ranks.
         """
         self._when_all_came = when_all_came if ends else None
-        with self._own_linear():
+        with exchanged(self._others):
             self._engine.backward(loss, scale_wrt_gas=False)
-        if ends and self._coalesces:
-            self._coalesce(on=False)
-            self._engine.set_gradient_accumulation_boundary(True)
-            self._flushes = True
-            if self.stage == 3:
-                self._engine._flush_coalesced_reduction_zero3(self._optimizer)
-            else:
-                self._engine._flush_coalesced_reduction_zero12(self._optimizer)
-            self._flushes = False
+            if ends and self._coalesces:
+                self._flush()
         self._tell_all_came()
+
+    def _flush(self) -> None:
+        """Let gradients cross that stayed on their ranks."""
+        self._coalesce(on=False)
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._flushes = True
+        if self.stage == 3:
+            self._engine._flush_coalesced_reduction_zero3(self._optimizer)
+        else:
+            self._engine._flush_coalesced_reduction_zero12(self._optimizer)
+        self._flushes = False
 
     def _tell_all_came(self) -> None:
         """Let it be known that all gradients have come, once in an update."""
