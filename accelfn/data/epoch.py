@@ -155,7 +155,7 @@ def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
                 last = first + (stop - begin or 1)
                 indices.append(block[first:last])
                 first = last
-            after = Cursor(epoch.number, high) if high < end else following
+            after = Cursor.reached(epoch.number, high) if high < end else following
             yield Portion(
                 start, after, high - low, spans, tuple(indices), num_samples, key
             )

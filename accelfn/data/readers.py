@@ -140,19 +140,19 @@ def assembled(pairs: Iterable[Pair]) -> Iterator[Batch]:
     """Yield batches of what was read; their filler is stand-ins, and what repeats."""
     for portion, values in pairs:
         start, after, num_samples, spans, indices, own, _ = portion
-        weights: list[int] = []
-        filler: list[Filler] = []
+        weights: tuple[int, ...] = ()
+        filler: tuple[Filler, ...] = ()
         for low, high in spans:
-            weights.append(high - low)
-            filler.append(low == high or (high > own and _beyond(low, high, own)))
+            weights += (high - low,)
+            filler += (low == high or (high > own and _beyond(low, high, own)),)
         yield Batch(
             micro_batches=tuple(values),
-            weights=tuple(weights),
+            weights=weights,
             start=start,
             cursor=after,
             num_samples=num_samples,
             parts_indices=indices,
-            parts_filler=tuple(filler),
+            parts_filler=filler,
         )
 
 

@@ -120,19 +120,19 @@ MUTANTS = [
         "L42: a resumed run leaves out a sample",
         test_sharding.test_resuming_at_any_batch_gives_the_very_rest,
         epoch.portions,
-        "after = Cursor(epoch.number, high) → after = Cursor(epoch.number, high + 1)",
+        "Cursor.reached(epoch.number, high) → Cursor.reached(epoch.number, high + 1)",
     ),
     Mutant(
         "L42: a resumed run sees a sample twice",
         test_sharding.test_resuming_at_any_batch_gives_the_very_rest,
         epoch.portions,
-        "after = Cursor(epoch.number, high) → after = Cursor(epoch.number, high - 1)",
+        "Cursor.reached(epoch.number, high) → Cursor.reached(epoch.number, high - 1)",
     ),
     Mutant(
         "L42: a resumed run leaves out the batch that was read ahead",
         test_sharding.test_resuming_at_any_batch_gives_the_very_rest,
         epoch.portions,
-        "after = Cursor(epoch.number, high) → after = Cursor(epoch.number, 2 * high)",
+        "Cursor.reached(epoch.number, high) → Cursor.reached(epoch.number, 2 * high)",
     ),
     Mutant(
         "L42: a run that is resumed at an epoch's end begins that epoch again",

@@ -279,7 +279,7 @@ OF_GATHERING = [
         "L36: a rank without samples trains on one of another's",
         test_gathering.test_uneven_data_need_no_join,
         readers.assembled,
-        "weights.append(high - low) → weights.append(max(high - low, 1))",
+        "weights += (high - low,) → weights += (max(high - low, 1),)",
     ),
     Mutant(
         "L36: repeats, and stand-ins, are among what was computed",
