@@ -33,6 +33,10 @@ _INTERRUPTED = (
     "Update {update} was interrupted before it was whole, so the tensors of this state may"
     " be partly updated. Load a checkpoint, or go on from a copy."
 )
+_BEFORE = (
+    "A transform's after_update reads the state that it is given first: update.state is the one"
+    " before, whose tensors are updated already."
+)
 _UNFINISHED = (
     "DeepSpeed holds these gradients on each rank. Let the last micro-batch of an update reduce"
     " them: value_and_grad(state, batch, into=grads), with sync=True."
@@ -206,7 +210,11 @@ def _after(
     """Return the state after an update that the optimizer has taken."""
     after = successor(update, state, opt_state, flag, params)
     if state.definition.setup.owners["after_update"]:
-        after = through_state("after_update", after, update)
+        try:
+            after = through_state("after_update", after, update)
+        except StateDonatedError as error:
+            error.add_note(_BEFORE)
+            raise
     return ended(state, after, update.grads.taken.update)
 
 

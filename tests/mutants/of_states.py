@@ -21,7 +21,7 @@ from tests.laws import (
 )
 from tests.mutants.mutant import Mutant
 from tests.unit import test_frozen as cases_of_frozen
-from tests.unit import test_views
+from tests.unit import test_state, test_views
 
 WAITS = test_ctrl_c.test_an_interrupt_waits_until_the_caller_has_what_it_held_back
 
@@ -333,5 +333,11 @@ if having and not any(told[id(each)].get("draws_nothing") for each in having)
         test_views.test_bound_module_is_never_the_engines,
         skeleton.Skeleton.build,
         "memo[id(table)] = type(table)() → memo[id(table)] = table",
+    ),
+    Mutant(
+        "a transform that reads the state before an update is told of an interrupt alone",
+        test_state.test_a_transform_is_told_which_state_is_before,
+        stages._after,
+        "error.add_note(_BEFORE) → error.add_note(str(error))",
     ),
 ]

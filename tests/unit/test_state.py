@@ -219,6 +219,22 @@ def test_transform_that_raises_after_the_update():
         _ = state.params
 
 
+def test_a_transform_is_told_which_state_is_before():
+    """`update.state` has no tensors behind an update; the first argument has them."""
+
+    @af.transform
+    class ReadsBefore:
+        def after_update(self, state, slot, update):
+            assert update.state.step + 1 == state.step
+            assert len(state.params) == len(update.state.params)
+            return state, slot
+
+    with pytest.raises(af.StateDonatedError) as caught:
+        STEP(make().with_setup(ReadsBefore()), X)
+    (note,) = caught.value.__notes__
+    assert "reads the state that it is given first: update.state is the one" in note
+
+
 def test_optimizer_that_refuses_gradients_leaves_the_state():
     """One of torch's that raises before it changed anything costs no state."""
     sparse = partial(torch.optim.SparseAdam, lr=0.1)
