@@ -206,4 +206,18 @@ MUTANTS = [
         _check_world,
         "world.batch is not world: → False:",
     ),
+    Mutant(
+        "heads of keys that cannot be shared out are torch's error",
+        unit.test_attention_that_cannot_be_shared_is_refused,
+        heads._check,
+        "given.three.items() → [*given.three.items()][:1]",
+        args={"model": unit.Sharing, "words": "1 heads of the key"},
+    ),
+    Mutant(
+        "a look at long sequences is at as many positions as there may be",
+        unit.test_a_look_at_long_sequences_is_at_their_beginning,
+        context_parallel._Sequence.check,
+        "min(_MANY // num * num, self._length(batch)) → min(_MANY, self._length(batch))",
+        args={"ring": False},
+    ),
 ]

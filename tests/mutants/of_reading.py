@@ -370,6 +370,13 @@ OF_FORKS = [
         workers._leave_garbage,
         'if getattr(_starting, "here", False): → if True:',
     ),
+    Mutant(
+        "the update that waited for a worker is that at which reading began",
+        test_workers.test_the_update_that_was_due_is_named,
+        workers.watched,
+        "place.update + num_read → place.update",
+        args={"kind": "items"},
+    ),
 ]
 
 MUTANTS = [*OF_ORDERS, *OF_STREAMS, *OF_GATHERING, *OF_RESUMING, *OF_FORKS]

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in attention by a ring, and in the blocks of keys that its ranks meet."""
 
+import torch
+
+import accelfn as af
 from accelfn.collectives import around
 from accelfn.engine.module import blocks, ring
 from accelfn.transforms import context_parallel
@@ -181,6 +184,7 @@ MUTANTS = [
         PRECISE,
         ring._as_autocast,
         "tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor → tensor",
+        args={"given": torch.float32, "precision": (af.autocast("bf16"),)},
     ),
     Mutant(
         "a ring drops what it attends to at each meeting anew",
@@ -202,6 +206,21 @@ MUTANTS = [
         ring._check,
         "(given.is_causal and num_queries != num_keys) → False",
         args=DOUBLING,
+    ),
+    Mutant(
+        "a causal ring takes fewer keys than queries",
+        REFUSED,
+        ring._check,
+        "(given.is_causal and num_queries != num_keys)"
+        " → (given.is_causal and num_queries < num_keys)",
+        args={"model": unit.Halving, "words": "2 queries and 1 keys"},
+    ),
+    Mutant(
+        "numbers in 64 bits lose theirs in a ring under autocast",
+        PRECISE,
+        ring._as_autocast,
+        "tensor.dtype is torch.float64 or not → not",
+        args={"given": torch.float64, "precision": (af.autocast("bf16"),)},
     ),
     Mutant(
         "a ring's part is one piece, so that late ranks compute most",

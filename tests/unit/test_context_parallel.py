@@ -78,6 +78,16 @@ class Masking(Attending):
         return F.scaled_dot_product_attention(*by_head, mask).transpose(1, 2).flatten(2)
 
 
+class Sharing(Attending):
+    """Has one head of keys for all of queries."""
+
+    def attend(self, *three: torch.Tensor) -> torch.Tensor:
+        query, *rest = (x.unflatten(-1, (2, -1)).transpose(1, 2) for x in three)
+        key, value = (each[:, :1] for each in rest)
+        attended = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
 class Flat(Attending):
     """Attends without a dim of heads."""
 
@@ -194,14 +204,15 @@ def test_labels_that_are_shifted_in_parts_are_refused(loss: Any) -> None:
     ("model", "words"),
     [
         (partial(Attending, 1), r"1 heads of the query, .* over 2 ranks"),
+        (Sharing, r"1 heads of the key, of shape .* over 2 ranks"),
         (Masking, r"attn_mask has the shape \(2, 2\), .* 4 x 4 positions"),
         (Flat, r"query of shape \(1, 2, 4\); expected \(samples, heads"),
         (Torchs, "MultiheadAttention would attend to the positions of this rank alone"),
     ],
 )
 def test_attention_that_cannot_be_shared_is_refused(model: Any, words: str) -> None:
-    """Heads that do not divide, masks of a part, and what has no heads."""
-    with pytest.raises(LossError, match=words):
+    """Heads that do not divide, masks of a part, and what has no heads; torch would tell later."""
+    with pytest.raises((LossError, RuntimeError), match=words):
         simulate(2, lambda w: stepped(w, model), axes={"cp": 2})
 
 
@@ -269,6 +280,27 @@ def test_what_does_not_count_is_looked_at_later() -> None:
             step(state, (*rows(), torch.ones(())))
 
     simulate(2, fn, axes={"cp": 2})
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_look_at_long_sequences_is_at_their_beginning(ring: bool) -> None:
+    """Of at most 2,048 positions, which three ranks share in whole pieces."""
+    lengths: list[int] = []
+
+    def noted(net: nn.Module, batch: Batch) -> af.Loss:
+        x, *_, places = batch
+        lengths.append(places.shape[1])
+        return af.Loss(net.get_submodule("layer.both")(x).sum(), x[..., 0].numel())
+
+    setup = af.chain(af.wrap_ddp(), af.context_parallel(ring=ring))
+    long = rows(2052)
+
+    def fn(world: af.World) -> None:
+        stepped(world, Within, noted, long, setup)
+
+    simulate(3, fn, axes={"cp": 3})
+    whole = 2046  # the largest multiple of 3 pieces, and of 6
+    assert sorted(set(lengths)) == [whole // 3, 2052 // 3, whole]
 
 
 def test_looking_leaves_no_trace() -> None:

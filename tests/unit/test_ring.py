@@ -59,6 +59,15 @@ class Doubling(Attending):
         return F.scaled_dot_product_attention(query, *both, is_causal=True)[:, 0]
 
 
+class Halving(Attending):
+    """Has a key for two queries."""
+
+    def attend(self, *three: torch.Tensor) -> torch.Tensor:
+        query, *rest = (x[:, None] for x in three)
+        few = [each[:, :, ::2] for each in rest]
+        return F.scaled_dot_product_attention(query, *few, is_causal=True)[:, 0]
+
+
 @pytest.mark.filterwarnings("ignore:.*draws random numbers")
 @pytest.mark.parametrize(
     ("model", "words"),
@@ -72,6 +81,7 @@ class Doubling(Attending):
             r"query of shape \(1, 2, 2, 2\) cannot attend to a key of \(1, 1, 2, 2\)",
         ),
         (Doubling, r"this rank's part has 2 queries and 4 keys"),
+        (Halving, r"this rank's part has 2 queries and 1 keys"),
         (Masking, r"attn_mask has the shape \(2, 2\), .* 4 x 4 positions"),
         (Flat, r"query of shape \(1, 2, 4\); expected \(samples, heads"),
     ],
@@ -136,20 +146,25 @@ def test_a_ring_needs_no_heads() -> None:
                 assert torch.allclose(param, found[name], atol=near), name
 
 
-def test_a_ring_computes_in_the_dtype_of_autocast() -> None:
-    """What attention returns has it, as torch's own does."""
+@pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", [(), (af.autocast("bf16"),)])
+def test_a_ring_computes_in_the_dtype_of_autocast(
+    given: torch.dtype, precision: tuple[object, ...]
+) -> None:
+    """What attention returns has the dtype of what torch's own does, of any inputs."""
 
     class Telling(Within):
         def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-            wide = x[:, None].float()
-            attended = F.scaled_dot_product_attention(wide, wide, wide)
-            told.add((torch.is_grad_enabled(), attended.dtype))
+            each = x[:, None].to(given)
+            told.add(F.scaled_dot_product_attention(each, each, each).dtype)
             return super().forward(x, places)
 
     told: set[Any] = set()
-    setup = af.chain(RING, af.autocast("bf16"))
+    setup = af.chain(RING, *precision)
     simulate(2, lambda w: stepped(w, Telling, setup=setup), axes={"cp": 2})
-    assert {dtype for _, dtype in told} == {torch.bfloat16}
+    assert len(told) == 1  # the first look has torch's own, and the ring's
+    found = told.pop()
+    assert found is (torch.bfloat16 if precision and given is torch.float32 else given)
 
 
 def test_keys_go_round_and_gradients_come_home() -> None:

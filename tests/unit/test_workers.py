@@ -193,6 +193,26 @@ def test_rank_and_update_are_those_of_the_state():
     error.match(r"\[4, 5, 6, 7\]\n  \[8, 9\]")
 
 
+def end_later():
+    """Be killed once what was read before has come."""
+    time.sleep(0.5)
+    kill()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_update_that_was_due_is_named(kind):
+    """It is that of the state and as many more as batches have come."""
+    make_dataset, options, _ = KINDS[kind]
+    data = af.Data(make_dataset(end_later), batch_size=2, num_workers=1, **options)
+    state, came = attrs.evolve(make(data), step=41), 0
+    with pytest.raises(af.DataError) as error:
+        for _ in af.batches(state, epochs=1):
+            came += 1
+    assert came
+    ahead = kind == "sharded"  # where one more is read, to know which is the last
+    error.match(f"the batch of update {41 + came + ahead} was due")
+
+
 def test_a_worker_that_ends_while_the_step_computes():
     """Its end is raised where the next batch is asked for, not in the middle of a step."""
     state = make(af.Data(Items(kill), batch_size=1, num_workers=1))
