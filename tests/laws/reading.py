@@ -172,6 +172,28 @@ class Remembering(Counting):
         self.state = state
 
 
+class Put(Counting):
+    """Whose iterators all begin where it was put last, as those of the package datasets do."""
+
+    def __init__(self, n: int, first: int = 0) -> None:
+        super().__init__(n, first)
+        self.begin = self.given = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        self.given = self.begin
+        while (at := number + self.given * count) < self.n:
+            self.given += 1
+            yield drawn(self.first + at)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = self.given = state["given"]
+
+
 class _Place:
     """An iterator that has a state."""
 

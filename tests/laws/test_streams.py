@@ -22,6 +22,7 @@ from tests.laws.reading import (
     Dividing,
     Drawing,
     Placed,
+    Put,
     Remembering,
     few,
     in_legs,
@@ -34,7 +35,11 @@ from tests.laws.reading import (
 from tests.laws.worlds import single
 
 pytestmark = on_one_core
-STATEFUL = {"of the dataset": Remembering, "of its iterators": Placed}
+STATEFUL = {
+    "of the dataset": Remembering,
+    "of its iterators": Placed,
+    "of where they begin": Put,
+}
 READ = {"each": {}, "by rank 0": {"dispatch": True}}
 """Who reads a stream."""
 sizes = st.integers(1, 8)

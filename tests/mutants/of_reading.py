@@ -159,6 +159,12 @@ OF_ORDERS = [
 
 OF_STREAMS = [
     Mutant(
+        "L42: what fills up a resumed stream's last batch begins where the stream was put",
+        test_streams.test_a_stream_goes_on_where_it_was_cut,
+        stream.Stream._repeats,
+        "Cursor(epoch), self.first) → Cursor(epoch))",
+    ),
+    Mutant(
         "L35: a micro-batch begins with the last sample of the one before",
         test_streams.test_a_stream_is_read_as_if_by_index,
         stream.Stream.values,
