@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -132,6 +132,11 @@ CALLS = st.one_of(
     options=OPTIONS,
     calls=st.lists(st.tuples(CALLS, st.booleans()), min_size=1, max_size=7),
     size=st.sampled_from([1, 1, 2, 3]),
+)
+@example(  # a step that is no truth
+    options=Options(None, None, "min", None, "write", False),
+    calls=[(Save(0, None), True), (Save(1, None), True)],
+    size=1,
 )
 def test_a_store_is_what_was_saved_and_kept(
     options: Options, calls: list[tuple[Any, bool]], size: int

@@ -2,6 +2,7 @@
 """Bugs in what a whole call means: one option beside the others, one word of several."""
 
 from accelfn.checkpoint import partial, retention
+from accelfn.checkpoint import store as checkpoint_store
 from accelfn.collectives import replicas
 from accelfn.data import cut, mixed
 from accelfn.engine import agreement
@@ -34,6 +35,12 @@ MUTANTS = [
         cut.EvenCut.end,
         "start + left - left % self.batch_size"
         " → self.num_samples - self.num_samples % self.batch_size",
+    ),
+    Mutant(
+        "L53: the newest checkpoint is restored where step 0 is asked for",
+        test_store_calls.test_a_store_is_what_was_saved_and_kept,
+        checkpoint_store.CheckpointStore.restore,
+        "steps[-1] if step is None else step → step or steps[-1]",
     ),
     Mutant(
         "L53: a run that went back loses what it has just saved",
