@@ -134,7 +134,7 @@ CALLS = st.one_of(
     size=st.sampled_from([1, 1, 2, 3]),
 )
 @example(  # a step that is no truth
-    options=Options(None, None, "min", None, "write", False),
+    options=Options(None, None, "min", None, "write", async_=False),
     calls=[(Save(0, None), True), (Save(1, None), True)],
     size=1,
 )

@@ -204,13 +204,12 @@ def test_the_update_that_was_due_is_named(kind):
     """It is that of the state and as many more as batches have come."""
     make_dataset, options, _ = KINDS[kind]
     data = af.Data(make_dataset(end_later), batch_size=2, num_workers=1, **options)
-    state, came = attrs.evolve(make(data), step=41), 0
+    state, came = attrs.evolve(make(data), step=41), list[af.Batch]()
     with pytest.raises(af.DataError) as error:
-        for _ in af.batches(state, epochs=1):
-            came += 1
+        came.extend(af.batches(state, epochs=1))
     assert came
     ahead = kind == "sharded"  # where one more is read, to know which is the last
-    error.match(f"the batch of update {41 + came + ahead} was due")
+    error.match(f"the batch of update {41 + len(came) + ahead} was due")
 
 
 def test_a_worker_that_ends_while_the_step_computes():
