@@ -190,9 +190,17 @@ def judged(world: af.World, each: Trained) -> None:
     assert differences(*found, within=1e-6) == []
 
 
+_OF_NOBODY = 27
+"""A level of logging that only this test sets."""
+
+
 def layers_of_others(world: af.World, each: Trained) -> list[bool]:
-    """Return whether a linear layer is torch's own within the loss, and behind the update."""
+    """Return whether a linear layer is torch's own within the loss, and behind the update, and
+    whether DeepSpeed's logger says what it said before.
+    """
     torch.set_num_threads(1)
+    logger = importlib.import_module("deepspeed.utils").logger
+    logger.setLevel(_OF_NOBODY)
     own, found, loss = torch._C._nn.linear, list[bool](), LOSSES[each.run.loss]
 
     def looking(model: Any, batch: Any) -> Any:
@@ -202,7 +210,8 @@ def layers_of_others(world: af.World, each: Trained) -> list[bool]:
     state = each.state(world)
     (batch, *_) = each.run.batches(state, 1)
     af.make_step(looking)(state, batch)
-    return [all(found), torch.nn.functional.linear is own]
+    is_own = torch.nn.functional.linear is own
+    return [all(found), is_own, logger.level == _OF_NOBODY]
 
 
 def starts_of_processes(world: af.World, each: Trained) -> tuple[int, bool]:
