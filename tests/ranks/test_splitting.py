@@ -56,12 +56,19 @@ together = st.just(af.identity())
 apart = st.builds(af.local_sgd, sync_every=st.integers(1, 2), opt_state=st.booleans())
 
 
-@settings(max_examples=5)
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5)]
+)
+@settings(max_examples=4)
 @given(run=runs(), wrap=wraps, copies=together | apart)
 def test_copies_of_split_models_train_as_on_gloo(
-    run: Run, wrap: object, copies: object
+    dtype: torch.dtype, near: float, run: Run, wrap: object, copies: object
 ) -> None:
-    """Up to rounding: Gloo adds up in an order of its own what four ranks have."""
+    """Up to rounding: Gloo adds up in an order of its own what four ranks have.
+
+    torch divides by the number of ranks otherwise in 32 bits than in 64.
+    """
+    run = attrs.evolve(run, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         training = Training(run, af.chain(wrap, copies), SQUARE, folder)
         simulated = simulate(4, training, axes=SQUARE)
@@ -70,7 +77,7 @@ def test_copies_of_split_models_train_as_on_gloo(
             for ours, theirs in zip(
                 map(numbers, one), map(numbers, other), strict=True
             ):
-                assert differences(ours, theirs, within=1e-12) == []
+                assert differences(ours, theirs, within=near) == []
 
 
 @settings(max_examples=3)
