@@ -244,7 +244,11 @@ def test_seconds_are_those_of_the_books(n: int, size: int, count: int) -> None:
 def test_buckets_are_sent_beside_the_backward_pass(
     sizes: list[int], compute: float, overlap: float
 ) -> None:
-    """An update takes no less than either, no more than both, and as long for one bucket."""
+    """An update takes no less than either, no more than both, and as long for one bucket.
+
+    The link sends one after the other: the last is there when some bucket, ready by its share
+    of the pass, and all behind it are sent without a pause.
+    """
     traffic, link = buckets(sizes), Link(latency=0.5, bandwidth=10.0)
     sent = traffic.seconds(link, ranks=2)
     both = traffic.seconds(link, ranks=2, compute=compute)
@@ -255,6 +259,13 @@ def test_buckets_are_sent_beside_the_backward_pass(
     assert least * (1 - 1e-9) <= taken <= both * (1 + 1e-9)
     if len(sizes) == 1:
         assert taken == pytest.approx(both)
+    each = [0.5 * 2 + 2 * size / 10.0 for size in sizes]
+    ready = [
+        compute * overlap * sum(sizes[: i + 1]) / sum(sizes) for i in range(len(sizes))
+    ]
+    there = max(begun + sum(each[i:]) for i, begun in enumerate(ready))
+    expected = compute * (1 - overlap) + max(there, compute * overlap)
+    assert taken == pytest.approx(expected)
 
 
 @example(rows=10, kind="gather")  # 5, 4 and 2 on 2, 3 and 5 ranks: on a line that falls

@@ -2,6 +2,7 @@
 """All mutants."""
 
 from tests.mutants import (
+    of_a_fourth_reader,
     of_a_third_reader,
     of_accelerators,
     of_advice,
@@ -153,6 +154,7 @@ MUTANTS = [
     *of_outer.MUTANTS,
     *of_gloo.MUTANTS,
     *of_a_third_reader.MUTANTS,
+    *of_a_fourth_reader.MUTANTS,
     *of_groups.MUTANTS,
     *of_workers.MUTANTS,
     *of_moving.MUTANTS,

@@ -20,6 +20,7 @@ import accelfn as af
 from accelfn.collectives import by_gloo
 from accelfn.engine.building import engine_of
 from accelfn.engine.zero import runner
+from accelfn.engine.zero.course import Course
 from accelfn.engine.zero.flats import Flats
 from tests.laws.histories import Acts, Training, check_apart_on
 from tests.laws.split_models import LOSSES, Net, Run
@@ -188,6 +189,19 @@ def judged(world: af.World, each: Trained) -> None:
             assert float(metrics["skipped"]) == bad
         found.append(_common(tensors(state)))
     assert differences(*found, within=1e-6) == []
+
+
+def parted_again(world: af.World, each: Trained) -> list[str]:
+    """Return what ranks hear that go two ways which all of them have gone before."""
+    engine_of(each.state(world))  # which opens the store of places
+    course, told = Course(world), list[str]()
+    for places in (("left", "left"), ("right", "right"), ("left", "right")):
+        course.begin()
+        try:
+            course.come(places[world.rank])
+        except af.errors.LossError as error:
+            told.append(str(error))
+    return told
 
 
 _OF_NOBODY = 27

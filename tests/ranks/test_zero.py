@@ -36,6 +36,7 @@ from tests.ranks.programs_of_zero import (
     numbers,
     odd_optimizers,
     orders,
+    parted_again,
     readings,
     released,
     skips,
@@ -339,6 +340,15 @@ def test_nothing_is_brought_into_rows_but_what_is_read(stage: int) -> None:
     """A steady step reads nothing; two fields that are read are read once each."""
     steady, once = run_ranks(2, readings, Trained(RUN, af.wrap_deepspeed(stage)))[0]
     assert (steady, once) == (0, 3)  # parameters, and two moments of each
+
+
+def test_ranks_that_part_where_ways_have_parted_are_told() -> None:
+    """Each way is known, and they would wait for one another."""
+    each = Trained(RUN, af.wrap_deepspeed(3))
+    for told in run_ranks(2, parted_again, each):
+        (words,) = told
+        assert "left" in words
+        assert "right" in words
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -10,6 +10,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.base.shards import is_shard
+from accelfn.outer.exchange import moved
 from accelfn.outer.fragments import together
 from accelfn.testing import simulate
 
@@ -315,3 +316,12 @@ def test_what_is_rounded_together_is_cut_alike(most: float) -> None:
         assert names == [name for bucket in found for name in bucket]
         assert all(len(set(bucket) & lone) in (0, len(bucket)) for bucket in found)
         assert len(found) == (6 if most == 0 else 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_moves_are_added_up_in_32_bits_at_least(dtype):
+    """What crosses is a sum by weight, and of 16 bits a weight of 257 is none."""
+    param, anchor = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+    (move,) = moved({"w": param}, {"w": anchor}).values()
+    assert move.dtype is torch.float32
+    assert move.tolist() == [-1.0] * 3

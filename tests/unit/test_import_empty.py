@@ -196,6 +196,20 @@ def test_parts_that_torch_saved_are_read(meta, given_as, tmp_path):
     assert same(model.state_dict(), found.state_dict())
 
 
+def test_of_a_name_in_two_files_the_index_says_which(tmp_path):
+    """Files of a larger save before may have the others' tensors, too."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    index = parts(model, tmp_path / "model")
+    held = model.state_dict()
+    for file in index.parent.glob("*.bin"):
+        own = torch.load(file, weights_only=True)
+        stale = {name: each + 1 for name, each in held.items() if name not in own}
+        torch.save({**own, **stale}, file)
+    found = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    af.import_torch_weights(found, index)
+    assert same(held, found.state_dict())
+
+
 class Payload:
     """What runs code when it is unpickled."""
 

@@ -261,15 +261,22 @@ def test_ready_optimizer_hands_over_its_state():
     assert bits(dict(twin.named_parameters())) == bits(state.params)
 
 
-def test_step_hooks_run():
-    """Hooks that a ready optimizer has are run at each update."""
+class OfOnesOwn(optim.SGD):
+    """Is none of torch's, and so is tried when a state is made."""
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, OfOnesOwn])
+def test_step_hooks_run(kind):
+    """Hooks that a ready optimizer has are run at each update, and at nothing else."""
     model, seen = seeded(), []
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    optimizer = kind(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("behind"))
     state = af.TrainState.create(model=model, optimizer=optimizer)
+    assert seen == []
     for part in PARTS[:2]:
         state, _ = STEP(state, part)
-    assert seen == [1, 1]
+    assert seen == ["before", "behind"] * 2
 
 
 def test_hyper_of_a_group():

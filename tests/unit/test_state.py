@@ -219,6 +219,27 @@ def test_transform_that_raises_after_the_update():
         _ = state.params
 
 
+def test_gradients_that_were_begun_with_are_given_away():
+    """They may be divided already where a transform's `grads` raises, so nobody has them."""
+    raised = []
+
+    @af.transform
+    class BreaksOnce:
+        def grads(self, grads, slot, update):
+            if not raised:
+                raised.append(ZeroDivisionError())
+                raise raised[0]
+            return grads, slot
+
+    state = make().with_setup(BreaksOnce())
+    _, grads = af.value_and_grad(loss)(state, X)
+    with pytest.raises(ZeroDivisionError):
+        af.apply_grads(state, grads)
+    with pytest.raises(af.GradsError, match="given"):
+        af.apply_grads(state, grads)
+    assert len(state.params) > 0  # which nothing has changed
+
+
 def test_a_transform_is_told_which_state_is_before():
     """`update.state` has no tensors behind an update; the first argument has them."""
 

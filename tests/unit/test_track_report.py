@@ -89,6 +89,20 @@ def test_the_page_is_whole_by_itself(folder):
     assert re.search(r"<td>grad_norm</td>.*<td>1</td></tr>", page)
 
 
+@pytest.mark.parametrize("last", [math.nan, math.inf, 0.5])
+def test_the_last_value_is_what_was_written_last(last, tmp_path):
+    """A run that ended in no number says so, beside the least and the largest that were one."""
+    with af.track.jsonl(tmp_path / "run.jsonl", world=WORLD) as tracker:
+        for step, value in enumerate([2.0, 4.0, last]):
+            tracker({"loss": value}, step)
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "run.html").read_text()
+    least, wrong = (0.5, 0) if last == 0.5 else (2, 1)
+    cells = [f"{last:g}", f"{least:g}", "4", "3", f"{wrong}"]
+    inside = "".join(f"<td>{each}</td>" for each in cells)
+    assert f"<td>loss</td>{inside}</tr>" in page
+
+
 def test_the_same_run_gives_the_same_page(folder):
     """Drawing it again changes no byte."""
     before = (folder / "run.html").read_bytes()
