@@ -124,10 +124,10 @@ MUTANTS = [
         test_updates.test_ema_closed_form,
         stages._after,
         """\
-        after = through_state("after_update", after, update)
-→
-        for _ in range(update.grads.taken.num_micro_batches):
             after = through_state("after_update", after, update)
+→
+            for _ in range(update.grads.taken.num_micro_batches):
+                after = through_state("after_update", after, update)
 """,
     ),
     Mutant(
