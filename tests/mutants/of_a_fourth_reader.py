@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from accelfn.launching import worker
 from accelfn.outer import exchange
 from accelfn.step import stages
 from accelfn.structure import prototype
@@ -17,11 +18,19 @@ from tests.unit import (
     test_diloco,
     test_import_empty,
     test_optimizer,
+    test_scripts,
     test_state,
     test_track_report,
 )
 
 MUTANTS = [
+    Mutant(
+        "modules beside a script that a link leads to are not found",
+        test_scripts.test_a_script_finds_what_python_lets_it_find,
+        worker.run_script,
+        "os.path.dirname(os.path.realpath(path)) → os.path.dirname(file)",
+        args={"link": "to its folder", "spelled": "whole"},
+    ),
     Mutant(
         "L49: each bucket is sent as if the link were free",
         test_traffic.test_buckets_are_sent_beside_the_backward_pass,
