@@ -76,7 +76,8 @@ class context_parallel:
         their gradients (in float32 at least), most of it while a block is computed; attention
         over blocks is torch's own kernel on CPUs, and on GPUs in 16 bits without a mask, and
         elsewhere has one block's products in memory. Once for each engine, two forward passes
-        on one sample, of at most 2,048 positions.
+        on one sample, of at most 2,048 positions if the model takes so few. A mask is kept
+        for the backward pass, of a rank's queries and all keys.
 
     Raises:
         CompositionError: when composed, beside `local_sgd`, `compile`, or another of its kind.
@@ -172,11 +173,18 @@ class _Sequence:
             LossError: the two differ.
         """
         num = self._way.num_pieces
-        few = min(_MANY // num * num, self._length(batch))
+        length = self._length(batch)
+        few = min(_MANY // num * num, length)
         first = self._first(first_of(batch), few)
         with untouched(model, self._ranks.device) as has_drawn:
             with Coarsest() as coarsest:
-                whole = loss_fn(model, first, *extras)
+                try:
+                    whole = loss_fn(model, first, *extras)
+                except RuntimeError:
+                    if few == length:
+                        raise
+                    few, first = length, first_of(batch)  # a mask may be for all of it
+                    whole = loss_fn(model, first, *extras)
             drawn = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)
         # all ranks look as often: beside others' samples, units of a model are gathered

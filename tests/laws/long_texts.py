@@ -14,6 +14,8 @@ import accelfn as af
 
 FEATURES, LETTERS, LONGEST = 3, 5, 16
 """Features of a head, kinds of tokens, and how many positions there are."""
+EPS = {torch.float64: 1e-3, torch.float32: 0.1}
+"""Of Adam: a gradient that is 0, as of biases of keys, is rounding, which it divides by this."""
 Batch = dict[str, torch.Tensor]
 
 
@@ -152,7 +154,7 @@ class Text:
     def state(self, world: af.World, *engine: object) -> af.TrainState:
         """Return the state before the first update."""
         model = partial(Reader, self)
-        optimizer = partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
+        optimizer = partial(torch.optim.AdamW, lr=0.02, eps=EPS[self.dtype])
         micro = af.accumulate(num_micro_batches=self.micro)
         return af.TrainState.create(
             model=model,

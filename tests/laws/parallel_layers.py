@@ -13,6 +13,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.laws.long_texts import EPS
 
 WIDTH, HEADS, INNER, LETTERS, LENGTH = 8, 4, 12, 8, 4
 Batch = dict[str, torch.Tensor]
@@ -180,7 +181,7 @@ class Speech:
         micro = af.accumulate(num_micro_batches=self.micro)
         return af.TrainState.create(
             model=self.model(world),
-            optimizer=partial(torch.optim.AdamW, lr=0.02, eps=1e-3),
+            optimizer=partial(torch.optim.AdamW, lr=0.02, eps=EPS[self.dtype]),
             data=self.data(),
             setup=af.chain(af.shard_data(), *engine, micro, *self.behind),
             world=world,

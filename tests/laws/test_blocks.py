@@ -49,6 +49,8 @@ class Call:
             (samples, all_heads, queries, of_values),
         ]
         found = [torch.randn(s, generator=draw, dtype=torch.float64) for s in shapes]
+        if self.seed % 2:  # features do not lie side by side
+            found = [each.mT.contiguous().mT for each in found]
         *three, upstream = (each.to(self.dtype) for each in found)
         mask = None
         if self.mask is not None:

@@ -217,7 +217,7 @@ MUTANTS = [
         "a look at long sequences is at as many positions as there may be",
         unit.test_a_look_at_long_sequences_is_at_their_beginning,
         context_parallel._Sequence.check,
-        "min(_MANY // num * num, self._length(batch)) → min(_MANY, self._length(batch))",
+        "min(_MANY // num * num, length) → min(_MANY, length)",
         args={"ring": False},
     ),
 ]

@@ -5,7 +5,7 @@ import torch
 
 import accelfn as af
 from accelfn.collectives import around
-from accelfn.engine.module import blocks, ring
+from accelfn.engine.module import attention, blocks, ring
 from accelfn.transforms import context_parallel
 from tests.laws import test_blocks, test_context
 from tests.mutants.mutant import Mutant
@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "L3: who sees nothing gets no number",
         NOTHING,
-        blocks._finite,
+        blocks.finite,
         "lse.masked_fill(lse == _NOTHING, 0.0) → lse",
         args={"features": 4},
     ),
@@ -204,7 +204,7 @@ MUTANTS = [
         "a causal ring takes keys of no position",
         REFUSED,
         ring._check,
-        "(given.is_causal and num_queries != num_keys) → False",
+        "(given.is_causal and num_queries != num_keys) → (False)",
         args=DOUBLING,
     ),
     Mutant(
@@ -213,7 +213,7 @@ MUTANTS = [
         ring._check,
         "(given.is_causal and num_queries != num_keys)"
         " → (given.is_causal and num_queries < num_keys)",
-        args={"model": unit.Halving, "words": "2 queries and 1 keys"},
+        args={"model": unit.Halving, "words": "4 queries and 2 keys"},
     ),
     Mutant(
         "numbers in 64 bits lose theirs in a ring under autocast",
@@ -242,5 +242,64 @@ MUTANTS = [
         blocks._OnCuda.attended,
         "return seen, lse → return seen, lse.half()",
         args={"is_causal": False},
+    ),
+    Mutant(
+        "L3: kernels take features to lie side by side where they do not",
+        JOINS,
+        blocks._of_each_head,
+        "t if t.stride(-1) == 1 else t.contiguous() → t",
+    ),
+    Mutant(
+        "who is hidden from all by a number sees a sum",
+        unit.test_who_is_hidden_from_all_by_a_number_sees_a_mean,
+        ring.Ring._masks,
+        "rows = rows - finite(rows.detach().amax(-1, keepdim=True)) → pass",
+        args={"value": -1e9},
+    ),
+    Mutant(
+        "a mask is rounded to the dtype of queries",
+        unit.test_a_mask_keeps_its_precision,
+        ring.Ring._masks,
+        "mask = _as_autocast(mask)[ → mask = mask.to(dtype)[",
+    ),
+    Mutant(
+        "a kernel goes back from numbers of two dtypes",
+        unit.test_a_mask_keeps_its_precision,
+        blocks.Block._kernel,
+        "self.mask.dtype is not self.query.dtype → False",
+    ),
+    Mutant(
+        "layers that torch runs again attend to a part alone",
+        REFUSED,
+        attention.Attending.__torch_function__,
+        "if self._with_gradients and not torch.is_grad_enabled(): → if False:",
+        args={
+            "model": unit.partial(unit.Answering, unit.checkpointed),
+            "words": "use_reentrant=True",
+        },
+    ),
+    Mutant(
+        "a teacher's attention is refused",
+        unit.test_what_is_not_trained_may_attend_without_gradients,
+        attention._refuse_reentrant,
+        "if frame.f_code is CheckpointFunction.forward.__code__: → if frame.f_back is None:",
+        args={"setup": unit.RING},
+    ),
+    Mutant(
+        "values of other heads than keys have wrong gradients",
+        REFUSED,
+        ring._check,
+        "is_fit = is_fit and key.shape[: POSITIONS + 1] == value.shape[: POSITIONS + 1] → pass",
+        args={
+            "model": unit.partial(unit.Answering, unit.with_heads_of_values),
+            "words": "cannot attend to a key",
+        },
+    ),
+    Mutant(
+        "a look at fewer positions fails where a mask is for all",
+        unit.test_a_mask_of_all_positions_is_seen_whole,
+        context_parallel._Sequence.check,
+        "if few == length: → if True:",
+        args={"setup": unit.RING},
     ),
 ]

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import accelfn as af
 from accelfn.engine.module.blocks import Block
 from accelfn.errors import BatchError, LossError
 from accelfn.testing import simulate
 from tests.unit.test_context_parallel import (
+    LENGTH,
     SHARING,
     WIDTH,
     Attending,
@@ -64,11 +66,51 @@ class Halving(Attending):
 
     def attend(self, *three: torch.Tensor) -> torch.Tensor:
         query, *rest = (x[:, None] for x in three)
-        few = [each[:, :, ::2] for each in rest]
-        return F.scaled_dot_product_attention(query, *few, is_causal=True)[:, 0]
+        both, length = torch.cat([query, query], 2), query.shape[2]
+        seen = F.scaled_dot_product_attention(both, *rest, is_causal=True)
+        return seen[:, 0, :length]
+
+
+class Answering(Attending):
+    """Attends by a function of query, key, value and of which positions these are."""
+
+    def __init__(self, attends: Any) -> None:
+        super().__init__()
+        self.attends = attends
+        self.dropout = nn.Identity()
+
+    def attend(self, *three: torch.Tensor) -> torch.Tensor:
+        by_head = [x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in three]
+        return self.attends(*by_head).transpose(1, 2).flatten(2)
+
+
+def with_both(*three: torch.Tensor) -> torch.Tensor:
+    """Hide what is to come, and something else."""
+    mask = torch.zeros(LENGTH, LENGTH)
+    return F.scaled_dot_product_attention(*three, mask, is_causal=True)
+
+
+def with_heads_of_values(*three: torch.Tensor) -> torch.Tensor:
+    """Have one head of keys, and a value for each head of queries."""
+    query, key, value = three
+    return F.scaled_dot_product_attention(query, key[:, :1], value, enable_gqa=True)
+
+
+def with_odd_keys(*three: torch.Tensor) -> torch.Tensor:
+    """Attend to one key of each part under a mask."""
+    query, key, value = three
+    mask = torch.zeros(LENGTH, LENGTH // query.shape[2])
+    return F.scaled_dot_product_attention(query, key[:, :, :1], value[:, :, :1], mask)
+
+
+def checkpointed(*three: torch.Tensor) -> torch.Tensor:
+    """Attend once more in the backward pass, by torch's first way."""
+    attends = partial(F.scaled_dot_product_attention, is_causal=True)
+    return checkpoint(attends, *three, use_reentrant=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*draws random numbers")
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # in the first look
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -81,7 +123,14 @@ class Halving(Attending):
             r"query of shape \(1, 2, 2, 2\) cannot attend to a key of \(1, 1, 2, 2\)",
         ),
         (Doubling, r"this rank's part has 2 queries and 4 keys"),
-        (Halving, r"this rank's part has 2 queries and 1 keys"),
+        (Halving, r"this rank's part has 4 queries and 2 keys"),
+        (partial(Answering, with_both), "with an attn_mask and with is_causal=True"),
+        (
+            partial(Answering, with_heads_of_values),
+            r"a key of \(1, 1, 2, 2\) with a value of \(1, 2, 2, 2\)",
+        ),
+        (partial(Answering, with_odd_keys), r"2 queries and 1 keys\. Under a mask"),
+        (partial(Answering, checkpointed), r"checkpoint\(use_reentrant=True\)"),
         (Masking, r"attn_mask has the shape \(2, 2\), .* 4 x 4 positions"),
         (Flat, r"query of shape \(1, 2, 4\); expected \(samples, heads"),
     ],
@@ -199,3 +248,92 @@ def test_the_kernel_of_gpus_is_called_as_torch_declares_it(is_causal: bool) -> N
         gradients = block.gradients(torch.empty_like(seen), seen, lse)
     shapes = [each.shape for each in gradients]
     assert shapes == [query.shape, key.shape, value.shape]
+
+
+def trains_as_alone(
+    attends: Any, length: int = 8, near: float = 1e-5, setup: Any = RING
+) -> None:
+    """Hold a ring of two ranks against one rank, of which both attend by a function."""
+
+    def fn(world: af.World) -> dict[str, torch.Tensor]:
+        batch = rows(length)
+        model = partial(Answering, attends)
+        return dict(stepped(world, model, batch=batch, setup=setup).params)
+
+    ((alone,), split) = simulate(1, fn), simulate(2, fn, axes={"cp": 2})
+    for found in split:
+        for name, param in alone.items():
+            assert torch.allclose(param, found[name], rtol=1e-3, atol=near), name
+
+
+def hidden(value: float, length: int) -> torch.Tensor:
+    """Return a mask of what is to come, which hides all from the first three, too."""
+    mask = torch.full((length, length), value).triu(1)
+    mask[:, :3] = value
+    return mask
+
+
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_who_is_hidden_from_all_by_a_number_sees_a_mean(value: float) -> None:
+    """As padding is hidden: by a large number, and not by minus infinity.
+
+    Which mean is torch's rounding: beside such a number no product is left. Of ones it is one.
+    """
+
+    def attends(*three: torch.Tensor) -> torch.Tensor:
+        query, key, values = three
+        ones = torch.ones_like(values)
+        return values + F.scaled_dot_product_attention(
+            query, key, ones, hidden(value, 8)
+        )
+
+    trains_as_alone(attends)
+
+
+def test_a_mask_keeps_its_precision() -> None:
+    """Steps of 0.37 near -300 are none in 16 bits."""
+
+    def attends(*three: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(8.0) * 0.37 - 300).expand(8, 8)
+        narrow = (each.bfloat16() for each in three)
+        return three[2] + F.scaled_dot_product_attention(*narrow, mask).float()
+
+    trains_as_alone(attends, near=0.02)
+
+
+@pytest.mark.parametrize("setup", [SHARING, RING])
+def test_a_mask_of_all_positions_is_seen_whole(setup: Any) -> None:
+    """A look at 2,048 positions would have a mask of more."""
+    length = 2056
+    mask = torch.zeros(length, length)
+
+    def attends(*three: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*(each / length for each in three), mask)
+
+    try:
+        trains_as_alone(attends, length, setup=setup)
+    except RuntimeError as error:
+        pytest.fail(f"{error}")
+
+
+@pytest.mark.parametrize("setup", [SHARING, RING])
+def test_what_is_not_trained_may_attend_without_gradients(setup: Any) -> None:
+    """As a teacher does, which is run once."""
+
+    def attends(*three: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            taught = F.scaled_dot_product_attention(*three)
+        return three[2] + taught
+
+    trains_as_alone(attends, setup=setup)
+
+
+def test_a_part_without_places_may_be_of_any_length() -> None:
+    """One query a part, as of a pool that is learned: without a mask no place is asked."""
+
+    def attends(*three: torch.Tensor) -> torch.Tensor:
+        query, key, value = three
+        seen = F.scaled_dot_product_attention(query[:, :, :3] * 0, key, value)
+        return value + seen.mean(2, keepdim=True)
+
+    trains_as_alone(attends)

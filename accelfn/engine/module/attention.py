@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of attention, which something else answers while ranks share a sequence."""
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from accelfn.errors import LossError
 
@@ -56,7 +58,8 @@ class Attention:
         mask, whole = self.attn_mask, (num_queries, num_keys)
         if mask is None:
             return
-        if any(a not in (1, b) for a, b in zip(mask.shape[-2:], whole, strict=True)):
+        ends = zip(mask.shape[-2:], whole, strict=False)
+        if mask.ndim < 2 or any(a not in (1, b) for a, b in ends):
             msg = (
                 f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, and"
                 f" attention goes over {whole[0]} x {whole[1]} positions, of which this rank"
@@ -72,7 +75,12 @@ class Attending(TorchFunctionMode):
     def __init__(self, attend: Callable[[Attention], torch.Tensor]) -> None:
         """Take the function."""
         super().__init__()
-        self._attend = attend
+        self._attend, self._with_gradients = attend, False
+
+    def __enter__(self) -> Self:
+        """Begin to answer; note whether gradients are taken of what is computed."""
+        self._with_gradients = torch.is_grad_enabled()
+        return super().__enter__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -81,6 +89,8 @@ class Attending(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
+            if self._with_gradients and not torch.is_grad_enabled():
+                _refuse_reentrant()
             return self._attend(Attention(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             msg = (
@@ -90,3 +100,21 @@ class Attending(TorchFunctionMode):
             )
             raise LossError(msg)
         return func(*args, **kwargs)
+
+
+def _refuse_reentrant() -> None:
+    """Refuse layers that torch runs again in the backward pass, where nobody answers for us.
+
+    Other layers without gradients, as a teacher's, are run once.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            msg = (
+                "af.context_parallel: a layer that attends is run by torch.utils.checkpoint"
+                "(use_reentrant=True), which runs it again outside the loss, where attention"
+                " would see the positions of this rank alone. Leave it out, and add"
+                " af.checkpoint_activations to the setup."
+            )
+            raise LossError(msg)
+        frame = frame.f_back

@@ -44,7 +44,7 @@ class Block:
         if kernel is None:
             products = self._products()
             lse = products.logsumexp(-1)
-            shares = (products - _finite(lse)[..., None]).exp()
+            shares = (products - finite(lse)[..., None]).exp()
             return shares @ _shared(wide(self.value), self), lse
         seen, lse = kernel.attended(self)
         if self.mask is None:
@@ -65,7 +65,7 @@ class Block:
         kernel = self._kernel()
         if kernel is None:
             return self.gradients_with_mask(upstream, seen, lse)[:3]
-        query, key, value = kernel.gradients(self, upstream, seen, _finite(lse))
+        query, key, value = kernel.gradients(self, upstream, seen, finite(lse))
         return query, self._summed(key), self._summed(value)
 
     def gradients_with_mask(
@@ -74,7 +74,7 @@ class Block:
         """Return the gradients of query, key and value, and of products before the mask."""
         upstream, seen, query = wide(upstream), wide(seen), wide(self.query)
         key, value = _shared(wide(self.key), self), _shared(wide(self.value), self)
-        shares = (self._products() - _finite(lse)[..., None]).exp()
+        shares = (self._products() - finite(lse)[..., None]).exp()
         through = upstream @ value.mT - (upstream * seen).sum(-1, keepdim=True)
         products = shares * through
         return (
@@ -104,11 +104,15 @@ class Block:
             or not self.query.numel() * self.key.numel()
         ):
             return None  # of empty sequences a kernel ends the process
+        if self.mask is not None and self.mask.dtype is not self.query.dtype:
+            return None  # nor does it go back from numbers of two dtypes
         if self.query.device.type == "cpu":
             return _OnHost
+        if self.query.device.type != "cuda":
+            return None
         is_fit = self.query.dtype in (torch.float16, torch.bfloat16)
         is_fit = is_fit and features % 8 == 0 and features <= 256 and self.mask is None
-        return _OnCuda if self.query.device.type == "cuda" and is_fit else None
+        return _OnCuda if is_fit and _has_flash(self.query.device) else None
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,15 +126,25 @@ def join(
     """Weigh what was seen, in place, by what is seen in one block more."""
     both = torch.logaddexp(lse, lse_of_more)
     ours, theirs = (
-        (each - _finite(both)).exp()[..., None] for each in (lse, lse_of_more)
+        (each - finite(both)).exp()[..., None] for each in (lse, lse_of_more)
     )
     seen.mul_(ours).add_(more * theirs)
     lse.copy_(both)
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return 0 for a query that sees nothing: its exponentials are 0 then, and no NaN."""
+def finite(lse: torch.Tensor) -> torch.Tensor:
+    """Return 0 in the place of minus infinity, of which a difference would be no number."""
     return lse.masked_fill(lse == _NOTHING, 0.0)
+
+
+def _has_flash(device: torch.device) -> bool:
+    """Whether a GPU has the kernel, and nobody has switched it off."""
+    cuda = torch.backends.cuda
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (
+        8,
+        0,
+    )
+    return cuda.flash_sdp_enabled() and not is_old
 
 
 class _OnHost:
@@ -191,7 +205,10 @@ class _OnCuda:
 
 
 def _of_each_head(block: Block) -> Three:
-    return block.query, _shared(block.key, block), _shared(block.value, block)
+    three = block.query, _shared(block.key, block), _shared(block.value, block)
+    # kernels take features to lie side by side, and do not look
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in three)
+    return query, key, value
 
 
 def _shared(each: torch.Tensor, block: Block) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from accelfn.base.contexts import NOTHING
 from accelfn.collectives.around import Homewards, around, owners
 from accelfn.engine.module.attention import HEADS, POSITIONS, Attention
-from accelfn.engine.module.blocks import Block, join, wide
+from accelfn.engine.module.blocks import Block, finite, join, wide
 from accelfn.errors import LossError
 from accelfn.world import World
 
@@ -65,8 +65,10 @@ class Ring:
         if mask.dtype is torch.bool:
             zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
             mask = zeros.masked_fill(~mask, -torch.inf)
-        mask = mask.to(dtype)[(None,) * (4 - mask.ndim)]
+        mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
         rows = _of_pieces(mask, -2, self.num_pieces, self.pieces)
+        # of a row that hides all by a large number, the logarithm of a sum would be that number
+        rows = rows - finite(rows.detach().amax(-1, keepdim=True))
         return [
             _of_pieces(rows, -1, self.num_pieces, _pieces(owner, size))
             for owner in owners(self._ranks)
@@ -106,21 +108,32 @@ def _check(given: Attention) -> None:
             " anew. Set dropout_p=0, or leave out ring."
         )
         raise LossError(msg)
+    if given.is_causal and given.attn_mask is not None:
+        msg = (
+            "af.context_parallel(ring=True): attention is called with an attn_mask and with"
+            " is_causal=True. Give one of the two: let the mask hide what is to come."
+        )
+        raise LossError(msg)
     shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))
     is_fit = rest == 0 and (shared_by == 1 or given.enable_gqa)
-    if not is_fit or not query.shape[0] == key.shape[0] == value.shape[0]:
+    is_fit = is_fit and key.shape[: POSITIONS + 1] == value.shape[: POSITIONS + 1]
+    if not is_fit or query.shape[0] != key.shape[0]:
         msg = (
             f"af.context_parallel(ring=True): a query of shape {tuple(query.shape)} cannot"
-            f" attend to a key of {tuple(key.shape)}. Give tensors of as many samples and"
-            " heads, or, with enable_gqa=True, a multiple of the heads."
+            f" attend to a key of {tuple(key.shape)} with a value of {tuple(value.shape)}. Give"
+            " tensors of as many samples and heads, and a value for each key; or, with"
+            " enable_gqa=True, a query of a multiple of the heads."
         )
         raise LossError(msg)
     num_queries, num_keys = query.shape[POSITIONS], key.shape[POSITIONS]
-    if num_queries % 2 or (given.is_causal and num_queries != num_keys):
+    has_places = given.is_causal or given.attn_mask is not None
+    is_odd = has_places and (num_queries % 2 or num_keys % 2)
+    if is_odd or (given.is_causal and num_queries != num_keys):
         msg = (
             f"af.context_parallel(ring=True): this rank's part has {num_queries} queries and"
-            f" {num_keys} keys. A part is two pieces of one length, and is_causal=True wants"
-            " a key for each query: attend with one of each for every position of the part."
+            f" {num_keys} keys. Under a mask a part is two pieces of one length, and"
+            " is_causal=True wants a key for each query: attend with one of each for every"
+            " position of the part."
         )
         raise LossError(msg)
 
