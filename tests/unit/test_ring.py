@@ -172,6 +172,15 @@ def test_sequences_may_be_empty(setup: Any) -> None:
         assert all(torch.equal(param, found[name]) for name, param in alone.items())
 
 
+def test_an_empty_sequence_may_have_a_mask() -> None:
+    """Of no positions, as a batch of paddings that were cut off may have."""
+
+    def attends(*three: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*three, torch.zeros(0, 0))
+
+    trains_as_alone(attends, 0)
+
+
 @pytest.mark.parametrize("ring", [0, 1, None, "yes"])
 def test_a_ring_is_there_or_not(ring: Any) -> None:
     """True or False."""

@@ -68,7 +68,8 @@ class Ring:
         mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
         rows = _of_pieces(mask, -2, self.num_pieces, self.pieces)
         # of a row that hides all by a large number, the logarithm of a sum would be that number
-        rows = rows - finite(rows.detach().amax(-1, keepdim=True))
+        if rows.shape[-1]:
+            rows = rows - finite(rows.detach().amax(-1, keepdim=True))
         return [
             _of_pieces(rows, -1, self.num_pieces, _pieces(owner, size))
             for owner in owners(self._ranks)
