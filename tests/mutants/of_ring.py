@@ -9,6 +9,7 @@ from accelfn.engine.module import attention, blocks, ring
 from accelfn.transforms import context_parallel
 from tests.laws import test_blocks, test_context
 from tests.mutants.mutant import Mutant
+from tests.unit import test_context_parallel as contexts
 from tests.unit import test_ring as unit
 
 TRAINS = test_context.test_parts_of_sequences_train_what_the_whole_does
@@ -272,17 +273,23 @@ MUTANTS = [
         "layers that torch runs again attend to a part alone",
         REFUSED,
         attention.Attending.__torch_function__,
-        "if self._with_gradients and not torch.is_grad_enabled(): → if False:",
+        "if self._with_gradients and _may_run_again(): → if False:",
         args={
-            "model": unit.partial(unit.Answering, unit.checkpointed),
-            "words": "use_reentrant=True",
+            "model": unit.partial(unit.Answering, unit.by_function),
+            "words": "run by torch.utils.checkpoint",
         },
+    ),
+    Mutant(
+        "what af.checkpoint_activations runs again is refused",
+        contexts.test_what_is_computed_again_sees_all_positions,
+        attention._refuse_rerun,
+        'and frame.f_locals["context_fn"] is noop_context_fn → and True',
     ),
     Mutant(
         "a teacher's attention is refused",
         unit.test_what_is_not_trained_may_attend_without_gradients,
-        attention._refuse_reentrant,
-        "if frame.f_code is CheckpointFunction.forward.__code__: → if frame.f_back is None:",
+        attention._refuse_rerun,
+        "if frame.f_code is CheckpointFunction.forward.__code__ → if frame.f_back is None",
         args={"setup": unit.RING},
     ),
     Mutant(

@@ -103,10 +103,14 @@ def with_odd_keys(*three: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(query, key[:, :, :1], value[:, :, :1], mask)
 
 
-def checkpointed(*three: torch.Tensor) -> torch.Tensor:
-    """Attend once more in the backward pass, by torch's first way."""
+def checkpointed(*three: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+    """Attend once more in the backward pass."""
     attends = partial(F.scaled_dot_product_attention, is_causal=True)
-    return checkpoint(attends, *three, use_reentrant=True)
+    return checkpoint(attends, *three, use_reentrant=use_reentrant)
+
+
+by_function = partial(checkpointed, use_reentrant=True)
+by_hooks = partial(checkpointed, use_reentrant=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*draws random numbers")
@@ -130,7 +134,8 @@ def checkpointed(*three: torch.Tensor) -> torch.Tensor:
             r"a key of \(1, 1, 2, 2\) with a value of \(1, 2, 2, 2\)",
         ),
         (partial(Answering, with_odd_keys), r"2 queries and 1 keys\. Under a mask"),
-        (partial(Answering, checkpointed), r"checkpoint\(use_reentrant=True\)"),
+        (partial(Answering, by_function), r"run by torch\.utils\.checkpoint, which"),
+        (partial(Answering, by_hooks), r"run by torch\.utils\.checkpoint, which"),
         (Masking, r"attn_mask has the shape \(2, 2\), .* 4 x 4 positions"),
         (Flat, r"query of shape \(1, 2, 4\); expected \(samples, heads"),
     ],

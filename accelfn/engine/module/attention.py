@@ -3,13 +3,17 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import attrs
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    checkpoint,
+    noop_context_fn,
+)
 
 from accelfn.errors import LossError
 
@@ -89,8 +93,8 @@ class Attending(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            if self._with_gradients and not torch.is_grad_enabled():
-                _refuse_reentrant()
+            if self._with_gradients and _may_run_again():
+                _refuse_rerun()
             return self._attend(Attention(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             msg = (
@@ -102,19 +106,35 @@ class Attending(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _refuse_reentrant() -> None:
+def _may_run_again() -> bool:
+    """Whether layers that are run now may be what torch runs again in the backward pass."""
+    hooks = cast("Any", torch)._C._autograd
+    ignore_is_tracing = True
+    is_hooked = hooks._top_saved_tensors_default_hooks(ignore_is_tracing) is not None
+    return is_hooked or not torch.is_grad_enabled()
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def _refuse_rerun() -> None:
     """Refuse layers that torch runs again in the backward pass, where nobody answers for us.
 
-    Other layers without gradients, as a teacher's, are run once.
+    Others are let through: those without gradients, as a teacher's, are run once, and
+    `af.checkpoint_activations` brings what is around a first run to the second.
     """
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
+        if frame.f_code is CheckpointFunction.forward.__code__ or (
+            frame.f_code is _CHECKPOINT
+            and frame.f_locals["context_fn"] is noop_context_fn
+        ):
             msg = (
-                "af.context_parallel: a layer that attends is run by torch.utils.checkpoint"
-                "(use_reentrant=True), which runs it again outside the loss, where attention"
-                " would see the positions of this rank alone. Leave it out, and add"
-                " af.checkpoint_activations to the setup."
+                "af.context_parallel: a layer that attends is run by torch.utils.checkpoint,"
+                " which runs it again outside the loss, where attention would see the"
+                " positions of this rank alone. Leave it out (a model of Transformers has"
+                " gradient_checkpointing_disable()), and add af.checkpoint_activations to the"
+                " setup."
             )
             raise LossError(msg)
         frame = frame.f_back
