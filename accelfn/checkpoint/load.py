@@ -116,6 +116,10 @@ def load_part(
 ) -> Loaded:
     """Return what of a saved state is asked for, in the given one; call it on all ranks.
 
+    Where parameters are, slots that are not, and that are as they began, begin with these
+    parameters, as an average does; of others, which go on, an `af.Warning` says so. Ranks
+    compare what they hold at the next update.
+
     Args:
         state: all else stays as it has it; it is not changed.
         directory: that `save` wrote.

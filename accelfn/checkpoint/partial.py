@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from accelfn.base.advice import advise
 from accelfn.base.shards import copied, is_shard
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.elastic import Source
@@ -14,6 +15,7 @@ from accelfn.checkpoint.fields import FIELDS, fields_of, with_fields
 from accelfn.checkpoint.files import digests
 from accelfn.collectives import by_calls
 from accelfn.errors import ArgumentError, CheckpointError
+from accelfn.state.anew import begun_anew
 from accelfn.state.state import TrainState
 
 
@@ -127,13 +129,34 @@ def taken(
         unexpected += [f"{field}.{name}" for name in found.unexpected]
     if refused:
         raise CheckpointError("\n".join(refused))
+    made = with_fields(state, fields)
+    if any(each.startswith("params.") for each in loaded):
+        made = _gone_on(state, made, loaded)
     return Loaded(
-        state=with_fields(state, fields),
+        state=made,
         loaded=tuple(loaded),
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         cast=cast,
     )
+
+
+def _gone_on(before: TrainState, after: TrainState, loaded: list[str]) -> TrainState:
+    """Return a state that goes on with parameters of a file: ranks are to compare them.
+
+    Slots that were not loaded begin with them, if they have not come further.
+    """
+    kept = {each.split(".")[1] for each in loaded if each.startswith("slots.")}
+    slots, going_on = begun_anew(before, after, kept=kept)
+    if going_on:
+        advise(
+            f"af.load_part: the parameters were loaded, and the slots of {going_on} go on as"
+            ' they were without them. Load these, too, only=["params", "slots"], or begin them'
+            " anew, by state.with_setup(...) without these transforms, and with them."
+        )
+    # another definition, of which ranks compare what they hold
+    definition = attrs.evolve(after.definition)
+    return attrs.evolve(after, slots=slots, definition=definition)
 
 
 def converted(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:

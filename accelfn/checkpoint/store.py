@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 import attrs
 
-from accelfn.base import words
+from accelfn.base import paths, words
 from accelfn.base.calling import called
 from accelfn.base.question import question
 from accelfn.base.words import foreign
@@ -306,6 +306,12 @@ class CheckpointStore:
             self._remove_leftovers()
             if is_first:
                 self._retention.before()
+            if paths.exists(job.final):
+                msg = (
+                    f"{job.final} exists already: the store has this step. Save after the next"
+                    " update; the same once more goes to a store of another directory."
+                )
+                raise CheckpointError(msg)
         commit.begin(job)
         if self.async_ and state.world.is_main:
             open_talk(job)

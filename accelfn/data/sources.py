@@ -266,7 +266,18 @@ def _at(row: int, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def source_of(dataset: Any) -> Source:
-    """Return how a map-style dataset is read best."""
+    """Return how a map-style dataset is read best.
+
+    Raises:
+        DataError: it is read by the names of columns.
+    """
+    if hasattr(dataset, "iloc"):
+        msg = (
+            f"af.Data({type(dataset).__name__}): a pandas table is read by names, and not by"
+            " numbers of rows. Give its columns as tensors, {name:"
+            " torch.tensor(table[name].to_numpy()) for name in table}, or a Dataset."
+        )
+        raise DataError(msg)
     rows = rows_of(dataset)
     if rows is not None:
         return rows

@@ -14,6 +14,7 @@ from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
 from accelfn.schedules.rates import Rates
 from accelfn.schedules.schedule import Schedule
+from accelfn.structure.partition import is_torchs, parts_of
 from accelfn.structure.skeleton import Skeleton
 from accelfn.world import World
 from accelfn.world import axes as arithmetic
@@ -58,6 +59,11 @@ class Definition:
 
         metas = dict(self.skeleton.module.named_parameters())
         return Layout.of(owners, metas, self.world)
+
+    @cached_property
+    def has_torchs_optimizer(self) -> bool:
+        """Whether updates run torch's code alone."""
+        return all(map(is_torchs, parts_of(self.optimizer)))
 
     @property
     def copy(self) -> World:

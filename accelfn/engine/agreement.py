@@ -105,6 +105,8 @@ def _rows(state: TrainState) -> dict[str, str]:
     if definition.data is not None and definition.plan.num_shares > 1:
         rows |= {f"data, {k}": str(v) for k, v in form_of(definition.data).items()}
         rows |= order_told(definition.data, state.seed)
+        cursor = state.cursor
+        rows["cursor"] = f"epoch {cursor.epoch}, sample {cursor.samples}"
     return rows
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that a module counts on for itself, which no state has."""
+"""Numbers that a module, or an optimizer, counts on for itself, which no state has."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
 from torch import nn
+from torch.optim import Optimizer
 
 from accelfn.base.advice import advise
 
@@ -19,19 +20,29 @@ _Numbers: TypeAlias = dict[tuple[str, str], float]
 
 
 class Counters:
-    """Looks at what modules keep beside parameters and buffers, in the first passes.
+    """Looks at what objects keep beside a state, in the first passes or updates.
 
-    Modules of torch's own count in buffers, and are not looked at.
+    torch's own keep nothing there, and are not looked at.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """Begin before the first pass of a module."""
+    def __init__(self, owners: Iterable[tuple[str, object]], said: str) -> None:
+        """Begin before the first of these, with names of the objects, and what is said at last."""
         self._owners = [
             (path or type(owner).__name__, owner)
-            for path, owner in module.named_modules()
+            for path, owner in owners
             if not type(owner).__module__.startswith("torch.")
         ]
-        self._seen: list[_Numbers] = []
+        self._said, self._seen = said, list[_Numbers]()
+
+    @classmethod
+    def of_modules(cls, module: nn.Module) -> "Counters":
+        """Return what looks at a module's parts, behind each forward pass."""
+        return cls(module.named_modules(), _OF_MODULES)
+
+    @classmethod
+    def of_optimizers(cls, optimizers: Iterable[Optimizer]) -> "Counters":
+        """Return what looks at optimizers, behind each update."""
+        return cls((("", each) for each in optimizers), _OF_OPTIMIZERS)
 
     def look(self) -> bool:
         """Look behind a pass, and say at last if one counts; return whether to look again."""
@@ -51,7 +62,7 @@ class Counters:
             if _counts(values := [value, *(each.get((path, name)) for each in later)])
         }
         if told:
-            advise(_said(told))
+            advise(self._said.format(_shown(told)))
         return False
 
 
@@ -83,14 +94,22 @@ def _counts(values: list[Any]) -> bool:
     )
 
 
-def _said(told: dict[str, list[Any]]) -> str:
-    shown = "; ".join(
+def _shown(told: dict[str, list[Any]]) -> str:
+    return "; ".join(
         f"{name} was {', then '.join(map(repr, values))}"
         for name, values in list(told.items())[:3]
     )
-    return (
-        f"As the loss function ran, {shown}. A number that a module keeps for itself is no part"
-        " of a state: it is not saved, a run that is resumed begins it again, and copies of the"
-        " state share it. Make it a buffer, register_buffer('name', torch.tensor(0)). If"
-        " nothing is computed from it, all is well."
-    )
+
+
+_OF_MODULES = (
+    "As the loss function ran, {}. A number that a module keeps for itself is no part of a"
+    " state: it is not saved, a run that is resumed begins it again, and copies of the state"
+    " share it. Make it a buffer, register_buffer('name', torch.tensor(0)). If nothing is"
+    " computed from it, all is well."
+)
+_OF_OPTIMIZERS = (
+    "As the optimizer stepped, {}. A number that an optimizer keeps for itself is no part of a"
+    " state: it is not saved, and a run that is resumed begins it again. Keep it in a parameter"
+    " group, group['name'], or in self.state[param], which are. If nothing is computed from it,"
+    " all is well."
+)

@@ -87,7 +87,7 @@ class Engine:
         collate = None if state.data is None else state.data.collate
         # a step that asks nobody is the shorter
         self._left_out = None if collate is None else LeftOut()
-        self._counters: Counters | None = Counters(module)
+        self._counters: Counters | None = Counters.of_modules(module)
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from accelfn.base.advice import advise
+from accelfn.errors import LossError
+from accelfn.state.views import was_lent
 
 
 def warn_of_strangers(loss: torch.Tensor, known: Container[int]) -> None:
@@ -16,10 +18,19 @@ def warn_of_strangers(loss: torch.Tensor, known: Container[int]) -> None:
     Args:
         loss: whose graph is looked through.
         known: ids of the parameters that the model has as it runs.
+
+    Raises:
+        LossError: some are of a module that was lent, and is empty by now.
     """
-    shapes = [
-        tuple(each.shape) for each in _parameters_of(loss) if id(each) not in known
-    ]
+    strangers = [each for each in _parameters_of(loss) if id(each) not in known]
+    if any(map(was_lent, strangers)):
+        msg = (
+            "The loss depends on a module that af.bind lent for a with block, which has ended"
+            " before the backward pass: it is empty. A model that judges is af.frozen(other),"
+            " made in the loss function, or before: step(state, batch, af.frozen(other))."
+        )
+        raise LossError(msg)
+    shapes = [tuple(each.shape) for each in strangers]
     if shapes:
         advise(
             "The loss depends on parameters that are not those of the model that the loss"

@@ -13,6 +13,7 @@ from accelfn.base.advice import advise
 from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes
+from accelfn.base.shards import local
 from accelfn.collectives import broadcast_, join_rows
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.alike import check_alike
@@ -62,6 +63,7 @@ def evaluate(
 
     Raises:
         ReplicaMismatchError: the ranks hold other samples, or the same in another order.
+        StateError: `fn` wrote into the parameters.
         LossError: `fn` returned something else, or no scalar. An integer tensor, which is a
             count and no mean, is warned of; so is a mean of a batch out of which the data's
             `collate` has left samples.
@@ -106,6 +108,7 @@ def predict(
     Raises:
         ReplicaMismatchError: the ranks hold other samples, or the same in another order.
         BatchError: dim 0 of a result is not the batch's.
+        StateError: `fn` wrote into the parameters.
     """
     check_state("af.predict(state, data, fn)", state)
     _check_function(fn, extras)
@@ -145,6 +148,7 @@ class _Lent:
                 broadcast_(found, state.world, label="buffers of rank 0")
             params = eval_params(state)
             self.call = self._lent(params, buffers)
+        self._params = {name: local(each) for name, each in params.items()}
 
     def _lent(
         self, params: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]
@@ -165,8 +169,31 @@ class _Lent:
         seed = draws.fold(self._key, self._calls)
         self._calls += 1
         device = self._state.world.device
+        before = self._versions()
         with own_modes(device), torch.no_grad(), draws.seeded(seed, device):
             yield
+        self._check_unwritten(before)
+
+    def _versions(self) -> list[int]:
+        return [each._version for each in self._params.values()]
+
+    def _check_unwritten(self, before: list[int]) -> None:
+        """Refuse a function that wrote into parameters, which are the state's own.
+
+        Raises:
+            StateError: it did.
+        """
+        after = self._versions()
+        if after != before:
+            at = [old == new for old, new in zip(before, after, strict=True)].index(
+                False
+            )
+            msg = (
+                f"The function that is evaluated wrote into {[*self._params][at]!r}, which"
+                " belongs to the state: what was there is gone, so load a checkpoint. Let it"
+                " change a model of its own: model = af.frozen(state)."
+            )
+            raise StateError(msg)
 
 
 def _check_function(fn: object, extras: tuple[Any, ...]) -> None:

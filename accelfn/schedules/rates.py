@@ -38,6 +38,7 @@ class FactorRates:
 
     def __init__(self, factor: Schedule, optimizer: Optimizer) -> None:
         """Take the function, and the rates."""
+        _check_pure(factor)
         self._factor = factor
         self._rates: list[tuple[tuple[int, str], Any]] = []
         for i, group in enumerate(optimizer.param_groups):
@@ -66,3 +67,23 @@ class FactorRates:
             )
             raise ArgumentError(msg)
         return {at: rate * factor for at, rate in self._rates}
+
+
+def _check_pure(factor: Schedule) -> None:
+    """Refuse a function that counts its calls, or draws: a run could not be resumed.
+
+    Raises:
+        ArgumentError: it gives two factors for one update.
+    """
+    try:
+        first, _, again = (factor(update) for update in (0, 1, 0))
+    except Exception:  # noqa: BLE001 - it is the step's to tell
+        return
+    numbers = isinstance(first, (int, float)) and isinstance(again, (int, float))
+    if numbers and repr(first) != repr(again):
+        msg = (
+            f"The schedule gave {first!r} for update 0, and {again!r} when it was asked again;"
+            " expected a function of the update number alone, that counts no calls and draws"
+            " nothing. What goes by losses is af.plateau, or a transform's hyper."
+        )
+        raise ArgumentError(msg)

@@ -124,10 +124,15 @@ def begin_slots(state: Moment, slots: dict[str, Any]) -> None:
     with own_modes(state.world.device):
         for owner in state.setup.owners["init"]:
             if owner.name not in slots:
-                with shared_draws(state, "init", f"init {owner.name}"):
-                    slot = owner.init(state)
+                slot = begun(owner, state)
                 if slot is not None:
                     slots[owner.name] = slot
+
+
+def begun(owner: Any, state: Moment) -> Any:
+    """Return the slot of a transform as it begins in a state, if it has one."""
+    with shared_draws(state, "init", f"init {owner.name}"):
+        return owner.init(state)
 
 
 def _whole(

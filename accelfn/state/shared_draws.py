@@ -21,10 +21,14 @@ def shared_draws(
     Whatever calls a transform's field with a state calls it in one, of the field's name or
     another purpose. Transforms that draw nothing say so: seeding for nobody would cost 5 µs.
     """
-    definition = state.definition
-    if field not in definition.setup.drawing:
+    if field not in state.definition.setup.drawing:
         return NOTHING
-    purpose = purpose or field
+    return draws_for(state, purpose or field)
+
+
+def draws_for(state: Moment, purpose: str) -> AbstractContextManager[object]:
+    """Return a context in which draws are a function of the state and a purpose, on any rank."""
+    definition = state.definition
     keys, name = definition.cache.keys, definition.name
     known = keys.get(purpose)
     if known is None or known[0] != state.seed:

@@ -25,6 +25,7 @@ from accelfn.definition.definition import Definition
 from accelfn.definition.transform import chain
 from accelfn.errors import CallError
 from accelfn.schedules.schedule import Schedule
+from accelfn.state.anew import slots_of
 from accelfn.state.beginning import begin, begin_slots
 from accelfn.state.hyper import rates_of_next_update
 from accelfn.state.lease import Lease
@@ -153,8 +154,7 @@ class TrainState:
             seed=seed,
             slots={},
             definition=definition,
-        )
-        state = state.with_setup(composed)
+        ).with_setup(composed)
         say_batch_size(data, state.definition)
         give_away(begun.module, name)
         seal_optimizer(optimizer, name)
@@ -253,9 +253,7 @@ class TrainState:
     def copy(self) -> Self:
         """Return an equal state with tensors of its own; a step on one leaves the other.
 
-        What is one tensor in this state is one tensor in the copy.
-
-        Cost: a copy of every tensor.
+        What is one tensor in this state is one in the copy. Cost: a copy of every tensor.
         """
         self.lease.check()
         with own_modes(self.world.device):
@@ -274,7 +272,7 @@ class TrainState:
             )
 
     def __copy__(self) -> Self:
-        """Return the state itself, as a value is its copy; `copy` copies tensors."""
+        """Return the state itself; `copy` copies tensors."""
         return self
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
@@ -293,7 +291,8 @@ class TrainState:
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
         """Return the state with copies of other parameters in place of its own.
 
-        Copies, because they may be another state's, which a step would then change.
+        Copies, because they may be another state's, which a step would then change. Before the
+        first update slots begin with them, as an average does; later on they stay.
 
         Raises:
             StateError: names, shapes, dtypes or devices are not the model's.
@@ -303,7 +302,8 @@ class TrainState:
         with own_modes(self.world.device):
             copies = {n: tree.clone(params[n]) for n in self._params}
             copies = cut(copies, self.definition.layout)
-        return attrs.evolve(self, params=copies)
+        made = attrs.evolve(self, params=copies)
+        return attrs.evolve(made, slots=slots_of(self, made))
 
     @called
     def with_slot(self, name: str, value: Any) -> Self:
@@ -358,8 +358,8 @@ class TrainState:
         The others are frozen: no update changes a bit of them, weight decay and momentum
         included. Their optimizer state is kept, and gone on with when they are thawed. What
         is trained belongs to the definition and is not saved: `load` takes the given state's.
-        Modules stay in their modes, so batch statistics go on moving; and `local_sgd` goes on
-        averaging what ranks had trained before.
+        Modules stay in their modes, so batch statistics go on moving; `local_sgd` and
+        `diloco` go on averaging what ranks had trained before.
 
         Args:
             predicate: a function of a parameter's name (the first, of a tied one) and the
@@ -381,10 +381,9 @@ class TrainState:
         self.lease.check()
         definition, skeleton = self.definition, self.definition.skeleton
         names = trained_names(predicate, self._params, definition.optimizer, skeleton)
-        if names == set(skeleton.trainable):
-            return self
-        skeleton = skeleton.training(names)
-        changed = attrs.evolve(definition, skeleton=skeleton)
+        if names == set(skeleton.trainable) and self.world.size == 1:
+            return self  # another rank may have other names
+        changed = attrs.evolve(definition, skeleton=skeleton.training(names))
         return attrs.evolve(self, definition=changed)
 
     def __repr__(self) -> str:

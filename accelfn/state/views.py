@@ -3,7 +3,7 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -16,10 +16,13 @@ from accelfn.base.shards import local
 from accelfn.base.sharing import apart
 from accelfn.collectives import wholes
 from accelfn.errors import ArgumentError, StateError
+from accelfn.state.anew import as_begun
 from accelfn.state.argument import check_state
+from accelfn.state.beginning import begun
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update, looked
 
+_ENDED = "_accelfn_was_lent"
 _Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
 """Where a tensor's memory is, and what kind it is of."""
 
@@ -36,10 +39,10 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     if not state.setup.owners["eval_params"]:
         return params
     update = Update(state=state, slots=state.slots)
-    before = [local(each)._version for each in params.values()]
+    before = _versions(params)
     with own_modes(state.world.device):
         found = looked("eval_params", params, update, Mapping)
-    after = [local(each)._version for each in params.values()]
+    after = _versions(params)
     if before != after:
         at = [old == new for old, new in zip(before, after, strict=True)].index(False)
         owners = ", ".join(map(repr, state.setup.owners["eval_params"]))
@@ -88,7 +91,8 @@ def bind(
 
     It is a structural copy around the state's own tensors, in training mode: call
     `.eval()` on it as you need. What is written into its parameters is written into the
-    state. After the block it is empty, and what else was set on it is gone with it.
+    state; before the first update slots begin with it, as an average does. After the block it
+    is empty, and what else was set on it is gone with it.
 
     Args:
         state: not donated.
@@ -115,14 +119,46 @@ def bind(
             params = wholes(params, state.world, label="af.bind")
     module = state.definition.skeleton.build(params, state.buffers)
     lent = {name: (id(each), _place(each)) for name, each in _tensors(module)}
+    begins = [] if at == "eval" or gather or state.num_tried else as_begun(state)
+    before = _versions(params) if begins else []
     try:
         yield module
         _check_trained(module, state)
         if not gather:
             _check_replaced(module, lent)
+        if before != _versions(params if begins else {}):
+            with own_modes(state.world.device):
+                slots = {owner.name: begun(owner, state) for owner in begins}
+            state._slots.update(slots)  # pyright: ignore[reportPrivateUsage] - as what was written
     finally:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        _end(module)
+
+
+def _end(module: nn.Module) -> None:
+    """Empty a module that was lent, and let nobody call it."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        setattr(tensor, _ENDED, True)
+    for each in module.modules():
+        each.register_forward_pre_hook(_refuse_call)
+
+
+def was_lent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a module that `bind` has lent, and whose block has ended."""
+    return hasattr(tensor, _ENDED)
+
+
+def _refuse_call(module: nn.Module, _given: object) -> NoReturn:
+    msg = (
+        f"This {type(module).__name__} was lent by af.bind(state) for its with block, which has"
+        " ended: it is empty. Call it in the block; af.frozen(state) is a model to keep, and"
+        " af.export_model(state, path) a file."
+    )
+    raise StateError(msg)
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    return [local(each)._version for each in tensors.values()]
 
 
 def _check_trained(module: nn.Module, state: TrainState) -> None:

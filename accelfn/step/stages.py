@@ -21,6 +21,7 @@ from accelfn.errors import GradsError, StateDonatedError
 from accelfn.state.grads import Grads
 from accelfn.state.hyper import planned_for
 from accelfn.state.metrics import Metrics, Number
+from accelfn.state.shared_draws import draws_for
 from accelfn.state.state import TrainState
 from accelfn.state.succession import skipped, successor, through_state
 from accelfn.state.update import Update, through
@@ -194,7 +195,10 @@ def _stepped(
     profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     try:
         with span("accelfn optimizer") if profiled else NOTHING:
-            return engine.update(ready, planned, flag)
+            if state.definition.has_torchs_optimizer:
+                return engine.update(ready, planned, flag)
+            with draws_for(state, "optimizer"):  # as one that adds noise draws
+                return engine.update(ready, planned, flag)
     except BaseException:
         _undo(state, engine)
         raise

@@ -134,6 +134,12 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     return [each for part in optimizer.parts for each in parts_of(part)]
 
 
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether a step runs torch's code alone, which draws nothing and keeps nothing elsewhere."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(hooks)
+
+
 def empty_state(optimizer: Optimizer, like: Optimizer) -> Any:
     """Return a mapping for the state of an optimizer that was made like another."""
     if isinstance(optimizer, Partitioned):

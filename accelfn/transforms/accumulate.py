@@ -112,6 +112,7 @@ class accumulate:
         if isinstance(value, list) and value:
             parts = cast("list[Any]", value)
             if wanted is None or len(parts) == wanted:
+                self._refuse_columns(parts)
                 return parts
         found = (
             f"a list of {len(cast('list[Any]', value))}"
@@ -124,6 +125,21 @@ class accumulate:
             " value along the rows of all its tensors."
         )
         raise BatchError(msg)
+
+    def _refuse_columns(self, parts: Sequence[Any]) -> None:
+        """Refuse a list that is one batch, inputs and targets, as a torch DataLoader gives it."""
+        kinds = {
+            (each.dtype, each.ndim) if isinstance(each, torch.Tensor) else None
+            for each in parts
+        }
+        if None not in kinds and len(kinds) > 1:
+            shown = " and ".join(f"{each.dtype} {tuple(each.shape)}" for each in parts)
+            msg = (
+                f"Under {self!r} a list holds micro-batches, and this one holds tensors of other"
+                f" kinds, {shown}, as inputs and targets are. Give a list of such pairs:"
+                " af.micro_batches(tuple(value), k) makes one."
+            )
+            raise BatchError(msg)
 
 
 @called

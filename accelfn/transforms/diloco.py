@@ -373,9 +373,15 @@ class diloco:
         return slot if means is None else self._stepped(state, slot, means)
 
     def _stepped(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
-        """Step the anchor, and let this rank go on from there."""
-        anchor = slot["anchor"]
-        after = Outer(self.outer or NESTEROV, anchor).stepped(slot["outer"], means)
+        """Step the anchor, and let this rank go on from there.
+
+        What is frozen goes to the mean of what ranks had trained before, by no momentum.
+        """
+        anchor, trained = slot["anchor"], state.trainable
+        stepped = {name: each for name, each in means.items() if name in trained}
+        after = Outer(self.outer or NESTEROV, anchor).stepped(slot["outer"], stepped)
+        for name in means.keys() - stepped.keys():
+            local(anchor[name]).sub_(means[name])
         for name in means:
             param, target = local(state.params[name]), local(anchor[name])
             if self.mix:

@@ -86,12 +86,11 @@ def state_at(
 ) -> af.TrainState:
     state = af.TrainState.create(
         model=model or (lambda: nn.Linear(2, 1)),
-        optimizer=partial(torch.optim.SGD, lr=0.0),
         setup=af.chain(DDP, *setup),
         seed=place.seed,
         name=place.name,
         world=world,
-        **options,
+        **{"optimizer": partial(torch.optim.SGD, lr=0.0), **options},
     )
     cursor = af.Cursor(place.epoch, 0)
     return attrs.evolve(
@@ -222,6 +221,24 @@ def in_a_transform(place: Place, world: af.World) -> Draws:
     state = state_at(place, world, None, Noting(noted=noted))
     af.make_step(lambda model, batch: model(batch).mean())(state, batch_of(world))
     return noted[place.purpose]
+
+
+class _Drawing(torch.optim.SGD):
+    """Draws as it steps."""
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.copy_(torch.rand_like(param))
+
+
+def in_an_update(place: Place, world: af.World) -> Draws:
+    state = state_at(place, world, optimizer=partial(_Drawing, lr=0.0))
+    step = af.make_step(lambda model, batch: model(batch).mean())
+    state, _ = step(state, batch_of(world))
+    return tuple(state.params["weight"].flatten().tolist())
 
 
 def of_powersgd(place: Place, world: af.World) -> Draws:
@@ -414,7 +431,13 @@ ROWS = [
         name="a transform's",
         draws=on_rank(in_a_transform),
         apart=f"{_OF_STATE} purpose",
-        at="state.shared_draws.shared_draws",
+        at="state.shared_draws.draws_for",
+    ),
+    Row(
+        name="an optimizer's",
+        draws=on_rank(in_an_update),
+        apart="seed name step skipped",
+        at="state.shared_draws.draws_for",
     ),
     Row(
         name="factors of PowerSGD",

@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         "L50: a run that is resumed in a state of another seed is another run",
         test_shared_draws.test_what_is_loaded_draws_by_its_own_seed,
-        shared_draws.shared_draws,
+        shared_draws.draws_for,
         "known is None or known[0] != state.seed → known is None",
     ),
     Mutant(

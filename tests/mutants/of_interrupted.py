@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         "L54: one that writes past torch's count is taken for one that wrote nothing",
         test_interrupted.test_a_step_that_raises_leaves_a_state_or_none,
-        versions._is_torchs,
-        "known and → True and",
+        versions._is_known,
+        "is_torchs(optimizer) and → True and",
     ),
     Mutant(
         "L54: a kernel on lists of tensors is taken for one that wrote nothing",

@@ -88,7 +88,7 @@ if having and not any(told[id(each)].get("draws_nothing") for each in having)
     Mutant(
         "L50: a transform draws the same numbers in each of its fields",
         test_shared_draws.test_what_transforms_draw_is_of_the_state,
-        shared_draws.shared_draws,
+        shared_draws.draws_for,
         "draws.key(state.seed, name, purpose) → draws.key(state.seed, name)",
     ),
     Mutant(
@@ -101,7 +101,7 @@ if having and not any(told[id(each)].get("draws_nothing") for each in having)
     Mutant(
         "L50: transforms that draw in init draw the same numbers",
         test_shared_draws.test_draws_of_two_beginnings_differ,
-        beginning.begin_slots,
+        beginning.begun,
         'f"init {owner.name}" → "init"',
         args={"size": 1},
     ),

@@ -235,6 +235,28 @@ def test_nothing_is_changed(model, fn):
     assert values(expected) == values(STEP(state, (X, Y))[0])
 
 
+def clipped(model, batch):
+    with torch.no_grad():
+        model[0].bias.clamp_(-0.01, 0.01)
+    return right(model, batch)
+
+
+@pytest.mark.parametrize("setup", [None, af.ema(0.9), af.wrap_ddp()])
+@pytest.mark.parametrize("call", [af.evaluate, af.predict])
+def test_a_function_that_writes_into_the_model_is_refused(call, setup):
+    """What it evaluates is the state's, or its average; reading and a step between are not."""
+    state = make(setup=setup)
+    with pytest.raises(af.StateError, match=r"wrote into '0\.bias', which belongs"):
+        list(call(state, data(), clipped))
+    state = make(setup=setup)
+    found = call(state, data(), outputs if call is af.predict else right)
+    if call is af.predict:
+        next(found)
+        with af.bind(state, at="train") as model, torch.no_grad():
+            model[0].bias.clamp_(-0.01, 0.01)
+        list(found)
+
+
 def test_evaluating_is_a_function():
     """The same state gives the same, dropout and draws of one's own included."""
     state = make()

@@ -21,6 +21,7 @@ from accelfn.base.read_only import ReadOnly
 from accelfn.testing import simulate
 from tests.states import linear_state
 
+SGD = partial(torch.optim.SGD, lr=0.1)
 INPUTS = torch.linspace(-1, 1, 24).reshape(12, 2)
 
 
@@ -186,6 +187,59 @@ def test_a_number_that_a_module_counts_on_is_told(name, num_micro_batches):
     assert len(told) == counts
     for each in told:
         assert str(each.message).startswith("As the loss function ran, 1.noted")
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something for itself."""
+
+    def __init__(self, params, first, become):
+        super().__init__(params, lr=0.1)
+        self.noted, self.become = first, become
+
+    def step(self, closure=None):
+        self.noted = self.become(self.noted)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_number_that_an_optimizer_counts_on_is_told(name, parts):
+    """It is in no checkpoint, as what a group or an entry of its state holds is."""
+    first, become, counts = NOTES[name]
+    make = partial(Counting, first=first, become=become)
+    if parts:
+        make = af.partition((lambda name, _: name == "bias", make), (..., SGD))
+    state, step = state_of(optimizer=make), af.make_step(square)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", af.Warning)
+        for batch in af.batches(state, epochs=4):
+            state, _ = step(state, batch)
+    assert len(told) == counts
+    for each in told:
+        assert str(each.message).startswith("As the optimizer stepped, Counting.noted")
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.ones(4), torch.ones(4, 1, dtype=torch.int64)]
+)
+def test_inputs_and_targets_are_no_two_micro_batches(targets):
+    """A list of both, as torch's DataLoader gives it, is told from a list of two batches."""
+    inputs = torch.ones(4, 2)
+    state = state_of(setup=af.accumulate(num_micro_batches=2))
+    step = af.make_step(square)
+    with pytest.raises(af.BatchError, match=r"tensors of other kinds.*\(4, 2\)"):
+        step(state, [inputs, targets])
+    step(state, [inputs, inputs[:1]])
+
+
+def test_a_step_is_saved_once(tmp_path):
+    """A store says that it has it, and nothing of a directory of another name."""
+    state = state_of()
+    with af.CheckpointStore(tmp_path) as store:
+        store.save(state)
+        with pytest.raises(af.CheckpointWriteError, match="the store has this step"):
+            store.save(state)
+        assert store.steps == (0,)
 
 
 @given(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data.from_loader`: what a torch DataLoader says is kept, or said to be lost."""
 
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +231,13 @@ def test_what_is_lost_is_said(name, options, words):
         af.Data.from_loader(DataLoader(X, **options))
 
 
+class Endless(Short):
+    """Goes on for ever."""
+
+    def __iter__(self):
+        return cycle(range(10))
+
+
 REFUSED = {
     "no loader": (lambda: X, {}, "expected a torch DataLoader, got Tensor"),
     "no batches": (
@@ -286,6 +293,7 @@ def test_refused_loaders(case):
     [
         (Hidden, "two different epochs 0 when drawn twice.*set_epoch"),
         (Short, "says that it has .*, and gave .* in epoch 0"),
+        (Endless, "says that it has .*, and gave more in epoch 0"),
     ],
 )
 def test_samplers_that_cannot_be_resumed(sampler, words, within):

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import random
 from functools import partial
 
 import pytest
@@ -324,3 +325,19 @@ def test_a_momentum_that_moves_late(at, asked):
         for i, first in enumerate(at):
             expected = 0.25 if update < first else 0.5 + update / 1000
             assert rates(update).get((i, "momentum"), 0.25) == expected
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: itertools.count(1).__next__, lambda: partial(random.gauss, 0, 1)]
+)
+def test_a_schedule_that_counts_its_calls_or_draws_is_refused(make):
+    """A run could not be resumed, and every look at a rate would change the next."""
+    number = make()
+    with pytest.raises(af.ArgumentError, match=r"for update 0, and .* asked again"):
+        linear_state(schedule=lambda _: number())
+
+
+def test_a_schedule_may_give_no_number_or_raise():
+    """The step says so, of the update at which it does."""
+    for bad in (lambda _: math.nan, lambda _: 1 / 0, lambda _: object()):
+        linear_state(schedule=bad)

@@ -7,6 +7,7 @@ import tracemalloc
 import attrs
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -466,3 +467,15 @@ def test_a_sample_that_cannot_be_read_is_named(
         f"This was raised by Gap[{bad}]: the sample at dataset index {place}.",
         *([f"That is {which[beside]}."] if beside in which else []),
     ]
+
+
+@pytest.mark.parametrize("part", [slice(None), "x"])
+def test_a_pandas_table_is_given_as_columns(part):
+    """Rows are not what [3] gives of it; its columns are read as tensors."""
+    table = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [0, 1, 0]}, index=[7, 8, 9])
+    with pytest.raises(
+        af.DataError, match=r"a pandas table is read by names.*to_numpy"
+    ):
+        next(iter(af.batches(linear_state(data=af.Data(table[part], batch_size=2)))))
+    columns = {name: torch.tensor(table[name].to_numpy()) for name in table}
+    assert len(af.Data(columns, batch_size=2).source) == 3

@@ -214,3 +214,30 @@ def test_save_pretrained_hands_no_old_word_on(tmp_path):
     )
     with pytest.raises(af.ArgumentError, match='at="train" in place of raw=True'):
         af.save_pretrained(state, tmp_path / "saved", raw=True)
+
+
+@pytest.mark.parametrize("part", [0, 1, 2, slice(None)])
+def test_a_module_is_called_in_its_block(part):
+    """Behind it the module, and each part that had tensors, says what to write."""
+    state = make()
+    with af.bind(state) as model:
+        pass
+    called = model if isinstance(part, slice) else model[part]
+    with pytest.raises(af.StateError, match=r"lent by af\.bind.*which has ended"):
+        called(X)
+
+
+def test_a_module_that_judges_in_a_loss_stays_until_the_backward_pass():
+    """One that was lent for less is refused; a frozen one judges."""
+    state, other = make(), make(seed=1)
+
+    def judged(model, batch):
+        with af.bind(other) as judge:
+            return (model(batch) * judge(batch)).mean()
+
+    with pytest.raises(af.LossError, match=r"ended before the backward.*af\.frozen"):
+        af.make_step(judged)(state, X)
+    _, metrics = af.make_step(
+        lambda model, batch: (model(batch) * af.frozen(other)(batch)).mean()
+    )(state, X)
+    assert math.isfinite(metrics["loss"])

@@ -3,6 +3,7 @@
 
 import operator
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, cast
 
 import attrs
@@ -93,12 +94,11 @@ def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
         DataError: it yields another number than its length says, or something else when it
             is asked again: then a run could not be resumed.
     """
-    first, again = (_drawn(sampler, seed, epoch) for _ in range(2))
     kind, length = type(sampler).__name__, _length_of(sampler)
+    first, again = (_drawn(sampler, seed, epoch, length + 1) for _ in range(2))
     if len(first) != length:
-        msg = (
-            f"{kind} says that it has {length}, and gave {len(first)} in epoch {epoch}."
-        )
+        found = "more" if len(first) > length else len(first)
+        msg = f"{kind} says that it has {length}, and gave {found} in epoch {epoch}."
         raise DataError(msg)
     if first != again:
         msg = (
@@ -111,7 +111,8 @@ def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
     return first
 
 
-def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
+def _drawn(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
+    """Return what a sampler yields, up to so many: one may go on for ever."""
     key = draws.key(seed, "sampler", epoch)
     for each in (sampler, getattr(sampler, "sampler", None)):
         if callable(getattr(each, "set_epoch", None)):
@@ -121,7 +122,7 @@ def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
             own.manual_seed(key)
     with draws.drawing() as seeds:
         seeds.begin(key)
-        return [_plain(each) for each in sampler]
+        return [_plain(each) for each in islice(sampler, most)]
 
 
 def _plain(index: Any) -> Any:

@@ -13,11 +13,12 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
+from accelfn.engine.counters import Counters
 from accelfn.engine.optimizer.fused_adam import FusedAdam
 from accelfn.engine.optimizer.versions import Versions
 from accelfn.errors import OptimizerError
 from accelfn.state.metrics import Number
-from accelfn.structure.partition import bare_step, parts_of
+from accelfn.structure.partition import bare_step, is_torchs, parts_of
 from accelfn.structure.prototype import (
     OTHERS,
     STRUCTURE,
@@ -62,6 +63,8 @@ class LiveOptimizer:
         """
         self._shows, self._torch = shows, optimizer
         self._step = bare_step(self._torch)
+        others = [each for each in parts_of(optimizer) if not is_torchs(each)]
+        self._counters = Counters.of_optimizers(others) if others else None
         self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names
         self._names = {id(param): name for param, name in names.items()}
@@ -217,6 +220,8 @@ class LiveOptimizer:
         """Return the optimizer's state by name, after a step."""
         self._is_watched = False
         self._put_back()
+        if self._counters is not None and not self._counters.look():
+            self._counters = None
         entries = len(self._torch.state)
         if (
             self._note_changes()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.structure.partition import parts_of
+from accelfn.structure.partition import is_torchs, parts_of
 
 _version = attrgetter("_version")
 
@@ -25,10 +25,10 @@ class Versions:
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Take the optimizer; of one that is not believed, nothing is looked at."""
-        is_torchs = all(map(_is_torchs, parts_of(optimizer)))
-        states = list(cast("Any", optimizer.state).values()) if is_torchs else []
-        self._tensors = _tensors_of(states, optimizer.param_groups) if is_torchs else []
-        self._is_sure = is_torchs and all(map(_counts, self._tensors))
+        is_known = all(map(_is_known, parts_of(optimizer)))
+        states = list(cast("Any", optimizer.state).values()) if is_known else []
+        self._tensors = _tensors_of(states, optimizer.param_groups) if is_known else []
+        self._is_sure = is_known and all(map(_counts, self._tensors))
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]]
         self._entries = [(entry, dict(entry)) for entry in states]
         self._counting = [
@@ -66,11 +66,10 @@ def _counts(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_inference()
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def _is_known(optimizer: Optimizer) -> bool:
     """Whether its step is torch's alone, and goes from tensor to tensor."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    known = type(optimizer).__module__.startswith("torch.optim.") and not any(hooks)
-    return known and not any(map(_goes_by_lists, optimizer.param_groups))
+    goes_by_lists = any(map(_goes_by_lists, optimizer.param_groups))
+    return is_torchs(optimizer) and not goes_by_lists
 
 
 def _goes_by_lists(group: dict[str, Any]) -> bool:

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state that is given values from outside of a step: it begins, or goes on, with all of them."""
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schedulefree
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.laws.worlds import DDP, single
+from tests.strategies import differences, tensors
+
+X = torch.linspace(-1, 1, 48, dtype=torch.float64).view(16, 3)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+FREE = partial(schedulefree.AdamWScheduleFree, lr=0.1)
+SETUPS = {
+    "ema": (af.chain(DDP, af.ema(0.5)), SGD),
+    "two averages": (af.chain(DDP, af.ema(0.5), af.ema(0.9, name="slow")), SGD),
+    "schedule_free": (af.chain(DDP, af.schedule_free()), FREE),
+    "diloco": (af.chain(af.shard_data(), af.diloco(sync_every=2)), SGD),
+    "diloco in few bits": (
+        af.chain(af.shard_data(), af.diloco(sync_every=2, bits=8, delay=1)),
+        SGD,
+    ),
+    "PowerSGD": (
+        af.chain(DDP, af.compress("powersgd", start_powerSGD_iter=1)),
+        SGD,
+    ),
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+STEP = af.make_step(loss)
+
+
+def created(
+    world: af.World, setup: str, model: Callable[[], nn.Module] = net, seed: int = 0
+) -> af.TrainState:
+    transforms, optimizer = SETUPS[setup]
+    return af.TrainState.create(
+        model=model,
+        optimizer=optimizer,
+        data=af.Data(X, batch_size=8),
+        setup=transforms,
+        world=world,
+        seed=seed,
+    )
+
+
+def trained(state: af.TrainState, updates: int) -> af.TrainState:
+    for batch in islice(af.batches(state, epochs=9), updates):
+        state, _ = STEP(state, batch)
+    return state
+
+
+def by_with_params(state: af.TrainState, values: Any, folder: str) -> af.TrainState:
+    del folder
+    return state.with_params(values)
+
+
+def by_bind(state: af.TrainState, values: Any, folder: str) -> af.TrainState:
+    del folder
+    with af.bind(state, at="train") as model:
+        model.load_state_dict(dict(values))
+    return state
+
+
+def by_load_part(state: af.TrainState, values: Any, folder: str) -> af.TrainState:
+    del values
+    return af.load_part(state, Path(folder) / "other", "params").state
+
+
+WAYS = {"with_params": by_with_params, "bind": by_bind, "load_part": by_load_part}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@given(setup=st.sampled_from(sorted(SETUPS)), size=st.sampled_from([1, 2]))
+def test_a_state_begins_with_what_it_is_given(way: str, setup: str, size: int) -> None:
+    """Before the first update it is the state that was created with these parameters."""
+
+    def fn(world: af.World) -> None:
+        other = created(world, setup, seed=1)
+        af.save(other, Path(folder) / "other")
+        values = {name: each.clone() for name, each in other.params.items()}
+
+        def made_of_them() -> nn.Module:
+            model = net()
+            model.load_state_dict(values)
+            return model
+
+        given = WAYS[way](created(world, setup), values, folder)
+        whole = created(world, setup, made_of_them)
+        for updates in (0, 3):
+            one, two = trained(given, updates), trained(whole, updates)
+            assert differences(tensors(two), tensors(one)) == []
+            seen = (dict(af.eval_params(each)) for each in (two, one))
+            assert differences(*seen) == []
+            if not updates:
+                given, whole = one, two
+
+    with tempfile.TemporaryDirectory() as folder:
+        simulate(size, fn)
+
+
+@given(setup=st.sampled_from(["ema", "diloco", "diloco in few bits"]))
+def test_what_has_come_further_goes_on_and_is_told(setup: str) -> None:
+    """In mid-run slots stay; of parameters of a file alone a warning says so."""
+
+    def fn(world: af.World) -> None:
+        state, other = trained(created(world, setup), 1), created(world, setup, seed=1)
+        slots = {name: each for name, each in tensors(state).items() if "slots" in name}
+        af.save(other, Path(folder) / "other")
+        with pytest.warns(af.Warning, match=r"load_part: .* go on as they were"):
+            loaded = by_load_part(state, None, folder)
+        for found in (loaded, state.with_params(other.params)):
+            there = tensors(found)
+            assert differences(slots, {name: there[name] for name in slots}) == []
+            assert differences(dict(other.params), dict(found.params)) == []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", af.Warning)
+            both = "params", "slots"
+            whole = af.load_part(state, Path(folder) / "other", both).state
+        assert (
+            differences(dict(af.eval_params(other)), dict(af.eval_params(whole))) == []
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        simulate(1, fn)
+
+
+frozen_names = st.sampled_from(["0.", "2.", "0.weight", "2.bias"])
+
+
+@given(
+    frozen=frozen_names,
+    before=st.integers(0, 5),
+    size=st.sampled_from([1, 2]),
+    fragments=st.sampled_from([1, 2]),
+    mix=st.sampled_from([0.0, 0.5]),
+    delay=st.sampled_from([0, 1]),
+)
+def test_what_is_frozen_moves_by_no_outer_momentum(
+    frozen: str,
+    before: int,
+    size: int,
+    fragments: int,
+    mix: float,
+    delay: int,
+) -> None:
+    """Under diloco it stays, bitwise, where ranks have met; in few bits up to their rounding."""
+    diloco = af.diloco(sync_every=3, fragments=fragments, mix=mix, delay=delay)
+
+    def fn(world: af.World) -> dict[str, torch.Tensor]:
+        setup = af.chain(af.shard_data(), diloco)
+        state = trained(created(world, "diloco").with_setup(setup), before)
+        # all that was trained is in the mean, and ranks have met there
+        state = af.finalize(state)
+        state = state.with_trainable(lambda name, _: not name.startswith(frozen))
+        held = {
+            name: each.clone()
+            for name, each in state.params.items()
+            if name.startswith(frozen)
+        }
+        for updates in (1, 2, 4):
+            state = trained(state, updates)
+            now = {name: state.params[name] for name in held}
+            assert differences(held, now) == [], updates
+            seen = af.eval_params(state)
+            assert differences(held, {name: seen[name] for name in held}) == []
+        state = af.finalize(state)
+        assert differences(held, {name: state.params[name] for name in held}) == []
+        return dict(state.params)
+
+    first, *others = simulate(size, fn)
+    for other in others:
+        assert differences(first, other) == []
+
+
+@given(frozen=frozen_names, mix=st.sampled_from([0.0, 0.5]))
+def test_what_is_frozen_apart_goes_to_the_mean(frozen: str, mix: float) -> None:
+    """What two ranks had trained since they met is averaged once, with no outer step."""
+
+    def fn(world: af.World) -> tuple[dict[str, Any], dict[str, Any]]:
+        setup = af.chain(af.shard_data(), af.diloco(sync_every=3, mix=mix))
+        state = created(world, "diloco").with_setup(setup)
+        state = trained(state, 2)
+        state = state.with_trainable(lambda name, _: not name.startswith(frozen))
+        apart = {n: p.clone() for n, p in state.params.items() if n.startswith(frozen)}
+        state = af.finalize(trained(state, 1))
+        return apart, {name: state.params[name] for name in apart}
+
+    (one, together), (two, _) = simulate(2, fn)
+    for name, each in together.items():
+        mean = (one[name] + two[name]) / 2
+        assert torch.allclose(each, mean, rtol=0, atol=1e-14), name
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise, as stochastic gradient Langevin dynamics does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(torch.randn_like(param), alpha=0.01)
+
+
+@given(
+    size=st.sampled_from([1, 2]),
+    cut=st.integers(0, 3),
+    drawn=st.integers(0, 3),
+    parts=st.booleans(),
+)
+def test_an_optimizer_that_draws_is_a_function_of_the_state(
+    size: int, cut: int, drawn: int, *, parts: bool
+) -> None:
+    """Replicas draw alike, and a run that is resumed what the other would have drawn."""
+    optimizer: Any = partial(Noisy, lr=0.1)
+    if parts:
+        optimizer = af.partition(
+            (lambda name, _: "weight" in name, optimizer), (..., SGD)
+        )
+
+    def fn(world: af.World) -> dict[str, torch.Tensor]:
+        def begin() -> af.TrainState:
+            return af.TrainState.create(
+                model=net,
+                optimizer=optimizer,
+                data=af.Data(X, batch_size=8),
+                setup=DDP,
+                world=world,
+            )
+
+        torch.manual_seed(world.rank)
+        whole = trained(begin(), 4)
+        before = torch.get_rng_state()
+        half = trained(begin(), cut)
+        assert torch.equal(before, torch.get_rng_state())
+        torch.rand(drawn)  # as the rest of a program may
+        af.save(half, Path(folder) / "half")
+        resumed = trained(af.load(begin(), Path(folder) / "half"), 4 - cut)
+        assert differences(tensors(whole), tensors(resumed)) == []
+        return dict(whole.params)
+
+    with tempfile.TemporaryDirectory() as folder:
+        first, *others = simulate(size, fn)
+    for other in others:
+        assert differences(first, other) == []
+
+
+def loads_apart(state: af.TrainState, folder: str) -> af.TrainState:
+    path = Path(folder) / f"seed {state.world.rank}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", af.Warning)  # of slots that go on
+        return af.load_part(state, path, "params").state
+
+
+def trains_apart(state: af.TrainState, folder: str) -> af.TrainState:
+    del folder
+    rank = state.world.rank
+    return state.with_trainable(lambda name, _: rank == 0 or name.startswith("2."))
+
+
+def seeks_apart(state: af.TrainState, folder: str) -> af.TrainState:
+    del folder
+    return af.seek(state, 8 * state.world.rank, epoch=1)
+
+
+APART = {
+    "load_part": (loads_apart, "0.weight"),
+    "with_trainable": (trains_apart, "0.weight"),
+    "seek": (seeks_apart, r"cursor: epoch 1, sample 0.*\n.*cursor: epoch 1, sample 8"),
+}
+
+
+@pytest.mark.parametrize("act", APART)
+@given(updates=st.integers(0, 2))
+def test_ranks_that_part_in_mid_run_are_told(act: str, updates: int) -> None:
+    """What each rank is given for itself is found at the next update, before it is taken."""
+    change, words = APART[act]
+
+    def fn(world: af.World) -> None:
+        state = change(trained(created(world, "ema"), updates), folder)
+        with pytest.raises(af.ReplicaMismatchError, match=words):
+            trained(state, 1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in (0, 1):
+            other = created(single(), "ema", seed=seed)
+            af.save(other, Path(folder) / f"seed {seed}")
+        simulate(2, fn)
