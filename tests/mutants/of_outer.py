@@ -45,7 +45,7 @@ MUTANTS = [
         "L11: the outer optimizer forgets its momentum",
         PAPERS,
         diloco._stepped,
-        'stepped(slot["outer"], means) → stepped({}, means)',
+        'stepped(slot["outer"], stepped) → stepped({}, stepped)',
     ),
     Mutant(
         "L11: the anchor stays where it was for who trains",

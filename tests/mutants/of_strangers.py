@@ -322,14 +322,14 @@ OF_TRAINING = [
     Mutant(
         "a module that was lent keeps the state's buffers",
         EMPTY,
-        views.bind,
+        views._end,
         "[*module.parameters(), *module.buffers()] → module.parameters()",
         args={"error": None},
     ),
     Mutant(
         "a module that was lent keeps the state's memory, of which it shows nothing",
         EMPTY,
-        views.bind,
+        views._end,
         "torch.empty(0, dtype=tensor.dtype, device=tensor.device) → tensor.data.view(-1)[:0]",
         args={"error": None},
     ),
