@@ -2,6 +2,7 @@
 """All mutants."""
 
 from tests.mutants import (
+    of_a_fifth_reader,
     of_a_fourth_reader,
     of_a_third_reader,
     of_accelerators,
@@ -128,6 +129,7 @@ MUTANTS = [
     *of_context.MUTANTS,
     *of_ring.MUTANTS,
     *of_given_values.MUTANTS,
+    *of_a_fifth_reader.MUTANTS,
     *of_tensor_parallel.MUTANTS,
     *of_megatron.MUTANTS,
     *of_meetings.MUTANTS,

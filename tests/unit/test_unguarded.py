@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader of the code alone found unguarded: boundaries, and two rare things at once."""
+
+import ast
+import os
+import string
+import subprocess
+import sys
+import tempfile
+from collections import OrderedDict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import find, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import accelfn as af
+from accelfn.checkpoint import disk
+from accelfn.checkpoint.command import _distance
+from accelfn.engine.optimizer import trial
+from accelfn.launching import agent, worker
+from accelfn.loop import stopping
+from accelfn.testing import simulate, strategies
+from accelfn.testing.traffic import link
+from accelfn.testing.traffic.link import Link
+from tests.unit.test_data_streams import Stateful
+from tests.unit.test_partition import Counting
+
+DDP = af.chain(af.shard_data(), af.wrap_ddp())
+STEP = af.make_step(lambda model, batch: model(batch).square().mean())
+
+
+def state_of(**options: Any) -> af.TrainState:
+    made = {
+        "model": lambda: nn.Linear(2, 2),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        **options,
+    }
+    return af.TrainState.create(**made)
+
+
+class Late(torch.optim.SGD):
+    """Couples all elements, from its second update on."""
+
+    def step(self, closure: Any = None) -> None:
+        grads = [
+            p.grad for g in self.param_groups for p in g["params"] if p.grad is not None
+        ]
+        size = torch.stack([each.norm() for each in grads]).norm()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    seen = self.state[param]
+                    if seen:
+                        param.grad /= size
+                    seen["seen"] = True
+        super().step(closure)
+
+
+def test_an_optimizer_that_couples_later_is_found() -> None:
+    """As those do that choose their own rate by all that they saw."""
+    with pytest.raises(af.OptimizerError, match="more than its own gradient"):
+        trial.check_elements(
+            state_of(optimizer=partial(Late, lr=0.1)), "here", dims=(0,)
+        )
+
+
+def test_a_disk_that_was_lent_is_given_back(tmp_path: Path) -> None:
+    """Behind the block a model on the host has memory of its own, and no file that is gone."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with af.placed(model, af.place(model, {"cpu": 20_000, "disk": tmp_path})) as lent:
+        lent(torch.ones(1, 64))
+    here = [each.data_ptr() for each in model.parameters()]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    for line in (each for each in lines if str(tmp_path) in each):
+        start, stop = (int(each, 16) for each in line.split()[0].split("-"))
+        assert not any(start <= each < stop for each in here), line
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_a_program_that_sets_determinism_leaves_the_callers(*, warn_only: bool) -> None:
+    """Whether it warns or raises."""
+    try:
+        torch.use_deterministic_algorithms(mode=True, warn_only=warn_only)
+        simulate(1, lambda _: torch.use_deterministic_algorithms(mode=False))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2, "cp": 2}, {"cp": 2, "dp_shard": 2}])
+def test_what_ranks_of_any_group_keep_is_not_sent(axes: dict[str, int]) -> None:
+    """Of two ranks that exchange two parts, each sends one, wherever in the world they are."""
+
+    def fn(world: af.World) -> None:
+        af.all_to_all([torch.ones(8), torch.ones(8)], world.along("cp"))
+
+    alone = simulate(2, fn, axes={"cp": 2}).sent(by="kind")
+    both = simulate(4, fn, axes=axes).sent(by="kind")
+    assert both == {kind: 2 * sent for kind, sent in alone.items()}
+
+
+@given(samples=st.integers(0, 9), shuffle=st.booleans(), size=st.sampled_from([1, 2]))
+def test_an_epoch_that_was_sought_ends_where_its_batches_do(
+    samples: int, size: int, *, shuffle: bool
+) -> None:
+    """Where the rest of it is dropped, the last batch is the last, wherever one begins."""
+    data = af.Data(torch.ones(10, 2), batch_size=4, remainder="drop", shuffle=shuffle)
+
+    def fn(world: af.World) -> int:
+        state = state_of(data=data, world=world, setup=DDP)
+        state = af.seek(state, min(samples, 6))
+        for batch in af.batches(state, epochs=2):
+            state, _ = STEP(state, batch)
+        assert state.cursor == af.Cursor(2, 0)
+        return state.step
+
+    for updates in simulate(size, fn):
+        assert updates == (10 - min(samples, 6)) // 4 + 2
+
+
+@given(done=st.integers(0, 6), until=st.integers(1, 6))
+def test_a_run_goes_until_an_update_and_no_further(done: int, until: int) -> None:
+    """A state that is there, or beyond, is returned as it is."""
+    state = state_of(data=af.Data(torch.ones(8, 2), batch_size=2))
+    for batch in islice(af.batches(state, epochs=9), done):
+        state, _ = STEP(state, batch)
+
+    def bounded(state: af.TrainState, batch: Any) -> Any:
+        assert state.step < until
+        return STEP(state, batch)
+
+    assert af.run(state, bounded, until=until).step == max(done, until)
+
+
+class Decaying(lr_scheduler.LRScheduler):
+    """Changes weight decay, for the first time at its third update."""
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch >= 3:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = 0.5 * self.last_epoch
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@given(asked=st.lists(st.integers(0, 8), min_size=2, max_size=6))
+def test_a_schedule_goes_back_to_what_was_before(asked: list[int]) -> None:
+    """What a scheduler changes late is as the optimizer has it at updates before."""
+    optimizer = partial(torch.optim.SGD, lr=0.1, weight_decay=0.25)
+    state = state_of(optimizer=optimizer, schedule=af.schedules.from_torch(Decaying))
+    rates = state.definition.rates
+    assert rates is not None
+    for update in asked:
+        found = rates(update).get((0, "weight_decay"), 0.25)
+        assert found == (0.25 if update < 3 else 0.5 * update), update
+
+
+def test_hooks_of_all_optimizers_see_updates() -> None:
+    """Those behind a step, be there one before it or none."""
+    seen: list[str] = []
+    hook = register_optimizer_step_post_hook(lambda *_: seen.append("behind"))
+    try:
+        state = state_of()
+        for _ in range(2):
+            state, _ = STEP(state, torch.ones(2, 2))
+    finally:
+        hook.remove()
+    assert seen == ["behind"] * 2
+
+
+@given(size=st.sampled_from([2, 3]), reduces=st.sampled_from(["mean", "total"]))
+def test_gradients_of_a_rank_stay_when_they_are_added_up(
+    size: int, reduces: str
+) -> None:
+    """`sync_grads` gives others; a rank's own are read beside them, as for the noise scale."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
+        each = model(batch).square().mean(1)
+        return each.mean() if reduces == "mean" else af.Loss(each.sum(), len(batch))
+
+    def fn(world: af.World) -> None:
+        state = state_of(world=world, setup=DDP)
+        batch = torch.ones(2 + world.rank, 2) * (1 + world.rank)
+        _, own = af.value_and_grad(loss)(state, batch, sync=False)
+        before = {name: each.clone() for name, each in own.tensors.items()}
+        together = af.sync_grads(state, own)
+        for name, each in before.items():
+            assert torch.equal(each, own.tensors[name]), name
+            assert not torch.equal(each, together.tensors[name]), name
+
+    simulate(size, fn)
+
+
+@given(
+    values=st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=3),
+    op=st.sampled_from(["min", "max"]),
+)
+def test_large_unsigned_numbers_are_in_order(values: list[int], op: str) -> None:
+    """Of 2**31 and more, too."""
+
+    def fn(world: af.World) -> int:
+        mine = torch.tensor([values[world.rank]], dtype=torch.int64).to(torch.uint32)
+        return int(af.reduce(mine, world, op))
+
+    expected = {"min": min, "max": max}[op](values)
+    assert set(simulate(len(values), fn)) == {expected}
+
+
+def test_parts_that_two_ranks_have_exchanged_are_told() -> None:
+    """Ranks of a copy that hold one another's rows hold another model than the other copy."""
+    axes = {"dp_replicate": 2, "dp_shard": 2}
+
+    def fn(world: af.World) -> None:
+        setup = af.chain(af.shard_data(), af.wrap_fsdp(), af.check_replicas(every=1))
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(4, 4),
+            optimizer=partial(torch.optim.SGD, lr=0.0),
+            setup=setup,
+            world=world,
+        )
+        whole = af.full_params(state, at="train")
+        if world.along("dp_replicate").rank:
+            whole = {name: each.roll(len(each) // 2, 0) for name, each in whole.items()}
+        state = state.with_params(whole)
+        with pytest.raises(af.ReplicaMismatchError, match=r"weight"):
+            STEP(state, torch.ones(2, 4))
+
+    simulate(4, fn, axes=axes)
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 9])
+def test_what_a_loss_froze_is_trained_once_it_is_told(count: int) -> None:
+    """All of it, however much: the next function trains as if nothing had been."""
+    layers = OrderedDict((f"l{i}", nn.Linear(2, 2)) for i in range(5))
+    make = lambda: nn.Sequential(layers)  # noqa: E731
+    state = af.TrainState.create(
+        model=lambda: __import__("copy").deepcopy(make()),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+
+    def freezes(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        for param in islice(model.parameters(), count):
+            param.requires_grad_(requires_grad=False)
+        return model(batch).square().mean()
+
+    with pytest.raises(af.LossError, match=f"froze {count} parameters"):
+        af.make_step(freezes)(state, torch.ones(2, 2))
+    before = {name: each.clone() for name, each in state.params.items()}
+    state, _ = STEP(state, torch.ones(2, 2))
+    assert not any(
+        torch.equal(before[name], each) for name, each in state.params.items()
+    )
+
+
+@pytest.mark.parametrize("broken", ["a", "b", "c"])
+def test_of_large_tensors_the_one_that_changed_is_named(
+    broken: str, tmp_path: Path
+) -> None:
+    """Those that threads check beside one another."""
+    names = ("a", "b", "c")
+    state = state_of().with_slot(
+        "large", {name: torch.full((1 << 19,), 1.0 + i) for i, name in enumerate(names)}
+    )
+    af.save(state, tmp_path / "saved")
+    value = 1.0 + names.index(broken)
+    pattern = torch.full((1024,), value).numpy().tobytes()
+    for path in (tmp_path / "saved").iterdir():
+        content = bytearray(path.read_bytes())
+        at = content.find(pattern)
+        if at >= 0:
+            content[at + 5] ^= 1
+            path.write_bytes(content)
+    with pytest.raises(af.CheckpointCorruptError, match=rf"large.*{broken}\b"):
+        af.load(state_of().with_slot("large", None), tmp_path / "saved")
+
+
+def test_a_row_layer_with_a_bias_keeps_the_dtype_of_autocast() -> None:
+    """What comes out of it has the dtype that it has in one process."""
+    seen: list[torch.dtype] = []
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.down(self.up(x).relu())
+            seen.append(out.dtype)
+            return out
+
+    def fn(world: af.World) -> None:
+        plan = {"up": "column", "down": "row"}
+        setup = af.chain(af.wrap_ddp(), af.tensor_parallel(plan), af.autocast("bf16"))
+        state = af.TrainState.create(
+            model=Two,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            setup=setup,
+            world=world,
+        )
+        STEP(state, torch.ones(2, 4))
+
+    simulate(2, fn, axes={"tp": 2})
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_a_first_loss_that_is_nan_is_told_as_such() -> None:
+    """Under split layers, too, where ranks compare it before the first update."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch).square().mean() * -1 - 1).log()
+
+    def fn(world: af.World) -> None:
+        setup = af.chain(af.wrap_ddp(), af.tensor_parallel({"": "gathered"}))
+        state = state_of(setup=setup, world=world)
+        af.make_step(loss)(state, torch.ones(2, 2))
+
+    with pytest.raises(af.NonFiniteLossError):
+        simulate(2, fn, axes={"tp": 2})
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_any_rank_may_be_drawn_to_fail(rank: int) -> None:
+    """The last one, too."""
+    drawn = find(
+        strategies.faults(3), lambda faults: any(f.rank == rank for f in faults)
+    )
+    assert drawn[0].rank == rank
+
+
+@given(power=st.integers(1, 15))
+def test_a_difference_is_told_as_small_as_it_is(power: int) -> None:
+    """Of numbers of 64 bits, those that 32 do not tell apart as well."""
+    one, other = (torch.tensor([v], dtype=torch.float64) for v in (1.0, 1 + 10**-power))
+    (told,) = _distance(one, other)
+    found = float(told.rpartition(" ")[2])
+    assert found == pytest.approx(10**-power, rel=0.2)
+    (told,) = _distance(torch.tensor([2**40]), torch.tensor([2**40 + 1]))
+    assert told.endswith(" 1")
+
+
+@given(arg=st.text("$l{}_ocarnk", max_size=20) | st.sampled_from(["$local_rank", "$$"]))
+def test_arguments_of_a_script_are_not_filled_in(arg: str) -> None:
+    """torch's launcher takes them for templates; whatever is in them comes as it is."""
+    filled = string.Template(agent._as_template(arg)).safe_substitute(local_rank="0")
+    assert filled == arg
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_loop_that_was_left_is_not_what_the_next_begins_with(
+    *, sharded: bool
+) -> None:
+    """Of a stream that knows where it stands, whoever reads it."""
+    state = state_of(
+        data=af.Data(Stateful(12), batch_size=2, sharded=sharded),
+        setup=af.shard_data(),
+        model=lambda: nn.Linear(1, 1),
+    )
+    first = [each.value for each in islice(af.batches(state, epochs=1), 2)]
+    again = [each.value for each in islice(af.batches(state, epochs=1), 4)]
+    assert torch.equal(torch.stack(again[:2]), torch.stack(first))
+    assert torch.stack(again).flatten().tolist() == [float(i) for i in range(8)]
+
+
+def test_a_run_has_as_many_updates_as_the_rank_with_most() -> None:
+    """Where the first one left before the others."""
+
+    def fn(world: af.World) -> None:
+        state = state_of(world=world, setup=af.local_sgd(sync_every=100))
+        for _ in range(1 + 2 * world.rank):
+            state, _ = STEP(state, torch.ones(2, 2))
+
+    assert simulate(2, fn).updates == 3
+
+
+@pytest.mark.parametrize("numbers", [(15, 15), (15, 0), (0, 2), (15, 2), (2, 15, 15)])
+def test_ranks_that_are_all_sent_a_signal_agree_on_it(numbers: tuple[int, ...]) -> None:
+    """As a scheduler sends it to all; of two, on one of them."""
+
+    def fn(world: af.World) -> int | None:
+        stop = stopping.Stop(world)
+        stop.received = numbers[world.rank]
+        assert stop.requested()
+        return stop.signal
+
+    assert set(simulate(len(numbers), fn)) == {max(numbers)}
+
+
+def test_parts_of_parts_keep_entries_of_no_parameter(tmp_path: Path) -> None:
+    """Each under its own key, through copies and checkpoints."""
+    make = partial(Counting, lr=0.1)
+    inner = af.partition((lambda name, _: name == "0.bias", make), (..., make))
+    optimizer = af.partition((lambda name, _: name != "2.bias", inner), (..., make))
+    net = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))  # noqa: E731
+    state = state_of(model=net, optimizer=optimizer)
+    for _ in range(2):
+        state, _ = STEP(state.copy(), torch.ones(2, 2))
+    kept = state.opt_state["<optimizer>"]
+    assert set(kept.values()) == {2}
+    af.save(state, tmp_path / "saved")
+    loaded = af.load(state_of(model=net, optimizer=optimizer), tmp_path / "saved")
+    loaded, _ = STEP(loaded, torch.ones(2, 2))
+    assert set(loaded.opt_state["<optimizer>"].values()) == {3}
+
+
+def test_a_folder_may_be_made_by_several_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another process makes it between the look and the act."""
+    there = tmp_path / "run"
+    look = disk.paths.is_directory
+
+    def looked(path: Path) -> bool:
+        found = look(path)
+        there.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(disk.paths, "is_directory", looked)
+    disk.make(there)
+    assert there.is_dir()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_link_is_measured_in_rounds(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sum takes on a link is what its model says, and the model is found again."""
+    true = Link(latency=0.001, bandwidth=1_000_000)
+
+    def reduced(count: int, world: af.World) -> float:
+        rounds = 2 * (world.size - 1)
+        latency = rounds * true.latency
+        return latency + 4 * (count - 1) * rounds / world.size / true.bandwidth
+
+    monkeypatch.setattr(link, "_reduced", reduced)
+
+    def fn(world: af.World) -> Link:
+        monkeypatch.setattr(world.connection, "simulated", None)
+        return Link.measured(world)
+
+    for found in simulate(size, fn):
+        assert found.latency == pytest.approx(true.latency)
+        assert found.bandwidth == pytest.approx(true.bandwidth)
+
+
+@pytest.mark.parametrize("frozen", ["write", "hash"])
+@given(first=st.sampled_from(["0.", "2."]))
+def test_what_is_loaded_is_in_the_models_order(frozen: str, first: str) -> None:
+    """Whatever order it was saved in, and what of it by a hash."""
+
+    def make() -> af.TrainState:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        for name, param in net.named_parameters():
+            param.requires_grad_(not name.startswith(first))
+        torch.nn.init.ones_(net[0].weight)
+        return state_of(model=lambda: net)
+
+    with tempfile.TemporaryDirectory() as folder:
+        state = make()
+        path = Path(folder) / "saved"
+        af.save(state, path, frozen=frozen)
+        loaded = af.load(state, path)
+    assert list(loaded.params) == list(state.params)
+    for name, each in state.params.items():
+        assert torch.equal(each, loaded.params[name])
+
+
+@pytest.mark.parametrize("init", ["whole", "shard"])
+def test_what_a_factory_notes_on_parameters_is_there_for_the_optimizer(
+    init: Any,
+) -> None:
+    """As what has no weight decay, noted before the parameter is the module's."""
+
+    class Noted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            bias = nn.Parameter(torch.empty(2))
+            bias.no_decay = True
+            self.bias = bias
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        kinds = {True: list[Any](), False: list[Any]()}
+        for _, param in named:
+            kinds[getattr(param, "no_decay", False)].append(param)
+        groups = [{"params": kinds[each]} for each in (True, False)]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def fn(world: af.World) -> list[int]:
+        state = state_of(model=Noted, optimizer=optimizer, init=init, world=world)
+        groups = state.definition.optimizer.param_groups
+        return [len(group["params"]) for group in groups]
+
+    assert list(simulate(2, fn)) == [[1, 1]] * 2
+
+
+def test_what_is_on_its_way_is_laid_out_as_its_parameter() -> None:
+    """An entry of the user's own under a parameter's name, when the setup begins to split."""
+
+    def fn(world: af.World) -> None:
+        state = state_of(
+            model=lambda: nn.Linear(4, 4), setup=af.wrap_ddp(), world=world
+        )
+        sums = {n: af.start_reduce(p.clone(), world) for n, p in state.params.items()}
+        state = state.with_slot("mine", sums).with_setup(af.wrap_fsdp())
+        for name, each in state.slots["mine"].items():
+            found, param = each.wait(), state.params[name]
+            assert found.shape == param.shape
+            assert found.to_local().shape == param.to_local().shape
+            assert torch.equal(found.to_local(), 2 * param.to_local())
+
+    simulate(2, fn)
+
+
+@pytest.mark.parametrize(
+    ("axes", "is_all"), [({"tp": 2}, True), ({"dp_shard": 2}, False)]
+)
+def test_metrics_are_tracked_that_are_all_there_is(
+    axes: dict[str, int], tmp_path: Path, *, is_all: bool
+) -> None:
+    """Ranks that share each sample see the loss of all; others a part of it."""
+
+    def fn(world: af.World) -> None:
+        metrics = af.Metrics({"loss": (4.0, 2.0)})
+        with af.track.jsonl(tmp_path / "run.jsonl", world=world) as tracker:
+            if is_all:
+                tracker(metrics, 1)
+            else:
+                with pytest.raises(af.ArgumentError, match="this rank alone"):
+                    tracker(metrics, 1)
+
+    simulate(2, fn, axes=axes)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_script_has_the_folders_that_python_gives_it(
+    safe: bool, tmp_path: Path
+) -> None:
+    """Its own first, unless Python was told not to; then those that the environment names."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.path[:2])")
+    options = ["-P"] if safe else []
+    words = [worker.__file__, str(os.getpid()), str(script)]
+    done = subprocess.run(
+        [sys.executable, *options, *words],
+        env={**os.environ, "PYTHONPATH": "/first"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = ast.literal_eval(done.stdout)
+    assert (first == str(tmp_path)) is not safe
+    assert (first if safe else second) == "/first"
