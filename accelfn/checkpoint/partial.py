@@ -154,9 +154,8 @@ def _gone_on(before: TrainState, after: TrainState, loaded: list[str]) -> TrainS
             ' they were without them. Load these, too, only=["params", "slots"], or begin them'
             " anew, by state.with_setup(...) without these transforms, and with them."
         )
-    # another definition, of which ranks compare what they hold
-    definition = attrs.evolve(after.definition)
-    return attrs.evolve(after, slots=slots, definition=definition)
+    after.definition.cache.is_to_compare = True  # what each rank was given
+    return attrs.evolve(after, slots=slots)
 
 
 def converted(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:

@@ -20,6 +20,7 @@ class Cache:
             returned; they go when that is let go of.
         keys: of the draws that transforms share, by purpose, each with its seed.
         is_compared: whether ranks that train together hold the same, and will do the same.
+        is_to_compare: whether they are to do so once more, for each was given something.
         saw_a_batch: whether the first batch was looked at.
         has_same_data: whether ranks that train on all samples hold the same.
         compared_sums: whether what a user's `reduce` returned was compared once.
@@ -33,6 +34,7 @@ class Cache:
     )
     keys: dict[str, tuple[int, int]] = attrs.field(factory=dict[str, tuple[int, int]])
     is_compared: bool = False
+    is_to_compare: bool = False
     saw_a_batch: bool = False
     has_same_data: bool = False
     compared_sums: bool = False

@@ -32,12 +32,14 @@ Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
 def engine_of(state: TrainState) -> Engine:
     """Return the engine of the state's definition, building it at first use."""
     cache, world = state.definition.cache, state.definition.world
-    if cache.engine is None:
+    if cache.engine is None or cache.is_to_compare:
         state.lease.check()
-        if world.is_main:
+        if world.is_main and cache.engine is None:
             advise_of_rates(state.definition.schedule)
         _compare(state)
-        cache.engine = _built(state)
+        cache.is_to_compare = False
+        if cache.engine is None:
+            cache.engine = _built(state)
     return cache.engine
 
 
@@ -110,7 +112,8 @@ def compare(state: TrainState) -> None:
         ReplicaMismatchError: their definitions or their parameters differ.
     """
     definition, setup, world = state.definition, state.setup, state.world
-    if world.size == 1 or definition.cache.is_compared:
+    cache = definition.cache
+    if world.size == 1 or (cache.is_compared and not cache.is_to_compare):
         return
     check_definitions(state)
     is_apart = "apart" in setup.facts or not _is_one_training(state)
@@ -127,7 +130,7 @@ def compare(state: TrainState) -> None:
     if not values and definition.trains_apart:
         copy = definition.copy  # whose ranks agree at any time
         check_replicas(whole, copy, label="compare replicas", values=True)
-    definition.cache.is_compared = True
+    cache.is_compared = True
 
 
 def _built(state: TrainState) -> Engine:

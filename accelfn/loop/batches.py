@@ -180,5 +180,5 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
     cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
     if not given.data.is_stream:
         given.data.check_start(cursor, seed=state.seed)
-    # another definition, of which ranks compare where they stand
-    return attrs.evolve(state, cursor=cursor, definition=attrs.evolve(state.definition))
+    state.definition.cache.is_to_compare = True  # where each rank stands
+    return attrs.evolve(state, cursor=cursor)

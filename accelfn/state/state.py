@@ -381,8 +381,9 @@ class TrainState:
         self.lease.check()
         definition, skeleton = self.definition, self.definition.skeleton
         names = trained_names(predicate, self._params, definition.optimizer, skeleton)
-        if names == set(skeleton.trainable) and self.world.size == 1:
-            return self  # another rank may have other names
+        if names == set(skeleton.trainable):
+            definition.cache.is_to_compare = True  # another rank may have other names
+            return self
         changed = attrs.evolve(definition, skeleton=skeleton.training(names))
         return attrs.evolve(self, definition=changed)
 

@@ -189,6 +189,6 @@ MUTANTS = [
         "L2: what all ranks would say is said by each",
         test_schedule_advice.test_one_rank_tells,
         building.engine_of,
-        "if world.is_main: → if True:",
+        "if world.is_main and → if",
     ),
 ]
