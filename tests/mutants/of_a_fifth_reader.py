@@ -3,17 +3,19 @@
 
 from accelfn.checkpoint import command, fields, hashing
 from accelfn.collectives import replicas
-from accelfn.data import epoch, reading
+from accelfn.data import epoch, reading, sources
 from accelfn.engine import untaken
 from accelfn.engine.module import parallel_layers
 from accelfn.engine.optimizer import live_optimizer, trial
 from accelfn.launching import agent
-from accelfn.loop import run, stopping
+from accelfn.loop import control, run, stopping
 from accelfn.placing import placed
 from accelfn.schedules import of_torch
 from accelfn.step import sync_grads
-from accelfn.structure import on_meta
+from accelfn.structure import on_meta, partition
+from accelfn.testing.processes import rank
 from accelfn.testing.simulation import ambient, calls, ranks
+from accelfn.track import values
 from accelfn.transforms import tensor_parallel
 from tests.mutants.mutant import Mutant
 from tests.unit import test_unguarded as unit
@@ -152,5 +154,37 @@ MUTANTS = [
         on_meta.parameters_on_meta,
         "vars(empty).update(vars(param)) → pass",
         args={"init": "shard"},
+    ),
+    Mutant(
+        "a collate of a table draws from anywhere",
+        unit.test_a_collate_of_a_table_draws_by_its_place,
+        sources.Table.samples,
+        "begin(0) → pass",
+    ),
+    Mutant(
+        "ranks at one place of two epochs agree",
+        unit.test_ranks_that_stand_at_other_places_do_not_agree,
+        control.assert_replicas_agree.__wrapped__,
+        '"epoch": state.cursor.epoch, → ',
+        args={"apart": (0, 1)},
+    ),
+    Mutant(
+        "a hook that wrote is taken for torch's code",
+        unit.test_a_hook_that_wrote_before_it_raised_has_changed_the_state,
+        partition.is_torchs,
+        "and not any(hooks) → and hooks is not None",
+    ),
+    Mutant(
+        "axes of the same names have the same groups",
+        unit.test_axes_of_other_sizes_have_other_groups,
+        rank._groups,
+        "tuple(axes.items()) → tuple(axes)",
+    ),
+    Mutant(
+        "an image that is NaN has a colour",
+        unit.test_an_image_with_a_number_of_no_colour_is_refused,
+        values.pixels,
+        "if not (low >= 0 and high <= 1): → if low < 0 or high > 1:",
+        args={"bad": float("nan")},
     ),
 ]

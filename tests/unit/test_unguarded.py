@@ -2,17 +2,20 @@
 """What a reader of the code alone found unguarded: boundaries, and two rare things at once."""
 
 import ast
+import math
 import os
 import string
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections import OrderedDict
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import find, given
@@ -27,9 +30,12 @@ from accelfn.checkpoint.command import _distance
 from accelfn.engine.optimizer import trial
 from accelfn.launching import agent, worker
 from accelfn.loop import stopping
+from accelfn.schedules import advice
 from accelfn.testing import simulate, strategies
+from accelfn.testing.processes import rank
 from accelfn.testing.traffic import link
 from accelfn.testing.traffic.link import Link
+from accelfn.track import values
 from tests.unit.test_data_streams import Stateful
 from tests.unit.test_partition import Counting
 
@@ -557,3 +563,124 @@ def test_a_script_has_the_folders_that_python_gives_it(
     first, second = ast.literal_eval(done.stdout)
     assert (first == str(tmp_path)) is not safe
     assert (first if safe else second) == "/first"
+
+
+def test_a_hook_that_wrote_before_it_raised_has_changed_the_state() -> None:
+    """Though the optimizer is torch's, whose own step would be known not to have begun."""
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(named, lr=0.1)
+
+        def hook(stepped: torch.optim.Optimizer, *_: object) -> None:
+            for group in stepped.param_groups:
+                for param in group["params"]:
+                    param.data.add_(1.0)
+            raise ArithmeticError
+
+        made.register_step_pre_hook(hook)
+        return made
+
+    state = state_of(optimizer=optimizer)
+    with pytest.raises(ArithmeticError):
+        STEP(state, torch.ones(2, 2))
+    with pytest.raises(af.StateDonatedError):
+        state.params["weight"]
+
+
+@given(seed=st.integers(0, 3), drawn=st.integers(0, 2))
+def test_a_collate_of_a_table_draws_by_its_place(seed: int, drawn: int) -> None:
+    """Whatever the process drew; each batch and epoch for itself."""
+    table = pa.table({"x": list(range(8))})
+
+    def masked(rows: list[dict[str, Any]]) -> torch.Tensor:
+        return torch.rand(len(rows))
+
+    def values() -> list[list[float]]:
+        data = af.Data(table, batch_size=4, collate=masked)
+        batches = af.batches(state_of(data=data, seed=seed), epochs=2)
+        return [each.value.tolist() for each in batches]
+
+    first = values()
+    torch.rand(drawn)
+    assert values() == first
+    assert len({tuple(each) for each in first}) == 4
+
+
+@pytest.mark.parametrize("apart", [(0, 1), (4, 0), (4, 1), (0, 0)])
+def test_ranks_that_stand_at_other_places_do_not_agree(apart: tuple[int, int]) -> None:
+    """Of another epoch, another sample or both."""
+    samples, epoch = apart
+
+    def fn(world: af.World) -> None:
+        data = af.Data(torch.ones(8, 2), batch_size=4)
+        state = state_of(data=data, setup=DDP, world=world)
+        state = af.seek(state, samples * world.rank, epoch=epoch * world.rank)
+        if apart == (0, 0):
+            af.assert_replicas_agree(state)
+            return
+        with pytest.raises(af.ReplicaMismatchError, match="cursor"):
+            af.assert_replicas_agree(state)
+
+    simulate(2, fn)
+
+
+def test_axes_of_other_sizes_have_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though they have the same names; those of the same sizes stay open."""
+    opened: list[dict[str, int]] = []
+    monkeypatch.setattr(rank, "_opened", {})
+    monkeypatch.setattr(
+        rank, "open_groups", lambda axes, *_: opened.append(dict(axes)) or object()
+    )
+    wide, tall = {"dp_shard": 4, "tp": 2}, {"dp_shard": 2, "tp": 4}
+    found = [rank._groups(0, axes) for axes in (wide, tall, wide)]
+    assert found[0] is found[2] is not found[1]
+    assert opened == [wide, tall]
+
+
+@pytest.mark.parametrize("bad", [math.nan, -0.5, 1.5, math.inf])
+@given(at=st.integers(0, 3))
+def test_an_image_with_a_number_of_no_colour_is_refused(bad: float, at: int) -> None:
+    """Wherever it is; NaN is neither below nor above."""
+    image = torch.full((1, 2, 2), 0.5)
+    image.view(-1)[at] = bad
+    with pytest.raises(af.ArgumentError, match="'seen' is from"):
+        values.pixels("seen", image)
+
+
+REFUSING = [
+    (af.plateau(min_lr=[1.0, 2.0]), af.Error),
+    (af.diloco(sync_every=9, fragments=9), af.Error),
+]
+
+
+@pytest.mark.parametrize(("setup", "error"), REFUSING)
+def test_a_model_is_taken_by_a_state_that_is_made(
+    setup: Any, error: type[Exception]
+) -> None:
+    """One that a transform refused leaves the model, and the optimizer, to a second try."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(error):
+        state_of(model=model, optimizer=optimizer, setup=setup)
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    state, _ = STEP(state_of(model=model, optimizer=optimizer), torch.ones(2, 2))
+    assert state.step == 1
+
+
+@given(start=st.integers(20, 60), pause=st.integers(1, 40), ends=st.booleans())
+def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -> None:
+    """What comes back is no schedule that is too short, however long it waits."""
+
+    def schedule(update: int) -> float:
+        if update < start:
+            return 1.0
+        return 0.0 if ends or update < start + pause else 0.5
+
+    rates = state_of(schedule=schedule).definition.rates
+    assert rates is not None
+    looks_at = 0.0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", af.Warning)
+        for update in range(start, start + pause):
+            looks_at = advice.advise_of_end(rates, update, looks_at)
+    assert ends or not told
