@@ -27,6 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import accelfn as af
 from accelfn.checkpoint import disk
 from accelfn.checkpoint.command import _distance
+from accelfn.checkpoint.slices import Slice
+from accelfn.collectives import missing
 from accelfn.engine.optimizer import trial
 from accelfn.launching import agent, worker
 from accelfn.loop import stopping
@@ -36,6 +38,7 @@ from accelfn.testing.processes import rank
 from accelfn.testing.traffic import link
 from accelfn.testing.traffic.link import Link
 from accelfn.track import values
+from accelfn.weights.accelerate import entries_of
 from tests.unit.test_data_streams import Stateful
 from tests.unit.test_partition import Counting
 
@@ -684,3 +687,46 @@ def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -
         for update in range(start, start + pause):
             looks_at = advice.advise_of_end(rates, update, looks_at)
     assert ends or not told
+
+
+@given(
+    order=st.permutations(["a", "b", "c", "d"]),
+    cut=st.integers(1, 3),
+    own=st.integers(1, 4),
+)
+def test_names_in_an_optimizers_file_are_believed(
+    order: list[str], cut: int, own: int
+) -> None:
+    """Whatever groups it has, and in whatever order: positions count where no names are."""
+    params = {name: nn.Parameter(torch.zeros(2)) for name in order}
+    named = list(params.items())
+    optimizer = torch.optim.SGD(
+        [{"params": named[:cut]}, {"params": named[cut:]}], lr=1.0, momentum=0.5
+    )
+    for name, param in named:
+        param.grad = torch.full((2,), float("abcd".index(name)))
+    optimizer.step()
+    ours = ["a", "b", "c", "d"]
+    groups = [ours[:own], ours[own:]] if own < 4 else [ours]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "optimizer.bin"
+        torch.save(optimizer.state_dict(), file)
+        entries = entries_of(file, groups, ours)
+        found = {
+            name: float(entry["momentum_buffer"].read(Slice.whole((2,)))[0])
+            for name, entry in entries.items()
+        }
+    assert found == {name: float(i) for i, name in enumerate("abcd")}
+
+
+def test_whom_a_part_of_a_world_waits_for_is_told_by_the_world() -> None:
+    """Of two ranks along an axis the other one need not be the one that is gone."""
+
+    def fn(world: af.World) -> str:
+        whole = world.whole
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(missing, "_somebody", lambda found: f"of {found.size}")
+            patch.setattr(type(whole.connection), "roll_call", None, raising=False)
+            return missing.missing(world.along("tp"), "sum")
+
+    assert simulate(4, fn, axes={"dp_shard": 2, "tp": 2})[0] == "of 4"
