@@ -104,7 +104,14 @@ def test_axes_reach_the_ranks_as_they_were_written(capsys):
 @pytest.mark.parametrize("machines", ["2", "1:2"])
 def test_axes_of_several_machines_are_the_worlds(capsys, machines):
     """What this machine starts is a part, though it may be all that comes."""
-    where = ("--num-machines", machines, "--rdzv-endpoint", "h:29400", "--rdzv-id", "r")
+    where = (
+        "--num-machines",
+        machines,
+        "--rdzv-endpoint",
+        "localhost:29400",
+        "--rdzv-id",
+        "r",
+    )
     words = ("launch", "--show", *where, "--nproc", "2", "--axes", "dp_shard=4")
     assert main([*words, "train.py"]) == 0
     assert "sets ACCELFN_AXES=dp_shard=4" in capsys.readouterr().out

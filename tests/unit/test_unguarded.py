@@ -730,3 +730,22 @@ def test_whom_a_part_of_a_world_waits_for_is_told_by_the_world() -> None:
             return missing.missing(world.along("tp"), "sum")
 
     assert simulate(4, fn, axes={"dp_shard": 2, "tp": 2})[0] == "of 4"
+
+
+@given(drawn=st.integers(1, 12), replacement=st.booleans())
+def test_costs_are_of_the_dataset_whatever_an_order_takes_of_it(
+    drawn: int, *, replacement: bool
+) -> None:
+    """A budget looks up each sample's, be as many drawn as there are, fewer or more."""
+    num = min(drawn, 6) if not replacement else drawn
+    order = af.orders.weighted([1.0] * 6, num_samples=num, replacement=replacement)
+    costs = [1, 2, 3, 1, 2, 3]
+    data = af.Data(torch.ones(6, 2), batch_size=af.budget(costs, limit=6), order=order)
+    batches = list(af.batches(state_of(data=data), epochs=1))
+    assert sum(len(each.value) for each in batches) == num
+    with pytest.raises(af.Error, match="costs"):
+        af.Data(
+            torch.ones(6, 2),
+            batch_size=af.budget([1] * (num + 7), limit=6),
+            order=order,
+        )
