@@ -749,3 +749,27 @@ def test_costs_are_of_the_dataset_whatever_an_order_takes_of_it(
             batch_size=af.budget([1] * (num + 7), limit=6),
             order=order,
         )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_split_head_has_its_loss_in_the_dtype_of_torchs(reduction: str) -> None:
+    """Under autocast torch computes it in 32 bits of what 16 hold."""
+    seen: list[torch.dtype] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        targets = torch.arange(len(batch)) % 4
+        found = nn.functional.cross_entropy(model(batch), targets, reduction=reduction)
+        seen.append(found.dtype)
+        return found.mean()
+
+    def fn(world: af.World) -> None:
+        setup: list[Any] = [af.wrap_ddp(), af.autocast("bf16")]
+        if world.size > 1:
+            setup.append(af.tensor_parallel({"0": "vocabulary"}))
+        net = lambda: nn.Sequential(nn.Linear(2, 4))  # noqa: E731
+        state = state_of(model=net, setup=af.chain(*setup), world=world)
+        af.make_step(loss)(state, torch.ones(6, 2))
+
+    simulate(1, fn)
+    simulate(2, fn, axes={"tp": 2})
+    assert set(seen) == {torch.float32}
