@@ -173,6 +173,14 @@ MUTANTS = [
         unit.test_a_hook_that_wrote_before_it_raised_has_changed_the_state,
         partition.is_torchs,
         "and not any(hooks) → and hooks is not None",
+        args={"error": ArithmeticError},
+    ),
+    Mutant(
+        "what a hook does not find is what an optimizer lacks",
+        unit.test_a_hook_that_wrote_before_it_raised_has_changed_the_state,
+        live_optimizer.LiveOptimizer._stepped,
+        "if not _is_of(optimizer, error): → if False:",
+        args={"error": KeyError},
     ),
     Mutant(
         "axes of the same names have the same groups",

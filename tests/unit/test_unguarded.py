@@ -568,8 +568,14 @@ def test_a_script_has_the_folders_that_python_gives_it(
     assert (first if safe else second) == "/first"
 
 
-def test_a_hook_that_wrote_before_it_raised_has_changed_the_state() -> None:
-    """Though the optimizer is torch's, whose own step would be known not to have begun."""
+@pytest.mark.parametrize("error", [ArithmeticError, KeyError])
+def test_a_hook_that_wrote_before_it_raised_has_changed_the_state(
+    error: type[Exception],
+) -> None:
+    """Though the optimizer is torch's, whose own step would be known not to have begun.
+
+    The error is the hook's, and none of what an optimizer lacks.
+    """
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
         made = torch.optim.SGD(named, lr=0.1)
@@ -578,13 +584,13 @@ def test_a_hook_that_wrote_before_it_raised_has_changed_the_state() -> None:
             for group in stepped.param_groups:
                 for param in group["params"]:
                     param.data.add_(1.0)
-            raise ArithmeticError
+            raise error
 
         made.register_step_pre_hook(hook)
         return made
 
     state = state_of(optimizer=optimizer)
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(error):
         STEP(state, torch.ones(2, 2))
     with pytest.raises(af.StateDonatedError):
         state.params["weight"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A torch optimizer at work on the tensors of a state."""
 
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
@@ -268,6 +269,8 @@ class LiveOptimizer:
         try:
             step()
         except KeyError as error:
+            if not _is_of(optimizer, error):
+                raise
             kind = type(optimizer).__name__
             msg = (
                 f"{kind} lacks {error} among what the state keeps of its parameters. A state that"
@@ -342,3 +345,11 @@ def _value(entry: Any) -> Any:
     if isinstance(entry, torch.Tensor):
         return entry.clone()
     return entry
+
+
+def _is_of(optimizer: Optimizer, error: BaseException) -> bool:
+    """Whether an error was raised by an optimizer's own code, and not by a hook, say."""
+    frames = traceback.walk_tb(error.__traceback__)
+    *_, (last, _) = frames
+    module = str(last.f_globals.get("__name__"))
+    return module == type(optimizer).__module__ or module.startswith("torch.optim.")
