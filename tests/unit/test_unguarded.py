@@ -779,3 +779,20 @@ def test_a_split_head_has_its_loss_in_the_dtype_of_torchs(reduction: str) -> Non
     simulate(1, fn)
     simulate(2, fn, axes={"tp": 2})
     assert set(seen) == {torch.float32}
+
+
+def test_what_parts_of_an_optimizer_of_other_options_lack_is_told(
+    tmp_path: Path,
+) -> None:
+    """As what amsgrad keeps, in a checkpoint of a run without it."""
+
+    def created(*, amsgrad: bool) -> af.TrainState:
+        make = partial(torch.optim.Adam, lr=0.1, amsgrad=amsgrad)
+        is_bias = lambda name, _: name == "bias"  # noqa: E731
+        return state_of(optimizer=af.partition((is_bias, make), (..., make)))
+
+    state, _ = STEP(created(amsgrad=False), torch.ones(2, 2))
+    af.save(state, tmp_path / "saved")
+    loaded = af.load(created(amsgrad=True), tmp_path / "saved")
+    with pytest.raises(af.OptimizerError, match="lacks 'max_exp_avg_sq'"):
+        STEP(loaded, torch.ones(2, 2))
