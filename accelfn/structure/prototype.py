@@ -116,6 +116,13 @@ def named_state(
     return named
 
 
+def owned_names(optimizer: Optimizer, skeleton: Skeleton) -> list[str]:
+    """Return the parameters that an optimizer has: those that are, or may be, trained."""
+    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    metas = skeleton.module.named_parameters()
+    return [name for name, meta in metas if id(meta) in owned]
+
+
 def trained_names(
     predicate: Callable[[str, torch.Tensor], object],
     params: Mapping[str, torch.Tensor],
@@ -145,9 +152,8 @@ def trained_names(
             f" parameters ({', '.join(list(params)[:3])}, ...), so nothing would be trained."
         )
         raise ModelError(msg)
-    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    metas = skeleton.module.named_parameters()
-    lacking = [name for name, p in metas if name in wanted and id(p) not in owned]
+    owned = owned_names(optimizer, skeleton)
+    lacking = [name for name in params if name in wanted and name not in owned]
     if lacking:
         msg = (
             f"with_trainable({predicate!r}): {type(optimizer).__name__} lacks"

@@ -24,7 +24,7 @@ from accelfn.outer.fragments import Timetable, cut, together
 from accelfn.outer.stepping import NESTEROV, Outer, as_value
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
-from accelfn.structure.prototype import prototype_of
+from accelfn.structure.prototype import owned_names, prototype_of
 
 Slot: TypeAlias = dict[str, Any]
 
@@ -173,7 +173,9 @@ class diloco:
     def init(self, state: TrainState) -> Slot:
         """Let the anchor be where all ranks begin."""
         self._check(state)
-        anchor = tree.clone({name: state.params[name] for name in _owned(state)})
+        definition = state.definition
+        names = owned_names(definition.optimizer, definition.skeleton)
+        anchor = tree.clone({name: state.params[name] for name in names})
         return self._begun(anchor, {}, state.step)
 
     def after_update(
@@ -395,11 +397,3 @@ class diloco:
 
     def _exchange(self, state: TrainState) -> Exchange:
         return Exchange(ranks=state.definition.copies, bits=self.bits, label=_LABEL)
-
-
-def _owned(state: TrainState) -> list[str]:
-    """Return the parameters that are trained, or may be one day."""
-    groups = state.definition.optimizer.param_groups
-    owned = {id(meta) for group in groups for meta in group["params"]}
-    metas = state.definition.skeleton.module.named_parameters()
-    return [name for name, meta in metas if id(meta) in owned]

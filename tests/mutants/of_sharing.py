@@ -292,8 +292,8 @@ MUTANTS = [
         "L22: an anchor begins in the memory of the parameters",
         WITHIN,
         diloco.diloco.init,
-        "tree.clone({name: state.params[name] for name in _owned(state)})"
-        " → {name: state.params[name] for name in _owned(state)}",
+        "tree.clone({name: state.params[name] for name in names})"
+        " → {name: state.params[name] for name in names}",
     ),
     Mutant(
         "L22: ranks that are evaluated at their average train on from there",

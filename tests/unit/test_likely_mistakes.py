@@ -170,6 +170,16 @@ NOTES = {  # what there is at first, what it becomes, and whether that counts
 }
 
 
+def told_in_training(state):
+    """Return what four epochs say."""
+    step = af.make_step(square)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", af.Warning)
+        for batch in af.batches(state, epochs=4):
+            state, _ = step(state, batch)
+    return [str(each.message) for each in told]
+
+
 @pytest.mark.parametrize("name", NOTES)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_number_that_a_module_counts_on_is_told(name, num_micro_batches):
@@ -179,14 +189,9 @@ def test_a_number_that_a_module_counts_on_is_told(name, num_micro_batches):
         model=lambda: nn.Sequential(nn.Linear(2, 2), Noting(first, become)),
         setup=af.accumulate(num_micro_batches=num_micro_batches),
     )
-    step = af.make_step(square)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
-        for batch in af.batches(state, epochs=4):
-            state, _ = step(state, batch)
+    told = told_in_training(state)
     assert len(told) == counts
-    for each in told:
-        assert str(each.message).startswith("As the loss function ran, 1.noted")
+    assert all(each.startswith("As the loss function ran, 1.noted") for each in told)
 
 
 class Counting(torch.optim.SGD):
@@ -209,14 +214,11 @@ def test_a_number_that_an_optimizer_counts_on_is_told(name, parts):
     make = partial(Counting, first=first, become=become)
     if parts:
         make = af.partition((lambda name, _: name == "bias", make), (..., SGD))
-    state, step = state_of(optimizer=make), af.make_step(square)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
-        for batch in af.batches(state, epochs=4):
-            state, _ = step(state, batch)
+    told = told_in_training(state_of(optimizer=make))
     assert len(told) == counts
-    for each in told:
-        assert str(each.message).startswith("As the optimizer stepped, Counting.noted")
+    assert all(
+        each.startswith("As the optimizer stepped, Counting.noted") for each in told
+    )
 
 
 @pytest.mark.parametrize(
