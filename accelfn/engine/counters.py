@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that a module, or an optimizer, counts on for itself, which no state has."""
+"""What a module, or an optimizer, counts on or writes into for itself, which no state has."""
 
 import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -67,10 +68,15 @@ class Counters:
 
 
 def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield what are numbers, those that a dict has, and how long lists are, by name."""
+    """Yield what are numbers, those that a dict has, and how long lists are, by name.
+
+    Of a tensor it is how often it was written into: one that is new in each pass never was more.
+    """
     for name, value in kept.items():
         if type(value) in (int, float):
             yield name, value
+        elif type(value) is torch.Tensor:
+            yield from _of_tensor(name, value)
         elif type(value) is list:
             yield f"{name}'s length", len(value)
         elif type(value) is dict and not name.startswith("_"):
@@ -80,6 +86,14 @@ def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 for key, each in found
                 if type(each) in (int, float)
             )
+
+
+def _of_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, float]]:
+    if not tensor.is_inference():  # which has no version
+        yield f"{name}'s number of writes", tensor._version
+    is_number = tensor.dtype != torch.bool and not tensor.is_complex()
+    if tensor.numel() == 1 and is_number and not tensor.is_meta:
+        yield name, tensor.item()
 
 
 def _counts(values: list[Any]) -> bool:
@@ -102,13 +116,13 @@ def _shown(told: dict[str, list[Any]]) -> str:
 
 
 _OF_MODULES = (
-    "As the loss function ran, {}. A number that a module keeps for itself is no part of a"
+    "As the loss function ran, {}. What a module keeps for itself is no part of a"
     " state: it is not saved, a run that is resumed begins it again, and copies of the state"
     " share it. Make it a buffer, register_buffer('name', torch.tensor(0)). If nothing is"
     " computed from it, all is well."
 )
 _OF_OPTIMIZERS = (
-    "As the optimizer stepped, {}. A number that an optimizer keeps for itself is no part of a"
+    "As the optimizer stepped, {}. What an optimizer keeps for itself is no part of a"
     " state: it is not saved, and a run that is resumed begins it again. Keep it in a parameter"
     " group, group['name'], or in self.state[param], which are. If nothing is computed from it,"
     " all is well."

@@ -3,6 +3,7 @@
 
 import math
 
+import torch
 from torch import nn
 
 from accelfn.base import arguments, question, read_only
@@ -42,6 +43,20 @@ MUTANTS = [
         counters._counts,
         "for a, b in pairs) → for a, b in pairs[:1])",
         args={"name": "a length that varies", "num_micro_batches": 1},
+    ),
+    Mutant(
+        "a tensor that a module writes into is not told",
+        tests.test_a_tensor_that_a_module_writes_into_is_told,
+        counters._of_tensor,
+        "tensor._version → 0",
+        args={"like": torch.zeros(2), "into": "an attribute"},
+    ),
+    Mutant(
+        "a number that a module counts on in a tensor is not told",
+        tests.test_a_number_that_a_module_counts_on_is_told,
+        counters._of_tensor,
+        "tensor.numel() == 1 → tensor.numel() == 0",
+        args={"name": "a tensor", "num_micro_batches": 1},
     ),
     Mutant(
         "modules are looked through for numbers again and again",

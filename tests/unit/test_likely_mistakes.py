@@ -167,6 +167,14 @@ NOTES = {  # what there is at first, what it becomes, and whether that counts
         False,
     ),
     "a list of the last pass": ([], lambda _: [1, 2], False),
+    "a tensor": (torch.tensor(0), lambda was: was + 1, True),
+    "a mean in a tensor": (torch.ones(2), lambda was: was * 0.9 + torch.rand(2), False),
+    "a tensor of the last pass": (None, lambda _: torch.zeros(2).add_(1), False),
+    "a tensor of two truths": (
+        torch.zeros((), dtype=torch.bool),
+        torch.logical_not,
+        False,
+    ),
 }
 
 
@@ -192,6 +200,35 @@ def test_a_number_that_a_module_counts_on_is_told(name, num_micro_batches):
     told = told_in_training(state)
     assert len(told) == counts
     assert all(each.startswith("As the loss function ran, 1.noted") for each in told)
+
+
+class Averaging(nn.Module):
+    """Keeps a mean in a tensor that is no buffer, of any dtype and shape."""
+
+    def __init__(self, like, into):
+        super().__init__()
+        self.linear, self.into, self.kept = nn.Linear(2, 2), into, like.clone()
+        if into == "a buffer":
+            self.register_buffer("mean", like.clone())
+
+    def forward(self, inputs):
+        mean = self.mean if self.into == "a buffer" else self.kept
+        if self.into != "nothing":
+            mean.mul_(0.9).add_(
+                torch.rand_like(mean, dtype=torch.float32).to(mean.dtype)
+            )
+        return self.linear(inputs)
+
+
+@pytest.mark.parametrize("into", ["an attribute", "a buffer", "nothing"])
+@pytest.mark.parametrize(
+    "like", [torch.zeros(2), torch.zeros(()), torch.zeros(3, dtype=torch.complex64)]
+)
+def test_a_tensor_that_a_module_writes_into_is_told(into, like):
+    """What is no buffer is in no checkpoint; a buffer is, and what stays as it is needs none."""
+    told = told_in_training(state_of(model=lambda: Averaging(like, into)))
+    assert len(told) == (into == "an attribute")
+    assert all("kept's number of writes was" in each for each in told)
 
 
 class Counting(torch.optim.SGD):
