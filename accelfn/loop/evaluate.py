@@ -31,6 +31,10 @@ from accelfn.state.views import eval_params
 from accelfn.step.value_and_grad import wrap_loss
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
+_NO_GRADIENTS = (
+    "af.evaluate and af.predict call their function without gradients: leave out backward(),"
+    " or compute what needs a gradient, of the inputs say, in `with torch.enable_grad():`."
+)
 
 
 @called
@@ -171,7 +175,12 @@ class _Lent:
         device = self._state.world.device
         before = self._versions()
         with own_modes(device), torch.no_grad(), draws.seeded(seed, device):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "does not require grad" in str(error):  # of torch's backward pass
+                    error.add_note(_NO_GRADIENTS)
+                raise
         self._check_unwritten(before)
 
     def _versions(self) -> list[int]:

@@ -385,6 +385,26 @@ def test_stand_ins_count_for_nothing(form, bad, size):
         assert set(each.values()) == {1.0}
 
 
+def test_a_backward_pass_in_what_is_evaluated_says_where_it_is():
+    """torch's error has a note; with gradients for its inputs a function has them."""
+
+    def slope(model, batch):
+        with torch.enable_grad():
+            inputs = batch[0].clone().requires_grad_()
+            (found,) = torch.autograd.grad(model(inputs).sum(), inputs)
+        return found
+
+    def trains(model, batch):
+        loss(model, batch).backward()
+
+    for use in (af.evaluate, lambda *all_: list(af.predict(*all_))):
+        with pytest.raises(RuntimeError) as refused:
+            use(make(), data(), trains)
+        (note,) = refused.value.__notes__
+        assert "without gradients" in note
+    assert len(list(af.predict(make(), data(), slope))) == 11
+
+
 @pytest.mark.parametrize("given", [(X, Y), [1], None])
 def test_data_to_evaluate_on(given):
     """Something else than af.Data is refused with what to give."""
