@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What saves and stores may be asked, looked at before anything is done."""
 
+import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from accelfn.base.advice import advise
 from accelfn.base.arguments import is_integer
 from accelfn.checkpoint import disk
 from accelfn.errors import ArgumentError, CheckpointWriteError
@@ -113,3 +115,16 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
             " af.mean(metrics, world) gives."
         )
         raise ArgumentError(msg) from error
+
+
+def check_numbers(said: Sequence[str]) -> None:
+    """Say so where ranks gave other metrics than rank 0, whose are kept."""
+    first = json.loads(said[0])
+    for rank, text in enumerate(said):
+        if text != said[0]:
+            advise(
+                f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
+                f" {json.loads(text)}. Those of rank 0 are kept, and are what keep_best= goes"
+                " by. Give what all ranks have in common: metrics=af.mean(metrics, world)."
+            )
+            return

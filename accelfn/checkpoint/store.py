@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CheckpointStore`: a run's checkpoints, one after the other, in one directory."""
 
+import json
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from accelfn.checkpoint.lock import Lock
 from accelfn.checkpoint.options import (
     Period,
     check_frozen,
+    check_numbers,
     check_options,
     check_path,
     check_writable,
@@ -170,7 +172,8 @@ class CheckpointStore:
 
         Args:
             state: not donated; with `async_` it may be given to the next step at once.
-            metrics: numbers to keep with it, the same on all ranks.
+            metrics: numbers to keep with it, the same on all ranks; where they differ, those
+                of rank 0 are kept, and an `af.Warning` names another rank's.
 
         Cost: as said of the store. Where runs that were killed have left more than is kept, the
         first save of the next reads the newest, and removes the rest.
@@ -193,12 +196,13 @@ class CheckpointStore:
         exchange = exchange_of(state, "save")
         contents: list[Contents] = []
 
-        def begin() -> None:
+        def begin() -> str:
             contents.append(self._begun(job, state, numbers))
+            return json.dumps(numbers)
 
         retain = partial(self._retain, job.step)
         try:
-            job.agreed(exchange, "begin", begin)
+            given = job.agreed(exchange, "begin", begin)
             if self.async_ and is_first:  # ranks agree by files from now on
                 job.agreed(exchange, "look for it", partial(commit.check_seen, job))
             if self.async_:
@@ -216,6 +220,8 @@ class CheckpointStore:
             too = "" if earlier is None else str(earlier)
             raise self._with_newest(error, too) from error.__cause__
         self._last_saved = time.monotonic()
+        if state.world.is_main:
+            check_numbers(given)
         if earlier is not None:
             begun = f"The save of step {job.step} has begun all the same"
             raise self._with_newest(earlier, begun) from earlier.__cause__

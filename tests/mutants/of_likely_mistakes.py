@@ -268,4 +268,11 @@ MUTANTS = [
         units._refuse_sparse,
         "and each.weight.requires_grad → ",
     ),
+    Mutant(
+        "of the metrics that ranks give a store those of the next rank alone are looked at",
+        tests.test_metrics_of_one_rank_are_told,
+        options.check_numbers,
+        "in enumerate(said) → in enumerate(said[:2])",
+        args={"given": ({"a": 1.0}, {"a": 1.0}, {"a": 2.0}), "async_": False},
+    ),
 ]

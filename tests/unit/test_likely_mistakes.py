@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+import json
 import math
 import pickle
 import warnings
@@ -593,3 +594,37 @@ def test_what_a_state_holds_is_not_replaced(write):
         assert all(value is shown[key] for key, value in before.items())
     with pytest.raises(af.CallError, match=r'metrics\.with_values\(\{"lr": \.\.\.'):
         af.Metrics({"loss": (1.0, 1)})["lr"] = 0.1
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ({"loss": 1.0}, {"loss": 2.0}),
+        ({"loss": 1.0}, None),
+        ({"loss": 1.0}, {"loss": 1.0}, {"loss": math.nan}),
+        ({"loss": 1.0}, {"loss": 1}),
+        ({"loss": math.nan}, {"loss": math.nan}),
+        (None, None),
+    ],
+)
+def test_metrics_of_one_rank_are_told(given, async_, tmp_path):
+    """Those of rank 0 are kept, and another's are named, where ranks give a store others."""
+    alike = len({str({k: float(v) for k, v in (m or {}).items()}) for m in given}) == 1
+
+    def train(world):
+        store = af.CheckpointStore(tmp_path, async_=async_)
+        store.save(state_of(world=world), metrics=given[world.rank])
+        store.wait()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", af.Warning)
+        simulate(len(given), train)
+    assert len(told) == (not alike)
+    last = f"rank {len(given) - 1}"
+    assert all(last in str(each.message) for each in told)
+    ((_, kept),) = [
+        (path, json.loads((path / "manifest.json").read_text())["metrics"])
+        for path in tmp_path.glob("step-*")
+    ]
+    assert kept.keys() == (given[0] or {}).keys()
