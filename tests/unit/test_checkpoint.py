@@ -332,6 +332,14 @@ def test_what_is_kept_of_any_saves(tmp_path_factory, saves, keep, best_is):
             assert store.steps == tuple(sorted(there))
 
 
+@pytest.mark.parametrize("every", [1, 3, timedelta(microseconds=1)])
+def test_nothing_is_due_before_the_first_update(every, tmp_path):
+    """What was drawn, or loaded from elsewhere, is not saved by a loop that asks first."""
+    store = af.CheckpointStore(tmp_path, every=every)
+    assert not store.due(small(af.World.single()))
+    assert store.due(attrs.evolve(small(af.World.single()), step=3))
+
+
 @given(
     waits=st.lists(st.sampled_from([0, 4, 6, 10, 25]), min_size=1, max_size=5),
     size=st.integers(1, 3),

@@ -56,6 +56,26 @@ def test_hyperparameters_stay() -> None:
     assert set(simulate(3, go)) == {torch.tensor(0.1).item()}
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_others_evaluate_is_averaged_in_any_order(size: int) -> None:
+    """Between two averages, an average over updates is that of all ranks, inside or around it."""
+    step = af.make_step(lambda model, x: model(x).square().mean())
+
+    def go(world: af.World, setup: object) -> torch.Tensor:
+        state = linear_state(2, setup=setup, world=world)
+        for _ in range(3):
+            state, _ = step(state, torch.full((2, 2), 1.0 + world.rank))
+        return af.eval_params(state)["weight"].clone()
+
+    parts = (af.local_sgd(sync_every=8), af.ema(0.5))
+    found = [
+        each
+        for order in (parts, parts[::-1])
+        for each in simulate(size, functools.partial(go, setup=af.chain(*order)))
+    ]
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 1)])
 @pytest.mark.parametrize("updates", [1, 2])
 def test_what_was_just_averaged_goes_to_other_ranks(

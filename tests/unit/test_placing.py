@@ -50,6 +50,14 @@ def test_the_disk_comes_last(budget, tmp_path):
     assert plan.units[0].device == "cpu"
 
 
+def test_a_block_is_no_part_of_another_whose_number_it_begins_with(tmp_path):
+    """Of blocks 1 and 10 one is there at a time, so the budget of one is enough."""
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+    plan = af.place(model, {"cpu": 80, "disk": tmp_path})
+    assert {unit.device for unit in plan.units} == {"disk"}
+    assert plan.needed("cpu") == 80
+
+
 @pytest.mark.parametrize(
     ("budgets", "said"),
     [

@@ -137,6 +137,10 @@ KINDS = {
         Subset(Subset(list(X), range(9, -1, -1)), range(9, -1, -1)),
         lambda i: X[i],
     ),
+    "Subset of Subset of rows": (
+        Subset(Subset(X, range(9, -1, -1)), range(9, -1, -1)),
+        lambda i: X[i],
+    ),
     "Subset with items of its own": (Doubled(X, range(10)), lambda i: 2 * X[i]),
     "tensors with items of their own": (Halved(X), lambda i: X[i] / 2),
     "many at once": (Many(), lambda i: X[i]),

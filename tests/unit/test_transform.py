@@ -235,6 +235,23 @@ def one_weight(setup, seed=0):
     )
 
 
+def test_a_loss_draws_by_the_seed_that_was_loaded(tmp_path):
+    """So does its dropout, and that of what is evaluated after it."""
+
+    def dropped(model, batch):
+        return torch.nn.functional.dropout(model(batch).square(), 0.5).mean()
+
+    step, batch = af.make_step(dropped), torch.ones(64, 1)
+    state, _ = step(one_weight(af.identity(), seed=1), batch)
+    other, _ = step(one_weight(af.identity(), seed=2), batch)
+    af.save(state, tmp_path / "saved")
+    loaded = af.load(other, tmp_path / "saved")
+    for _ in range(2):
+        state, expected = step(state, batch)
+        loaded, metrics = step(loaded, batch)
+        assert metrics["loss"] == expected["loss"]
+
+
 def test_draws_are_of_the_seed_that_was_loaded(tmp_path):
     """A state that is loaded draws by its own seed, though another has drawn before it."""
     step = af.make_step(lambda model, x: model(x).sum())
