@@ -4,6 +4,7 @@
 from tests.mutants import (
     of_a_fifth_reader,
     of_a_fourth_reader,
+    of_a_sixth_reader,
     of_a_third_reader,
     of_accelerators,
     of_advice,
@@ -130,6 +131,7 @@ MUTANTS = [
     *of_ring.MUTANTS,
     *of_given_values.MUTANTS,
     *of_a_fifth_reader.MUTANTS,
+    *of_a_sixth_reader.MUTANTS,
     *of_tensor_parallel.MUTANTS,
     *of_megatron.MUTANTS,
     *of_meetings.MUTANTS,
