@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -73,7 +73,15 @@ def loss_fn(net: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return net(rows).square().mean()
 
 
+def at_the_bar(mode: str) -> Given:
+    """Return options by which the same value again is no better."""
+    options = {"patience": 0, "min_lr": 0.0, "threshold": 0.0, "mode": mode}
+    return Given(options, (0.1,), tensor=False)
+
+
 @given(given=givens(), values=st.lists(VALUES, max_size=16))
+@example(given=at_the_bar("min"), values=[1.0, 1.0])
+@example(given=at_the_bar("max"), values=[1.0, 1.0])
 def test_plateau_is_torchs(given: Given, values: list[float]) -> None:
     """Rates and parameters are bitwise those of ReduceLROnPlateau on the same values."""
     state = given.state()

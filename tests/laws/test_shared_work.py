@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -135,6 +135,7 @@ def test_values_that_are_not_cut_are_told(
     batch_size=st.integers(1, 9),
     of=st.sampled_from(["its own", "another's", "one before", "a stream of its own"]),
 )
+@example(size=2, batch_size=2, of="one before")
 def test_batches_that_another_state_cut_are_told(
     size: int, batch_size: int, of: str
 ) -> None:
