@@ -191,7 +191,6 @@ def _passing(
     """
     names = source.names & source.manifest.with_mean
     files = {n: {f for f, _ in source.places(rank, {n})} for n in names}
-    stays = {(f, n) for n in names for f in files[n] if n in held.get(f, {})}
     for file, tensors in arrived:
         _keep_some(held, file, tensors, source.places(rank, names & tensors.keys()))
         there = {
@@ -202,8 +201,7 @@ def _passing(
         yield source.of_rank(rank, there)
         for name in there:
             for each in files.pop(name):
-                if (each, name) not in stays:
-                    del held[each][name]
+                del held[each][name]
     yield source.of_rank(rank, set(files))
 
 

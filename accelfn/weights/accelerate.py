@@ -50,12 +50,19 @@ def entries_of(
     try:
         saved = [[*each["params"]] for each in held["param_groups"]]
         told = [each.get("param_names") for each in held["param_groups"]]
-        state = cast("Mapping[Any, Mapping[str, Any]]", held["state"])
+        entries = cast("Mapping[Any, Mapping[str, Any]]", held["state"])
+        state = {place: {**entry} for place, entry in entries.items()}
         sizes, own = [len(each) for each in saved], [len(each) for each in groups]
+        named = [len(each or ()) for each in told]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         msg = f"{file} is not the state_dict() of an optimizer: {error!r}."
         raise CheckpointCorruptError(msg) from error
     if all(told):
+        if named != sizes:
+            msg = (
+                f"{file} has groups of {sizes} parameters, and {named} names for them."
+            )
+            raise CheckpointCorruptError(msg)
         names = told
     elif sizes == own:
         names = groups

@@ -7,6 +7,7 @@ import torch
 import accelfn as af
 from accelfn.testing import run_processes, simulate
 from accelfn.world.axes import chosen, joined, resolved, rows
+from tests.states import linear_state
 
 
 def test_what_is_left_is_filled_in():
@@ -132,3 +133,18 @@ def test_a_batch_size_is_not_searched_along_axes():
 
     with pytest.raises(af.errors.WorldError, match="without axes"):
         simulate(2, search, axes={"tp": 2})
+
+
+def test_a_state_goes_on_along_axes_that_divide_its_work():
+    """Moved to a world with an axis of which its setup knows nothing, it is refused at once."""
+
+    def move(world):
+        state = linear_state(world=world.split(size=1))
+        with pytest.raises(
+            af.WorldError, match=r"2 ranks along 'tp'.*all would do the"
+        ):
+            af.with_world(state, world)
+        return world.connection.activity.trail
+
+    for trail in simulate(2, move, axes={"tp": 2}):
+        assert not any("with_world" in label for label, _ in trail)

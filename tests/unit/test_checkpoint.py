@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`save` and `load`: bitwise, or refused with what differs."""
 
+import errno
+import fcntl
 import itertools
 import math
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -11,17 +14,19 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import disk, keep
+from accelfn.checkpoint import background, disk, keep
 from accelfn.testing import simulate
 from tests.states import bits, values
 
@@ -291,6 +296,201 @@ def test_metric_of_keep_best_that_is_somewhere(tmp_path, capsys, given):
     """Where a checkpoint has it, or none is removed, there is nothing to say."""
     stored(tmp_path, *given, keep_best="acc")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_nothing_older_is_removed_for_a_save_that_is_not_read_back(
+    tmp_path, monkeypatch, is_whole
+):
+    """One that the disk has changed meanwhile is none: the error is told, and the older stays."""
+    stored(tmp_path, None)
+    rename = disk.rename
+
+    def damaging(path, new):
+        rename(path, new)
+        if new == tmp_path / "step-00000001" and not is_whole:
+            damage(new)
+
+    monkeypatch.setattr(disk, "rename", damaging)
+    with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
+        later = attrs.evolve(fresh(), step=1)
+        if is_whole:
+            store.save(later)
+        else:
+            with pytest.raises(af.CheckpointWriteError, match="rank-00000"):
+                store.save(later)
+        assert store.steps == (int(is_whole),)
+        assert store.restore(fresh()).step == int(is_whole)
+
+
+def damage(folder):
+    """Change the last byte of a checkpoint's tensors."""
+    path = folder / "rank-00000.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_store_of_fewer_removes_what_an_earlier_run_left(tmp_path, capsys, is_whole):
+    """As it begins to save, if the newest can be read back; else it says which, and why not."""
+    with af.CheckpointStore(tmp_path, async_=False) as store:
+        for step in range(3):
+            store.save(attrs.evolve(fresh(), step=step))
+    if not is_whole:
+        damage(tmp_path / "step-00000002")
+    with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
+        with pytest.raises(af.CheckpointWriteError, match="exists already"):
+            store.save(attrs.evolve(fresh(), step=2))
+        assert store.steps == ((2,) if is_whole else (0, 1, 2))
+    said = capsys.readouterr().err
+    newest = tmp_path / "step-00000002"
+    assert (f"older checkpoints than {newest} are kept: {newest}" in said) != is_whole
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_store_that_cannot_be_looked_through(tmp_path, monkeypatch, size):
+    """Where rank 0 is not let in, all ranks are told so, and none goes on from the start."""
+    with af.CheckpointStore(tmp_path, async_=False) as store:
+        store.save(small())
+
+    def closed(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+
+    monkeypatch.setattr(keep, "steps_in", closed)
+
+    def restore(world):
+        reason = os.strerror(errno.EACCES)
+        said = rf"{re.escape(str(tmp_path))} cannot be looked through: .*{reason}"
+        with pytest.raises(af.CheckpointError, match=said):
+            af.CheckpointStore(tmp_path).restore(small(world))
+
+    simulate(size, restore)
+
+
+@pytest.mark.parametrize("count", [10, 11, 14])
+@pytest.mark.parametrize("what", ["missing", "unexpected", "of another shape"])
+def test_what_differs_often_is_counted(tmp_path, count, what):
+    """Of many names the first ten are told, and how many more there are."""
+
+    def having(count, width=1):
+        layers = {f"layer_{at:02d}": torch.ones(width) for at in range(count)}
+        return fresh(model=lambda: nn.ParameterDict(layers), setup=None)
+
+    one, other = having(1), having(1 + count)
+    if what == "of another shape":
+        one, other = having(count, 2), having(count)
+    saved, state = (one, other) if what == "missing" else (other, one)
+    af.save(saved, tmp_path / "saved")
+    with pytest.raises(af.CheckpointError) as caught:
+        af.load(state, tmp_path / "saved")
+    rows = [row.strip() for row in str(caught.value).splitlines()]
+    told = [row for row in rows if "layer_" in row]
+    assert len(told) == 10
+    kind = "" if what == "of another shape" else f" {what}"
+    assert [row for row in rows if row.startswith("and ")] == [
+        f"and {count - 10} more{kind}" for _ in range(count > 10)
+    ]
+
+
+@af.transform
+class Merging:
+    """A transform that says what ranks trained apart come to, by a function of its own."""
+
+    merging: Any
+
+    def init(self, state):
+        return {"rank": torch.tensor(float(state.world.rank))}
+
+    def merge(self, slots):
+        return self.merging(slots)
+
+
+@pytest.mark.parametrize(
+    ("merge", "said"),
+    [
+        (
+            lambda slots: slots[9],
+            r"merging cannot merge what its ranks saved: IndexError",
+        ),
+        (lambda slots: ([1.0], slots[0]), r"gave 1 weights for the slots of 2 ranks"),
+        (lambda slots: ([0.5] * 3, slots[0]), r"gave 3 weights for the slots of 2"),
+    ],
+)
+def test_a_merge_of_ones_own_that_fails_is_named(tmp_path, merge, said):
+    """What it raised, or how many weights it gave and for how many ranks."""
+
+    def make(world=None):
+        return fresh(setup=Merging(merge), world=world, data=None)
+
+    simulate(2, lambda world: af.save(make(world), tmp_path / "saved"))
+    with pytest.raises(af.CheckpointError, match=said):
+        af.load(make(), tmp_path / "saved")
+
+
+def test_a_checkpoint_in_which_there_is_a_store(tmp_path):
+    """What is saved into a checkpoint's directory is no reason not to load that one."""
+    af.save(make(), tmp_path / "saved")
+    stored(tmp_path / "saved", None)
+    assert values(af.load(fresh(), tmp_path / "saved")) == values(make())
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch, async_):
+    """Where no file can be held, a save is done as anywhere."""
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    class Now(threading.Thread):
+        def start(self):  # what is raised there is seen here
+            self.run()
+
+    class Done(threading.Event):
+        def wait(self, timeout=None):  # and nothing is waited for that never comes
+            assert self.is_set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    own = SimpleNamespace(Thread=Now, Lock=threading.Lock, Event=Done)
+    monkeypatch.setattr(background, "threading", own)
+    with af.CheckpointStore(tmp_path, async_=async_) as store:
+        store.save(fresh())
+        assert store.restore(fresh(seed=3)).seed == fresh().seed
+    assert store.steps == (0,)
+
+
+def test_what_ranks_of_a_copy_have_alike_is_written_once(tmp_path):
+    """Of copies that differ, each one's first rank writes it, and all of them load it."""
+    axes = {"dp_replicate": 2, "dp_shard": 2}
+
+    def start(world):
+        model = partial(nn.Linear, 3, 2)
+        setup = af.chain(af.wrap_fsdp(), af.local_sgd(sync_every=2))
+        return fresh(model=model, setup=setup, world=world, data=None)
+
+    def save(world):
+        own = {"copy": torch.tensor([world.rank // 2]), "all": torch.tensor([7])}
+        own |= {"rank": torch.tensor([world.rank])}
+        af.save(start(world).with_slot("mine", own), tmp_path / "saved")
+
+    def load(world):
+        loaded = af.load(start(world), tmp_path / "saved").slots["mine"]
+        return {name: int(each) for name, each in loaded.items()}
+
+    simulate(4, save, axes=axes)
+    for rank, found in enumerate(simulate(4, load, axes=axes)):
+        assert found == {"copy": rank // 2, "all": 7, "rank": rank}
+    written = [
+        safetensors.torch.load_file(tmp_path / "saved" / f"rank-{rank:05d}.safetensors")
+        for rank in range(4)
+    ]
+    has = {
+        name: [f"slots.mine.{name}" in each for each in written]
+        for name in ("copy", "rank", "all")
+    }
+    assert has["copy"] == [True, False, True, False]
+    assert has["rank"] == [True] * 4
+    assert sum(has["all"]) == 1
 
 
 def small(world=None):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelfn checkpoint`: what it says of checkpoints is what is in them."""
 
+import errno
 import io
 import json
 import os
@@ -333,6 +334,52 @@ def test_diff_has_the_largest_difference(tmp_path, capsys):
     ]
 
 
+def test_diff_of_what_has_no_distance(tmp_path, capsys):
+    """Tensors without elements, a tensor and a number, objects with a state: told with both."""
+
+    def scheduler(gamma):
+        optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+
+    for name, gamma, slot in (
+        (
+            "a",
+            0.5,
+            {"empty": torch.empty(0), "kind": torch.ones(2), "n": 1, "list": []},
+        ),
+        ("b", 0.25, {"empty": torch.empty(0).double(), "kind": 3, "n": 1, "list": [1]}),
+    ):
+        held = {**slot, "object": scheduler(gamma)}
+        af.save(made(seed=1).with_slot("mine", held), tmp_path / name)
+    code, rows, err = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert (code, err) == (1, "")
+    assert [row for row in rows if "object" not in row] == [
+        "slots.mine.empty: float32 (0,), float64 (0,)",
+        "slots.mine.kind: float32 (2,), 3",
+        f"slots.mine.list: only in {tmp_path / 'a'}",
+        f"slots.mine.list[0]: only in {tmp_path / 'b'}",
+    ]
+    assert [row for row in rows if "object" in row] == [
+        "slots.mine.object.gamma: 0.5, 0.25"
+    ]
+
+
+def test_diff_of_frozen_parameters_that_differ(tmp_path, capsys):
+    """Of those kept by their hash alone, the name and both hashes."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
+        model[1].requires_grad_(False)  # noqa: FBT003 - torch's own way
+        nn.init.constant_(model[1].weight, value)
+        state = af.TrainState.create(
+            model=lambda model=model: model, optimizer=partial(torch.optim.SGD, lr=0.1)
+        )
+        af.save(state, tmp_path / name, frozen="hash")
+    _, rows, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    (row,) = [row for row in rows if row.startswith("kept.")]
+    assert row.startswith("kept.1.weight: ")
+    assert len({*row.partition(": ")[2].split(", ")}) == 2
+
+
 def test_diff_of_facts(store, capsys):
     """Steps, metrics, optimizers, worlds and positions that differ are told with both."""
     _, rows, _ = run(capsys, "diff", store / "step-00000002", store)
@@ -481,6 +528,20 @@ def test_export_to_what_is_there(tmp_path, capsys):
     assert "exists already" in refused(capsys, "export", ONE, tmp_path)
     assert "file" in refused(capsys, "export", ONE, tmp_path / "file" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_export_to_a_disk_that_is_full(tmp_path, capsys, monkeypatch):
+    """The path and the system's reason are told, and nothing is left of it."""
+    af.save(fresh(), tmp_path / "saved")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    said = refused(capsys, "export", tmp_path / "saved", tmp_path / "out")
+    assert f"{tmp_path / 'out'} was not written: " in said
+    assert os.strerror(errno.ENOSPC) in said
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_export_of_a_file_that_has_changed(tmp_path, capsys):

@@ -18,6 +18,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.weights import zero_parts
+from tests.states import values
 from tests.zero_folders import Training, write_zero
 
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
@@ -243,6 +244,78 @@ def test_what_an_optimizer_keeps_of_other_sizes_is_refused(tmp_path):
     assert "of 'exp_avg' ranks have [(6,), (1,)], and of the weights [6, 3]" in said
 
 
+def changed(file: Path, change: Any) -> None:
+    """Change what is in a file of torch's."""
+    held = torch.load(file)
+    change(held)
+    torch.save(held, file)
+
+
+@stages
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda held: held.pop("param_shapes"), "does not say how parameters lie; it"),
+        (
+            lambda held: held.update(param_shapes=None),
+            "does not say how parameters lie",
+        ),
+        (lambda held: held["param_shapes"].append({}), "has 1 groups, and the model's"),
+        (lambda held: held["param_shapes"].clear(), "and the model's file names 0"),
+    ],
+)
+def test_a_model_s_file_of_another_save_is_told(tmp_path, stage, change, said):
+    """Without shapes, or with more groups than ranks have: which file, and what it has."""
+    tag = saved(tmp_path, stage)
+    for file in tag.glob("*model_states.pt"):
+        changed(file, change)
+    text = refused(tag)
+    assert said in text
+    assert str(tag) in text
+
+
+@stages
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_of_another_kind_are_told(tmp_path, stage, rank):
+    """Weights that are not flat, or are more than what is kept of them, in any rank's file."""
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+
+    def square(held: Any) -> None:
+        held = held["optimizer_state_dict"]
+        held[key] = [each[None] for each in held[key]]
+
+    def twice(held: Any) -> None:
+        held = held["optimizer_state_dict"]
+        held[key] = [*held[key]] * 2
+
+    for change, said in (
+        (square, "1 parts of weights, and 1 of what its"),
+        (twice, "2 parts of weights, and 1 of what its"),
+    ):
+        tag = saved(tmp_path / said[0] / change.__name__, stage)
+        file = tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        changed(file, change)
+        text = refused(tag)
+        assert said in text
+        assert str(file) in text
+
+
+def test_an_optimizer_s_state_that_is_elastic_is_read(tmp_path):
+    """As older versions write it, a table for each group and none around them: the same."""
+    tag = saved(tmp_path)
+    expected = values(af.import_state(create(), tag).state)
+
+    def elastic(held: Any) -> None:
+        held = held["optimizer_state_dict"]
+        inner = held["base_optimizer_state"]
+        groups = [place for group in inner["param_groups"] for place in group["params"]]
+        held["base_optimizer_state"] = [inner["state"][place] for place in groups]
+
+    for file in tag.glob("*optim_states.pt"):
+        changed(file, elastic)
+    assert values(af.import_state(create(), tag).state) == expected
+
+
 class Bomb:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -264,8 +337,9 @@ def test_what_a_file_brings_along_is_named(tmp_path, file):
     assert not (tmp_path / "ran").exists()
 
 
-def test_objects_of_deepspeed_stay_shut(tmp_path, monkeypatch):
-    """Their classes are not asked for: what a file says of them is left."""
+@stages
+def test_objects_of_deepspeed_stay_shut(tmp_path, monkeypatch, stage):
+    """Their classes are not asked for: what any of the files says of them is left."""
     ran: list[str] = []
     names = {
         "deepspeed.runtime.fp16.loss_scaler": "DynamicLossScaler",
@@ -280,15 +354,17 @@ def test_objects_of_deepspeed_stay_shut(tmp_path, monkeypatch):
         kind.__setstate__ = lambda own, state: ran.append(str((own, state)))
         objects.append(kind())
         objects[-1].scale = 3
-    tag = saved(tmp_path)
+    tag = saved(tmp_path, stage)
     file = tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     held = torch.load(file)
     held["optimizer_state_dict"]["loss_scaler"] = objects
     held["optimizer_state_dict"]["dynamic_loss_scale"] = True
     torch.save(held, file)
+    for file in tag.glob("*model_states.pt"):
+        torch.save({**torch.load(file), "mine": objects}, file)
     report = af.import_state(create(), tag)
     assert ran == []
-    assert report.unexpected == ("loss_scaler",)
+    assert set(report.unexpected) == {"mine", "loss_scaler"}
     known = torch.serialization.get_safe_globals()  # others' stay, and ours are gone
     assert [each for each in known if isinstance(each, tuple)] == []
 

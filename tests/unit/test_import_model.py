@@ -6,6 +6,7 @@ import pickle
 import re
 import struct
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accelfn as af
 from accelfn.weights.placing import placement
@@ -225,6 +227,40 @@ def test_parameters_that_share_memory_are_one(tmp_path):
     assert model[1].weight.dtype is torch.float64
 
 
+class Twice(nn.Module):
+    """A module whose own tensors have two names each."""
+
+    def __init__(self, *, persistent):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(2))
+        self.second = self.first
+        self.register_buffer("seen_first", torch.ones(2), persistent=persistent)
+        self.register_buffer("seen_second", self.seen_first, persistent=persistent)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("way", ["cpu", "meta", "empty", "factory"])
+def test_two_names_in_one_module_are_one_tensor(way, persistent, dtype, tmp_path):
+    """Parameters and buffers, saved or not, have their values under either of the names."""
+    if way == "meta" and not persistent:
+        return  # nobody could say what its values are
+    held = {"first": torch.tensor([2.0, 3.0])}
+    if persistent:
+        held["seen_second"] = torch.tensor([4.0, 5.0])
+    safetensors.torch.save_file(held, tmp_path / "a.safetensors")
+    ways = {"meta": torch.device("meta"), "empty": af.empty_weights()}
+    make = partial(Twice, persistent=persistent)
+    with ways.get(way, nullcontext()):
+        model = make if way == "factory" else make()
+    model = af.import_model(model, tmp_path / "a.safetensors", dtype=dtype)
+    assert model.first is model.second
+    assert model.first.tolist() == [2.0, 3.0]
+    assert model.seen_first is model.seen_second
+    assert model.seen_first.tolist() == ([4.0, 5.0] if persistent else [1.0, 1.0])
+    assert model.first.dtype is (dtype or torch.float32)
+
+
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
 def test_a_dtype_is_for_floating_point(meta, dtype, tmp_path):
@@ -259,12 +295,16 @@ def test_the_longest_prefix_says_the_device(name, device):
     assert found.device(name, torch.empty(1)) == torch.device(device)
 
 
-@pytest.mark.parametrize(("own", "device"), [("cpu", "cpu"), ("meta", "cpu")])
+@pytest.mark.parametrize(
+    ("own", "device"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("meta", "cpu")]
+)
 def test_what_no_prefix_names_stays(own, device):
     """It is filled where it is, or comes from meta to the CPU."""
     model = nn.Linear(1, 1)
     found = placement("af.import_model", model, {"bias": "cuda:0"}, None)
-    assert found.device("weight", torch.empty(1, device=own)) == torch.device(device)
+    with FakeTensorMode():  # on whatever device, though it is not here
+        old = torch.empty(1, device=own)
+        assert found.device("weight", old) == torch.device(device)
 
 
 @pytest.mark.gpu
@@ -538,6 +578,13 @@ def test_the_headers_below_are_right_but_for_one_thing(tmp_path):
         header({"weight": W, "bias": B}, b"\0" * 25),
         header({"weight": W, "bias": {**B, "data_offsets": [8, 16]}}),
         header({"weight": W, "bias": {**B, "data_offsets": [17, 25]}}, b"\0" * 25),
+        header(
+            {
+                n: {**e, "data_offsets": [at + 8 for at in e["data_offsets"]]}
+                for n, e in (("weight", W), ("bias", B))
+            },
+            b"\0" * 32,
+        ),
         header({"weight": W, "bias": {**B, "data_offsets": [16, 20]}}, b"\0" * 20),
         header({"weight": W, "bias": {**B, "data_offsets": [16.0, 24.0]}}),
         header({"weight": W, "bias": {**B, "data_offsets": [16]}}),
@@ -550,7 +597,7 @@ def test_the_headers_below_are_right_but_for_one_thing(tmp_path):
         header({"weight": {**W, "data_offsets": [-16, 0]}, "bias": B}),
         pickle.dumps({"weight": 1}),
     ],
-    ids=range(24),
+    ids=range(25),
 )
 def test_what_is_no_safetensors_file_is_refused(data, tmp_path):
     """Cut off, too long, overlapping, with holes, of wrong types: the file is named."""

@@ -106,6 +106,93 @@ def test_a_directory_of_sharded_folders_is_accelerate_s(tmp_path):
     assert report.state.step == 1
 
 
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (torch.tensor(7), 7),
+        (torch.tensor(7, dtype=torch.uint8), 7),
+        (torch.tensor(7.0), 1),  # as the optimizer counts
+        (torch.tensor([7]), 1),
+    ],
+)
+def test_a_count_of_updates_is_a_whole_number(tmp_path, step, found):
+    """A tensor of one, beside the model, says how many there were; any other is left."""
+    _, folder = saved(tmp_path, step=step)
+    report = af.import_state(create(), folder)
+    assert report.state.step == found
+    assert ("step" in report.unexpected) == (found != 7)
+
+
+def of_accelerate(folder: Path, change: Any = dict) -> nn.Module:
+    """Write what `save_state` writes, with a change of what is said of the optimizer."""
+    model, optimizer = trained()
+    held = optimizer.state_dict()
+    change(held)
+    folder.mkdir(exist_ok=True)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(held, folder / "optimizer.bin")
+    return model
+
+
+def named(*names: str) -> Any:
+    """Return a change that names the parameters of an optimizer's one group."""
+    return lambda held: held["param_groups"][0].update(param_names=[*names])
+
+
+NAMES = ("first.weight", "first.bias", "norm.weight", "norm.bias")
+
+
+def test_an_optimizer_s_own_names_count(tmp_path):
+    """Where it has names for its parameters they are believed, and not its order."""
+    model = of_accelerate(tmp_path / "it", named(*NAMES))
+    state = af.import_state(create(), tmp_path / "it").state
+    assert torch.equal(state.params["first.bias"], model.first.bias)
+    file = tmp_path / "it" / "optimizer.bin"
+    held = torch.load(file)
+    named(*reversed(NAMES))(held)
+    held["state"] = {3 - place: entry for place, entry in held["state"].items()}
+    torch.save(held, file)
+    other = af.import_state(create(), tmp_path / "it").state
+    assert values(other)["opt_state"] == values(state)["opt_state"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (named(*NAMES[:3]), "groups of [4] parameters, and [3] names for them"),
+        (named(*NAMES, "more"), "groups of [4] parameters, and [5] names for them"),
+        (named(*NAMES[:3], "other"), "an optimizer's ['other'] are no parameters of"),
+        (lambda held: held["param_groups"][0]["params"].pop(), "groups of [3] param"),
+        (lambda held: held.pop("state"), "is not the state_dict() of an optimizer"),
+        (lambda held: held.update(param_groups=3), "is not the state_dict() of an"),
+        (lambda held: held.update(state=3), "is not the state_dict() of an optimizer"),
+        (lambda held: held["state"].update({1: 3}), "is not the state_dict() of an"),
+    ],
+)
+def test_an_optimizer_of_positions_that_do_not_fit_is_refused(tmp_path, change, said):
+    """Names or parameters too few or too many, and what is no optimizer's: the file is named."""
+    of_accelerate(tmp_path / "it", change)
+    text = refused(tmp_path / "it")
+    assert said in text
+    assert str(tmp_path / "it") in text
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_of_no_parameter_are_told_and_left(tmp_path, strict):
+    """Of what Accelerate wrote of a larger model, a loose import takes what the state has."""
+    model = of_accelerate(tmp_path / "it")
+    held = {**model.state_dict(), "head.weight": torch.ones(9)}
+    save_file(held, tmp_path / "it" / "model.safetensors")
+    if strict:
+        assert "unexpected head.weight" in refused(tmp_path / "it")
+        return
+    with pytest.warns(UserWarning, match=r"unexpected head\.weight"):
+        report = af.import_state(create(), tmp_path / "it", strict=False)
+    assert report.unexpected == ("head.weight",)
+    assert torch.equal(report.state.params["first.bias"], model.first.bias)
+    assert report.state.step == 1
+
+
 def test_weights_alone_are_said_to_be(tmp_path):
     """Without an optimizer its state begins anew, and the report has it missing."""
     state = create()

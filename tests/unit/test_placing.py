@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of where a model is: what they say, what they refuse, and real models in them."""
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -147,6 +148,130 @@ def test_a_placed_model_is_for_its_forward_alone(tmp_path):
     af.TrainState.create(model=net, optimizer=torch.optim.SGD)
 
 
+class Stops(nn.Module):
+    """Something that fails when it is told to."""
+
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise ValueError("stop")
+        return x
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_a_forward_that_fails_leaves_nothing_behind(has_values, tmp_path):
+    """Whatever ended it, parameters are where they were before, and the next forward is right."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 5), Stops()))
+    expected = {n: t.clone() for n, t in model.state_dict().items()}
+    save_file(expected, tmp_path / "model.safetensors")
+    plan = af.place(model, {"cpu": 400, "disk": tmp_path})
+    for unit in plan.units:
+        plan = plan.moved(unit.names[0], "disk")
+    x, weights = torch.ones(2, 3), None if has_values else tmp_path
+    with torch.no_grad():
+        whole = model(x)
+    if not has_values:
+        model = model.to("meta")
+    with af.placed(model, plan, weights=weights):
+        before = [param.data_ptr() for param in model.parameters()]
+        for fails in (False, True, True, False):
+            model[1][1].fails = fails
+            if fails:
+                with pytest.raises(ValueError, match="stop"):
+                    model(x)
+            else:
+                assert torch.equal(whole, model(x))
+            assert [param.data_ptr() for param in model.parameters()] == before
+    if has_values:
+        assert all(torch.equal(expected[n], t) for n, t in model.state_dict().items())
+    assert all(param.is_meta != has_values for param in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("call", ["place", "placed"])
+def test_what_is_no_module_is_not_placed(call, tmp_path):
+    """The function is named, and what it was given."""
+    plan = af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    calls = {
+        "place": af.place,
+        "placed": lambda wrong, _: af.placed(wrong, plan).__enter__(),
+    }
+    with pytest.raises(af.ModelError, match=rf"af\.{call}\(model=.*expected a torch"):
+        calls[call](len, {"cpu": 400})
+
+
+WEIGHTS = {
+    "of another dtype": ("blocks.1.bias", lambda t: t.half(), "float16 of .4,., and"),
+    "of another shape": ("blocks.1.bias", lambda t: t[:2].clone(), r"of \(2,\), and"),
+    "missing": ("blocks.1.bias", lambda _: None, "no values for blocks.1.bias, which"),
+    "of a tie": ("embed.weight", lambda _: None, "no values for embed.weight, which"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_of_another_model_are_refused(case, tmp_path):
+    """A parameter that the files lack, or have otherwise, is named, and the model is as it was."""
+    name, change, said = WEIGHTS[case]
+    held = {n: t for n, t in Net().state_dict().items() if n != "head.weight"}
+    with af.empty_weights():
+        model = Net()
+    plan = af.place(model, {"cpu": 400, "disk": tmp_path})
+    changed = {n: change(t) if n == name else t for n, t in held.items()}
+    there = {n: t for n, t in changed.items() if t is not None}
+    save_file(there, tmp_path / "model.safetensors")
+    with (
+        pytest.raises(af.CheckpointError, match=said),
+        af.placed(model, plan, weights=tmp_path),
+    ):
+        pass
+    assert all(param.is_meta for param in model.parameters())
+    save_file(held, tmp_path / "model.safetensors")
+    with af.placed(model, plan, weights=tmp_path) as lent:
+        assert torch.equal(lent.blocks[1].bias, held["blocks.1.bias"])
+        assert lent.head.weight is lent.embed.weight
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_buffer_of_another_shape_is_refused(tmp_path):
+    """With both shapes; one that the files have under its second name is read."""
+    with af.empty_weights():
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+        model[1].running_mean = model[0].running_mean
+    layer = nn.BatchNorm1d(2).state_dict()
+    held = {f"{at}.{n}": t.clone() for at in range(2) for n, t in layer.items()}
+    held["1.running_mean"] = torch.tensor([3.0, 4.0])
+    plan = af.place(model, {"cpu": "1MiB", "disk": tmp_path})
+    del held["0.running_mean"]
+    save_file(held, tmp_path / "model.safetensors")
+    with af.placed(model, plan, weights=tmp_path) as lent:
+        assert lent[0].running_mean.tolist() == [3.0, 4.0]
+    held["1.running_var"] = torch.ones(3)
+    save_file(held, tmp_path / "model.safetensors")
+    said = r"buffer 1\.running_var of \(2,\).*it has \(3,\)"
+    with (
+        pytest.raises(af.CheckpointError, match=said),
+        af.placed(model, plan, weights=tmp_path),
+    ):
+        pass
+
+
+def test_a_plan_is_of_the_model_s_units_and_its_own_budgets(tmp_path):
+    """Units joined otherwise, or on a device that has no budget, are of another plan."""
+    net, plan = Net(), af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    untied = Net()
+    untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
+    apart = af.place(untied, {"cpu": 800, "disk": tmp_path})
+    first, *others = plan.units
+    strange = attrs.evolve(plan, units=(attrs.evolve(first, device="cuda:7"), *others))
+    for model, given in ((untied, plan), (net, apart), (net, strange)):
+        with (
+            pytest.raises(af.ArgumentError, match="is no unit of this model, or on no"),
+            af.placed(model, given),
+        ):
+            pass
+
+
 def test_memory_that_is_shared_is_refused_on_the_disk(tmp_path):
     """Two parameters over one memory would be two afterwards."""
     net = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)})
@@ -203,6 +328,41 @@ def test_what_has_no_elements_shares_no_memory(tmp_path):
         layer.register_buffer("nothing", torch.empty(0))
     plan = af.place(model, {"cpu": 170, "disk": tmp_path})
     assert [unit.names for unit in plan.units] == [("0",), ("1",), ("2",)]
+
+
+class Looped(nn.Module):
+    """A block under two names, others in lists, and parameters that nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.last = self.blocks[1]
+        self.none = nn.ModuleList()
+        self.scales = nn.ParameterList([torch.ones(2), torch.full((2,), 3.0)])
+
+    def forward(self, x):
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = block(x) * scale
+        return self.last(x)
+
+
+def test_a_module_under_two_names_is_one_unit(tmp_path):
+    """Parameters in a list are of the module around it; all is counted, and computed, once."""
+    model = Looped()
+    plan = af.place(model, {"cpu": 100, "disk": tmp_path})
+    names = [unit.names for unit in plan.units]
+    assert sorted(names) == [("",), ("blocks.0",), ("blocks.1",)]
+    params = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    assert sum(unit.num_bytes for unit in plan.units) == sum(params.values())
+    x = torch.ones(1, 2)
+    for unit in plan.units:
+        plan = plan.moved(unit.names[0], "disk")
+    with torch.no_grad():
+        expected = model(x)
+        with af.placed(model, plan) as lent:
+            assert torch.equal(lent(x), expected)
+        assert torch.equal(model(x), expected)
+    assert model.last is model.blocks[1]
 
 
 class Holding(nn.Module):

@@ -2,6 +2,7 @@
 """What a newcomer gives in a wrong place is named, with what was expected there."""
 
 import warnings
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -154,6 +155,27 @@ def test_the_best_is_best_by_a_metric(tmp_path):
     """Without one nothing is kept for being best, whatever is said to be."""
     with pytest.raises(af.ArgumentError, match="of which metric.*keep_best="):
         af.CheckpointStore(tmp_path, best_is="max")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keep_best": 3}, r"keep_best=3\): expected a metric's name"),
+        ({"keep_best": ["loss"]}, r"keep_best=\['loss'\]\): expected a metric's name"),
+        ({"keep_best": "loss", "best_is": "low"}, r"best_is='low'.*\"min\" or \"max\""),
+        ({"keep": 0}, r"keep=0\): expected at least 1, or None for all"),
+        ({"keep": True}, r"keep=True\): expected at least 1"),
+        ({"every": 0}, r"every=0\): expected a number of updates, a timedelta"),
+        ({"every": 1.5}, r"every=1.5\): expected a number of updates, a timedelta"),
+        ({"every": timedelta()}, r"every=.*\): expected a number of updates, a timed"),
+        ({"every": timedelta(seconds=-1)}, r"every=.*\): expected a number of updates"),
+    ],
+)
+def test_what_a_store_cannot_follow_is_refused(tmp_path, options, said):
+    """Before its directory is made, with the option and what it was given."""
+    with pytest.raises(af.ArgumentError, match=said):
+        af.CheckpointStore(tmp_path / "runs", **options)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_factory_of_a_model_is_none_of_an_optimizer():
