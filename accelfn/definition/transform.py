@@ -21,6 +21,7 @@ from typing import (
 )
 
 import attrs
+from attrs import NOTHING
 
 from accelfn.base import words
 from accelfn.base.calling import called
@@ -86,7 +87,8 @@ def transform(cls: type[T]) -> type[T]:
 
     The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
     options, the first of which may be given by position, the others by keyword. It gets a
-    `name` (default: the class's own, in snake_case), which is the key of its slot. Its
+    `name` (default: the class's own, in snake_case, or what the class sets), which is the key
+    of its slot. Its
     public methods are the fields of the table in `accelfn.definition.fields`; others start with an
     underscore. What it tells of itself, and what it cannot stand beside, are the class
     attributes of the table in `accelfn.definition.facts`.
@@ -173,12 +175,20 @@ class _Named:
 def _with_name(
     cls: type, fields: "list[attrs.Attribute[Any]]"
 ) -> "list[attrs.Attribute[Any]]":
-    """Let only the first option be given by position, and add the name.
+    """Let only the first option be given by position, and add the name, which is the last.
 
     The class's annotations stay as they are, for to add one there would evaluate all.
     """
     options = [field for field in fields if field.name != "name"]
-    name = attrs.fields(_Named).name.evolve(default=snake_case(cls.__name__))
+    default: Any = snake_case(cls.__name__)
+    for field in fields:  # a subclass is another transform than its base
+        if (
+            field.name == "name"
+            and not field.inherited
+            and field.default is not NOTHING
+        ):
+            default = field.default
+    name = attrs.fields(_Named).name.evolve(default=default)
     by_name = [field.evolve(kw_only=True) for field in options[1:]]
     return [*options[:1], *by_name, name]
 
@@ -196,7 +206,7 @@ def _repr(self: Any) -> str:
     shown: list[str] = []
     for field in attrs.fields(type(self)):
         value = getattr(self, field.name)
-        if field.default is not attrs.NOTHING and value == field.default:
+        if field.default is not NOTHING and value == field.default:
             continue
         code = _code(value)
         shown.append(code if not field.kw_only else f"{field.name}={code}")

@@ -226,6 +226,31 @@ class Draws:
         return grads, torch.rand(())
 
 
+def test_a_class_may_say_what_its_slot_is_called():
+    """A default of `name` in its body holds; of a class made of it, that class's own name."""
+
+    @af.transform
+    class Counting:
+        step: int = 1
+        name: str = "count"
+
+    @af.transform
+    class CountingTwice(Counting):
+        more: int = 2
+
+    assert [Counting().name, Counting(2).name, Counting(name="a").name] == [
+        "count",
+        "count",
+        "a",
+    ]
+    assert repr(Counting(2)) == "Counting(2)"
+    assert CountingTwice().name == "counting_twice"
+    with pytest.raises(af.ArgumentError, match="'no slot'"):
+        af.transform(
+            type("Bad", (), {"__annotations__": {"name": str}, "name": "no slot"})
+        )()
+
+
 def one_weight(setup, seed=0):
     return af.TrainState.create(
         model=lambda: torch.nn.Linear(1, 1, bias=False),
