@@ -87,11 +87,10 @@ def transform(cls: type[T]) -> type[T]:
 
     The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
     options, the first of which may be given by position, the others by keyword. It gets a
-    `name` (default: the class's own, in snake_case, or what the class sets), which is the key
-    of its slot. Its
-    public methods are the fields of the table in `accelfn.definition.fields`; others start with an
-    underscore. What it tells of itself, and what it cannot stand beside, are the class
-    attributes of the table in `accelfn.definition.facts`.
+    `name` (default: what the class sets, or its own in snake_case), which is the key of its
+    slot. Its public methods are the fields of the table in `accelfn.definition.fields`; others
+    start with an underscore. What it tells of itself, and what it cannot stand beside, are the
+    class attributes of the table in `accelfn.definition.facts`.
 
     Acts on: what its methods say.
 
