@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from accelfn.base.pending import Pending
+from accelfn.base.read_only import ReadOnly
 from accelfn.base.shards import copied, is_shard
 from accelfn.errors import ArgumentError, BatchError
 
@@ -64,7 +65,7 @@ def _map(
 
 def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
     """Return a mapping of the kind of another."""
-    if type(items) is dict:
+    if type(items) is dict or isinstance(items, ReadOnly):  # which shows a dict
         return mapped
     kind = cast("Any", type(items))
     try:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -184,6 +186,85 @@ def test_what_a_step_was_given_beside_its_batch_is_given_again(tmp_path: Path) -
     with pytest.raises((ZeroDivisionError, TypeError)) as again:
         replay(tmp_path)
     assert "no factor" in str(again.value)
+
+
+def make_telling(world: af.World) -> Any:
+    """Return a state, and a step that raises all that it was given."""
+
+    def telling(state: af.TrainState, batch: Any, *extras: Any) -> Any:
+        batch = attrs.asdict(batch, recurse=False)
+        batch["parts_indices"] = [each.tolist() for each in batch["parts_indices"]]
+        batch["parts_filler"] = [np.asarray(f).tolist() for f in batch["parts_filler"]]
+        msg = f"{state.step} {state.cursor} {batch} {extras}"
+        raise LookupError(msg)
+
+    return make(world)[0], telling
+
+
+@pytest.mark.parametrize("is_of_a_stream", [False, True])
+def test_a_batch_is_given_again_in_all_its_parts(
+    is_of_a_stream: bool, tmp_path: Path
+) -> None:
+    """Values, weights, indices, filler, and where the data stood, which streams do not tell."""
+
+    def run(world: af.World) -> None:
+        state, step = make_telling(world)
+        *_, batch = af.batches(state, epochs=1)
+        if is_of_a_stream:
+            batch = attrs.evolve(batch, start=None, cursor=None)
+        crash_bundles(step, tmp_path, make=make_telling)(state, batch, "an extra", None)
+
+    with pytest.raises(LookupError) as first:
+        simulate(2, run)
+    with pytest.raises(LookupError) as again:
+        replay(tmp_path)
+    assert str(again.value) == str(first.value)
+    assert ("Cursor" in str(first.value).partition("{")[2]) == (not is_of_a_stream)
+
+
+def changed(folder: Path, **fields: Any) -> None:
+    """Write other fields into the bundle of a run of one rank, which is made anew."""
+    with pytest.raises(FloatingPointError):
+        simulate(1, partial(train, folder=folder))
+    path = folder / "rank-00000.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("number", [0, 2, "1", None])
+def test_another_format_is_not_read(number: Any, tmp_path: Path) -> None:
+    """A bundle of another version is named, with what it is of and what is read."""
+    changed(tmp_path, format=number)
+    told = rf"rank-00000.json has format {number!r}; this version reads 1"
+    with pytest.raises(af.CheckpointError, match=told):
+        replay(tmp_path)
+
+
+def test_a_bundle_without_states_shows_what_was_raised(tmp_path: Path) -> None:
+    """A step that raised in the midst of its update cannot run again, and its trace is there."""
+    changed(tmp_path, states=None)
+    with pytest.raises(af.CheckpointError, match="in the midst of its update") as told:
+        replay(tmp_path)
+    assert "Traceback (most recent call last)" in str(told.value)
+    assert "FloatingPointError: met a seven" in str(told.value)
+
+
+@pytest.mark.parametrize("module", ["__main__", "a_script_of_no_path"])
+def test_what_a_script_defined_is_found_by_its_file(
+    module: str, tmp_path: Path
+) -> None:
+    """Its part that runs by itself does not run; a file that is no Python is named."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def begin(world):\n    raise OSError('it is the script of this run')\n"
+        "if __name__ == '__main__':\n    raise SystemExit('it was run')\n"
+    )
+    source = {"module": module, "name": "begin", "file": str(script)}
+    changed(tmp_path, make=source)
+    with pytest.raises(OSError, match="it is the script of this run"):
+        replay(tmp_path)
+    changed(tmp_path, make={**source, "file": str(tmp_path / "train.txt")})
+    with pytest.raises(af.CheckpointError, match=r"train\.txt, .* cannot be imported"):
+        replay(tmp_path)
 
 
 def test_a_function_without_a_name_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,10 @@ import torch
 
 import accelfn as af
 from accelfn.errors import LawError
+from accelfn.testing.checking.acting import acted
+from accelfn.testing.checking.method_laws import method_laws
 from accelfn.testing.checking.problems import PROBLEMS, Problem
+from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.transform_laws import check_transform
 from tests.budget import at_night
 from tests.catalog import CATALOG
@@ -663,6 +666,96 @@ def test_planted_bugs_are_refused_by_their_law(
     assert repr(planted) in str(caught.value)
 
 
+@af.transform
+class StartsFromZero:
+    """Changes the parameters when its slot is made."""
+
+    def init(self, state):
+        for param in state.params.values():
+            param.zero_()
+        return {}
+
+
+@af.transform
+class HalvesTheModel:
+    """Changes the model that a loss is of."""
+
+    def loss(self, loss_fn):
+        def halved(model, *given):
+            for param in model.parameters():
+                param.data.mul_(0.5)
+            return loss_fn(model, *given)
+
+        return halved
+
+
+@pytest.mark.parametrize(
+    ("planted", "told"),
+    [
+        (OpenOption(["a"]), "). Make its options values, tuples say."),
+        (StartsFromZero(), ".init changed params['frozen'] in place. Return new"),
+        (HalvesTheModel(), ".loss changed parameter 'frozen' in place. Return"),
+        (DecaysParams(), ".grads changed params['frozen'] in place. Return new"),
+        (ScalesTheBatch(), ".loss changed tensor 0 of the batch in place. Return new"),
+        (WritesAnotherSlot(), "it made the slots ['somebody'], not its own."),
+        (ForgetsItsSlot(), "the slot 'forgets_its_slot', which init made, was None"),
+        (DropsAGradient(), ".grads drops the gradient of 'head.bias', which is not"),
+        (EvaluatesLess(), ".eval_params leaves out the parameter 'head.bias'."),
+        (CountsTwice(), ".after_update changes state.step, which is the step's own"),
+        (AnotherSeed(), ".after_update changes state.seed, which is the step's own"),
+        (OneShareForAll(), "in update 0 ranks read the samples ["),
+        (TakesNoExtras(), "does not take what it is called with, (model, batch, *ext"),
+        (LosesExtras(), "a loss was not given the step's extras: pass *extras on."),
+        (AddsToNothing(), "what is to be added to was lost: pass into= on to the inn"),
+        (AlwaysTalks(), "every micro-batch communicated: pass sync= on to the inner"),
+        (HalvesAtTheEnd(), "finalize of what finalize returned is something else: par"),
+        (FadesAsItIsEvaluated(), "Return new tensors from eval_params."),
+        (CountsInAClosure(), "two runs from the same beginning"),
+        (SetsThreads(), "to 3, for all that runs in the process."),
+        (ReadsTheRank(), "Take the rank from the world."),
+        (DrawsFromPython(), "Draw inside the loss, or from af.rng(state)."),
+        (MovesAGenerator(), "it moves Python's random generator. Draw inside"),
+        (
+            KeepsWhatItGivesUp(),
+            "gives up 'replicas_agree' (now and then), but keeps it in",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_broken_law_says_what_was_done(planted: Any, told: str) -> None:
+    """The error names the method or the entry, or what to do instead."""
+    with pytest.raises(LawError) as caught:
+        check_transform(planted, sizes=(2,), problems=(Problem(),), updates=4)
+    assert told in str(caught.value)
+
+
+def run_of(*transforms: Any) -> Subject:
+    """Return three updates on two ranks, in a setup of some transforms."""
+    setup = af.chain(af.shard_data(), *transforms)
+    return Subject(
+        name="a run",
+        size=2,
+        updates=3,
+        start=lambda world: Problem().state(world, setup),
+        advance=lambda state, _, number: Problem().updates(state, number),
+    )
+
+
+@pytest.mark.parametrize(
+    ("planted", "told"),
+    [
+        (NotOnFewer(), "on 2 and gone on with on 1, the run raised ValueError: fewer"),
+        (NotOnMore(), "on 2 and gone on with on 3, the run raised ValueError: more"),
+    ],
+    ids=["fewer", "more"],
+)
+def test_a_slot_of_one_number_of_ranks_is_told(planted: Any, told: str) -> None:
+    """What is saved is loaded on one rank and on one more, and the error says where it is not."""
+    law = method_laws((planted,), af.chain)["loads_anywhere"]
+    subject = run_of(planted, af.wrap_ddp())
+    assert told in str(law(subject))
+
+
 def of_products(precision: str) -> None:
     """Set it by the newer of torch's ways; the older then refuses to say what it is."""
     torch.backends.cuda.matmul.fp32_precision = precision
@@ -756,6 +849,36 @@ def test_what_never_acts_is_named() -> None:
         )
     with pytest.raises(af.ArgumentError, match="updates=0"):
         check_transform(late, updates=0)
+
+
+@af.transform
+class AveragesEvery:
+    """Lets ranks train apart, counts in its slot, and averages every so many updates."""
+
+    gives_up: ClassVar[dict[str, str]] = {"replicas_agree": "between averages"}
+    reduce: ClassVar[None] = None
+    every: int
+
+    def init(self, state):
+        return {}
+
+    def after_update(self, state, slot, update):
+        slot = {"seen": slot.get("seen", 0) + 1}
+        if slot["seen"] % self.every == 0:
+            state = state.with_params(af.reduce(state.params, state.world, "mean"))
+        return state, slot
+
+
+@pytest.mark.parametrize(("every", "when"), [(1, {1, 2, 3}), (2, {2}), (8, None)])
+def test_to_count_until_ranks_meet_is_not_to_act(every: int, when: Any) -> None:
+    """Where ranks train apart, a slot that fills is not yet what the method is there for."""
+
+    def start(world: af.World, observed: Any) -> af.TrainState:
+        each = observed(AveragesEvery(every))
+        return Problem().state(world, af.chain(af.shard_data(), each))
+
+    found = acted(run_of(AveragesEvery(every)), start)
+    assert found.get(f"AveragesEvery({every}).after_update") == when
 
 
 def test_one_that_only_looks_says_so() -> None:

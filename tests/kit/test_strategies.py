@@ -462,6 +462,29 @@ class TestPrograms:
         assert program.setup == af.chain(af.wrap_ddp())
         assert not program.model.unused
 
+    @pytest.mark.parametrize("model", [True, False], ids=["model", "any model"])
+    @pytest.mark.parametrize("setup", [True, False], ids=["setup", "any setup"])
+    @given(data=st.data())
+    def test_what_is_given_is_not_changed(self, data, setup, model):
+        """Of a setup and a model that do not go together the one that was drawn gives way."""
+        net, chain = Net(unused=True), af.chain(af.wrap_ddp(), af.ema(0.5))
+        program = data.draw(
+            programs(
+                setup=chain if setup else st.just(chain),
+                model=net if model else st.just(net),
+                remainder="pad",
+                dataset=Samples([[1, 2, 3]], [[4, 5]]),
+            )
+        )
+        ddp, average = program.setup
+        assert average == af.ema(0.5)
+        assert ddp.find_unused_parameters == (not setup)
+        assert program.model == (
+            net if model or not setup else attrs.evolve(net, unused=False)
+        )
+        assert program.remainder == "pad"
+        assert program.dataset == Samples([[1, 2, 3]], [[4, 5]])
+
     @given(program=programs(updates=3))
     def test_train_goes_on(self, program):
         """Training for some updates, and again, is training for all of them at once."""

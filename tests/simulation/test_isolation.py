@@ -636,3 +636,15 @@ def test_threads_that_cannot_be_started(monkeypatch):
     with pytest.raises(RuntimeError, match="can't start new thread"):
         simulate(3, lambda world: None)
     assert before == process()
+
+
+def test_what_no_rank_asked_for_is_not_imported(monkeypatch):
+    """Torch's DTensors, which take a second, come with the first world that has a mesh."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+
+    def fn(world):
+        dist.barrier(group=world.group)
+        return world.group.group_name
+
+    assert len(set(simulate(2, fn))) == 2
+    assert "torch.distributed.tensor" not in sys.modules

@@ -187,6 +187,22 @@ def test_a_future_holds_the_result():
     assert simulate(2, fn).results == (([1.0, 1.0], True),) * 2
 
 
+@pytest.mark.parametrize("how", ["result", "synchronize", "wait"])
+def test_whatever_waits_for_a_work_writes_it(how):
+    """Its result, its wait and its synchronize let the others run, and then it is there."""
+
+    def fn(world):
+        x = torch.full((2,), 1.0 + world.rank)
+        work = dist.all_reduce(x, group=world.group, async_op=True)
+        assert x.isnan().all()
+        getattr(work, how)()
+        return x.tolist(), work.result()[0] is x
+
+    for schedule in ((), (1,)):
+        run = simulate(2, fn, schedule=schedule)
+        assert run.results == (([3.0, 3.0], True),) * 2
+
+
 def test_asking_for_completion():
     """is_completed lets the others run; when it says so, the result is there."""
 

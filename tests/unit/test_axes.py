@@ -148,3 +148,13 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
 
     for trail in simulate(2, move, axes={"tp": 2}):
         assert not any("with_world" in label for label, _ in trail)
+
+
+def test_axes_without_a_world_leave_nothing_open():
+    """Where there is no world yet, -1 has no number of ranks to be the rest of."""
+    with pytest.raises(af.ArgumentError, match="no world yet, of which -1 could be"):
+        af.memory_estimate(
+            lambda: torch.nn.Linear(2, 2),
+            optimizer=torch.optim.AdamW,
+            axes={"dp_shard": -1, "tp": 2},
+        )

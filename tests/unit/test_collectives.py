@@ -3,6 +3,7 @@
 
 import collections
 import functools
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
+from accelfn.collectives.packed import are_told_alike, start_sum_
 from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
@@ -292,3 +294,64 @@ def test_every_collective_says_what_for(name):
     """The label that a call gives is what errors, and the record of calls, have."""
     for labels in simulate(2, lambda world: labelled(name, world)):
         assert "ours" in labels
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ("m3553", "m5344"),  # the first, third and fifth byte of the sums are equal
+        ("m832", "m893"),  # the others are
+        ("m26546", "m129860"),  # the first four are
+        ("m22784", "m85226"),  # all but the two in the middle are
+        ("m64665", "m81643"),  # the last four are
+    ],
+)
+def test_texts_are_told_apart_by_all_of_their_sum(one, two, size):
+    """Two texts of which a part of the checksum is equal are two, on whichever rank one is."""
+    for place in range(size):
+        texts = [json.dumps([two if rank == place else one]) for rank in range(size)]
+
+        def fn(world, texts=texts):
+            return are_told_alike(texts[world.rank], world, label="texts")
+
+        assert set(simulate(size, fn)) == {False}
+    assert all(simulate(size, lambda world: are_told_alike(one, world, label="one")))
+
+
+@pytest.mark.parametrize("field", ["params", "buffers"])
+@pytest.mark.parametrize("call", [af.reduce, af.gather, af.broadcast])
+def test_what_a_state_shows_travels_as_a_dict(call, field):
+    """Ranks exchange `state.params` itself, and get a dict of what became of each tensor."""
+
+    def fn(world):
+        state = af.TrainState.create(
+            model=lambda: torch.nn.BatchNorm1d(3),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+            world=world,
+        )
+        shown = getattr(state, field)
+        found, plain = call(shown, world), call(dict(shown), world)
+        assert type(found) is dict
+        assert list(found) == list(shown)
+        assert all(torch.equal(found[n], plain[n]) for n in plain)
+        return len(found)
+
+    assert set(simulate(2, fn)) == {2 if field == "params" else 3}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_sum_that_is_begun_is_there_when_it_is_waited_for(size, dtype):
+    """In place; and in a world of one it is what was given, at once."""
+
+    def fn(world):
+        flat = torch.tensor([1.0 + world.rank, 2.0], dtype=dtype)
+        wait = start_sum_(flat, world, label="a sum")
+        begun = flat.isnan().all().item()
+        wait()
+        return begun, flat.tolist(), flat.dtype
+
+    total = size * (size + 1) / 2
+    for found in simulate(size, fn):
+        assert found == (size > 1, [total, 2.0 * size], dtype)

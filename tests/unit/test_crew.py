@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +22,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from accelfn.launching import watch
+from accelfn.launching import crew, watch
 from accelfn.launching.agent import Agent
-from accelfn.launching.crew import Crew
+from accelfn.launching.crew import Crew, _Ending
+from accelfn.world.regrouping import Words
 
 SIZE = 3
 GOES_ON = ["sleep", "60"]
@@ -122,3 +124,168 @@ def test_torch_is_not_asked_of_ranks_that_others_do_without(
         assert len(said) == sum(deaths.values())
         left = {place for place, times in deaths.items() if times < 2}
         assert context._running_local_ranks == left
+
+
+class Run:
+    """Processes of an elastic run that are numbers here, and what their launcher made of it."""
+
+    def __init__(self, directory: Path, least: int) -> None:
+        self.ends: dict[int, Any] = {}
+        self.envs: list[dict[str, str]] = []
+        self.said: list[str] = []
+        self.handlers = {
+            place: SimpleNamespace(
+                proc=mock.Mock(pid=100 + place),
+                _stdout=(directory / f"out-{place}").open("w"),
+                _stderr=None,
+            )
+            for place in range(SIZE)
+        }
+        self.running = set(range(SIZE))
+        self.workers: list[Any] = [SimpleNamespace(id=100 + i) for i in range(SIZE)]
+        self.words = Words.at(store := dist.HashStore())
+        context: Any = SimpleNamespace(
+            subprocess_handlers=self.handlers,
+            entrypoint="python",
+            args=dict.fromkeys(range(SIZE), ("train.py",)),
+            envs={place: {"RANK": f"{place}"} for place in range(SIZE)},
+            stdouts={place: f"{directory}/out-{place}" for place in range(SIZE)},
+            stderrs=dict.fromkeys(range(SIZE), ""),
+            error_files={place: f"{directory}/error-{place}" for place in range(SIZE)},
+            _running_local_ranks=self.running,
+        )
+        self.crew = Crew(
+            context, self.workers, least=least, store=store, say=self.said.append
+        )
+
+    def popen(self, _command: object, env: dict[str, str]) -> Any:
+        """Start a process: the next number."""
+        self.envs.append(env)
+        return mock.Mock(pid=200 + len(self.envs))
+
+    def end(self, *places: int, by_signal: int = 0, code: int = 0) -> None:
+        """Let processes end, one after the other, and the launcher look."""
+        for place in places:
+            pid = self.handlers[place].proc.pid
+            self.ends[pid] = _Ending(bool(by_signal), by_signal or code)
+            self.crew.look()
+
+    def come(self, number: int, *names: str) -> None:
+        """Let processes wait for a world, and the launcher look."""
+        for name in names:
+            self.words.come(number, name)
+            self.crew.look()
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Run]:
+    """Return a run of which so many ranks may be left, by default one."""
+    made = Run(tmp_path, getattr(request, "param", 1))
+    monkeypatch.setattr(crew, "_ending", made.ends.get)
+    monkeypatch.setattr(crew._Follower, "_popen", made.popen)
+    yield made
+    for each in made.handlers.values():
+        each._stdout.close()
+
+
+@pytest.mark.parametrize("run", range(1, SIZE + 1), indirect=True)
+def test_where_too_few_would_be_left_torch_ends_the_run(run: Run) -> None:
+    """So many may be killed that the least is left; of the next one nothing is said or done."""
+    least = run.crew._least
+    run.end(*range(SIZE), by_signal=signal.SIGKILL)
+    assert len(run.said) == len(run.envs) == SIZE - least
+    gone = [run.words.is_gone(f"{place}.0") for place in range(SIZE)]
+    assert gone == [True] * (SIZE - least) + [False] * least
+    assert not run.crew.gone
+
+
+def test_who_takes_a_place_is_told_who_it_is(run: Run) -> None:
+    """It has its rank's variables and how often one was started; its words follow the others'."""
+    for pid, times in ((201, "1"), (202, "2")):
+        before = run.handlers[1]._stdout
+        print("what it had said", file=before, flush=True)
+        run.end(1, by_signal=signal.SIGKILL)
+        if times == "1":
+            assert before.closed
+            assert "pid 101) was killed by SIGKILL; 2 go on, and" in run.said[0]
+            assert run.said[0].endswith(f"takes its place (pid {pid}).")
+            assert (run.workers[1].id, run.handlers[1].proc.pid) == (pid, pid)
+            assert (run.envs[0]["RANK"], run.envs[0]["ACCELFN_ELASTIC"]) == ("1", times)
+            run.words.ask_in("1.1")
+            run.come(1, "0.0", "2.0")
+        else:  # it had been let in, so another one may follow
+            assert (run.workers[1].id, run.envs[1]["ACCELFN_ELASTIC"]) == (pid, times)
+    said = Path(run.handlers[1]._stdout.name).read_text()
+    assert said == "what it had said\n" * 2
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_world_is_made_when_all_have_come_who_can(run: Run, waits: bool) -> None:
+    """Members by their places, and newcomers that wait; one that does not is in a later one."""
+    run.end(1, by_signal=signal.SIGKILL)
+    if waits:
+        run.words.ask_in("1.1")
+    run.come(1, "2.0")
+    assert run.words.called(1) is None
+    run.come(1, "0.0")
+    assert run.words.called(1) == ["0.0", *(["1.1"] if waits else []), "2.0"]
+    assert run.words.taken("1.1") == (1 if waits else None)
+    if not waits:
+        run.words.ask_in("1.1")
+        run.come(2, "0.0", "2.0")
+        assert run.words.called(2) == ["0.0", "1.1", "2.0"]
+        assert run.words.taken("1.1") == 2
+    assert run.words.num_waiting() == 0
+    number = 2 if waits else 3
+    run.come(number, "0.0", "2.0")
+    assert run.words.called(number) is None  # one that was let in is waited for
+    run.come(number, "1.1")
+    assert run.words.called(number) == ["0.0", "1.1", "2.0"]
+    assert run.words.num_waiting() == 0
+
+
+def test_who_is_done_is_waited_for_no_longer(run: Run) -> None:
+    """A rank that has returned is gone, without a word, and the others may meet anew."""
+    run.end(1)
+    assert run.words.is_gone("1.0")
+    run.come(1, "0.0", "2.0")
+    assert run.words.called(1) == ["0.0", "2.0"]
+    assert (run.said, run.envs, run.crew.gone) == ([], [], set())
+
+
+def test_who_failed_by_itself_is_left_to_torch(run: Run) -> None:
+    """An error is no killing: nobody takes its place, and nobody goes on without it."""
+    run.end(1, code=1)
+    run.come(1, "0.0", "2.0")
+    assert not run.words.is_gone("1.0")
+    assert run.words.called(1) is None
+    assert (run.said, run.envs, run.running) == ([], [], set(range(SIZE)))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_newcomer_that_is_killed_is_not_awaited(run: Run, waits: bool) -> None:
+    """It counts no more among those that wait, nor among those that torch waits for."""
+    run.end(1, by_signal=signal.SIGKILL)
+    if waits:
+        run.words.ask_in("1.1")
+    run.end(1, by_signal=signal.SIGTERM)
+    assert run.words.num_waiting() == 0
+    assert run.words.taken("1.1") is None
+    assert "killed by SIGTERM before it had come in; none takes" in run.said[-1]
+    assert (run.crew.gone, run.running) == ({1}, {0, 2})
+    run.come(1, "0.0", "2.0")
+    assert run.words.called(1) == ["0.0", "2.0"]
+
+
+def test_who_comes_too_late_is_ended(run: Run) -> None:
+    """When all members are done, those that had not come in are named, and torch ends them."""
+    run.end(1, 2, by_signal=signal.SIGKILL)
+    assert len(run.said) == 2
+    run.end(0)
+    assert [each.partition(" had")[0] for each in run.said[2:]] == [
+        f"the process at place {place} (pid {200 + place})" for place in (1, 2)
+    ]
+    assert all("not come in when the others were done" in s for s in run.said[2:])
+    assert (run.crew.gone, run.running) == ({1, 2}, {0})

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.launching.failures import Failure, all_left_on_signal, by_cause
+from accelfn.launching.failures import Failure, all_left_on_signal, by_cause, report
 
 LEFT = {"error": "SystemExit: 143", "status": 143}
 INTERRUPTED = {"error": "SystemExit: 130", "status": 130}
@@ -73,3 +73,113 @@ def test_who_left_because_it_was_asked_to_is_not_to_blame(
     first, *others = by_cause(failures, watch)
     assert first.rank == hangs
     assert {each.rank for each in others} == {lost, left}
+
+
+def failure(rank: int, status: int, **told: Any) -> Failure:
+    """Return how a rank ended that left no record."""
+    how = {"error": "", "traceback": "", "at": 3.0 + rank, **told}
+    return Failure(rank=rank, pid=100 + rank, status=status, **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "ending", "why"),
+    [
+        (failure(1, -signal.SIGKILL), "killed by SIGKILL", "when memory runs out"),
+        (
+            failure(1, -signal.SIGTERM),
+            "killed by SIGTERM",
+            "someone, or a scheduler, end",
+        ),
+        (failure(1, -signal.SIGABRT), "killed by SIGABRT", "Gloo aborts a process"),
+        (
+            failure(1, -signal.SIGSEGV),
+            "killed by SIGSEGV",
+            "after 'Fatal Python error'.\n",
+        ),
+        (failure(1, 5), "exit code 5", "ended itself without an exception (os._exit"),
+        (
+            failure(1, -signal.SIGSTOP, was_stopped=True),
+            "stopped by SIGSTOP",
+            "someone, or a debugger, stopped this process",
+        ),
+        (
+            failure(1, -signal.SIGSTOP, was_stopped=True, did_not_arrive=True),
+            "stopped by SIGSTOP",
+            "someone, or a debugger, stopped this process",
+        ),
+        (
+            failure(1, -signal.SIGKILL, did_not_arrive=True, stack="  in hang"),
+            "the others waited for it",
+            "It was here, most recent call first:\n  in hang\n",
+        ),
+        (
+            failure(1, -signal.SIGKILL, did_not_arrive=True),
+            "the others waited for it",
+            "It had not failed, and was ended.\n",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_rank_without_a_traceback_may_have_met(
+    how: Failure, ending: str, why: str
+) -> None:
+    """How it ended is told with what ends a process so, and with no other cause."""
+    told = report([how], ranks=[0, 1], started=1.5) + "\n"
+    assert told.startswith(f"rank 1 failed first ({ending}, pid 101) after 2.5 s\n")
+    assert why in told
+    assert told.endswith("\nrank 0 had finished without an error\n")
+    others = ("memory", "scheduler", "Gloo", "debugger", "os._exit")
+    assert [each for each in others if each in told] == [e for e in others if e in why]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_ranks_that_all_left_are_no_failure(name: str) -> None:
+    """The signal is named, and who was the first, in one line."""
+    status = 128 + signal.Signals[name]
+    left = [failure(r, status, error=f"SystemExit: {status}") for r in (2, 0)]
+    told = report(left, ranks=[0, 1, 2], started=1.0)
+    assert told == f"all ranks left on {name}, first rank 2."
+
+
+def test_ranks_after_the_first_are_told_in_a_line_each() -> None:
+    """By rank: what each raised, that it was ended, or how it ended; and no trace twice."""
+    trace = 'Traceback:\n  File "train.py", line 3, in run\nValueError: boom'
+    other = trace.replace("line 3", "line 4")
+    told = report(
+        [
+            failure(3, 1, error="ValueError: boom\nmore", traceback=trace),
+            failure(4, -signal.SIGTERM),
+            failure(2, 7),
+            failure(1, 1, error="ValueError: boom", traceback=trace),
+            failure(0, 1, error="ValueError: boom", traceback=other),
+        ],
+        ranks=range(6),
+        started=1.0,
+    )
+    assert told.splitlines() == [
+        "rank 3 failed first (exit code 1, pid 103) after 5.0 s",
+        *trace.splitlines(),
+        "rank 0 followed: ValueError: boom",
+        *other.splitlines(),
+        "rank 1 followed: ValueError: boom",
+        "rank 2 followed: exit code 7",
+        "rank 4 was ended by SIGTERM",
+        "rank 5 had finished without an error",
+    ]
+
+
+def test_whose_trace_is_shown_beside_a_lost_peer() -> None:
+    """A rank that merely lost another shows none, unless the first had lost one, too."""
+    lost = 'Traceback:\n  File "a.py", line 1, in run\nPeerFailedError: rank 1'
+    boom = 'Traceback:\n  File "b.py", line 2, in run\nValueError: boom'
+    for first, is_shown in ((boom, False), (lost.replace("a.py", "c.py"), True)):
+        told = report(
+            [
+                failure(1, 1, error="first", traceback=first),
+                failure(0, 1, error="second", traceback=lost),
+            ],
+            ranks=[0, 1],
+            started=0.0,
+        )
+        assert (lost in told) == is_shown
+        assert "rank 0 followed: second" in told

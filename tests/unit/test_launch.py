@@ -281,7 +281,9 @@ def test_mistake_has_a_name():
 
 
 def test_process_is_left_as_it_was(monkeypatch):
-    """Launching changes neither the signal handlers nor the environment."""
+    """Launching changes neither the signal handlers, the environment nor torch's log."""
+    log = logging.getLogger("torch.distributed.elastic")
+    of_log = [*log.handlers], log.propagate
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("ACCELFN_AXES", "dp_shard=1")
     environment = dict(os.environ)
@@ -291,6 +293,7 @@ def test_process_is_left_as_it_was(monkeypatch):
     assert launch_script(script, [], nproc=2, axes="dp_shard=-1") == 0
     assert [signal.getsignal(number) for number in signals] == handlers
     assert dict(os.environ) == environment
+    assert (log.handlers, log.propagate) == of_log
 
 
 def test_the_one_report_is_ours(capfd, caplog):

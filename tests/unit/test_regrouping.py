@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
+from accelfn.world import regrouping
 from accelfn.world.connection import Connection
 from accelfn.world.listening import open_store
 from accelfn.world.regrouping import Launched, Words
@@ -98,6 +99,33 @@ def test_who_live_and_cannot_be_joined_are_told_so() -> None:
     assert not words.has_come(2, "0.0")
 
 
+def test_one_whose_end_is_noticed_later_is_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where torch cannot join ranks, the launcher has a while to notice which of them is gone."""
+    world, process, words = launched(timeout=30.0)
+    looks: list[bool] = []
+
+    def breaks(*_: object, **__: object) -> None:
+        raise af.WorldError("a connection broke")
+
+    def is_gone(asked: Words, name: str) -> bool:
+        looks.append(plain(asked, name))
+        if len(looks) > 5:
+            words.lose("1.0")
+        return looks[-1]
+
+    plain = Words.is_gone
+    monkeypatch.setattr(regrouping, "opened", breaks)
+    monkeypatch.setattr(Words, "is_gone", is_gone)
+    words.call(1, ["0.0", "1.0"])
+    words.arrive(1, "1.0")
+    words.call(2, ["0.0"])
+    smaller = process.meet(world)
+    assert (smaller.rank, smaller.size) == (0, 1)
+    assert words.has_come(2, "0.0")
+
+
 def test_a_watched_store_tells_what_was_waited_for() -> None:
     """Its waits end with what was written, with one that is gone, or with a timeout."""
     gone: list[bool] = []
@@ -129,10 +157,11 @@ def test_a_newcomer_waits_until_it_is_taken_in() -> None:
     with ThreadPoolExecutor(1) as threads:
         met = threads.submit(process.meet, world)
         wait_until(process.is_awaited)
-        assert words.waits("1.2")
+        waits = words.waits("1.2"), words.waits("1.1")
         words.call(7, ["1.2"])
         words.take_in("1.2", 7)
         assert met.result().size == 1
+    assert waits == (True, False)
     assert not process.is_awaited()
     assert not process.is_newcomer
 

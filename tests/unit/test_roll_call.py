@@ -17,6 +17,7 @@ import accelfn as af
 from accelfn.collectives.naming import naming
 from accelfn.errors import PeerFailedError
 from accelfn.world import roll_call
+from accelfn.world.activity import Activity
 from accelfn.world.connection import Connection
 from accelfn.world.roll_call import RollCall, Standing
 from tests.states import linear_state
@@ -212,6 +213,38 @@ def test_who_keeps_the_store_stays_for_the_others(
     staying.join(HANGS)
     assert not staying.is_alive()
     second.connection.roll_call.linger()  # it keeps no store
+
+
+class Asked(Silent):
+    """A store that counts how often somebody looked for another's word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def check(self, keys: list[str]) -> bool:
+        del keys
+        self.times += 1
+        return False
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "keeps"),
+    [
+        ("left", 0, True),
+        (None, 0, True),
+        ("raised ValueError: boom", 1, True),
+        ("raised ValueError: boom", 0, False),
+    ],
+)
+def test_nobody_else_stays(how: str | None, rank: int, keeps: bool) -> None:
+    """Who leaves, is no keeper or leaves the store to a launcher asks nothing and goes on."""
+    store = Asked()  # of whose Python half torch keeps no reference
+    call = RollCall(store, rank, 3, rank_0_keeps_it=keeps)
+    if how is not None:
+        call.tell(how, Activity(), is_waiting=False)
+    call.linger()
+    assert store.times == 0
 
 
 class Writing(dist.Store):

@@ -392,8 +392,12 @@ def test_config_asks():
         "max_restarts": [""],
     }
 
+    shown = {}
+
     def ask(question):
-        return answers[question.partition(":")[0]].pop(0)
+        name = question.partition(":")[0]
+        shown[name] = question.rpartition("[")[2]
+        return answers[name].pop(0)
 
     file = configure(None, [], default=False, ask=ask)
     assert read(file) == {
@@ -403,6 +407,45 @@ def test_config_asks():
         "max_restarts": 3,
     }
     assert not any(answers.values())
+    assert {n: shown[n] for n in ("nproc", "max_restarts", "main_address")} == {
+        "nproc": "auto] ",
+        "max_restarts": "3] ",
+        "main_address": "none] ",
+    }
+
+
+def test_config_whose_answers_end_writes_nothing(monkeypatch):
+    """On a terminal the questions are asked there; its end is no answer."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("3\n"))
+    with pytest.raises(LaunchError, match="the answers ended; nothing is written"):
+        configure(None, [], default=False)
+    assert not Path("accelfn.toml").exists()
+    monkeypatch.setattr("sys.stdin", Terminal("3\n\n2\n"))
+    file = configure(None, [], default=False)
+    assert read(file) == {"nproc": 3, "num_machines": 1, "max_restarts": 2}
+
+
+def test_config_that_cannot_be_written_says_where():
+    """A folder that is not there is named with the system's reason."""
+    with pytest.raises(
+        LaunchError, match=r"no/such\.toml cannot be written: .*No such"
+    ):
+        configure("no/such.toml", [], default=True)
+
+
+def test_settings_are_shown_in_columns(capsys):
+    """However long a value is, where each is from begins in the same place."""
+    Path("accelfn.toml").write_text('[launch]\naxes = "dp_replicate=1,dp_shard=1"\n')
+    assert main(["launch", "--show", "--nproc", "1"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    begins = {row.index("accelfn.toml") for row in rows if row.endswith("accelfn.toml")}
+    begins |= {row.index("default") for row in rows if row.endswith("default")}
+    assert len(begins) == 1
 
 
 def test_config_of_one_machine_forgets_the_others(tmp_path):

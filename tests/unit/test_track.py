@@ -127,10 +127,10 @@ def test_what_was_written_of_a_step_is_replaced(tmp_path):
 
 
 def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
-    """Infinities and NaN are texts, in hyperparameters too."""
+    """Infinities and NaN are texts, in hyperparameters too, however deep they lie."""
     path = tmp_path / "run.jsonl"
     with af.track.jsonl(path, world=WORLD) as tracker:
-        tracker.hyperparameters({"bound": math.inf})
+        tracker.hyperparameters({"bound": math.inf, "a": [1.5, {"b": [math.nan]}]})
         tracker({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
 
     def refuse(constant):
@@ -138,7 +138,10 @@ def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
 
     lines = path.read_text().splitlines()
     _, told, numbers = (json.loads(line, parse_constant=refuse) for line in lines)
-    assert told["hyperparameters"] == {"bound": "Infinity"}
+    assert told["hyperparameters"] == {
+        "bound": "Infinity",
+        "a": [1.5, {"b": ["NaN"]}],
+    }
     assert numbers["metrics"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
     assert af.track.read(path).metrics["c"] == {1: -math.inf}
 
@@ -574,3 +577,35 @@ def test_a_bar_is_shown_by_rank_0_alone(monkeypatch):
     assert "rank 1" not in shown.getvalue()
     with pytest.raises(af.ArgumentError, match="iterate"):
         af.track.progress(3, world=WORLD)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
+@pytest.mark.parametrize("make", [af.track.jsonl, af.track.tensorboard])
+def test_a_step_that_is_none_opens_nothing(tmp_path, make, step):
+    """What a run is to go on from is checked before there is a file."""
+    with pytest.raises(af.ArgumentError, match=f"step={step!r}"):
+        make(tmp_path / "run", world=WORLD, step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("world", [None, 1, "world", af.World])
+def test_a_tracker_needs_the_world_of_its_run(tmp_path, world):
+    """Whoever gives another thing for it is told which function wants one."""
+    for name, place in (("jsonl", tmp_path / "a"), ("wandb", "a"), ("mlflow", "a")):
+        make = getattr(af.track, name)
+        with pytest.raises(af.ArgumentError, match=rf"af.track.{name}\(world=.*World"):
+            make(place, world=world)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_is_kept_under_a_path():
+    """What is no path is refused with what was given."""
+    with pytest.raises(af.ArgumentError, match=r"jsonl\(3\): expected the path"):
+        af.track.jsonl(3, world=WORLD)
+
+
+def test_a_log_that_cannot_be_read_is_named(tmp_path):
+    """A missing file, and a folder, are errors of tracking with the system's reason."""
+    for path, why in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(af.TrackingError, match=rf"{path} cannot be read: .*{why}"):
+            af.track.read(path)

@@ -2,6 +2,7 @@
 """`accelfn report`: the page is whole by itself, in a real browser too, and so is the picture."""
 
 import errno
+import html
 import http.server
 import json
 import math
@@ -294,3 +295,31 @@ def test_what_cannot_be_written_whole_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr("accelfn.track.report.save_png", fails)
     assert main(["report", str(run)]) == 2
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run.html", "run.jsonl"]
+
+
+def test_what_is_looked_at_first_comes_first(tmp_path):
+    """Loss, rate, gradient norm, throughput and memory lead, and others keep their order."""
+    told = ["zeta", "memory", "accuracy", "Tokens per second", "GradNorm", "lr"]
+    with af.track.jsonl(tmp_path / "run.jsonl", world=WORLD) as tracker:
+        tracker(dict.fromkeys([*told, "val_loss", "alpha", "loss"], 1.0), 1)
+    drawn = [each.name for each in curves(af.track.read(tmp_path / "run.jsonl"))]
+    first = ["val_loss", "loss", "lr", "GradNorm", "Tokens per second", "memory"]
+    assert drawn == [*first, "zeta", "accuracy", "alpha"]
+
+
+def test_settings_are_shown_a_line_each(tmp_path):
+    """As indented JSON, with letters of any language as they are; the end of a run is told."""
+    settings = {"name": "Größe", "inner": {"lr": 0.5, "sizes": [1, 2]}}
+    with af.track.jsonl(tmp_path / "run.jsonl", world=WORLD) as tracker:
+        tracker.hyperparameters(settings)
+        tracker({"loss": 1.0}, 1)
+    unfinished = "The last line has no end, and is not shown."
+    for rest in ("", '{"step": 2, "ti'):
+        with (tmp_path / "run.jsonl").open("a") as file:
+            file.write(rest)
+        assert main(["report", str(tmp_path)]) == 0
+        page = (tmp_path / "run.html").read_text(encoding="utf-8")
+        (shown,) = re.findall("<pre>(.*)</pre>", page, re.DOTALL)
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
+        assert html.unescape(shown) == text
+        assert (unfinished in page) == bool(rest)

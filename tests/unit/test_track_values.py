@@ -140,3 +140,16 @@ def test_settings_within_settings_have_the_whole_way_for_a_name():
     }
     with pytest.raises(af.ArgumentError, match=r"a\.b"):
         flat({"a": {"b": 1}, "a.b": 2})
+
+
+@pytest.mark.parametrize("accepts", [("image",), ("images", "videos"), "images"])
+def test_what_no_backend_has_is_not_accepted(accepts):
+    """Anything but images and histograms is refused before the backend is opened."""
+    opened = []
+    with pytest.raises(
+        af.ArgumentError, match="accepts=.*: expected 'images', 'histog"
+    ):
+        af.track.custom(
+            lambda: opened.append(1), name="mine", world=WORLD, accepts=accepts
+        )
+    assert opened == []

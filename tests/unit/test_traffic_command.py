@@ -3,12 +3,14 @@
 
 import sys
 
+import attrs
 import pytest
 import torch
 
 import accelfn as af
 from accelfn.cli import main
 from accelfn.testing import communication
+from accelfn.testing.traffic.link import Link
 
 NEIGHBOUR = """
 import torch
@@ -90,3 +92,27 @@ def test_a_mistake_is_a_sentence(words, told, script, capsys):
     err = capsys.readouterr().err
     assert told in err
     assert err.startswith("accelfn traffic: ")
+
+
+def test_a_link_is_one_of_tcp_in_its_own_units(script, capsys):
+    """Megabits, milliseconds and what TCP adds to a byte, for the seconds of each size."""
+    assert (
+        main(["traffic", f"{script}:averages", "--ranks", "2,8", "--link", "8,5"]) == 0
+    )
+    link = Link(latency=0.005, bandwidth=1_000_000, overhead=0.068)
+    table = communication(averages).table([2, 8], link=link)
+    bare = communication(averages).table([2, 8], link=attrs.evolve(link, overhead=0.0))
+    said = capsys.readouterr().out
+    assert said.partition("\n")[2].strip() == table.strip()
+    assert table != bare
+
+
+def test_an_error_of_the_program_is_its_own(tmp_path, monkeypatch, capsys):
+    """A module that lacks another is there: what it lacks is named, not the module."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    (tmp_path / "lacks_one.py").write_text("import no_such_neighbour\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_neighbour"):
+        main(["traffic", "lacks_one:train"])
+    (tmp_path / "whole_one.py").touch()
+    assert main(["traffic", "whole_one.inner:train"]) == 2
+    assert "There is no module whole_one.inner" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import functools
 import re
 import warnings
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -375,3 +376,38 @@ def test_what_some_ranks_used_all_update_by_hand() -> None:
 
     one, two = simulate(2, rank)
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@af.transform
+class OwnWeightFrom:
+    """Sum as one must, and from some update on with this rank's own weight."""
+
+    update: int
+
+    def reduce(self, grads, slot, update):
+        own = torch.as_tensor(grads.weight, dtype=torch.float64)
+        sums, weight = af.reduce((grads.tensors, own), update.world)
+        return grads.with_sums(
+            sums, weight if update.num_tried < self.update else own
+        ), slot
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("checked", [False, True])
+def test_simulated_ranks_compare_their_sums_in_every_update(late, checked):
+    """Not in the first alone, and whether the world is checked or not."""
+
+    def fn(world):
+        world = attrs.evolve(world, group=world.connection, checked=checked)
+        setup = af.chain(af.shard_data(), OwnWeightFrom(late))
+        data = af.Data(torch.arange(27.0).view(9, 3), batch_size=3)
+        state = linear_state(3, setup=setup, world=world, data=data)
+        step = af.make_step(lambda net, x: net(x).square().mean())
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+
+    told = (
+        rf"returned in update {late}(?s:.*)rank 0: the weight: 2.0\n.*rank 1: the weig"
+    )
+    with pytest.raises(af.ReplicaMismatchError, match=told):
+        simulate(2, fn)

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import meeting
+from accelfn.world import meeting, opening
+from accelfn.world.connection import Connection
+from accelfn.world.roll_call import RollCall
 from tests.ports import free_port
 from tests.states import linear_state
 
@@ -285,3 +287,19 @@ def test_world_is_frozen():
     """A world is a value: no field of it can be set."""
     with pytest.raises(AttributeError):
         af.World().rank = 1
+
+
+def test_a_rank_that_is_never_joined_closes_the_world(env, monkeypatch):
+    """Who was joined waits until all are; if one never is, its name is told and nothing stays."""
+    env(RANK=0, WORLD_SIZE=2, **rendezvous())
+    store = dist.HashStore()
+    roll_call = RollCall(store, 0, 2, rank_0_keeps_it=False)
+    joined = Connection(dist.ProcessGroup(0, 2), roll_call=roll_call)
+    monkeypatch.setattr(opening, "join", lambda *_, **__: (joined, True))
+    with pytest.raises(af.PeerFailedError, match=r"Rank 0 of 2 .* but rank 1 did not"):
+        af.World.from_env(timeout=0.1, device="cpu")
+    assert joined.is_closed
+    heard = RollCall(store, 1, 2, rank_0_keeps_it=False).hear()
+    assert heard[0].how.startswith(
+        "raised PeerFailedError: Rank 0 of 2 opened its world"
+    )

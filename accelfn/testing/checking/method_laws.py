@@ -15,7 +15,7 @@ from accelfn.checkpoint import load, save
 from accelfn.definition.fields import has_field
 from accelfn.definition.transform import chain
 from accelfn.definition.transform import transform as transform_of
-from accelfn.errors import CompositionError
+from accelfn.errors import CompositionError, GradsError
 from accelfn.loop.batches import batches
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
@@ -49,7 +49,9 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
             tried = around([watch(each, seen.append) for each in members])
 
             def start(world: World) -> TrainState:
-                return subject.start(world).with_setup(tried)
+                begin = subject.begin  # so that init is watched, too
+                assert begin is not None  # noqa: S101 - what is a transform's begins in any setup
+                return begin(world, tried)
 
             attrs.evolve(subject, start=start).histories()
             return seen[0] if seen else None
@@ -207,6 +209,11 @@ def _passes_on(members: Sequence[Any], around: Around) -> Law:
 
         try:
             simulate(subject.size, rank)
+        except GradsError:  # what was to be added came of ranks that had communicated
+            lost = None if outside is None else _lost_of_parts(arrived)
+            if lost is None:
+                raise
+            return lost
         except TypeError as error:
             return (
                 "what wraps a loss or value_and_grad does not take what it is called with,"

@@ -38,6 +38,7 @@ class Subject:
         updates: how many are taken.
         start: gives the states before the first update, of a world.
         advance: `(states, done, number)` yields states and metrics of the next updates.
+        begin: gives them in a setup, of a world and the setup, where there is one.
         end: what else is compared of the last states, by name.
         num_cuts: after how many of the updates it is saved and loaded, at most.
     """
@@ -47,6 +48,7 @@ class Subject:
     updates: int
     start: Callable[[World], States]
     advance: Advance
+    begin: Callable[[World, Any], States] | None = None
     end: Callable[[States], Mapping[str, Any]] = _nothing
     num_cuts: int | None = None
     _kept: list[list[History]] = attrs.field(init=False, factory=list, repr=False)

@@ -206,6 +206,7 @@ def _subject(
         updates=updates,
         num_cuts=_NUM_CUTS,
         start=lambda world: problem.state(world, _setup(members)),
+        begin=problem.state,
         advance=lambda state, _, number: problem.updates(state, number),
         end=_owed,
     )
