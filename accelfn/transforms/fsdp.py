@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accelfn.base.arguments import option, truth
@@ -258,9 +259,11 @@ class wrap_fsdp:
             )
             raise WorldError(msg)
         if several and not world.connection.joins(torch.device("cpu")):
+            known = dist.Backend.default_device_backend_map
+            both = f"cpu:gloo,{kind}:{known.get(kind, '...')}"
             msg = (
                 f"{self!r}: parts lie on the CPU, and this world's backend joins no ranks"
-                f' there. Name one for both, as World.from_env(backend="cpu:gloo,{kind}:nccl"),'
+                f' there. Name one for both, as World.from_env(backend="{both}"),'
                 " or none: that is what from_env takes by itself."
             )
             raise WorldError(msg)

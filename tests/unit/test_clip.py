@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the clipping transforms refuse, by name."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import accelfn as af
+from tests.states import bits, linear_state
 
 
 def test_a_name_that_is_another_groups_number() -> None:
@@ -70,3 +73,32 @@ def test_a_group_without_gradients(used: str) -> None:
     for name, param in state.params.items():
         moved = (1 - param).norm()
         torch.testing.assert_close(moved, torch.tensor(0.5 if name == used else 0.0))
+
+
+@af.transform
+class Drops:
+    """Leaves out all gradients."""
+
+    def grads(self, grads, slot, update):
+        return grads.with_tensors({}), slot
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        af.clip_grad_norm(0.5),
+        af.clip_grad_norm(0.5, norm_type=math.inf),
+        af.clip_grad_norm(0.5, per_group=True),
+        af.clip_grad_value(0.5),
+    ],
+    ids=repr,
+)
+def test_where_there_are_no_gradients_none_are_clipped(clip: object) -> None:
+    """Another transform left them out: an update without a norm, which changes nothing."""
+    setup = af.chain(Drops(), clip)
+    state = linear_state(setup=setup)
+    before = bits(state.params)
+    step = af.make_step(lambda model, x: model(x).square().mean())
+    state, metrics = step(state, torch.ones(3, 1))
+    assert (state.step, bits(state.params)) == (1, before)
+    assert not [name for name in metrics if name.startswith("grad_norm")]

@@ -282,6 +282,27 @@ def test_what_does_not_count_is_looked_at_later() -> None:
     simulate(2, fn, axes={"cp": 2})
 
 
+@pytest.mark.parametrize("kind", [int, torch.Tensor])
+def test_weights_are_compared_as_whole_numbers(kind: Any) -> None:
+    """Above 2 ** 24, too, where float32 has not every one of them."""
+
+    def weighed(net: nn.Module, batch: Any) -> af.Loss:
+        x, y, places, weights = batch
+        errors = (net(x, places) - y).square().sum(-1)
+        weight = weights.sum()
+        return af.Loss((errors * weights).sum(), int(weight) if kind is int else weight)
+
+    weights = torch.tensor([[2**24 + 1, 0, 1, 0]] * 2)
+
+    def fn(world: af.World) -> float:
+        state = state_of(world, Within)
+        _, metrics = af.make_step(weighed)(state, (*rows(), weights))
+        return af.mean(metrics, world)["loss"]
+
+    ((alone,), found) = simulate(1, fn), simulate(2, fn, axes={"cp": 2})
+    assert all(each == pytest.approx(alone, rel=1e-5) for each in found)
+
+
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_look_at_long_sequences_is_at_their_beginning(ring: bool) -> None:
     """Of at most 2,048 positions, which three ranks share in whole pieces."""
@@ -435,8 +456,10 @@ def test_a_batch_may_have_what_is_of_no_sample(weights: Any, beside: Any) -> Non
 
     def weighed(net: nn.Module, batch: Any) -> af.Loss:
         x, y, places, weights, *_ = batch
-        errors = (net(x, places) - y).square() * weights
-        return af.Loss(errors.sum(), y[..., 0].numel())
+        errors = (net(x, places) - y).square()
+        if isinstance(weights, torch.Tensor):
+            return af.Loss((errors @ weights).sum(), y[..., 0].numel())
+        return af.Loss(errors.sum() * weights, y[..., 0].numel())
 
     def fn(world: af.World) -> float:
         batch = (*rows(), weights, *beside)

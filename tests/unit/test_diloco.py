@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import is_shard
+from accelfn.base.shards import is_shard, local
 from accelfn.outer.exchange import moved
 from accelfn.outer.fragments import together
 from accelfn.testing import simulate
@@ -290,6 +290,31 @@ def test_what_an_outer_optimizer_counts_lies_whole_beside_parts() -> None:
             assert outer[name]["exp_avg"].shape == param.shape
             assert not is_shard(outer[name]["step"])
             assert float(outer[name]["step"]) == 1
+
+    simulate(4, go, axes={"dp_replicate": 2, "dp_shard": 2})
+
+
+@pytest.mark.parametrize("options", [{"bits": 8}, {"delay": 1}], ids=repr)
+def test_what_is_remembered_and_on_its_way_lies_beside_parts(
+    options: dict[str, int],
+) -> None:
+    """Under wrap_fsdp each has its parameter's shape and a rank's part of it, as files need."""
+    setup = af.chain(af.wrap_fsdp(), af.diloco(sync_every=2, **options))
+
+    def go(world: af.World) -> None:
+        it, step = (
+            state(setup, world, model=partial(nn.Linear, 2, 4)),
+            af.make_step(loss),
+        )
+        for _ in range(2):
+            it, _ = step(it, torch.ones(3, 2) * (1 + world.rank))
+        slot = it.slots["diloco"]
+        found = [slot["error"]] if "bits" in options else []
+        found += [each["values"].wait()["sums"] for each in slot["flights"].values()]
+        assert len(found) == 1
+        for name, param in it.params.items():
+            assert found[0][name].shape == param.shape
+            assert local(found[0][name]).shape == local(param).shape
 
     simulate(4, go, axes={"dp_replicate": 2, "dp_shard": 2})
 

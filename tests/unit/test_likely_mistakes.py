@@ -339,6 +339,31 @@ def test_columns_in_a_list_are_told():
             af.Data(samples, batch_size=1)
 
 
+@pytest.mark.parametrize("kept", ["nothing", "a copy", "the loaded state", "its use"])
+def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
+    """A step on the state that was given to `load` says so, unless the loaded one is kept.
+
+    A copy that was taken before is another training.
+    """
+    state, step = state_of(), af.make_step(square)
+    saved, _ = step(state_of(), INPUTS)
+    af.save(saved, tmp_path / "saved")
+    loaded = af.load(state, tmp_path / "saved")
+    assert loaded.step == 1
+    if kept == "its use":
+        state = loaded
+    elif kept == "a copy":
+        state = state.copy()
+        del loaded
+    elif kept == "nothing":
+        del loaded
+        words = r"which stands at update 0\. Write state = af\.load\(state, directory\)"
+        with pytest.warns(af.Warning, match=words):
+            state, _ = step(state, INPUTS)
+    with in_silence():
+        step(state, INPUTS)
+
+
 def test_directories_by_rank_are_refused_at_once(tmp_path):
     """By a store that writes behind the training's back, too, where ranks agree by files."""
 

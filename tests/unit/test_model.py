@@ -443,6 +443,22 @@ def test_gradients_alone_leave_the_buffers(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_buffers_are_those_of_the_pass_that_took_the_gradients(name):
+    """Another pass between gradients and their update is nothing to what the update writes."""
+    twin = seeded(MODELS[name])
+    state = af.TrainState.create(model=copy.deepcopy(twin), optimizer=SGD)
+    compute = af.value_and_grad(mean_square)
+    for batch in BATCHES:
+        _, grads = compute(state, batch)
+        shown = bits(dict(grads.buffers))
+        compute(state, X + 7)
+        assert bits(dict(grads.buffers)) == shown
+        state = af.apply_grads(state, grads)
+    train_by_hand(twin, BATCHES)
+    assert bits(dict(twin.named_buffers())) == bits(state.buffers)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_step_that_raises_leaves_the_buffers(name):
     """A forward pass that wrote buffers and then raised leaves them as they were."""
     twin = seeded(MODELS[name])
@@ -499,7 +515,9 @@ def test_a_model_spread_over_devices_is_refused(part):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     place = model if part is None else model[1]
     place.hf_device_map = {"0": "cpu", "1": 1}
-    with pytest.raises(af.ModelError, match=r"spread over devices \['1', 'cpu'\]"):
+    where = "" if part is None else "its '1' "
+    words = rf"^Sequential: {where}was spread over devices \['1', 'cpu'\]"
+    with pytest.raises(af.ModelError, match=words):
         af.TrainState.create(model=model, optimizer=SGD)
     place.hf_device_map = {"0": "cpu", "1": "cpu"}
     af.TrainState.create(model=model, optimizer=SGD)

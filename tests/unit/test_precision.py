@@ -218,6 +218,8 @@ def test_the_default_dtype_is_nothing_to_a_step(
 def test_a_scale_for_batches_of_any_cut(cut: dict) -> None:
     """By samples, by a budget, by a sampler: nothing overflows in the first update."""
     state = create(af.autocast("fp16"), data=af.Data(batch(), **cut))
+    # the largest power of 2 in the mean number of samples, which is 8 or 12
+    assert float(state.slots["autocast"]["unit"]) == 8
     for each in af.batches(state, epochs=1):
         state, metrics = af.make_step(loss_fn)(state, each)
         assert not metrics["skipped"]
@@ -264,6 +266,18 @@ def test_counts_are_of_whole_updates() -> None:
     _, grads = compute(state, batch())
     with pytest.raises(af.GradsError, match="counts were told before"):
         compute(state, batch(), into=grads)
+
+
+def test_counts_have_the_same_names_in_all_parts() -> None:
+    """A name that a micro-batch has and the first one had not is refused with both."""
+
+    def count(part: Any) -> dict[str, int]:
+        return {"words": 1, "marks": 1} if len(part[0]) == 8 else {"words": 1}
+
+    parts = [(x[:n], y[:n]) for n, (x, y) in zip((8, 6), [batch()] * 2, strict=True)]
+    state = create(af.accumulate(num_micro_batches=2))
+    with pytest.raises(LossError, match=r"\['marks', 'words'\], and then \['words'\]"):
+        af.make_step(lambda m, b, _: loss_fn(m, b), count=count)(state, parts)
 
 
 def test_what_is_counted_nowhere_is_divided_by_1() -> None:

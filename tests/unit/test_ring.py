@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What context_parallel(ring=True) refuses, sends and computes with."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -328,6 +329,20 @@ def test_a_mask_of_all_positions_is_seen_whole(setup: Any) -> None:
         trains_as_alone(attends, length, setup=setup)
     except RuntimeError as error:
         pytest.fail(f"{error}")
+
+
+@pytest.mark.parametrize("setup", [SHARING, RING])
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1), (1, 1, 1, 8), (1, 2, 1, 8)])
+def test_a_mask_may_be_one_for_all_queries_or_keys(
+    shape: tuple[int, ...], setup: Any
+) -> None:
+    """As torch spreads one: keys that are padding are hidden from all queries alike."""
+    mask = torch.linspace(-2, 2, math.prod(shape)).reshape(shape)
+    kinds = [mask] if shape[-1] == 1 else [mask, mask > -1]
+
+    for each in kinds:
+        attends = partial(F.scaled_dot_product_attention, attn_mask=each)
+        trains_as_alone(attends, setup=setup)
 
 
 @pytest.mark.parametrize("setup", [SHARING, RING])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accelfn as af
+from accelfn.testing import simulate
 from tests.states import bits, values
 
 torch.set_num_threads(1)
@@ -265,6 +266,35 @@ def test_optimizer_that_refuses_gradients_leaves_the_state():
         with pytest.raises(RuntimeError, match="does not support dense gradients"):
             STEP(state, X)
         assert before == values(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "is_kept"),
+    [
+        ({}, "cpu", True),
+        ({}, "meta", False),
+        ({"foreach": False}, "meta", True),
+        ({"foreach": True}, "cpu", False),
+        ({"fused": True}, "cpu", False),
+    ],
+)
+def test_kernels_on_lists_of_tensors_may_have_changed_the_state(
+    options, device, is_kept
+):
+    """What they write torch does not count; off the CPU they are torch's default."""
+
+    def fn(world):
+        state = af.TrainState.create(
+            model=lambda: nn.Embedding(4, 2, sparse=True),
+            optimizer=partial(torch.optim.Adam, lr=0.1, **options),
+            world=world,
+        )
+        step = af.make_step(lambda model, rows: af.Loss(model(rows).sum(), 1))
+        with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+            step(state, torch.zeros(3, dtype=torch.long, device=world.device))
+        return not state.lease.is_over
+
+    assert list(simulate(1, fn, device=device)) == [is_kept]
 
 
 class Refuses(torch.optim.SGD):

@@ -387,6 +387,44 @@ def test_adding_to_gradients_of_unknown_names():
         compute(state, X, into=grads.with_tensors({**grads.tensors, "extra": X}))
 
 
+@pytest.mark.parametrize("given", [None, {"0.bias": torch.zeros(4)}, X], ids=type)
+def test_what_is_no_record_of_gradients_is_refused(given):
+    """A dict of gradients, a tensor or nothing is named by what it is."""
+    state = make()
+    words = f"Grads that value_and_grad returned, got {type(given).__name__}"
+    with pytest.raises(af.GradsError, match=words):
+        af.apply_grads(state, given)
+    with pytest.raises(af.GradsError, match=words):
+        af.sync_grads(state, given)
+    if given is not None:
+        with pytest.raises(af.GradsError, match=words):
+            af.value_and_grad(loss)(state, X, into=given)
+
+
+@pytest.mark.parametrize("place", ["batch", "extras"])
+def test_a_batch_on_another_device_is_told(place):
+    """The error of torch's becomes one that names both devices, and its state is as it was."""
+    state, away = make(), X.to("meta")
+    before = values(state)
+
+    def shifted(model, batch, by):
+        return loss(model, batch + by)
+
+    given = (away, 0.0) if place == "batch" else (X, away)
+    words = r"loss function failed \(.*on meta, and the state is on cpu\. .*batch\.to\("
+    with pytest.raises(af.BatchError, match=words) as caught:
+        af.make_step(shifted)(state, *given)
+    assert type(caught.value.__cause__) is RuntimeError
+    assert before == values(state)
+
+
+def test_an_error_of_a_batch_that_is_here_is_torchs_own():
+    """A shape that does not fit is no question of devices."""
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        STEP(make(), X[:, :2])
+    assert type(caught.value) is RuntimeError
+
+
 def test_gradients_are_given_away_once():
     """Gradients applied to one fork are not applied to another as something else."""
     compute = af.value_and_grad(loss)
@@ -454,6 +492,62 @@ def test_reduced_gradients_are_not_added_to_nor_reduced_again():
     with pytest.raises(af.GradsError, match="reduced over the ranks already"):
         af.sync_grads(state, reduced)
     assert state.copy().step == 0
+
+
+WEIGHTS = {
+    "a number": 4,
+    "a float": 4.0,
+    "a count": torch.tensor(4),
+    "a count of 16 bits": torch.tensor(4, dtype=torch.int16),
+    "float32": torch.tensor(4.0),
+    "float64, in a list": torch.tensor([4.0], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("factor", [0, 1])
+def test_sums_are_divided_by_their_weight(name, factor):
+    """Whatever kind of number it is; sums of no weight are zeros, and stay that."""
+    state = make(optimizer=partial(torch.optim.SGD, lr=1.0))
+    before = {name: each.clone() for name, each in state.params.items()}
+    _, grads = af.value_and_grad(loss)(state, X)
+    sums = {name: torch.full_like(each, factor) for name, each in before.items()}
+    grads = grads.with_sums(sums, WEIGHTS[name] * factor)
+    assert float(grads.weight) == 4 * factor
+    state = af.apply_grads(state, grads)
+    for key, each in state.params.items():
+        torch.testing.assert_close(each, before[key] - factor / 4)
+
+
+def test_a_weight_is_exact():
+    """A whole number that float32 has not is divided by as it is."""
+    _, grads = af.value_and_grad(loss)(make(), X)
+    weight = torch.tensor(2**24 + 1)
+    assert int(grads.with_sums(grads.tensors, weight).weight) == 2**24 + 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [
+        (
+            torch.ones((), dtype=torch.bfloat16),
+            r"a tensor of shape \(\) and .*bfloat16",
+        ),
+        (torch.ones((), dtype=torch.float16), r"a tensor of shape \(\) and .*float16"),
+        (torch.ones((), dtype=torch.complex64), ".*complex64"),
+        (torch.ones(2), r"a tensor of shape \(2,\)"),
+        (torch.ones(0), r"a tensor of shape \(0,\)"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+        ("4", "'4'"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_weight_of_sums_is_refused(weight, shown):
+    """A sum of counts that 16 bits would round, several numbers, or none."""
+    _, grads = af.value_and_grad(loss)(make(), X)
+    with pytest.raises(af.GradsError, match=rf"weight={shown}.*at least 32 bits"):
+        grads.with_sums(grads.tensors, weight)
 
 
 @given(others=st.lists(st.sampled_from(["own", "fork's", "applied"]), max_size=3))

@@ -30,7 +30,7 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.testing import simulate
-from tests.states import values
+from tests.states import bits, values
 from tests.strategies import differences
 
 WIDTH, HEADS = 8, 4
@@ -386,6 +386,27 @@ def test_each_rank_has_its_part() -> None:
         assert torch.equal(state.params["down.bias"], whole["down.bias"])
 
     on_two(fn)
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
+def test_gradients_of_parts_survive_others(wrap: Any) -> None:
+    """What one pass took stays as it was while others are taken, and can be applied."""
+
+    def fn(world: af.World) -> None:
+        engine = wrap(find_unused_parameters=True)
+        state, other = (state_of(world, engine, optimizer=sgd) for _ in range(2))
+        compute = af.value_and_grad(loss)
+        one, two = af.batches(state, epochs=1)
+        _, kept = compute(state, one)
+        before = bits(kept.tensors)
+        for _ in range(2):
+            compute(state, two.value + 1)
+        assert bits(kept.tensors) == before
+        _, expected = compute(other, one)
+        after = af.apply_grads(other, expected).params
+        assert bits(af.apply_grads(state, kept).params) == bits(after)
+
+    simulate(4, fn, axes={"dp_shard": 2, "tp": 2})
 
 
 def test_layers_of_one_input_add_up_its_gradient_once() -> None:

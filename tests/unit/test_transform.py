@@ -175,6 +175,29 @@ step(state, batch):
     )
 
 
+@af.transform
+class Adds:
+    """Adds gradients up over the ranks by itself."""
+
+    def reduce(self, grads, slot, update):
+        return grads, slot
+
+
+@pytest.mark.parametrize(
+    ("setup", "words"),
+    [
+        (af.chain(), "not reduced over ranks"),
+        (af.wrap_ddp(), "averaged over ranks"),
+        (af.local_sgd(sync_every=2), "not reduced over ranks: local_sgd"),
+        (Adds(), "reduced over ranks: adds"),
+    ],
+)
+def test_explain_says_how_gradients_cross(setup, words, capsys):
+    """By whom they are reduced, or that they stay each rank's own."""
+    af.chain(setup).explain()
+    assert f"; gradients {words}\n" in capsys.readouterr().out
+
+
 def test_composing_changes_nothing():
     """Building and applying a setup leaves torch's generator and the state as they were."""
     random = torch.get_rng_state()

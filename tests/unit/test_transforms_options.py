@@ -9,6 +9,7 @@ import torch
 
 import accelfn as af
 from tests.catalog import CATALOG
+from tests.states import linear_state
 
 BAD = {
     "accumulate num_micro_batches 0": lambda: af.accumulate(num_micro_batches=0),
@@ -144,3 +145,21 @@ def test_infinity_prints_as_code():
     value = af.clip_grad_norm(float("inf"))
     assert repr(value) == 'af.clip_grad_norm(float("inf"))'
     assert eval(repr(value), {"af": af}) == value  # noqa: S307
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "weights"),
+    [
+        ({"micro_batch_size": 2}, {"num_micro_batches": 3}, (4, 4, 4)),
+        ({"num_micro_batches": 3}, {"micro_batch_size": 2}, (2,) * 6),
+        ({"num_micro_batches": 3}, {"num_micro_batches": 2}, (6, 6)),
+        ({"micro_batch_size": 3}, {"micro_batch_size": 4}, (4, 4, 4)),
+    ],
+)
+def test_of_two_that_cut_a_batch_the_last_one_does(first, last, weights):
+    """Whether it says how many parts there are or how large they may be."""
+    state = linear_state(
+        data=af.Data(torch.ones(12, 1), batch_size=12),
+        setup=af.chain(af.accumulate(**first), af.accumulate(name="last", **last)),
+    )
+    assert next(iter(af.batches(state))).weights == weights

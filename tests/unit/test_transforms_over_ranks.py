@@ -89,6 +89,33 @@ def test_a_norm_of_its_own_is_refused_when_built():
         simulate(2, build)
 
 
+@af.transform
+class Converts:
+    """Makes torch's own layers of all ranks, or of another group."""
+
+    is_own: bool
+
+    def module(self, module, state):
+        group = object() if self.is_own else state.definition.copy.group
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_norm_over_a_group_of_its_own_is_refused_when_built(is_own):
+    """A layer that another transform gave other ranks is named; that of the same is taken."""
+    setup = af.chain(af.wrap_ddp(), Converts(is_own), af.sync_batchnorm())
+
+    def build(world):
+        net = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))  # noqa: E731
+        af.build(create(world, net, setup))
+
+    if not is_own:
+        simulate(2, build)
+        return
+    with pytest.raises(af.ModelError, match="'1' is a SyncBatchNorm over a process"):
+        simulate(2, build)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("layer", "told"),
@@ -411,3 +438,19 @@ def test_simulated_ranks_compare_their_sums_in_every_update(late, checked):
     )
     with pytest.raises(af.ReplicaMismatchError, match=told):
         simulate(2, fn)
+
+
+def test_ranks_compare_what_they_hold_once() -> None:
+    """Sums by hand, of one update after another, are of ranks that have compared already."""
+
+    def rank(world: af.World) -> None:
+        state = linear_state(world=world)
+        compute = af.value_and_grad(lambda net, x: net(x).square().mean())
+        for _ in range(3):
+            _, grads = compute(state, torch.ones(2, 1))
+            state = af.apply_grads(state, af.sync_grads(state, grads))
+
+    log = simulate(2, rank).log
+    compared = {each.step for each in log if "compare" in each.label}
+    assert len({each.step for each in log}) == 3
+    assert compared == {0}

@@ -30,14 +30,18 @@ Layers = Sequence[tuple[int, int]]
 """Of each, the groups of its weight and its bias."""
 
 
-def state_of(layers: Layers, couples: Sequence[int], frozen: int = 0) -> af.TrainState:
+def state_of(
+    layers: Layers, couples: Sequence[int], frozen: int = 0, *, listed: bool = True
+) -> af.TrainState:
     named = [(f"layer{i}", nn.Linear(6, 5)) for i in range(len(layers))]
     model = nn.Sequential(OrderedDict(named))
     groups = [{"params": [], "couples": dims} for dims in couples]
     for i, (weight, bias) in enumerate(layers):
+        model[i].requires_grad_(i >= frozen)
+        if i < frozen and not listed:
+            continue
         groups[weight]["params"].append(model[i].weight)
         groups[bias]["params"].append(model[i].bias)
-        model[i].requires_grad_(i >= frozen)
     return af.TrainState.create(
         model=model,
         optimizer=Coupling([each for each in groups if each["params"]], lr=0.1),
@@ -50,12 +54,16 @@ def state_of(layers: Layers, couples: Sequence[int], frozen: int = 0) -> af.Trai
     ),
     couples=st.sampled_from([[0, 0], [0, 1], [0, 2], [1, 0], [2, 0]]),
     frozen=st.integers(0, 3),
+    listed=st.booleans(),
 )
 def test_whatever_group_couples_elements_is_found(
-    layers: Layers, couples: Sequence[int], frozen: int
+    layers: Layers, couples: Sequence[int], frozen: int, *, listed: bool
 ) -> None:
-    """As if all were tried in their own shapes: groups, dims and who is trained count."""
-    state = state_of(layers, couples, frozen)
+    """As if all were tried in their own shapes: groups, dims and who is trained count.
+
+    What is frozen may be in no group.
+    """
+    state = state_of(layers, couples, frozen, listed=listed)
     is_coupled = any(
         dims == couples[group]
         for weight, bias in layers[frozen:]

@@ -241,3 +241,24 @@ def test_a_module_that_judges_in_a_loss_stays_until_the_backward_pass():
         lambda model, batch: (model(batch) * af.frozen(other)(batch)).mean()
     )(state, X)
     assert math.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("name", ["table", "twin"])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_shared_tensor_is_not_replaced_under_either_name(kind, name):
+    """A block that gives a lent tensor's place to another is refused by its further name, too."""
+
+    class Shared(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 1)
+            if kind == "parameter":
+                self.table = self.twin = nn.Parameter(torch.ones(2))
+            else:
+                self.register_buffer("table", torch.ones(2))
+                self.register_buffer("twin", self.table)
+
+    state = af.TrainState.create(model=Shared, optimizer=torch.optim.SGD)
+    new = torch.zeros(2)
+    words = rf"put other tensors in the place of {name}, of a module that is lent"
+    with pytest.raises(af.StateError, match=words), af.bind(state) as model:
+        setattr(model, name, nn.Parameter(new) if kind == "parameter" else new)

@@ -93,6 +93,18 @@ def test_what_is_split_has_the_noise_of_the_whole(name, split, data):
             torch.testing.assert_close(found[each], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # which are torch's own
+@pytest.mark.parametrize("split", ["fsdp", "hsdp"])
+def test_what_is_drawn_for_a_sum_counts_once(split):
+    """A sum over a split tensor, of which each rank has a term, has the noise of one."""
+    wrap, axes, sizes = SPLITS[split]
+    train = partial(trained, draw=lambda tensor: torch.randn_like(tensor.sum()))
+    one = simulate(1, partial(train, engine=af.wrap_ddp())).results[0]
+    for found in simulate(sizes[-1], partial(train, engine=wrap()), axes=axes).results:
+        for each, expected in one.items():
+            torch.testing.assert_close(found[each], expected, rtol=1e-5, atol=1e-5)
+
+
 BY_VALUES = {
     "bernoulli": lambda tensor: torch.bernoulli(tensor.abs().clamp(max=1)),
     "bernoulli_": lambda tensor: torch.zeros_like(tensor).bernoulli_(

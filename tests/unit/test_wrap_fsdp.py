@@ -4,6 +4,7 @@
 import math
 from collections.abc import Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -470,6 +471,25 @@ def test_nothing_is_offloaded_from_the_cpu():
     in_two(fn)
     alone = af.TrainState.create(model=Net, optimizer=adamw, setup=setup)
     assert {param.device.type for param in alone.params.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize(("kind", "backend"), [("cuda", "nccl"), ("xpu", "xccl")])
+def test_what_lies_on_the_host_is_summed_there(kind, backend, joins):
+    """Ranks of GPUs that nothing joins on the CPU are refused, with a backend that does."""
+    connection = SimpleNamespace(joins=lambda device: joins or device.type != "cpu")
+    world = SimpleNamespace(
+        device=torch.device(kind),
+        loss=SimpleNamespace(size=2),
+        connection=connection,
+    )
+    check = af.wrap_fsdp(cpu_offload=True)._check_offload
+    if joins:
+        check(world)
+        return
+    words = rf'parts lie on the CPU, .*backend="cpu:gloo,{kind}:{backend}"'
+    with pytest.raises(af.WorldError, match=words):
+        check(world)
 
 
 def test_nothing_is_offloaded_where_nothing_has_values():
