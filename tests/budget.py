@@ -268,6 +268,7 @@ _NUMBERS = {
         "laws.test_written_again::test_memory_that_others_hold_is_copied",
         "unit.test_checkpoint::test_a_save_is_due_when_its_period_is_over",
         "unit.test_checkpoint::test_what_is_kept_of_any_saves",
+        "unit.test_data_streams::test_a_rank_s_own_stream_goes_on_anywhere",
         "unit.test_kept_values::test_gradients_that_a_transform_made_lie_as_they_did",
         "unit.test_transforms_over_ranks::test_gradients_are_left_on_a_rank_under_accumulate",
         "unit.test_whole_draws::test_what_is_split_has_the_noise_of_the_whole",

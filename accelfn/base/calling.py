@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 30
 """The longest argument that is shown as it is."""
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _HOMES = {
     "accelfn.schedules": "af.schedules.",
     "accelfn.data.orders": "af.orders.",
@@ -80,12 +81,16 @@ def _refusal(
     begin = f"{name}({shown}):"
     unknown = [each for each in named if each not in names]
     if unknown and len(params) == len(all_params):
-        return f"{begin} {_meant(name, unknown[0], names)}"
+        return f"{begin} {_meant(name, unknown[0], params)}"
     by_position = [each.name for each in params if each.kind is not _BY_NAME]
     has_rest = any(each.kind is each.VAR_POSITIONAL for each in params)
     if len(given) > len(by_position) and not has_rest:
         return f"{begin} {_by_name(name, given, by_position, names)}"
     usage = _usage(name, params)
+    placed = [each.name for each in params if each.kind in _BY_PLACE]
+    unnamed = [each for each in named if each in placed]
+    if unnamed and len(params) == len(all_params):
+        return f"{begin} {unnamed[0]} has no name in a call. Write {usage}."
     twice = [each for each in by_position[: len(given)] if each in named]
     if twice:
         return f"{begin} {twice[0]} is given twice. Write {usage}."
@@ -118,18 +123,26 @@ def _by_name(
     return f"{may} may be given by position. {usage}."
 
 
-def _meant(name: str, word: str, known: list[str]) -> str:
+def _meant(name: str, word: str, params: list[inspect.Parameter]) -> str:
     """Return what to write instead of an argument that there is not."""
+    known = [each.name for each in params if each.kind not in _BY_PLACE]
     advice = ARGUMENTS.get(name, {}).get(word)
     if advice is None:
         near = difflib.get_close_matches(word, known, n=1)
         advice = f"{near[0]}=" if near else None
     if advice is None:
-        listed = ", ".join(f"{each}=" for each in known) or "none"
+        listed = ", ".join(map(_listed, params)) or "none"
         return f"there is no {word}=; its arguments are {listed}."
     if advice in [f"{each}=" for each in known]:
         return f"there is no {word}=; did you mean {advice}?"
     return f"there is no {word}=; {advice}."
+
+
+def _listed(param: inspect.Parameter) -> str:
+    """Return a parameter as one gives it."""
+    if param.kind is param.VAR_POSITIONAL:
+        return f"*{param.name}"
+    return param.name if param.kind in _BY_PLACE else f"{param.name}="
 
 
 def _usage(name: str, params: list[inspect.Parameter]) -> str:

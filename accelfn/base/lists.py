@@ -55,17 +55,13 @@ fused_adamw_ = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
 
 def add_(
     tensors: Iterable[torch.Tensor],
-    others: Iterable[torch.Tensor] | float,
+    others: Iterable[torch.Tensor],
     *,
     alpha: float = 1,
 ) -> None:
-    """Add `alpha` times a number, or another tensor, to each."""
+    """Add `alpha` times another tensor to each."""
     found = _parts(tensors)
-    if not found:
-        return
-    if isinstance(others, (int, float)):
-        torch._foreach_add_(found, others * alpha)  # pyright: ignore[reportPrivateUsage]
-    else:
+    if found:
         torch._foreach_add_(found, _parts(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
 
 

@@ -95,7 +95,8 @@ def bytes_of(leaf: Any) -> bytes:
     """Return what tells a leaf from others; of an unknown object, its class."""
     if isinstance(leaf, torch.Tensor):
         with suppress(RuntimeError):  # a sparse one, say, which has no such bytes
-            array = leaf.detach().cpu().contiguous()
+            # a copy, of which no element waits to be conjugated, and no stride but 1 is left
+            array = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
             head = f"{array.dtype}{tuple(array.shape)}".encode()
             return head + array.reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, (np.ndarray, np.void)) and leaf.dtype.hasobject:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
+from accelfn.base import codec
 from accelfn.checkpoint import background, disk, keep
 from accelfn.testing import simulate
 from tests.states import bits, values
@@ -873,3 +874,19 @@ def test_linux_begins_early(tmp_path):
         file.write(b"abc")
         assert disk._sync_file_range(file.fileno(), 0, 3, disk._WRITE) == 0
         assert disk._sync_file_range(file.fileno(), -1, 3, disk._WRITE) == -1
+
+
+@pytest.mark.parametrize("kind", ["set", "Tensor", ""])
+@pytest.mark.parametrize("around", ["nothing", "list", "dict", "pairs", "object"])
+def test_what_no_version_wrote_is_not_read(kind, around):
+    """An entry of an unknown kind in a manifest is named, however deep it stands."""
+    coded = {kind: []}
+    within = {
+        "nothing": coded,
+        "list": {"list": [1, coded]},
+        "dict": {"dict": {"a": None, "b": coded}},
+        "pairs": {"pairs": [[1, None], [2, coded]]},
+        "object": {"object": coded},
+    }
+    with pytest.raises(af.errors.PlainDataError, match=f"unknown kind '{kind}'"):
+        codec.decode(within[around], {})

@@ -3,6 +3,8 @@
 
 import itertools
 import math
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -597,3 +599,155 @@ def test_datasets_side_by_side_draw_apart():
     assert len(torch.cat(drawn).unique()) == 24
     doubles = [torch.cat([each[name][1] for each in seen]) for name in "ab"]
     assert len(torch.cat(doubles).unique()) == 12
+
+
+class Counted(Dataset):
+    """Knows how often each of its samples was read."""
+
+    def __init__(self):
+        self.reads = Counter()
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        return float(index)
+
+
+def test_ranks_look_once_at_what_is_alike():
+    """Eight samples are read once more than they are measured, and no other."""
+
+    def each_rank(world):
+        dataset = Counted()
+        data = af.Data(dataset, batch_size=4)
+        af.evaluate(make(None, world=world), data, lambda *_: 1.0)
+        return dataset.reads
+
+    first, second = simulate(2, each_rank)
+    measured = Counter(range(12))
+    assert first + second - measured == Counter(
+        dict.fromkeys(set(first) & set(second), 2)
+    )
+
+
+class Ragged(Dataset):
+    """Samples of one leaf or two, as a generator of its own says."""
+
+    def __init__(self, seed):
+        self.own = np.random.default_rng(seed)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return [float(index)] * (1 + (self.own.random() < 0.2))
+
+
+def test_samples_of_as_many_parts_as_chance_has_it_are_no_difference():
+    """They differ on one rank as well; what differs beside them is told none the less."""
+
+    def told(make_data):
+        def each_rank(world):
+            try:
+                af.evaluate(
+                    make(None, world=world), make_data(world.rank), lambda *_: 1.0
+                )
+            except af.ReplicaMismatchError as error:
+                return str(error)
+            return ""
+
+        return set(simulate(2, each_rank).results)
+
+    options = {"batch_size": 2, "collate": lambda samples: torch.zeros(len(samples))}
+    assert told(lambda rank: af.Data(Ragged(rank), **options)) == {""}
+    (said,) = told(
+        lambda rank: af.Data.mix([Ragged(rank), [float(rank), 1.0]], **options)
+    )
+    assert "dataset 1, sample 0" in said
+    assert "dataset 0" not in said
+
+
+TWO_LEAVES = {
+    "float32": lambda number: torch.tensor([number, 1.0]),
+    "bfloat16": lambda number: torch.tensor([number, 1.0]).bfloat16(),
+    "requires grad": lambda number: torch.tensor([number, 1.0], requires_grad=True),
+    "computed": lambda number: 2 * torch.tensor([number], requires_grad=True),
+    "every other row": lambda number: (
+        torch.tensor([1.0, number, 1.0, number])[::2] * number
+    ),
+    "one of a column": lambda number: torch.tensor([[number, 1.0], [2.0, 3.0]])[:1, 0],
+    "none": lambda number: torch.ones(0, int(number)),
+    "turned": lambda number: torch.tensor([[number, 1.0], [2.0, 3.0]]).T,
+    "conjugate": lambda number: torch.tensor([number + 1j]).conj(),
+    "negative": lambda number: torch.tensor([number * 1j]).conj().imag,
+    "complex": lambda number: torch.tensor([1 + number * 1j]),
+    "boolean": lambda number: torch.tensor(number > 1),
+    "array": lambda number: np.array([number, 1.0]),
+    "scalar of numpy": np.float64,
+    "row with fields": lambda number: np.array([(number, 1)], "f4,i4")[0],
+    "text": str,
+}
+
+
+@pytest.mark.parametrize("kind", TWO_LEAVES)
+def test_data_are_known_by_the_numbers_of_any_tensor(kind):
+    """The same numbers made anew are the same data, others are other data."""
+    one, again, other = (
+        af.Data([TWO_LEAVES[kind](number)], batch_size=1).facts["fingerprint"]
+        for number in (1.0, 1.0, 2.0)
+    )
+    assert one == again != other
+
+
+class Unending:
+    """A sampler without a length."""
+
+    def __iter__(self):
+        return itertools.count()
+
+
+def test_a_sampler_has_a_length():
+    """One of a loader that says none is refused as its data are made, by its class."""
+    loader = DataLoader(X, sampler=Unending(), batch_size=2)
+    with pytest.raises(af.DataError, match="Unending has no length; .* needs __len__"):
+        _ = af.Data.from_loader(loader).updates_per_epoch
+
+
+@pytest.mark.parametrize("num_shares", [1, 3])
+def test_a_plan_has_one_of_its_shares(num_shares):
+    """The last is one less than there are; the next is refused with which there are."""
+    last = af.Plan(rank=num_shares - 1, num_shares=num_shares)
+    assert last.parts((0, 12))[-1][1] == 12
+    words = rf"rank={num_shares}, num_shares={num_shares}.*0 to {num_shares - 1}\."
+    with pytest.raises(af.ArgumentError, match=words):
+        af.Plan(rank=num_shares, num_shares=num_shares)
+
+
+PRINTED = {
+    "<Data of a stream (Stream), batches of 4>": lambda: af.Data(
+        Stream(), batch_size=4
+    ),
+    "<Data of 10 samples (Tensor), batches by list>": lambda: af.Data(
+        X, batch_sampler=[[0, 1], [2]]
+    ),
+    "<Data of 10 samples (Tensor), shuffled, batches of 4>": lambda: af.Data(
+        X, batch_size=4, shuffle=True
+    ),
+    "<Data of 10 samples (Tensor), own order backwards, batches of 4>": lambda: af.Data(
+        X, batch_size=4, order=backwards
+    ),
+    "<Data of 10 samples (Tensor), own order, batches of 4>": lambda: af.Data(
+        X, batch_size=4, order=partial(backwards)
+    ),
+}
+
+
+def backwards(*_, n=10):
+    return range(n - 1, -1, -1)
+
+
+@pytest.mark.parametrize("text", PRINTED)
+def test_data_are_printed_by_what_they_are(text):
+    """Of any kind: how many samples, of which dataset, in which order and batches."""
+    assert repr(PRINTED[text]()) == text

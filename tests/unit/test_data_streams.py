@@ -7,6 +7,8 @@ import attrs
 import pytest
 import torch
 import torchdata.nodes
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -92,6 +94,13 @@ def test_an_empty_stream(way):
     """A stream without samples is refused as it is read, whoever reads it."""
     with pytest.raises(af.DataError, match="no sample in epoch 0"):
         read(af.Data(Plain(0), batch_size=2, **WAYS[way]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stream_that_says_that_it_is_empty(way):
+    """One whose length is 0 is refused when `Data` is made."""
+    with pytest.raises(af.DataError, match=r"the dataset \(Promising\) is empty"):
+        af.Data(Promising(0, 0), batch_size=2, **WAYS[way])
 
 
 def test_an_iterator_in_disguise():
@@ -495,3 +504,43 @@ def test_a_resumed_epoch_is_filled_from_its_own_beginning():
     for epoch in range(3):
         rest = flat(read(data, cursor=af.Cursor(epoch, 3), epochs=3))
         assert rest == whole[3 * epoch + 1 :]
+
+
+@given(
+    counts=st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    batch_size=st.integers(1, 6),
+    parts=st.integers(1, 3),
+    stateful=st.booleans(),
+    at=st.integers(0, 13),
+)
+@example(counts=[1, 6], batch_size=4, parts=2, stateful=True, at=1)
+@example(counts=[2, 1], batch_size=4, parts=2, stateful=False, at=0)
+@settings(max_examples=15)
+def test_a_rank_s_own_stream_goes_on_anywhere(counts, batch_size, parts, stateful, at):
+    """From any batch on come the very rest; rows, indices and filler are as many each."""
+    setup = af.chain(af.accumulate(num_micro_batches=parts), af.shard_data())
+
+    def each_rank(world, cursors=None):
+        stream = (Stateful if stateful else Plain)(counts[world.rank])
+        data = af.Data(stream, batch_size=batch_size, sharded=True, replay=True)
+        state = linear_state(data=data, world=world, setup=setup)
+        if cursors is not None:
+            state = attrs.evolve(state, cursor=cursors[world.rank])
+        return list(af.batches(state, epochs=2))
+
+    def kept(batch):
+        rows = torch.cat([each.reshape(-1) for each in batch.micro_batches])
+        assert len(rows) == len(batch.indices) == len(batch.filler)
+        assert sum(batch.weights) == int((~batch.filler).sum())
+        return batch.weights, rows[~torch.as_tensor(batch.filler)].tolist()
+
+    size = len(counts)
+    whole = simulate(size, each_rank).results
+    for count, batches in zip(counts, whole, strict=True):
+        rows = [row for batch in batches for row in kept(batch)[1]]
+        assert rows == [*range(count)] * 2
+    done = at % len(whole[0])
+    cursors = [batches[done].cursor for batches in whole]
+    rest = simulate(size, lambda world: each_rank(world, cursors)).results
+    for batches, found in zip(whole, rest, strict=True):
+        assert [*map(kept, found)] == [*map(kept, batches[done + 1 :])]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -96,10 +97,13 @@ def test_a_count_is_no_mean():
     count = lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).sum()  # noqa: E731
     with pytest.warns(af.Warning, match=r"'value', a count or a sum.*af\.Loss"):
         af.evaluate(state, data(), count)
+    with pytest.warns(af.Warning, match=r"'value', a count or a sum"):
+        af.evaluate(state, data(2), count)
     with pytest.warns(af.Warning, match=r"'right', a count or a sum"):
         af.evaluate(state, data(), lambda *given: {"right": count(*given)})
     af.evaluate(state, data(1), count)  # of one sample, it is the mean
     af.evaluate(state, data(1), lambda *given: count(*given) == 1)
+    af.evaluate(state, data(), lambda *given: count(*given) == 1)  # it is or it is not
     af.evaluate(state, data(), lambda *given: count(*given).float())  # nobody can tell
     af.evaluate(
         state, data(), lambda *given: af.Loss(count(*given), 4, n=count(*given))
@@ -417,3 +421,43 @@ def test_function_that_is_none():
     for use in (af.evaluate, lambda *all_: list(af.predict(*all_))):
         with pytest.raises(af.Error, match="3"):
             use(make(), data(), 3)
+
+
+class Streamed(IterableDataset):
+    """Every so many samples, one by one."""
+
+    def __init__(self, first, every):
+        self.first, self.every = first, every
+
+    def __iter__(self):
+        rows = slice(self.first, None, self.every)
+        return zip(X[rows], Y[rows], strict=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_samples_of_each_rank_have_no_order_to_predict_in(size):
+    """Data of which each rank reads its own are evaluated, and refused to `predict`."""
+
+    def each_rank(world):
+        own = af.Data(Streamed(world.rank, size), batch_size=4, sharded=True)
+        state = make(world=world, setup=af.wrap_ddp())
+        with pytest.raises(af.StateError, match=r"sharded=True have no common order"):
+            list(af.predict(state, own, outputs))
+        return af.evaluate(state, own, lambda _, batch: {"y": batch[1].float().mean()})
+
+    for found in simulate(size, each_rank):
+        assert pytest.approx(5 / 11) == found["y"]
+
+
+def test_a_function_whose_signature_nobody_knows_is_called():
+    """Some that are written in C have none, and are taken as they are."""
+    named = af.Data(X, batch_size=4, collate=lambda _: "training")
+    assert af.evaluate(STATE, named, getattr) == {"getattr": 0.0}
+
+
+def test_datasets_side_by_side_are_predicted_in_their_order():
+    """Each from its own beginning, though training shuffles them; the shorter begins anew."""
+    pairs = af.Data.zip(long=X, short=Y[:3], batch_size=4, shuffle=True)
+    found = list(af.predict(STATE, pairs, lambda _, batch: batch))
+    assert torch.equal(torch.stack([each["long"] for each in found]), X)
+    assert [int(each["short"]) for each in found] == [int(Y[i % 3]) for i in range(11)]

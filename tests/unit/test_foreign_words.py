@@ -307,6 +307,24 @@ CALLS = {
         lambda: RECORDS["STORE"][0].save(STATE, {"loss": 1.0}),
         "only state may be given by position. By name: metrics=",
     ),
+    "what is given by place, by its name": (
+        lambda: af.chain(transforms=[af.ema(0.9)]),
+        r"transforms has no name in a call\. Write af\.chain\(\*transforms\)\.$",
+    ),
+    "what is given by place, after others": (
+        lambda: af.evaluate(STATE, X, loss_fn, extras=3),
+        r"extras has no name in a call\. Write af\.evaluate\(state, data, fn, \*extras",
+    ),
+    "nearly what is given by place": (
+        lambda: af.chain(af.ema(0.9), transform=None),
+        r"there is no transform=; its arguments are \*transforms\.$",
+    ),
+    "beside what is given by place": (
+        lambda: af.evaluate(STATE, X, loss_fn, weights=3),
+        r"there is no weights=; its arguments are state=, data=, fn=, \*extras\.$",
+    ),
+    "short text": (lambda: af.ema(0.9, "x" * 28), r"af\.ema\(0\.9, 'x{28}'\): only"),
+    "long text": (lambda: af.ema(0.9, "x" * 29), r"af\.ema\(0\.9, <str>\): only"),
     "a keyword called function": (
         lambda: af.batches(STATE, function=3),
         "there is no function=",

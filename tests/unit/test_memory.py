@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.loop.memory_use import Bytes
+from accelfn.loop.memory_use import Bytes, Memory
 from accelfn.testing import simulate
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
@@ -143,3 +143,69 @@ def test_what_lies_on_the_host_is_added_up() -> None:
     some = [Bytes(here=8, whole=16, host=4), Bytes(here=2, whole=2, host=1)]
     both = sum(some, Bytes(here=0, whole=0))
     assert both == some[0] + some[1] == Bytes(here=10, whole=18, host=5)
+
+
+def test_a_state_s_table_can_be_read() -> None:
+    """A row for each part that has any bytes, and a column for the host if any are there."""
+    one, none = Bytes(here=1023, whole=2048), Bytes(here=0, whole=0)
+    slots = {"ema": Bytes(here=1536, whole=3 * 1024**2), "empty": none}
+    found = Memory(params=one, buffers=none, opt_state=one, slots=slots)
+    assert str(found).splitlines() == [
+        "                  here       whole",
+        "parameters      1023 B    2.00 KiB",
+        "optimizer       1023 B    2.00 KiB",
+        "slot 'ema'    1.50 KiB    3.00 MiB",
+        "total         3.50 KiB    3.00 MiB",
+    ]
+    hosted = Memory(
+        params=one, buffers=none, opt_state=Bytes(here=8, whole=9, host=8), slots={}
+    )
+    assert [line.split() for line in str(hosted).splitlines()] == [
+        ["here", "on", "host", "whole"],
+        ["parameters", "1023", "B", "0", "B", "2.00", "KiB"],
+        ["optimizer", "8", "B", "8", "B", "9", "B"],
+        ["total", "1.01", "KiB", "8", "B", "2.01", "KiB"],
+    ]
+
+
+def test_more_than_the_largest_unit_is_shown_in_it() -> None:
+    """Of a model that is a thousand times as large, too."""
+    found = af.memory_estimate(
+        lambda: nn.Linear(2**24, 2**24, bias=False), optimizer=adamw
+    )
+    rows = {line.split()[0]: line.split()[1:3] for line in str(found).splitlines()}
+    assert rows["parameters"] == ["1024.00", "TiB"]
+    assert rows["total"] == ["4096.00", "TiB"]
+
+
+@af.transform
+class keeps:
+    """Keeps tensors like the parameters in containers of several kinds."""
+
+    def init(self, state):
+        first, second = (torch.zeros_like(each) for each in state.params.values())
+        return {"own": (first, [second, torch.zeros(3)]), "same": first, "number": 1}
+
+
+def test_slots_in_any_container_are_counted() -> None:
+    """Each tensor once, however deep it lies, as in the real state."""
+    model = partial(nn.Linear, 4, 2)
+    state = af.TrainState.create(model=model, optimizer=adamw, setup=keeps())
+    found = af.memory_estimate(model, keeps(), optimizer=adamw)
+    expected = (4 * 2 + 2 + 3) * 4
+    assert found.by_dtype[torch.float32].slots == {"keeps": expected}
+    assert af.memory(state).slots == {"keeps": Bytes(here=expected, whole=expected)}
+
+
+@af.transform
+class refuses:
+    """Refuses every model."""
+
+    def init(self, _):
+        raise af.ModelError("of no shape that it takes")
+
+
+def test_a_model_that_the_setup_refuses_in_any_dtype_is_refused() -> None:
+    """There is nothing to show then, and the words are the setup's."""
+    with pytest.raises(af.ModelError, match="no shape that it takes"):
+        af.memory_estimate(huge, refuses(), optimizer=adamw)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders, budgets, mixes and zips: their arguments, and what says that they are wrong."""
 
+import random
+from itertools import chain
+
 import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, RandomSampler
 
@@ -368,3 +371,57 @@ def test_an_order_that_sorts_is_asked_for_less_at_once(monkeypatch):
     order = af.orders.bucketed([1] * ranks * share * updates)
     assert asked_of_order(ranks, share, updates, order=order) == [share] * updates
     assert asked_of_order(ranks, share, updates) == [share * updates]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=20),
+    batch_size=st.integers(1, 6),
+    window=st.integers(1, 30),
+    seed=st.integers(0, 9),
+)
+@example(lengths=[9, 1, 8, 2, 7, 3, 6], batch_size=3, window=7, seed=0)
+def test_batches_of_a_window_are_neighbours_in_length(
+    lengths, batch_size, window, seed
+):
+    """Put in order, the batches of a window are its sorted lengths, cut evenly."""
+    data = af.Data(
+        torch.arange(len(lengths)),
+        batch_size=batch_size,
+        order=af.orders.bucketed(lengths, window=window),
+    )
+    state = linear_state(data=data, seed=seed)
+    batches = [
+        sorted(lengths[i] for i in batch.indices.tolist())
+        for batch in af.batches(state, epochs=1)
+    ]
+    assert sorted(chain(*batches)) == sorted(lengths)
+    in_window = -(-window // batch_size)
+    for start in range(0, len(batches), in_window):
+        found = batches[start : start + in_window]
+        assert {len(each) for each in found[:-1]} <= {batch_size}
+        whole = [each for each in found if len(each) == batch_size]
+        rest = [each for each in found if len(each) < batch_size]
+        flat = [*chain(*sorted(whole), *rest)]
+        assert flat == sorted(flat)
+
+
+DRAWERS = {
+    "torch": lambda n: torch.randperm(n).tolist(),
+    "numpy": lambda n: np.random.permutation(n).tolist(),  # noqa: NPY002 - users draw from it
+    "Python": lambda n: random.sample(range(n), n),
+}
+
+
+@pytest.mark.parametrize("source", DRAWERS)
+def test_an_order_of_one_s_own_may_draw(source):
+    """From any default generator: an epoch has one order, whatever was drawn before."""
+
+    def orders(seed):
+        data = af.Data(X, batch_size=10, order=lambda *_: DRAWERS[source](10))
+        state = linear_state(data=data, seed=seed)
+        return [batch.indices.tolist() for batch in af.batches(state, epochs=2)]
+
+    first = orders(0)
+    DRAWERS[source](10)
+    assert orders(0) == first
+    assert len({*map(tuple, first + orders(1))}) == 4

@@ -3,6 +3,7 @@
 
 import re
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import datasets
@@ -25,8 +26,9 @@ from torch.utils.data import (
 )
 
 import accelfn as af
+from accelfn.base.tree import tree_map
 from accelfn.testing import simulate
-from tests.states import linear_state
+from tests.states import bits, linear_state
 
 torch.set_num_threads(1)
 
@@ -483,3 +485,91 @@ def test_a_pandas_table_is_given_as_columns(part):
         next(iter(af.batches(linear_state(data=af.Data(table[part], batch_size=2)))))
     columns = {name: torch.tensor(table[name].to_numpy()) for name in table}
     assert len(af.Data(columns, batch_size=2).source) == 3
+
+
+# Datasets made of tensors.
+
+ROWS_OF_TENSORS = {
+    "a tensor": X,
+    "a tuple": (X, X[:, 0].double()),
+    "a dict": {"x": X, "y": X[:, 1].bfloat16()},
+    "a tensor beside a dict": (X, {"y": X[:, 1], "z": [X[:, 0].long()]}),
+    "a dict beside a tensor": ({"y": X[:, 1]}, X),
+    "TensorDataset": TensorDataset(X, X[:, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS_OF_TENSORS)
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda rows: af.Data(rows, batch_size=4, shuffle=True),
+        lambda rows: af.Data(Subset(rows, range(10)), batch_size=4, shuffle=True),
+        lambda rows: af.Data.mix(
+            [Subset(rows, range(3)), Subset(rows, range(3, 10))],
+            batch_size=4,
+            shuffle=True,
+        ),
+    ],
+    ids=["whole", "Subset", "mix"],
+)
+def test_a_batch_of_tensors_has_the_containers_of_the_dataset(kind, made):
+    """Of tensors in any containers, each has its rows, where it stood, in its dtype."""
+    rows = ROWS_OF_TENSORS[kind]
+    given = rows.tensors if isinstance(rows, TensorDataset) else rows
+    for batch in af.batches(make(made(rows)), epochs=1):
+        expected = tree_map(lambda leaf, b=batch: leaf[b.indices], given)
+        assert bits(batch.value) == bits(expected)
+
+
+DRAWING = {
+    "tensors": (lambda: af.Data(X, batch_size=4), False),
+    "table": (lambda: af.Data(pa.table({"x": X[:, 0].numpy()}), batch_size=4), False),
+    "mix of tensors": (lambda: af.Data.mix([X, X], batch_size=4), False),
+    "zip of tensors": (lambda: af.Data.zip(a=X, b=X, batch_size=4), False),
+    "items": (lambda: af.Data(Noisy(), batch_size=4), True),
+    "mix, first items": (lambda: af.Data.mix([Noisy(), X[:, :1]], batch_size=4), True),
+    "mix, then items": (lambda: af.Data.mix([X[:, :1], Noisy()], batch_size=4), True),
+    "zip, first items": (lambda: af.Data.zip(a=Noisy(), b=X, batch_size=4), True),
+    "zip, then items": (lambda: af.Data.zip(a=X, b=Noisy(), batch_size=4), True),
+    "collate": (lambda: af.Data(X, batch_size=4, collate=len), True),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_what_draws_waits_for_a_thread_that_draws(kind):
+    """What runs code of the user's may draw, and is refused meanwhile; tensors are read."""
+    make_data, may_draw = DRAWING[kind]
+    state = make(make_data())
+
+    def rows_read():
+        return [batch.num_samples for batch in af.batches(state, epochs=1)]
+
+    expected = rows_read()
+    with ThreadPoolExecutor(1) as other:
+        with af.rng(state, "noise"):
+            with af.rng(state, "more"):  # a block in a block of the same thread
+                error = other.submit(rows_read).exception()
+            drawn = torch.rand(2)
+        after = other.submit(rows_read).result()
+        with af.rng(state, "noise"):
+            assert torch.equal(drawn, torch.rand(2))
+    if may_draw:
+        assert isinstance(error, af.WorldError)
+        assert "while another thread of this process does" in str(error)
+    else:
+        assert error is None
+    assert after == expected
+
+
+def test_a_block_that_has_ended_keeps_nobody_waiting():
+    """Another thread may draw then, though somebody still has what the block was made of."""
+    state = make(af.Data(Noisy(), batch_size=4))
+    block = af.rng(state, "noise")
+    with block:
+        expected = torch.rand(2)
+    with ThreadPoolExecutor(1) as other:
+        found = other.submit(lambda: list(af.batches(state, epochs=1))).result()
+    assert len(found) == 3
+    with block:
+        assert torch.equal(expected, torch.rand(2))

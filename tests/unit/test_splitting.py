@@ -132,3 +132,25 @@ def test_what_is_no_sequence_inside_is_refused(wrong: Any) -> None:
 def test_an_empty_dict_has_empty_parts() -> None:
     """A dict of nothing is a dict of nothing on every rank."""
     assert parts({}, 2) == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"dp_replicate": 2, "tp": 2}, r"along tp share .*world\.along\('tp'\)"),
+        ({"dp_replicate": 2, "cp": 2}, r"along cp share .*world\.along\('cp'\)"),
+        ({"cp": 2, "tp": 2}, r"along cp and tp share .*world\.along\('cp'\)"),
+    ],
+)
+def test_ranks_that_share_samples_split_by_who_has_own(axes, said):
+    """A world of them is refused with its axes; ranks of a part of it have parts each."""
+
+    def each_rank(world):
+        with pytest.raises(af.ArgumentError, match=said):
+            af.split(range(8), world)
+        return [*af.split(range(8), world.batch)]
+
+    found = simulate(4, each_rank, axes=axes).results
+    size = axes.get("dp_replicate", 1)
+    parts = {(*range(k * 8 // size, (k + 1) * 8 // size),) for k in range(size)}
+    assert {*map(tuple, found)} == parts

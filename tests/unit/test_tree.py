@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of any container go through a step; what is no tensor is left alone."""
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import accelfn as af
 from accelfn.base import tree
+from accelfn.testing import simulate
 from tests.states import linear_state
 
 torch.set_num_threads(1)
@@ -140,3 +142,63 @@ def test_batches_on_their_device_are_handed_on():
     """Nothing is made anew of what is there already."""
     value = {"x": torch.ones(2), "name": "a"}
     assert tree.to_device(value, torch.device("cpu")) is value
+
+
+class Ranged(dict):
+    """A mapping that is not made of a dict."""
+
+    def __init__(self, low, high):
+        super().__init__(low=low, high=high)
+
+
+class Moved(UserDict):
+    """A mapping that is."""
+
+
+@dataclass
+class Sized:
+    """A record with a field that its class declares, and that nothing may set."""
+
+    rows: torch.Tensor
+    count: torch.Tensor = field(init=False)
+
+
+def exchanged(make_value):
+    """Return the means over two ranks of what each of them makes."""
+    return simulate(2, lambda world: af.reduce(make_value(world.rank), world, "mean"))
+
+
+def test_a_container_that_cannot_be_made_again_is_named():
+    """With why, and what to give instead; one beside it is no matter."""
+    words = r"A Ranged stands in .*Ranged\(a dict\) raises TypeError: .*Give a dict\."
+    with pytest.raises(af.ArgumentError, match=words):
+        exchanged(lambda rank: {"a": X, "b": Ranged(X + rank, X)})
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, OrderedDict, Moved, lambda items: defaultdict(list, items)]
+)
+def test_a_mapping_comes_back_of_its_kind(kind):
+    """With its keys in their order; one with a default has it again."""
+    for found in exchanged(lambda rank: kind({"y": X + rank, "x": Y - rank})):
+        assert type(found) is type(kind({}))
+        assert list(found) == ["y", "x"]
+        torch.testing.assert_close(found["y"], X + 0.5)
+        torch.testing.assert_close(found["x"], Y - 0.5)
+        if isinstance(found, defaultdict):
+            assert found["z"] == []
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_record_keeps_a_field_that_is_not_set(is_set):
+    """It is not set in what comes back, and else it is what it was."""
+
+    def make_value(rank):
+        record = Sized(X + rank)
+        if is_set:
+            record.count = torch.tensor(3.0)
+        return record
+
+    for found in exchanged(make_value):
+        torch.testing.assert_close(found.rows, X + 0.5)
+        assert getattr(found, "count", None) == (3 if is_set else None)

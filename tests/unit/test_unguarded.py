@@ -695,6 +695,26 @@ def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -
     assert ends or not told
 
 
+@pytest.mark.parametrize("last", [60, 100, None])
+def test_a_schedule_that_raises_behind_its_zeros_has_ended(last: int | None) -> None:
+    """No update can be taken there, so the zeros are its end, from the first of them on."""
+
+    def schedule(update: int) -> float:
+        if last is not None and update > last:
+            raise ValueError(update)
+        return float(update < 20)
+
+    rates = state_of(schedule=schedule).definition.rates
+    assert rates is not None
+    looks_at = 0.0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", af.Warning)
+        for update in range(20, 60):
+            looks_at = advice.advise_of_end(rates, update, looks_at)
+    (said,) = told
+    assert "rate is 0 from update 20 on" in str(said.message)
+
+
 @given(
     order=st.permutations(["a", "b", "c", "d"]),
     cut=st.integers(1, 3),

@@ -400,6 +400,19 @@ def test_what_is_made_in_inference_mode_can_be_trained():
     af.make_step(lambda net, x: (net(x) * teacher(x)).mean())(state, X)
 
 
+@pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
+def test_sparse_gradients_are_looked_at(value):
+    """One rank may have them, and an update is skipped for their values as for others'."""
+    state = create(
+        af.skip_nonfinite(), model=lambda: nn.Embedding(4, 2, sparse=True), data=None
+    )
+    step = af.make_step(lambda net, ids: net(ids).sum() * value)
+    state, metrics = step(state, torch.tensor([0, 0, 1]))
+    is_finite = value == 1
+    assert (state.step, state.num_skipped) == (is_finite, not is_finite)
+    assert metrics["skipped"] == (not is_finite)
+
+
 def test_sparse_gradients_are_refused_by_name():
     """They lie in no bucket, and in no flat vector."""
     ids = torch.tensor([0, 1])
