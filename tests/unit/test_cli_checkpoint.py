@@ -2,6 +2,7 @@
 """`accelfn checkpoint`: what it says of checkpoints is what is in them."""
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -400,6 +401,25 @@ def test_diff_of_frozen_parameters_kept_by_hash(tmp_path, capsys):
     assert code == 1
     only_a, only_b = (f": only in {tmp_path / name}" for name in "ab")
     assert rows == [f"params.frozen{only_a}", f"kept.frozen{only_b}"]
+
+
+def test_diff_of_hashes_of_two_kinds(tmp_path, capsys):
+    """Frozen parameters that two formats keep by their hash are said to be beyond comparing."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(golden.FOLDER.parent / "format-1" / "one-rank", old)
+    said = json.loads((old / "manifest.json").read_text())
+    del said["sha256"]
+    said["kept"] = {"frozen": "0" * 64, "gone": "1" * 64}
+    text = json.dumps(said, indent=1).encode().removeprefix(b"{\n")
+    seal = hashlib.sha256(text).hexdigest().encode()
+    (old / "manifest.json").write_bytes(b'{\n "sha256": "%s",\n' % seal + text)
+    af.save(golden.fresh(af.World.single()), new, frozen="hash")
+    code, rows, _ = run(capsys, "diff", old, new)
+    assert code == 1
+    assert [row for row in rows if row.startswith("kept")] == [
+        "kept: 1 digests are SHA-256 and BLAKE3, which cannot be compared",
+        f"kept.gone: only in {old}",
+    ]
 
 
 # export

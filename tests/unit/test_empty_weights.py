@@ -45,6 +45,23 @@ def test_a_layer_that_asks_for_values_is_named(rows, function, tmp_path):
     assert torch.equal(model[0].weight, read[0].weight)
 
 
+def test_what_fails_for_another_reason_is_that_error():
+    """A mistake in a model that needs no values is told as torch tells it."""
+    with (
+        pytest.raises(RuntimeError, match="size") as caught,
+        af.empty_weights(),
+    ):
+        torch.ones(2) + torch.ones(3)
+    assert not isinstance(caught.value, af.ModelError)
+
+
+def test_values_that_no_module_asks_for_are_refused():
+    """Between modules, too, what needs values is named."""
+    said = r"The model takes values of its parameters as it is built, by item,"
+    with pytest.raises(af.ModelError, match=said), af.empty_weights():
+        nn.Linear(2, 2).weight.sum().item()
+
+
 def test_what_would_be_left_without_values_is_named(tmp_path):
     """Section D: strict=False leaves no parameter on meta, and touches nothing before."""
     path = tmp_path / "a.safetensors"

@@ -122,6 +122,28 @@ def test_a_step_that_a_group_counts(tmp_path):
 
 
 @stages
+@pytest.mark.parametrize("product", [torch.tensor(0.25), 0.25])
+def test_a_number_that_an_optimizer_keeps_of_each_parameter(tmp_path, stage, product):
+    """Of all that lies in a flat group each parameter has its own, beside its parts of tensors."""
+    tag = saved(tmp_path, stage)
+    for file in tag.glob("*_optim_states.pt"):
+        held = torch.load(file)
+        flat = held["optimizer_state_dict"]
+        key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+        flat[key]["state"][0]["mu_product"] = product
+        torch.save(held, file)
+    state = af.import_state(create(partial(torch.optim.NAdam, lr=0.1)), tag).state
+    for name, tensor in WEIGHTS.items():
+        kept = state.opt_state[name]
+        assert float(kept["mu_product"]) == 0.25
+        assert torch.equal(kept["exp_avg"], tensor + 100)
+        assert torch.equal(kept["exp_avg_sq"], tensor + 200)
+    if isinstance(product, torch.Tensor):  # an update writes into each
+        places = {state.opt_state[n]["mu_product"].data_ptr() for n in WEIGHTS}
+        assert len(places) == len(WEIGHTS)
+
+
+@stages
 def test_a_rank_s_file_that_is_missing_is_named(tmp_path, stage):
     """Before anything is read of the others."""
     tag = saved(tmp_path, stage, ranks=3)

@@ -595,9 +595,17 @@ def test_the_headers_below_are_right_but_for_one_thing(tmp_path):
         header({"weight": W, "bias": {"dtype": "F32"}}),
         header({"weight": W, "bias": 3}),
         header({"weight": {**W, "data_offsets": [-16, 0]}, "bias": B}),
+        header(
+            {
+                "weight": {**W, "data_offsets": [8, 24]},
+                "bias": {**B, "data_offsets": [24, 32]},
+            },
+            b"\0" * 32,
+        ),
+        header({"bias": {**B, "data_offsets": [8, 16]}}, b"\0" * 16),
         pickle.dumps({"weight": 1}),
     ],
-    ids=range(25),
+    ids=range(27),
 )
 def test_what_is_no_safetensors_file_is_refused(data, tmp_path):
     """Cut off, too long, overlapping, with holes, of wrong types: the file is named."""
@@ -779,3 +787,32 @@ def test_tensors_without_elements_are_not_tied(device, tmp_path):
     safetensors.torch.save_file(held, tmp_path / "lacking.safetensors")
     with pytest.raises(af.Error, match="missing b"):
         af.import_model(model().to(device), tmp_path / "lacking.safetensors")
+
+
+class Mixed(nn.Module):
+    """A model of a parameter without elements between others, and a count."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first = nn.Parameter(torch.arange(7, dtype=dtype))
+        self.none = nn.Parameter(torch.empty(3, 0, dtype=dtype))
+        self.last = nn.Parameter(torch.arange(5, dtype=dtype) - 3)
+        self.register_buffer("count", torch.tensor(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("beside", range(0, 64, 8))
+def test_what_is_mapped_begins_where_kernels_expect_it(tmp_path, dtype, beside):
+    """Wherever it lies in its file; what is written into it is not written to the file."""
+    path, expected = tmp_path / "a.safetensors", Mixed(dtype)
+    tensors = expected.state_dict()
+    safetensors.torch.save_file(tensors, path, metadata={"beside": "x" * beside})
+    raw = path.read_bytes()
+    model = af.import_model(lambda: Mixed(dtype), path, mapped=True)
+    assert same(values(expected), values(model))
+    for param in model.parameters():
+        assert param.data_ptr() % 64 == 0
+        with torch.no_grad():
+            param.add_(1)
+    assert torch.equal(model.first, expected.first + 1)
+    assert path.read_bytes() == raw

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import accelfn as af
+from accelfn.base.shards import local
 from accelfn.testing import simulate
 from tests.states import linear_state, values
 
@@ -59,6 +60,14 @@ def create(
     make: Any = ADAMW, net: Any = Net, world: af.World | None = None, **options: Any
 ) -> af.TrainState:
     return af.TrainState.create(model=net, optimizer=make, world=world, **options)
+
+
+def accelerate(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Write what Accelerate's `save_state` writes of both."""
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
 
 
 def refused(folder: Path, state: af.TrainState | None = None, **options: Any) -> str:
@@ -213,6 +222,60 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path):
         assert said in refused(folder, create(make))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_an_optimizer_keeps_in_another_shape(tmp_path, dtype):
+    """Rows and columns of a matrix come in the dtype of the parameter; the count as it was."""
+
+    def net() -> nn.Module:
+        return Net().to(dtype)
+
+    make = torch.optim.Adafactor
+    model, optimizer = trained(make)
+    accelerate(tmp_path, model, optimizer)
+    state = af.import_state(create(make, net), tmp_path).state
+    for name, param in model.named_parameters():
+        kept = optimizer.state[param]
+        assert kept.keys() == state.opt_state[name].keys()
+        for key, value in state.opt_state[name].items():
+            expected = kept[key] if key == "step" else kept[key].to(dtype)
+            assert value.dtype is expected.dtype
+            assert torch.equal(value, expected)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a number, and cannot be tried on gradients of 0."""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        if not any(p.grad.any() for p in params):
+            raise RuntimeError
+        for param in params:
+            self.state[param]["calls"] = self.state[param].get("calls", 0) + 3
+        return super().step(closure)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_believed(tmp_path):
+    """What it keeps is taken as it is, and numbers among it as numbers."""
+    make = partial(Counting, lr=0.1)
+    accelerate(tmp_path, *trained(make))
+    state = af.import_state(create(make), tmp_path).state
+    assert [each["calls"] for each in state.opt_state.values()] == [3] * 4
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    """Strict or not: the names are told that the model does not have."""
+    model, _ = trained()
+    other = nn.ModuleDict({"other": model})
+    optimizer = torch.optim.AdamW(other.named_parameters())
+    model.first(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    accelerate(tmp_path, model, optimizer)
+    for strict in (True, False):
+        said = refused(tmp_path, strict=strict)
+        assert "'other.first.bias', 'other.first.weight'" in said
+        assert "are no parameters of the model" in said
+
+
 def test_memory_that_is_short_is_no_answer(tmp_path):
     """Where an optimizer is tried, what it keeps is not what it says when there is no room."""
 
@@ -320,6 +383,46 @@ def test_files_of_other_folders_are_not_read(tmp_path):
         info.relative_path = f"../dcp/{info.relative_path}"
     (folder / ".metadata").write_bytes(pickle.dumps(records))
     assert "no file of it" in refused(folder)
+
+
+def test_a_file_s_part_that_is_another_tensor_s_is_refused(tmp_path):
+    """Where the records point at a tensor of another shape, the file and the place are told."""
+    _, folder = saved(tmp_path)
+    records = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    places = {index.fqn: index for index in records.storage_data}
+    weight, bias = places["model.first.weight"], places["model.first.bias"]
+    records.storage_data[weight] = records.storage_data[bias]
+    (folder / ".metadata").write_bytes(pickle.dumps(records))
+    said = refused(folder)
+    assert "torch.Size([3]) and no tensor of (3, 2)" in said
+    assert f"at byte {records.storage_data[bias].offset}" in said
+
+
+def test_what_was_written_through_something_is_refused(tmp_path):
+    """Bytes that were compressed, say, are no tensor's."""
+    _, folder = saved(tmp_path)
+    records = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    for index, info in records.storage_data.items():
+        if index.fqn == "model.first.bias":
+            info.transform_descriptors = ["zstd"]
+    (folder / ".metadata").write_bytes(pickle.dumps(records))
+    assert "'model.first.bias' was written through ['zstd']" in refused(folder)
+
+
+def test_ranks_that_have_nothing_of_a_tensor_read_nothing(tmp_path):
+    """Of a model that is split over more ranks than it has rows each has its own part."""
+    model, folder = saved(tmp_path)
+
+    def run(world: af.World) -> tuple[torch.Tensor, torch.Tensor]:
+        state = create(world=world, setup=af.chain(af.shard_data(), af.wrap_fsdp()))
+        found = af.import_state(state, folder).state
+        kept = found.opt_state["first.weight"]["exp_avg"]
+        return local(found.params["first.weight"]).detach(), local(kept)
+
+    parts = list(simulate(4, run))
+    assert [len(weight) for weight, _ in parts] == [1, 1, 1, 0]
+    assert [tuple(kept.shape) for _, kept in parts] == [(1, 2)] * 3 + [(0, 2)]
+    assert torch.equal(torch.cat([weight for weight, _ in parts]), model.first.weight)
 
 
 def test_boxes_that_leave_something_open_are_refused(tmp_path):

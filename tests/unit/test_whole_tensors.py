@@ -52,6 +52,26 @@ def test_what_a_user_cuts_is_what_torch_gathers(placements):
     simulate(4, fn, axes=AXES)
 
 
+def test_summands_of_a_tensor_are_not_saved(tmp_path):
+    """What ranks have to be added up is refused by its name, and nothing is written."""
+
+    def fn(world):
+        for name, placements in (
+            ("first", (Partial(), Shard(0))),
+            ("last", (Shard(0), Partial())),
+        ):
+            mine = DTensor.from_local(
+                torch.ones(2), world.mesh, placements, run_check=False
+            )
+            state = begun(world).with_slot("mine", {name: mine})
+            said = rf"slots\.mine\.{name} is a DTensor placed as P.*redistribute\(\)"
+            with pytest.raises(af.CheckpointWriteError, match=said):
+                af.save(state, tmp_path / "saved")
+
+    simulate(4, fn, axes=AXES)
+    assert list(tmp_path.iterdir()) == []
+
+
 def lent(state, _folder):
     with af.bind(state, gather=True):
         pass

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may stand in a manifest: what a save writes passes, and anything else is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from accelfn.base.codec import DEEPEST
+from accelfn.checkpoint import grammar
+from accelfn.checkpoint.digest import FORMATS
+from tests.golden import make as golden
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    """Return what a manifest of a save says, but for its digest, with changes."""
+    text = (golden.FOLDER / "one-rank" / "manifest.json").read_text()
+    return {"copies": [], **json.loads(text), **changes}
+
+
+def check(said: dict[str, Any]) -> None:
+    """Look at what the newest format's manifest says."""
+    algorithm = FORMATS[said.pop("format")]
+    del said[algorithm.word]
+    grammar.check(said, algorithm)
+
+
+def nested(kind: str, depth: int) -> Any:
+    """Return plain data in so many containers."""
+    found: Any = 1
+    for _ in range(depth):
+        found = [found] if kind == "list" else {"inside": found}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_facts_of_data_are_plain_and_not_too_deep(kind: str, room: int) -> None:
+    """Lists and tables in one another, as many as anything that is saved may lie in."""
+    check(plain(data={"fact": nested(kind, DEEPEST - room), "other": None}))
+    deep = nested(kind, DEEPEST + 1 + room)
+    with pytest.raises(ValueError, match=r"^data\.fact.* where something less deep is"):
+        check(plain(data={"other": 1, "fact": deep}))
+
+
+@pytest.mark.parametrize("key", [1.5, None, True, ["a"]])
+def test_keys_are_text_or_whole_numbers(key: Any) -> None:
+    """Of a table that has other keys than text, which JSON has not."""
+    trees = plain()["trees"]
+    for good in ("a", 3, -3):
+        pairs = {"pairs": [[0, 1], [good, 2]]}
+        check(plain(trees={**trees, "slots.mine": pairs}))
+        bad = {"pairs": [*pairs["pairs"], [key, 3]]}
+        said = r"^trees\.slots\.mine.* a key is expected"
+        with pytest.raises(ValueError, match=said):
+            check(plain(trees={**trees, "slots.mine": bad}))
