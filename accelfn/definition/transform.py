@@ -180,13 +180,9 @@ def _with_name(
     """
     options = [field for field in fields if field.name != "name"]
     default: Any = snake_case(cls.__name__)
-    for field in fields:  # a subclass is another transform than its base
-        if (
-            field.name == "name"
-            and not field.inherited
-            and field.default is not NOTHING
-        ):
-            default = field.default
+    if "name" in vars(cls):  # and not in a base, which is another transform
+        own = [field.default for field in fields if field.name == "name"]
+        default = next((each for each in own if each is not NOTHING), default)
     name = attrs.fields(_Named).name.evolve(default=default)
     by_name = [field.evolve(kw_only=True) for field in options[1:]]
     return [*options[:1], *by_name, name]
