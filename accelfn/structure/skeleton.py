@@ -174,6 +174,7 @@ def check_module(module: object, source: object) -> None:
     refuse_wrapped(module)
     refuse_placed(module)
     _check(module)
+    _refuse_sparse_buffers(module)
     refuse_overlap(module)
     _check_in_one_place(module)
 
@@ -209,6 +210,19 @@ def _check_in_one_place(module: nn.Module) -> None:
                 f"{type(module).__name__}: {where}was spread over devices"
                 f" {sorted(map(str, set(spread.values())))} by a device_map; a state has one"
                 " device, its world's. Load the model without device_map."
+            )
+            raise ModelError(msg)
+
+
+def _refuse_sparse_buffers(module: nn.Module) -> None:
+    """Refuse buffers that are not dense, which no step can compare, copy or send."""
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided or buffer.is_nested:
+            kind = "a nested tensor" if buffer.is_nested else f"{buffer.layout}"
+            msg = (
+                f"{type(module).__name__}: the buffer {name!r} is {kind}, and a state has"
+                " dense tensors. Keep what it is made of, its indices and values say, as"
+                " buffers, and make it of them in forward."
             )
             raise ModelError(msg)
 

@@ -2,6 +2,7 @@
 """Models: what can be trained, what is refused, and what stays tied, frozen or unused."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
@@ -507,6 +508,43 @@ def test_buffers_over_micro_batches():
         for part in (X[:4], X[4:]):
             twin(part)
     assert bits(dict(twin.named_buffers())) == bits(state.buffers)
+
+
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr", "nested"])
+def test_a_buffer_that_is_not_dense_is_refused(kind):
+    """It is named where the model is given; of its indices and values one trains."""
+
+    class Graph(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            edges = torch.eye(3)
+            if kind == "nested":
+                edges = torch.nested.as_nested_tensor([edges], layout=torch.jagged)
+            else:
+                edges = getattr(edges, kind)()
+            self.register_buffer("edges", edges)
+
+    class Made(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            edges = torch.eye(3).to_sparse()
+            self.register_buffer("indices", edges.indices())
+            self.register_buffer("values", edges.values())
+
+        def forward(self, inputs):
+            edges = torch.sparse_coo_tensor(
+                self.indices, self.values, (3, 3), check_invariants=True
+            )
+            return super().forward((edges @ inputs.T).T)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch, that it is new
+        with pytest.raises(af.ModelError, match="the buffer 'edges' is .*dense"):
+            af.TrainState.create(model=Graph, optimizer=SGD)
+    plain = af.TrainState.create(model=partial(nn.Linear, 3, 2), optimizer=SGD)
+    state = af.TrainState.create(model=Made, optimizer=SGD)
+    step = af.make_step(mean_square)
+    assert bits(step(state, X)[0].params) == bits(step(plain, X)[0].params)
 
 
 @pytest.mark.parametrize("part", [None, "1"])
