@@ -56,7 +56,7 @@ def _average_bucket_(
     flat[-1:] = 1
     flat.mul_(seen)
     sum_(flat, world, label=label)
-    if _may_be_zero(weight) and not is_positive(flat[-1]):
+    if _may_be_zero(weight) and not is_positive(flat[-1].real):
         _average_bucket_(same, 1, world, label)
         return
     flat.div_(flat[-1].clone())

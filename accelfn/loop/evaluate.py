@@ -25,7 +25,14 @@ from accelfn.engine.home import lent
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.state.argument import check_state
 from accelfn.state.mean import mean
-from accelfn.state.metrics import Loss, Metrics, Number, WeightedSum, check_whole
+from accelfn.state.metrics import (
+    Loss,
+    Metrics,
+    Number,
+    WeightedSum,
+    check_whole,
+    is_scalar,
+)
 from accelfn.state.state import TrainState
 from accelfn.state.views import eval_params
 from accelfn.step.value_and_grad import wrap_loss
@@ -251,6 +258,9 @@ def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
 
 def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     if isinstance(returned, Loss):
+        if not is_scalar(returned.total):
+            msg = f"{_told(fn, returned.total)} as a total; expected one real number."
+            raise LossError(msg)
         sums: dict[str, tuple[Number, Number]] = {}
         sums["loss"] = (returned.total, returned.weight)
         for entry in (sums["loss"], *returned.aux.values()):
@@ -265,14 +275,14 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     for name, value in means.items():
         check_whole(value, _called(fn))
         scalar = (
-            value.ndim == 0
+            value.ndim == 0 and not value.is_complex()
             if isinstance(value, torch.Tensor)
             else isinstance(value, (int, float))
         )
         if not scalar:
             msg = (
-                f"{_told(fn, value)} for {name!r}; expected a scalar mean over the batch, a"
-                " dict of them, or af.Loss."
+                f"{_told(fn, value)} for {name!r}; expected a scalar mean over the batch,"
+                " a dict of them, or af.Loss."
             )
             raise LossError(msg)
         if weight > 1 and _is_count(value):
@@ -325,6 +335,8 @@ def _told(fn: EvaluateFunction, returned: Any) -> str:
     """Return what to say of a function that returned something of another shape."""
     tensor = isinstance(returned, torch.Tensor)
     shown = tuple(returned.shape) if tensor else type(returned).__name__
+    if tensor and returned.is_complex():
+        shown = f"complex numbers of shape {shown}"
     return f"{_called(fn)} returned {shown}"
 
 

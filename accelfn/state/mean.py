@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`mean`: metrics over all ranks, the collective that a log line pays for."""
 
+import torch
+
 from accelfn.base.calling import called
 from accelfn.collectives import sum_named
 from accelfn.collectives.agreed import check_world
@@ -40,5 +42,12 @@ def mean(
     if not metrics:
         return {}
     pairs = {name: (each.total, each.weight) for name, each in metrics.sums.items()}
+    for name, (total, _) in pairs.items():
+        if isinstance(total, torch.Tensor) and total.is_complex():
+            msg = (
+                f"af.mean: metric {name!r} is {total!r}; expected one real number. Report"
+                " .real and .imag of a complex number as two metrics."
+            )
+            raise ArgumentError(msg)
     sums = sum_named(pairs, world.loss, kind="mean", label=label, what="metrics")
     return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}

@@ -111,16 +111,18 @@ def check_whole(returned: object, name: str) -> None:
 def _pair(name: str, entry: object) -> "WeightedSum":
     """Return the sum that a total with its weight is."""
     pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
-    if len(pair) == 2 and all(map(_is_scalar, pair)):
+    if len(pair) == 2 and all(map(is_scalar, pair)):
         amount, weight = cast("tuple[Number, Number]", entry)
         return WeightedSum(own(amount), own(weight))
-    msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight)."
+    msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight), two real numbers."
     raise ArgumentError(msg)
 
 
-def _is_scalar(value: object) -> bool:
+def is_scalar(value: object) -> bool:
+    """Return whether a value is one real number."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.dtype is not torch.bool
+        is_real = value.dtype is not torch.bool and not value.is_complex()
+        return value.numel() == 1 and is_real
     return is_number(value)
 
 
@@ -131,13 +133,13 @@ def _check_pair(name: str, entry: object) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    if _is_scalar(value):
+    if is_scalar(value):
         return
     tensor = isinstance(value, torch.Tensor)
     shown = f"<{value.dtype}, shape {tuple(value.shape)}>" if tensor else repr(value)
     msg = (
-        f"af.Loss({name}={shown}): expected one number, an int or float of Python's or a"
-        " tensor."
+        f"af.Loss({name}={shown}): expected one real number, an int or float of Python's or"
+        " a tensor."
     )
     raise LossError(msg)
 

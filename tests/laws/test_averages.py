@@ -26,7 +26,9 @@ LAYOUTS = {
         min_size=1,
         max_size=4,
     ),
-    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from(
+        [torch.float64, torch.float32, torch.bfloat16, torch.complex64]
+    ),
     weights=st.lists(st.integers(0, 3), min_size=2, max_size=4),
     most=st.integers(1, 40) | st.none(),
 )
@@ -40,8 +42,9 @@ def test_a_mean_is_that_of_all_in_any_pieces(
 
     def given_to(rank: int) -> list[torch.Tensor]:
         draws = torch.Generator().manual_seed(rank)
+        unit = 1 - 2j if dtype.is_complex else 1
         return [
-            torch.randint(-8, 9, shape, generator=draws).to(dtype)
+            torch.randint(-8, 9, shape, generator=draws).to(dtype) * unit
             for shape, _ in shapes
         ]
 
@@ -60,15 +63,16 @@ def test_a_mean_is_that_of_all_in_any_pieces(
         return tensors
 
     seen = weights if any(weights) else [1] * len(weights)
+    wide = torch.promote_types(dtype, torch.float64)
     all_given = [given_to(rank) for rank in range(len(weights))]
     for found in simulate(len(weights), train):
         for number, each in enumerate(found):
             parts = [
-                w * one[number].double() for w, one in zip(seen, all_given, strict=True)
+                w * one[number].to(wide) for w, one in zip(seen, all_given, strict=True)
             ]
             expected = torch.stack(parts).sum(0) / sum(seen)
             eps = torch.finfo(dtype).eps
-            assert torch.allclose(each.double(), expected, rtol=4 * eps, atol=4 * eps)
+            assert torch.allclose(each.to(wide), expected, rtol=4 * eps, atol=4 * eps)
 
 
 @given(

@@ -91,6 +91,13 @@ def test_forms_of_a_measure():
     assert af.evaluate(state, data(), extra, 7) == {"value": 7.0}
 
 
+def test_a_complex_metric_of_a_transform_is_rejected():
+    """`af.mean` names a complex metric, which only a transform can report."""
+    metrics = af.Metrics({}).with_values({"phase": torch.tensor(1j)})
+    with pytest.raises(af.ArgumentError, match=r"'phase'.*\.real and \.imag"):
+        af.mean(metrics, af.World())
+
+
 def test_a_count_is_no_mean():
     """A10: an integer tensor over several samples is told; what may be a mean is not."""
     state = make()
@@ -151,6 +158,11 @@ MEASURES = {
     "text": lambda *_: "fine",
     "nothing": lambda *_: None,
     "tuple": lambda *_: (1.0, 2.0),
+    "complex": lambda *_: torch.ones(()) * 1j,
+    "complex by name": lambda *_: {"a": torch.ones(()) * 1j},
+    "complex number": lambda *_: 1j,
+    "complex total": lambda *_: af.Loss(torch.ones(()) * 1j, 1),
+    "vector total": lambda *_: af.Loss(torch.ones(2), 1),
 }
 
 
@@ -159,7 +171,7 @@ def test_measure_that_is_no_scalar(case):
     """A function that returns no scalar is refused by its name; nothing changed."""
     state = make()
     before = values(state)
-    with pytest.raises(af.LossError, match=r"lambda.*scalar mean"):
+    with pytest.raises(af.LossError, match=r"lambda.*(scalar mean|one real number)"):
         af.evaluate(state, data(), MEASURES[case])
     assert before == values(state)
     assert torch.is_grad_enabled()

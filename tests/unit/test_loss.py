@@ -90,6 +90,10 @@ def text_beside(model, batch):
     return af.Loss(model(batch).sum(), 8, note="fine")
 
 
+def complex_beside(model, batch):
+    return af.Loss(model(batch).sum(), 8, phase=torch.ones(()) * 1j)
+
+
 BAD = {
     vector_loss: r"shape \(8,\).*scalar.*mean\(\)",
     one_element_loss: r"shape \(1,\).*scalar",
@@ -106,6 +110,7 @@ BAD = {
     detached_in_loss: "no gradient",
     vector_beside: r"errors.*shape \(8,\)",
     text_beside: "note",
+    complex_beside: "phase.*complex64.*real number",
 }
 
 
@@ -188,7 +193,7 @@ def test_weight_is_a_number(weight):
 
 def test_weight_is_one_number():
     """A weight of several numbers is refused with its shape."""
-    with pytest.raises(af.LossError, match=r"weight=.*\(2,\).*one number"):
+    with pytest.raises(af.LossError, match=r"weight=.*\(2,\).*one real number"):
         af.Loss(torch.tensor(1.0), torch.ones(2))
 
 
