@@ -71,7 +71,8 @@ class wrap_fsdp:
     Args:
         units: the modules that are gathered together: a class, a tuple of classes, or a
             function (name, module) -> bool. Default: the members of each outermost
-            nn.ModuleList, which is how transformers keep their blocks.
+            nn.ModuleList, which is how transformers keep their blocks. A unit has a forward
+            that the model calls, which containers such as nn.ModuleList lack.
         reshard_after_forward: whether units are given up between their forward and backward
             passes. Without, an update gathers each once, and all of the model is whole at the
             end of the forward pass.
@@ -118,8 +119,9 @@ class wrap_fsdp:
             among them; or has none, and copies are to train apart. With cpu_offload: the ranks
             compute on the CPU; one rank computes on a device; or they have no backend for what
             lies on the CPU.
-        ModelError: when the state is made, `units` match nothing, a parameter is tied over two
-            units, or a unit has parameters of two dtypes, or complex ones.
+        ModelError: when the state is made, `units` match nothing, or a container without a
+            forward; a parameter is tied over two units, or a unit has parameters of two
+            dtypes, or complex ones.
         OptimizerError: when the state is made, the optimizer does not go element by element;
             it is tried on small parameters, whole and in parts.
         ReplicaMismatchError: when the state is made, the ranks have drawn or read different

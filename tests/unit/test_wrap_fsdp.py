@@ -140,6 +140,67 @@ def test_units_that_match_nothing_are_refused():
         in_two(begun, af.wrap_fsdp(nn.Conv2d))
 
 
+class Containers(nn.Module):
+    """Layers in containers that have no forward, one of which is in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            [nn.ModuleDict({"up": nn.Linear(4, 4)}), nn.Linear(4, 4)]
+        )
+        self.scales = nn.ParameterList([torch.ones(4)])
+        self.plain = nn.Module()
+        self.plain.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[1](self.parts[0]["up"](x)) * self.scales[0]
+        return self.plain.layer(torch.tanh(x))
+
+
+CONTAINERS = {
+    "list": (nn.ModuleList, "'parts' is a ModuleList.*Linear, ModuleDict"),
+    "dict": (nn.ModuleDict, "'parts.0' is a ModuleDict.*class: Linear"),
+    "parameters": (nn.ParameterList, "'scales' is a ParameterList.*that uses it"),
+    "by name": (lambda name, _: name == "plain", "'plain' is a Module.*class: Linear"),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("case", CONTAINERS)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        af.wrap_fsdp,
+        af.checkpoint_activations,
+        lambda chosen: af.compile(backend="eager", regions=chosen),
+    ],
+)
+def test_what_has_no_forward_is_no_unit(transform, case, size):
+    """On any number of ranks containers are rejected, with the classes to choose."""
+    chosen, words = CONTAINERS[case]
+
+    def fn(world: af.World) -> None:
+        af.build(begun(world, transform(chosen), model=Containers))
+
+    with pytest.raises(af.errors.ModelError, match=words):
+        simulate(size, fn)
+
+
+def test_units_by_default_have_a_forward():
+    """Of a container in a list its members are units, and the model trains as on one rank."""
+
+    def fn(world: af.World) -> dict[str, torch.Tensor]:
+        state = begun(world, model=Containers)
+        state, _ = af.make_step(loss_fn)(state, torch.eye(4))
+        return af.full_params(state)
+
+    (alone,) = simulate(1, fn)
+    run = in_two(fn)
+    assert all(torch.allclose(run.results[0][n], p) for n, p in alone.items())
+    gathers = [entry for entry in run.log if entry.kind == "all_gather_single"]
+    assert len(gathers) == 2 * 2 + 1
+
+
 def test_units_are_of_the_outermost_list():
     """What a block has in a list of its own is gathered with it."""
 

@@ -36,10 +36,11 @@ def are_regions(call: str, value: object) -> None:
 def chosen(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Module]:
     """Return the modules that are meant, without those that lie inside another of them.
 
-    None means the model's own children; of a list or dict of modules, its members.
+    None means the model's own children; of a container without a forward, its members.
 
     Raises:
-        ModelError: there is none; the classes that there are are named.
+        ModelError: there is none, and the error names the classes that exist; or a module
+            has no forward, so nothing ever calls it.
     """
     is_meant: Predicate
     if isinstance(regions, (type, tuple)):
@@ -57,7 +58,28 @@ def chosen(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Mo
         )
         raise ModelError(msg)
     unique = {id(each): each for each in found}
+    for each in unique.values():
+        _check_forward(each, module, whose)
     return list(unique.values())
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called, as `nn.ModuleList` cannot."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _check_forward(region: nn.Module, module: nn.Module, whose: str) -> None:
+    if has_forward(region):
+        return
+    name = next(name for name, each in module.named_modules() if each is region)
+    kinds = sorted({type(each).__qualname__ for each in region.children()})
+    way = f"its members, by their class: {', '.join(kinds)}"
+    msg = (
+        f"{whose}: {name!r} is a {type(region).__qualname__}, which has no forward and is"
+        " never called, so nothing can happen around its call. Choose"
+        f" {way if kinds else 'the module that uses it'}."
+    )
+    raise ModelError(msg)
 
 
 def _is_of(classes: Any, _: str, module: nn.Module) -> bool:
@@ -65,7 +87,7 @@ def _is_of(classes: Any, _: str, module: nn.Module) -> bool:
 
 
 def _is_child(name: str, module: nn.Module) -> bool:
-    return bool(name) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return bool(name) and has_forward(module)
 
 
 def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Module]:

@@ -4,12 +4,12 @@
 A parameter is of the unit that is nearest above it; what lies in none is of the root.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
-from accelfn.engine.module.regions import Regions, chosen
+from accelfn.engine.module.regions import Regions, chosen, has_forward
 from accelfn.errors import ModelError
 
 ROOT = "the rest of the model"
@@ -27,10 +27,19 @@ def units_of(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.
     members = [
         member
         for each in _outermost_lists(module)
-        for member in each
+        for member in _callable_members(each)
         if next(member.parameters(), None) is not None
     ]
     return list({id(member): member for member in members}.values())
+
+
+def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
+    """Yield members that have a forward, also those of containers inside this one."""
+    for member in container.children():
+        if has_forward(member):
+            yield member
+        else:
+            yield from _callable_members(member)
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
