@@ -242,6 +242,7 @@ class chain:
         owners: by field, those that have a say in it, leftmost first.
         facts: by fact, what is told of it, leftmost first.
         drawing: fields in which one may draw random numbers.
+        reduces: whether one has a `reduce` of its own, which a world of one rank calls too.
 
     Raises:
         CompositionError: two transforms of one name, two engines, two ways to reduce
@@ -263,6 +264,7 @@ class chain:
     owners: Mapping[str, tuple[Any, ...]] = attrs.field(eq=False, repr=False)
     facts: Mapping[str, tuple[Any, ...]] = attrs.field(eq=False, repr=False)
     drawing: frozenset[str] = attrs.field(eq=False, repr=False)
+    reduces: bool = attrs.field(eq=False, repr=False)
 
     def __init__(self, *transforms: Any) -> None:
         """Take transforms, leftmost outermost."""
@@ -286,6 +288,7 @@ class chain:
             owners=owners,
             facts=_by_fact(told[id(each)] for each in flat),
             drawing=drawing,
+            reduces=any("stays" not in told[id(each)] for each in owners["reduce"]),
         )
 
     @property

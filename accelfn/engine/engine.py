@@ -70,6 +70,7 @@ class Engine:
         definition = state.definition
         self._device = definition.world.device
         self._num_losses = definition.copy.size
+        self._is_alone = self._num_losses == 1 and not definition.setup.reduces
         self._layer_ranks = definition.world.along("tp")
         self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
@@ -200,7 +201,7 @@ class Engine:
         grads = Grads(
             tensors=tensors,
             buffers=self._live_buffers,
-            reduced=averaged is not None or self._num_losses == 1,
+            reduced=averaged is not None or self._is_alone,
             taken=taken,
         )
         if may_be_kept:

@@ -130,7 +130,7 @@ def reduced(update: Update) -> Update:
         GradsError: it does not say how; or what a `reduce` gave is no sum of all ranks.
     """
     grads, definition = update.grads, update.state.definition
-    if grads.reduced or definition.world.loss.size == 1 or definition.copy.size == 1:
+    if grads.reduced or (definition.copy.size == 1 and not definition.setup.reduces):
         return update
     owners = definition.setup.owners["reduce"]
     if not owners:

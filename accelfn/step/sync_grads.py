@@ -39,7 +39,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     check_update(state, grads)
     ranks = state.definition.copy
     if ranks.size == 1:
-        return grads
+        return attrs.evolve(grads, reduced=True)
     if grads.taken.is_held:
         msg = (
             "sync_grads: DeepSpeed holds these gradients. Let the last micro-batch reduce them:"

@@ -193,9 +193,7 @@ def _check_function(owner: object, field: str, returned: object) -> None:
 
 
 def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
-    reducers = setup.owners["reduce"]
-    stays_local = bool(reducers) and reducers[0].reduce is None
-    reduces_by_mean = not reducers or stays_local
+    stays_local = "stays" in setup.facts
     is_scaled = bool(setup.owners["loss_scale"])
     is_wrapped = bool(setup.owners["value_and_grad"])
     judged = "judges_finite" in setup.facts
@@ -211,9 +209,12 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
         world = state.definition.world
         if into is not None:
             _check_into(state, into)
-        is_lone = world.loss.size == 1 or (
-            stays_local
-            and (not setup.owners["engine"] or state.definition.copy.size == 1)
+        is_lone = not setup.reduces and (
+            world.loss.size == 1
+            or (
+                stays_local
+                and (not setup.owners["engine"] or state.definition.copy.size == 1)
+            )
         )
         lone = into is None and sync and is_lone
         if isinstance(batch, Batch):
@@ -233,7 +234,7 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
                 loss_fn,
                 samples,
                 into=into,
-                sync=sync and reduces_by_mean,
+                sync=sync and not setup.reduces,
                 cursor=cursor,
                 loss_scale=_loss_scale(state) if is_scaled else None,
                 may_be_kept=is_wrapped,  # by what takes others, too

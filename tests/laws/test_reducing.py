@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.reducing import GatherAll, HalfPrecision, SumAll, weight_of
-from tests.laws.worlds import alone, close_means, trained
+from tests.laws.worlds import alone, close_means, single, trained
 from tests.ranks import programs
 from tests.strategies import Run, differences, runs
 
@@ -36,6 +36,35 @@ def test_a_users_sum_is_that_of_all_ranks(
         assert differences(expected[-1], states[-1], within=1e-9) == []
         assert all(map(close_means, expected_means, means))
         assert differences(first[-1], states[-1]) == []
+
+
+@af.transform
+class HalvesTheSum:
+    """Let half of the gradients' sum cross the ranks."""
+
+    def reduce(self, grads, slot, update):
+        own = weight_of(grads, update.world)
+        sums, weight = af.reduce((grads.tensors, own), update.world)
+        return grads.with_sums({n: s / 2 for n, s in sums.items()}, weight), slot
+
+
+@af.transform
+class HalvesTheMean:
+    """Halve the gradients of the mean."""
+
+    def grads(self, grads, slot, update):
+        return grads.map(lambda grad: grad / 2), slot
+
+
+@given(run=runs(), size=st.integers(1, 4), parts=st.integers(1, 3))
+def test_a_reduce_is_called_on_any_number_of_ranks(
+    run: Run, size: int, parts: int
+) -> None:
+    """A7: one rank trains with a reduce as several do."""
+    expected, _ = alone(run, HalvesTheMean())
+    split = [af.shard_data(), HalvesTheSum(), af.accumulate(num_micro_batches=parts)]
+    (states, _), *_ = trained(size, run, *split)
+    assert differences(expected[-1], states[-1], within=1e-9) == []
 
 
 @given(run=runs(optimizer="sgd"), size=sizes)
@@ -112,6 +141,8 @@ def test_a_weight_of_one_rank_is_refused(run: Run, size: int) -> None:
     run = attrs.evolve(run, setup=af.chain(af.shard_data(), OwnWeight()))
     with pytest.raises(af.GradsError, match="with_sums"):
         simulate(size, lambda world: programs.train(world, run))
+    with pytest.raises(af.GradsError, match="with_sums"):
+        programs.train(single(), run)
     apart = attrs.evolve(run, setup=af.chain(af.shard_data(), OnItsOwn()))
     local = attrs.evolve(
         run, setup=af.chain(af.shard_data(), af.local_sgd(sync_every=9))
