@@ -336,15 +336,15 @@ def _alike(state: TrainState, source: Source) -> Source:
     for each in _merging(state, source.manifest):
         slot = _slot(source, each.name, 0)
         count = len(source.manifest.firsts)
-        _, slots[each.name] = _merged(each, [slot] * count, source)
+        _, slots[each.name] = _merged(state, each, [slot] * count, source)
     return attrs.evolve(source, slots=slots)
 
 
 def _merged(
-    transform: Any, slots: list[Any], source: Source
+    state: TrainState, transform: Any, slots: list[Any], source: Source
 ) -> tuple[list[float], Any]:
     try:
-        weights, slot = transform.merge(slots)
+        weights, slot = transform.merge(slots, state.world)
     except Exception as error:
         msg = (
             f"{source.folder}: {transform.name} cannot merge what its ranks saved:"
@@ -388,7 +388,7 @@ def _averaging(state: TrainState, source: Source) -> Source:
         raise CheckpointError(msg)
     (transform,) = merging
     slots = [_slot(source, transform.name, rank) for rank in manifest.firsts]
-    weights, slot = _merged(transform, slots, source)
+    weights, slot = _merged(state, transform, slots, source)
     return attrs.evolve(source, weights=tuple(weights), slots={transform.name: slot})
 
 

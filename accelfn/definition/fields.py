@@ -19,7 +19,7 @@ slot)`: the value flows through the chain, left to right, `slot` is the transfor
 | `observe` | one shape | what an evaluation gave |
 | `eval_params` | one shape | the parameters that are evaluated and exported |
 | `finalize` | one shape | the state, with what is owed at the end |
-| `merge` | `slots -> (weights, slot)` | how ranks that differ become one, to load them |
+| `merge` | `(slots, world) -> (weights, slot)` | how ranks that differ become one, to load them |
 | `layout` | `(name, meta, axes) -> cuts` | the dim at which a parameter is cut, by axis |
 | `engine` | `state -> engine` | how the model lies over the ranks |
 | `module` | `(module, state) -> module` | the engine's own module, which runs the loss |
@@ -46,7 +46,7 @@ _ARGUMENTS = {
     "observe": ("value", "slot", "update"),
     "eval_params": ("params", "slot", "update"),
     "finalize": ("state", "slot", "update"),
-    "merge": ("slots",),
+    "merge": ("slots", "world"),
     "layout": ("name", "meta", "axes"),
     "engine": ("state",),
     "module": ("module", "state"),

@@ -12,6 +12,7 @@ from accelfn.definition.transform import transform
 from accelfn.engine.compression import Compression, LowRank, Narrow
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
+from accelfn.world import World
 
 Slot: TypeAlias = dict[str, Any]
 
@@ -145,8 +146,9 @@ class compress:
         del state
         return {"iter": 0, "error": {}, "q": {}}
 
-    def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
-        """Leave the mean of what was left out with every rank: the sum stays what it was."""
+    def merge(self, slots: Sequence[Slot], world: World) -> tuple[list[float], Slot]:
+        """Give every rank the mean of what was left out, so the mean stays what it was."""
+        del world  # it is a part of the mean gradient on any number of ranks
         first, count = slots[0], len(slots)
         errors = {
             name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count

@@ -25,6 +25,7 @@ from accelfn.outer.stepping import NESTEROV, Outer, as_value
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 from accelfn.structure.prototype import owned_names, prototype_of
+from accelfn.world import World
 
 Slot: TypeAlias = dict[str, Any]
 
@@ -210,8 +211,9 @@ class diloco:
             local(state.params[name]).copy_(local(each))
         return state, {**slot, "since": state.step}
 
-    def merge(self, slots: Sequence[Slot]) -> tuple[list[float], Slot]:
+    def merge(self, slots: Sequence[Slot], world: World) -> tuple[list[float], Slot]:
         """Begin at the mean of ranks, with the mean of what they saw and what they remember."""
+        del world
         first, count = slots[0], len(slots)
         seen = [[float(each) for each in slot["weights"]] for slot in slots]
         error = {

@@ -465,7 +465,7 @@ class MergesOne:
     def after_update(self, state, slot, update):
         return state, {"seen": slot["seen"] + 1 + state.world.rank}
 
-    def merge(self, slots):
+    def merge(self, slots, world):
         return [1.0], slots[0]
 
 
@@ -481,7 +481,7 @@ class CannotMerge:
     def after_update(self, state, slot, update):
         return state, {"seen": slot["seen"] + 1 + state.world.rank}
 
-    def merge(self, slots):
+    def merge(self, slots, world):
         raise KeyError(slots)
 
 
@@ -935,8 +935,8 @@ class TestReducing:
             def init(self, state):
                 return ErrorFeedback().init(state)
 
-            def merge(self, slots):
-                return ErrorFeedback().merge(slots)
+            def merge(self, slots, world):
+                return ErrorFeedback().merge(slots, world)
 
             def reduce(self, grads, slot, update):
                 return ErrorFeedback().reduce(grads, slot, update)

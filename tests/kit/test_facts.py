@@ -60,7 +60,7 @@ class RankInItsSlot:
         mine = slot["mine"] + 1 + update.world.rank
         return state, {"mine": mine, "all": slot["all"] + 1}
 
-    def merge(self, slots: Sequence[Any]) -> tuple[list[float], Any]:
+    def merge(self, slots: Sequence[Any], world: af.World) -> tuple[list[float], Any]:
         return [1.0] * len(slots), {**slots[0], "mine": 0}
 
 
@@ -151,7 +151,9 @@ def test_other_entries_of_such_a_slot_must_agree() -> None:
         def after_update(self, state: Any, slot: Any, update: af.Update) -> Any:
             return state, {"mine": slot["mine"], "all": update.world.rank}
 
-        def merge(self, slots: Sequence[Any]) -> tuple[list[float], Any]:
+        def merge(
+            self, slots: Sequence[Any], world: af.World
+        ) -> tuple[list[float], Any]:
             return [1.0] * len(slots), slots[0]
 
     with pytest.raises(LawError, match=r"(?s)replicas_agree.*'all'"):

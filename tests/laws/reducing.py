@@ -58,10 +58,10 @@ class ErrorFeedback:
     def init(self, state):
         return {"rest": {n: torch.zeros_like(p) for n, p in state.params.items()}}
 
-    def merge(self, slots):
+    def merge(self, slots, world):
         rests = [slot["rest"] for slot in slots]
-        mean = {n: sum(rest[n] for rest in rests) / len(rests) for n in rests[0]}
-        return [1.0] * len(slots), {"rest": mean}
+        rest = {n: sum(rest[n] for rest in rests) / world.size for n in rests[0]}
+        return [1.0] * len(slots), {"rest": rest}
 
     def reduce(self, grads, slot, update):
         world, rest = update.world, slot["rest"]

@@ -320,7 +320,7 @@ class Counting:
     def after_update(self, state: af.TrainState, slot: Any, update: Any) -> Any:
         return state, slot + 1
 
-    def merge(self, slots: list[Any]) -> tuple[list[float], Any]:
+    def merge(self, slots: list[Any], world: af.World) -> tuple[list[float], Any]:
         return [1.0] * len(slots), slots[0]
 
 

@@ -257,7 +257,7 @@ class Counting:
         del update
         return grads, {"weight": slot["weight"] + float(grads.weight)}
 
-    def merge(self, slots: Any) -> Any:
+    def merge(self, slots: Any, world: af.World) -> Any:
         weights = [slot["weight"] for slot in slots]
         return weights, {"weight": sum(weights)}
 

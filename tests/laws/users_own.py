@@ -105,7 +105,7 @@ class LocalSgd:
                 state.params[name].copy_(mean)
         return state, {"weight": 0, "since": state.step}
 
-    def merge(self, slots: Sequence[Any]) -> tuple[list[float], Any]:
+    def merge(self, slots: Sequence[Any], world: af.World) -> tuple[list[float], Any]:
         return [float(slot["weight"]) for slot in slots], {**slots[0], "weight": 0}
 
     def eval_params(

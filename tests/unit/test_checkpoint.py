@@ -402,7 +402,7 @@ class Merging:
     def init(self, state):
         return {"rank": torch.tensor(float(state.world.rank))}
 
-    def merge(self, slots):
+    def merge(self, slots, world):
         return self.merging(slots)
 
 
