@@ -208,7 +208,7 @@ def run_ranks(
     """
     try:
         handler = handler_of(machines)
-    except (ValueError, ImportError, RendezvousError) as error:
+    except (ValueError, dist.DistError, RendezvousError) as error:
         raise _not_met(machines, error) from error
     spec = WorkerSpec(
         role="default",

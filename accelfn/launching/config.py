@@ -12,7 +12,7 @@ import tomlkit
 from accelfn.base import paths
 from accelfn.errors import LaunchError
 from accelfn.launching.file import FILE, TABLE, read
-from accelfn.launching.options import ELASTIC, NUMBERED, OPTIONS, checked
+from accelfn.launching.options import DYNAMIC, NUMBERED, OPTIONS, checked
 from accelfn.launching.settings import Settings
 
 if TYPE_CHECKING:
@@ -94,13 +94,12 @@ def _questions(found: dict[str, Any]) -> Iterator[str]:
     yield "nproc"
     yield "num_machines"
     if found.get("num_machines", 1) == 1:
-        for name in (*NUMBERED, *ELASTIC):
+        for name in (*NUMBERED, *DYNAMIC):
             found.pop(name, None)
     else:
-        yield "rdzv_endpoint"
         # a machine's number is its own, and given on its command line
-        is_elastic = found.get("rdzv_endpoint") is not None
-        yield from ELASTIC[1:] if is_elastic else ("main_address", "main_port")
+        is_dynamic = isinstance(found["num_machines"], str) or "rdzv_endpoint" in found
+        yield from DYNAMIC if is_dynamic else ("main_address", "main_port")
     yield "max_restarts"
 
 

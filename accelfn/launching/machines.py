@@ -2,8 +2,8 @@
 """`Machines`: how the launchers of one run find each other, one on each machine.
 
 On one machine they need not. On several, each is told its number and the address of
-machine 0; or they meet by torchrun's elastic rendezvous, which numbers them itself and
-lets them come and go.
+machine 0. Or they meet by torch's dynamic rendezvous, which numbers them itself and lets
+them come and go, and whose records are pickles.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ import fcntl
 import socket
 import struct
 from contextlib import closing
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 
 from attrs import frozen
 
 from accelfn.errors import LaunchError
 
-NUMBERED = "numbered"
 MAIN_PORT = 29500
 JOIN_SECONDS = 300.0
 _LAST_PORT = 65535
-_ETCD = ("etcd", "etcd-v2")
 _SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
@@ -32,7 +28,6 @@ class Machines:
     """The machines of one run, and how they meet.
 
     Attributes:
-        backend: torch's name of the rendezvous; that of numbered machines is ours.
         endpoint: where the machines meet, `host:port`.
         run_id: what tells this run from others that meet there.
         fewest: how many machines it starts with.
@@ -43,7 +38,6 @@ class Machines:
         interface: the network interface that has the address, if one is known.
     """
 
-    backend: str = NUMBERED
     endpoint: str = (
         "127.0.0.1:0"  # 0: a free port; its own name does not always resolve
     )
@@ -55,6 +49,12 @@ class Machines:
     address: str = "127.0.0.1"
     interface: str | None = None
 
+    @property
+    def where(self) -> tuple[str, int]:
+        """The host and the port of the endpoint."""
+        host, _, port = self.endpoint.rpartition(":")
+        return host.strip("[]"), int(port)
+
     @classmethod
     def numbered(
         cls, *, count: int, rank: int, address: str, port: int, join_seconds: float
@@ -64,7 +64,7 @@ class Machines:
         Of one machine the address is its own, and port 0 a free one.
         """
         own = _address_towards(address, port)
-        if count == 1 and not _is_here(address):
+        if count == 1 and not is_here(address):
             msg = (
                 f"--main-address is {address!r}, which is no address of this machine, and"
                 " there is no other; leave it out, or give --main-address 127.0.0.1."
@@ -81,16 +81,15 @@ class Machines:
         )
 
     @classmethod
-    def elastic(
+    def dynamic(
         cls,
         *,
-        backend: str,
         endpoint: str,
         run_id: str,
         counts: tuple[int, int],
         join_seconds: float,
     ) -> Machines:
-        """Return machines that meet by torchrun's elastic rendezvous."""
+        """Return machines that meet by torch's dynamic rendezvous."""
         host, _, port = endpoint.rpartition(":")
         is_number = port.isascii() and port.isdigit()
         if not host or not is_number or not 1 <= int(port) <= _LAST_PORT:
@@ -99,10 +98,8 @@ class Machines:
                 f" {_LAST_PORT}."
             )
             raise LaunchError(msg)
-        _check_backend(backend)
         own = _address_towards(host, int(port))
         return cls(
-            backend=backend,
             endpoint=endpoint,
             run_id=run_id,
             fewest=counts[0],
@@ -114,22 +111,7 @@ class Machines:
         )
 
 
-def _check_backend(name: str) -> None:
-    """Refuse a way to meet that torch has not, or for which a package is missing."""
-    others = sorted(each.name for each in entry_points(group="torchrun.handlers"))
-    known = ["c10d", *_ETCD, *others]
-    if name not in known:
-        msg = f"--rdzv-backend is {name!r}; expected one of {', '.join(known)}."
-        raise LaunchError(msg)
-    if name in _ETCD and find_spec("etcd") is None:
-        msg = (
-            f"--rdzv-backend {name} needs a package: python -m pip install python-etcd; or"
-            " leave it out, for c10d needs none."
-        )
-        raise LaunchError(msg)
-
-
-def _is_here(host: str) -> bool:
+def is_here(host: str) -> bool:
     """Return whether an address that this machine reaches is its own."""
     family, kind, protocol, _, (address, *_) = socket.getaddrinfo(
         host.strip("[]"), 0, type=socket.SOCK_DGRAM

@@ -56,21 +56,12 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def _meets(word: str, backend: str) -> None:
-    """Refuse torchrun's name of machines that have numbers, and do not meet."""
-    if backend == "static":
-        msg = f"{word}: give --machine-rank and --main-address instead."
-        raise ArgumentError(msg)
-
-
-_COUNT = Kind("a whole number, 1 or more", lambda v: _is_whole(v, 1), _number)
 _INDEX = Kind("a whole number, 0 or more", lambda v: _is_whole(v, 0), _number)
 _PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, 65535), _number)
 _TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprintable())
 _AXES = Kind(
     _TEXT.expects, _TEXT.accepts, check=lambda word, text: of_text(word, text, None)
 )
-_BACKEND = Kind(_TEXT.expects, _TEXT.accepts, check=_meets)
 _SECONDS = Kind(
     "a number of seconds, 1 to a million",
     lambda v: type(v) in (int, float) and 1 <= v <= 10**6,
@@ -120,10 +111,11 @@ OPTIONS: dict[str, Option] = {
         _PORT, "PORT", f"of machine 0, free there (default {MAIN_PORT})"
     ),
     "rdzv_endpoint": Option(
-        _TEXT, "HOST:PORT", "where machines meet that come and go, as with torchrun"
-    ),
-    "rdzv_backend": Option(
-        _BACKEND, "NAME", "torchrun's name of how they meet (default c10d)"
+        _TEXT,
+        "HOST:PORT",
+        "where machines that come and go meet by torch's dynamic rendezvous, which"
+        " unpickles what it finds there: whoever can reach this port, such as another user"
+        " of the machine, runs code as you",
     ),
     "rdzv_id": Option(_TEXT, "ID", "what tells this run from others that meet there"),
     "join_timeout": Option(
@@ -146,7 +138,7 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 NUMBERED = ("machine_rank", "main_address", "main_port")
-ELASTIC = ("rdzv_endpoint", "rdzv_backend", "rdzv_id")
+DYNAMIC = ("rdzv_endpoint", "rdzv_id")
 
 
 def flag(name: str) -> str:

@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the launchers of a run meet: numbered machines here, others as torch does it.
 
-torch's own rendezvous gives the ranks of a second attempt the store of the first, in which
-they find the addresses of processes that are gone (torch 2.13). Here each attempt has a store
-of its own.
+Numbered machines tell each other a port, as text. torch's dynamic rendezvous keeps its state
+as a pickle, so whoever can reach its store runs code in every launcher. It also gives the ranks
+of a second attempt the store of the first, in which they find the addresses of processes that
+are gone (torch 2.13). Numbered machines have a store for each attempt.
 """
 
 from __future__ import annotations
 
-import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from accelfn.launching.machines import NUMBERED
+from accelfn.launching.machines import is_here
 from accelfn.world.listening import open_store
 
 if TYPE_CHECKING:
@@ -33,39 +36,25 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     """Return how machines meet, in torch's terms."""
     if machines.rank is not None:
         return NumberedRendezvous(machines, machines.rank)
-    if machines.backend != "c10d" or not _is_here(machines):
-        return _torchs(machines)
-    # torch asks its machine's name for an address, which often is another one
-    try:
-        return _torchs(machines, is_host=True)
-    except RendezvousConnectionError:  # another launcher of this machine does it
-        return _torchs(machines, is_host=False)
-
-
-def _is_here(machines: Machines) -> bool:
-    """Whether the machines meet at this one."""
-    host = machines.endpoint.rpartition(":")[0].strip("[]")
-    return any(
-        where[0] == machines.address
-        for *_, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    host, port = machines.where
+    timeout = timedelta(seconds=machines.join_seconds)
+    store = None
+    if is_here(host):
+        with suppress(DistError):  # another launcher of this machine has opened it
+            store = open_store(host, port, timeout, is_local=machines.most == 1)
+    if store is None:
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+    params = RendezvousParameters(
+        "c10d",
+        machines.endpoint,
+        machines.run_id,
+        machines.fewest,
+        machines.most,
+        local_addr=machines.address,
+        join_timeout=int(machines.join_seconds),
     )
-
-
-def _torchs(machines: Machines, **options: bool) -> RendezvousHandler:
-    seconds = int(machines.join_seconds)
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            machines.backend,
-            machines.endpoint,
-            machines.run_id,
-            machines.fewest,
-            machines.most,
-            local_addr=machines.address,
-            timeout=seconds,
-            join_timeout=seconds,
-            **options,
-        )
-    )
+    backend = C10dRendezvousBackend(store, machines.run_id)
+    return create_handler(store, backend, params)
 
 
 class NumberedRendezvous(RendezvousHandler):
@@ -74,8 +63,7 @@ class NumberedRendezvous(RendezvousHandler):
     def __init__(self, machines: Machines, rank: int) -> None:
         """Connect to nothing yet."""
         self._machines, self._rank = machines, rank
-        host, _, port = machines.endpoint.rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
+        self._host, self._port = machines.where
         self._timeout = timedelta(seconds=machines.join_seconds)
         self._agents: TCPStore | None = None
         self._ranks: TCPStore | None = None
@@ -83,7 +71,7 @@ class NumberedRendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         """Return the name of this way to meet."""
-        return NUMBERED
+        return "numbered"
 
     @property
     def store(self) -> TCPStore:
@@ -113,20 +101,19 @@ class NumberedRendezvous(RendezvousHandler):
 
     def _meet(self) -> TCPStore:
         """Return the store of the launchers, once all are there."""
-        if self._machines.most == 1:
-            return open_store(self._host, self._port, self._timeout)
-        return TCPStore(
-            self._host,
-            self._port,
-            self._machines.most,
-            self._rank == 0,
-            self._timeout,
-        )
+        count = self._machines.most
+        if self._rank == 0:
+            return self._opened(self._port, size=count)
+        return TCPStore(self._host, self._port, count, timeout=self._timeout)
+
+    def _opened(self, port: int, size: int | None = None) -> TCPStore:
+        is_local = self._machines.most == 1
+        return open_store(self._host, port, self._timeout, size=size, is_local=is_local)
 
     def _port_of(self, attempt: str, agents: TCPStore) -> int:
         """Return where ranks of a later attempt meet, which machine 0 says."""
         if self._rank == 0:
-            self._ranks = open_store(self._host, 0, self._timeout)
+            self._ranks = self._opened(0)
             agents.set(attempt, str(self._ranks.port))
         return int(agents.get(attempt))
 

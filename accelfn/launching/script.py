@@ -126,6 +126,8 @@ def run_here(
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
     machines = Machines() if machines is None else machines
+    if machines.rank is None:
+        say(f"{_trusted(machines)}.")
     variables = _variables(nproc, machines, axes, least)
     for name, (value, why) in variables.items():
         if why not in (_ALONE, _ASKED, _MAY_GO) and (name, value) != (
@@ -234,12 +236,22 @@ def planned(
     elif machines.most > 1:
         counts = f"{machines.fewest} to {machines.most}"
         lines.append(f"meets {counts} machines at {machines.endpoint}")
+    if machines.rank is None:
+        lines.append(_trusted(machines))
     if least is not None:
         lines.append(f"goes on where ranks are killed, as long as {least} are left")
     variables = _variables(nproc, machines, axes, least)
     return lines + [
         f"sets {name}={value} ({why})" for name, (value, why) in variables.items()
     ]
+
+
+def _trusted(machines: Machines) -> str:
+    """Return in words who can run code in a launch whose machines meet dynamically."""
+    return (
+        f"machines unpickle records at {machines.endpoint}: whoever can reach that port runs"
+        " code as you; --machine-rank and --main-address need no pickle"
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from accelfn.errors import LaunchError
 from accelfn.launching.machines import MAIN_PORT, Machines
 from accelfn.launching.options import (
     COMMAND_LINE,
-    ELASTIC,
+    DYNAMIC,
     NUMBERED,
     OPTIONS,
     checked,
@@ -89,20 +89,20 @@ class Settings:
 
     def _check_exclusive(self) -> None:
         """Refuse settings that contradict each other."""
-        numbered, elastic = self._given(NUMBERED), self._given(ELASTIC)
-        if numbered and elastic:
+        numbered, dynamic = self._given(NUMBERED), self._given(DYNAMIC)
+        if numbered and dynamic:
             msg = (
-                f"{_shown(numbered)} and {_shown(elastic)} exclude each other: machines"
+                f"{_shown(numbered)} and {_shown(dynamic)} exclude each other: machines"
                 " have numbers, or get them where they meet."
             )
             raise LaunchError(msg)
 
     def _check_whole(self) -> None:
         """Refuse settings of which a part is missing, or has no effect."""
-        numbered, elastic = self._given(NUMBERED), self._given(ELASTIC)
+        numbered, dynamic = self._given(NUMBERED), self._given(DYNAMIC)
         count = self["num_machines"]
-        if elastic:
-            self._require(elastic, ("rdzv_endpoint", "rdzv_id"))
+        if dynamic:
+            self._require(dynamic, ("rdzv_endpoint", "rdzv_id"))
         elif isinstance(count, str):
             msg = f"--num-machines {count} needs --rdzv-endpoint, where they meet."
             raise LaunchError(msg)
@@ -114,7 +114,7 @@ class Settings:
 
     def _check_elastic(self) -> None:
         """Refuse what cannot be said of ranks that come and go."""
-        beside = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *ELASTIC)
+        beside = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *DYNAMIC)
         given = [name for name in beside if self[name] != OPTIONS[name].default]
         if self["elastic"] is not None and given:
             msg = (
@@ -149,8 +149,7 @@ class Settings:
         count = self["num_machines"]
         if self["rdzv_endpoint"] is not None:
             fewest, _, most = str(count).rpartition(":")
-            return Machines.elastic(
-                backend=self["rdzv_backend"] or "c10d",
+            return Machines.dynamic(
                 endpoint=self["rdzv_endpoint"],
                 run_id=self["rdzv_id"],
                 counts=(int(fewest or most), int(most)),

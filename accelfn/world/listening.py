@@ -20,26 +20,51 @@ if TYPE_CHECKING:
 
 
 def open_store(
-    host: str, port: int, timeout: timedelta, *, is_shared: bool = False
+    host: str,
+    port: int,
+    timeout: timedelta,
+    *,
+    size: int | None = None,
+    is_local: bool = True,
+    is_shared: bool = False,
 ) -> dist.TCPStore:
     """Return a store of this process, at a free port where `port` is 0.
 
-    On an address of the loopback no other machine reaches it. If it `is_shared`, it may be
-    one that this process has at that port already.
+    On an address of the loopback no other machine reaches it.
+
+    Args:
+        host: this machine, as others are told to reach it.
+        port: where it listens.
+        timeout: of the store.
+        size: how many processes to wait for; default none.
+        is_local: whether all who meet there are on this machine. Elsewhere a name that is
+            an address of the loopback here may be another address.
+        is_shared: whether the store may be one that this process has at that port already.
     """
-    bound = _bound_to_loopback(host, port)
+    bound = (
+        _bound_to_loopback(host, port) if is_local or _names_loopback(host) else None
+    )
     if bound is not None:
         port = bound.getsockname()[1]
     return dist.TCPStore(
         host,
         port,
+        size,
         is_master=True,
         timeout=timeout,
-        wait_for_workers=False,
+        wait_for_workers=size is not None,
         multi_tenant=is_shared,
         # a number from here on, which the store closes
         master_listen_fd=None if bound is None else bound.detach(),
     )
+
+
+def _names_loopback(host: str) -> bool:
+    """Return whether a host is the loopback on every machine."""
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _bound_to_loopback(host: str, port: int) -> socket.socket | None:

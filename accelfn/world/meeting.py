@@ -184,7 +184,14 @@ def store_of(place: Place, timeout: float) -> dist.Store:
     keeps_it = place.rank == 0 and not place.has_store
     if keeps_it:
         # a launcher in this process may have one there
-        return open_store(address, port, timedelta(seconds=timeout), is_shared=True)
+        is_local = place.local_size == place.size
+        return open_store(
+            address,
+            port,
+            timedelta(seconds=timeout),
+            is_local=is_local,
+            is_shared=True,
+        )
     _await(address, port, timeout)
     return dist.TCPStore(
         address, port, timeout=timedelta(seconds=timeout), wait_for_workers=False

@@ -26,7 +26,6 @@ GOOD: dict[str, list[Any]] = {
     "main_address": ["127.0.0.1", "localhost"],
     "main_port": [1, 29400, 65535],
     "rdzv_endpoint": ["127.0.0.1:29400", "localhost:1"],
-    "rdzv_backend": ["c10d"],
     "rdzv_id": ["mine", "7"],
     "join_timeout": [1, 7.5, 1000000],
     "axes": ["dp_shard=-1", "dp_shard=2", "dp_replicate=2, dp_shard=-1", "tp=1,cp=1"],
@@ -40,7 +39,6 @@ BAD: dict[str, list[Any]] = {
     "main_address": ["", "a\tb"],
     "main_port": [0, 65536],
     "rdzv_endpoint": [""],
-    "rdzv_backend": ["static", ""],
     "rdzv_id": [""],
     "join_timeout": [0.5, 1000001, "soon"],
     "axes": [
@@ -62,8 +60,8 @@ KINDS = {
         *("nproc", "num_machines", "machine_rank", "main_address", "main_port"),
         *("axes", "join_timeout"),
     ),
-    "elastic": (
-        *("nproc", "num_machines", "rdzv_endpoint", "rdzv_backend", "rdzv_id"),
+    "dynamic": (
+        *("nproc", "num_machines", "rdzv_endpoint", "rdzv_id"),
         "join_timeout",
     ),
     "come and go": ("elastic", "join_timeout", "nproc", "max_restarts"),
@@ -77,7 +75,7 @@ BESIDE: dict[str, Any] = {
     "max_restarts": 0,
     "axes": None,
     **dict.fromkeys(("machine_rank", "main_address", "main_port")),
-    **dict.fromkeys(("rdzv_endpoint", "rdzv_backend", "rdzv_id")),
+    **dict.fromkeys(("rdzv_endpoint", "rdzv_id")),
 }
 """What says something of a launch that --elastic says, or cannot be beside it."""
 
@@ -114,10 +112,10 @@ def may_be(values: Mapping[str, Any], sources: Mapping[str, str]) -> bool:
     if bad or not multiply(values) or ("elastic" in values and beside):
         return False
     numbered = {"machine_rank", "main_address", "main_port"} & values.keys()
-    elastic = {"rdzv_endpoint", "rdzv_backend", "rdzv_id"} & values.keys()
+    dynamic = {"rdzv_endpoint", "rdzv_id"} & values.keys()
     count = values.get("num_machines", 1)
-    if elastic:
-        return not numbered and {"rdzv_endpoint", "rdzv_id"} <= elastic
+    if dynamic:
+        return not numbered and {"rdzv_endpoint", "rdzv_id"} <= dynamic
     if isinstance(count, str):
         return False
     if count > 1:
@@ -129,13 +127,17 @@ def may_be(values: Mapping[str, Any], sources: Mapping[str, str]) -> bool:
 
 
 def meeting(values: Mapping[str, Any]) -> list[str]:
-    """Return the line that says how machines meet, if they do."""
+    """Return the lines that say how machines meet, if they do, and whom they trust."""
     count = values.get("num_machines", 1)
     if "rdzv_endpoint" in values:
         fewest, _, most = str(count).rpartition(":")
         where = values["rdzv_endpoint"]
         meets = f"meets {fewest or most} to {most} machines at {where}"
-        return [meets] if int(most) > 1 else []
+        trusts = (
+            f"machines unpickle records at {where}: whoever can reach that port runs"
+        )
+        trusts += " code as you; --machine-rank and --main-address need no pickle"
+        return [*([meets] if int(most) > 1 else []), trusts]
     address, port = values.get("main_address"), values.get("main_port")
     if count == 1 and port is None and address in (None, "127.0.0.1"):
         return []  # as of a launch that was told nothing
@@ -218,7 +220,7 @@ def test_machines_meet_as_they_were_told(line: dict[str, Any]) -> None:
     assert (found.fewest, found.most) == (int(fewest or most), int(most))
     assert found.address == "127.0.0.1"
     if "rdzv_endpoint" in line:
-        assert (found.backend, found.rank) == ("c10d", None)
+        assert found.rank is None
         assert (found.endpoint, found.run_id) == (
             line["rdzv_endpoint"],
             line["rdzv_id"],

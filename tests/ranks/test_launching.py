@@ -204,14 +204,14 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("how", ["numbered", "elastic"])
+@pytest.mark.parametrize("how", ["numbered", "dynamic"])
 def test_machines_meet_and_restart(how: str, tmp_path: Path) -> None:
-    """Two launchers make one run, by number or by torchrun's rendezvous; all start again."""
+    """Two launchers make one run, by number or by torch's rendezvous; all start again."""
     port, script = free_port(), SCRIPTS / "restarts.py"
     common = ["--nproc", 1, "--num-machines", 2, "--max-restarts", 1]
     meets = {
         "numbered": ["--main-address", "127.0.0.1", "--main-port", port],
-        "elastic": ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a run"],
+        "dynamic": ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a run"],
     }[how]
     runs: list[subprocess.Popen[str]] = []
     for rank in range(2):

@@ -2,18 +2,23 @@
 """Where machines with numbers meet, and ranks of each attempt."""
 
 import itertools
+import pickle
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import attrs
 import pytest
 import torch.distributed as dist
 
 from accelfn.launching.machines import Machines
-from accelfn.launching.rendezvous import NumberedRendezvous
+from accelfn.launching.rendezvous import NumberedRendezvous, handler_of
 from accelfn.launching.script import planned
 from accelfn.launching.settings import Settings
-from accelfn.world import meeting
+from accelfn.world import listening, meeting
+from accelfn.world.listening import open_store
 from accelfn.world.place import Place
+from tests.ports import free_port
 
 
 def test_each_attempt_has_a_store_of_its_own() -> None:
@@ -27,6 +32,63 @@ def test_each_attempt_has_a_store_of_its_own() -> None:
         each.store.set("attempt", str(attempt))
     told = [each.store.get("attempt") for each in found]
     assert told == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize("how", ["numbered", "dynamic"])
+def test_machines_that_meet_on_the_loopback_listen_there_alone(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody from outside reaches their store; numbered machines read no pickle from it."""
+    monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("a pickle is read"))
+    port, seconds = free_port(), 30.0
+    if how == "dynamic":
+        machines = Machines.dynamic(
+            endpoint=f"127.0.0.1:{port}",
+            run_id="mine",
+            counts=(1, 2),
+            join_seconds=seconds,
+        )
+        kept = [
+            handler_of(machines) for _ in range(2)
+        ]  # the second one joins the first
+    else:
+        kept = [
+            handler_of(
+                Machines.numbered(
+                    count=2,
+                    rank=rank,
+                    address="127.0.0.1",
+                    port=port,
+                    join_seconds=seconds,
+                )
+            )
+            for rank in range(2)
+        ]
+        for _ in range(2):
+            with ThreadPoolExecutor(2) as pool:
+                met = [*pool.map(lambda each: each.next_rendezvous(), kept)]
+            assert [each.rank for each in met] == [0, 1]
+            ports = {each.bootstrap_store_info.master_port for each in met}
+            assert len(ports) == 1
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", ports.pop()), 5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5)
+    socket.create_connection(("127.0.0.1", port), 5).close()
+    assert len(kept) == 2
+
+
+def test_a_name_of_several_machines_is_no_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian's machines know their own name as an address that others do not reach."""
+    found = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    bound = open_store("localhost", 0, timedelta(seconds=5), is_local=False)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", bound.port), 5)
+    assert listening._names_loopback("[::1]")
+    assert not listening._names_loopback("node0")
 
 
 def test_ranks_of_an_attempt_meet_no_rank_of_another(
@@ -55,7 +117,7 @@ def test_ranks_of_an_attempt_meet_no_rank_of_another(
         assert stores[1].get("attempt") == str(attempt).encode()
 
 
-def test_an_elastic_run_begins_with_its_fewest_machines() -> None:
+def test_a_dynamic_run_begins_with_its_fewest_machines() -> None:
     """FEWEST:MOST are the numbers that torch is given; one number is both."""
     told = {"rdzv_endpoint": "127.0.0.1:29400", "rdzv_id": "mine"}
     for count, expected in (("2:4", (2, 4)), ("3", (3, 3)), ("1:1", (1, 1))):

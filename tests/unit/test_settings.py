@@ -226,15 +226,10 @@ def test_a_file_with_a_mistake(capsys, text, words):
         ("--rdzv-endpoint h:0 --rdzv-id a", "a port from 1 to 65535"),
         ("--rdzv-endpoint h:\u00b2 --rdzv-id a", "a port from 1 to 65535"),
         (
-            "--rdzv-endpoint h:1 --rdzv-id a --rdzv-backend c01d",
-            "'c01d'; expected one of c10d, etcd, etcd-v2",
-        ),
-        (
             "--num-machines 1 --machine-rank 0 --main-address 192.0.2.1",
             "which is no address of this machine, and there is no other",
         ),
         ("--num-machines 1 --machine-rank 1", "of 1 machines: expected 0 to 0"),
-        ("--rdzv-endpoint h:1 --rdzv-id a --rdzv-backend static", "--machine-rank and"),
         ("--max-restarts -1", "--max-restarts is -1; give a whole number, 0 or more"),
         ("--config none.toml", "no file 'none.toml'"),
         ("", "there is no script"),
@@ -267,14 +262,6 @@ def test_an_endpoint_of_ipv6(capsys, host):
     words = ("--num-machines", "1:2", "--rdzv-endpoint", f"{host}:29700")
     assert main(["launch", "--show", *words, "--rdzv-id", "a"]) == 0
     assert f"meets 1 to 2 machines at {host}:29700" in capsys.readouterr().out
-
-
-def test_a_rendezvous_that_needs_a_package(capsys, monkeypatch):
-    """Where etcd's client is missing, it is said before anything waits for it."""
-    monkeypatch.setattr("accelfn.launching.machines.find_spec", lambda _: None)
-    words = ("--rdzv-endpoint", "127.0.0.1:1", "--rdzv-id", "a")
-    err = refused(capsys, "launch", *words, "--rdzv-backend", "etcd", "train.py")
-    assert "pip install python-etcd" in err
 
 
 def test_config_sets_and_takes_out(capsys):
@@ -386,7 +373,6 @@ def test_config_asks():
     answers = {
         "nproc": ["two", "2"],
         "num_machines": ["2"],
-        "rdzv_endpoint": [""],
         "main_address": ["10.0.0.1"],
         "main_port": [""],
         "max_restarts": [""],
