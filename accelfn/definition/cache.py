@@ -24,6 +24,7 @@ class Cache:
         saw_a_batch: whether the first batch was looked at.
         has_same_data: whether ranks that train on all samples hold the same.
         compared_sums: whether what a user's `reduce` returned was compared once.
+        slot_changes: how often an update gave a transform another slot, by name.
         loaded: what was loaded last, behind what it was loaded into: the leases of both.
         looks_at: the update from which on a schedule is looked at for its end.
     """
@@ -38,6 +39,7 @@ class Cache:
     saw_a_batch: bool = False
     has_same_data: bool = False
     compared_sums: bool = False
+    slot_changes: dict[str, int] = attrs.field(factory=dict[str, int])
     loaded: tuple[ref[Any], ref[Any]] | None = None
     looks_at: float = 0.0
 

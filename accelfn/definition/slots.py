@@ -64,14 +64,34 @@ def carried_over(
 
 
 def say_what_follows(name: str, slot: Any, state: Any) -> None:
-    """Tell of an entry that is to keep what a state holds, and has the state's own tensors."""
-    is_held = is_within(tree.tensor_leaves(state))
-    if any(map(is_held, _tensors(slot))):
+    """Warn of an entry that is to keep what a state holds, and has the state's own tensors."""
+    if _follows(slot, state):
         advise(
             f"with_slot({name!r}) was given tensors of the state itself, which the next updates"
             " write into: the entry follows the training. To keep what they are now, give"
             " copies, {name: each.clone() for name, each in state.params.items()} say."
         )
+
+
+def check_copied(owner: Any, slot: Any, state: Any) -> None:
+    """Raise if the slot of a transform has tensors of the state that updates write into.
+
+    Raises:
+        StateError: it has.
+    """
+    trained = {name: state.params[name] for name in state.definition.skeleton.trainable}
+    if _follows(slot, [trained, state.buffers, state.opt_state]):
+        msg = (
+            f"{owner!r} returned a slot with tensors of the state itself. The next update"
+            " writes into these, so the slot would change with the training. Return copies:"
+            " {name: each.clone() for name, each in state.params.items()}."
+        )
+        raise StateError(msg)
+
+
+def _follows(slot: Any, state: Any) -> bool:
+    is_held = is_within(tree.tensor_leaves(state))
+    return any(map(is_held, _tensors(slot)))
 
 
 def _tensors(slot: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from accelfn.base.arguments import is_number
 from accelfn.base.calling import called
 from accelfn.collectives import check_rows
+from accelfn.definition.slots import check_copied
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
@@ -66,6 +67,8 @@ def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
         )
     before = Update(state=state, slots=state.slots)
     _, after = through("observe", number, before, (int, float))
+    for owner in setup.owners["observe"]:
+        check_copied(owner, after.slots.get(owner.name), state)
     return attrs.evolve(state, slots=dict(after.slots))
 
 

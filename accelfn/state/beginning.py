@@ -21,6 +21,7 @@ from accelfn.definition.checks import (
     checked_world,
 )
 from accelfn.definition.definition import Definition
+from accelfn.definition.slots import check_copied
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError
 from accelfn.schedules.rates import bound
@@ -130,9 +131,15 @@ def begin_slots(state: Moment, slots: dict[str, Any]) -> None:
 
 
 def begun(owner: Any, state: Moment) -> Any:
-    """Return the slot of a transform as it begins in a state, if it has one."""
+    """Return the slot of a transform as it begins in a state, if it has one.
+
+    Raises:
+        StateError: it has tensors of the state itself.
+    """
     with shared_draws(state, "init", f"init {owner.name}"):
-        return owner.init(state)
+        slot = owner.init(state)
+    check_copied(owner, slot, state)
+    return slot
 
 
 def _whole(

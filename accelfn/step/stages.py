@@ -15,6 +15,7 @@ from torch.autograd import profiler
 from accelfn.base.contexts import NOTHING, span
 from accelfn.collectives import check_sums
 from accelfn.definition.facts import facts_of
+from accelfn.definition.slots import check_copied
 from accelfn.engine.building import engine_of
 from accelfn.engine.engine import Engine
 from accelfn.errors import GradsError, StateDonatedError
@@ -163,12 +164,33 @@ def begin_donation(state: TrainState, update: int) -> None:
 
 
 def ended(state: TrainState, after: TrainState, update: int) -> TrainState:
-    """Hand the tensors of a state over to the one after it, which is returned."""
+    """Hand the tensors of a state over to the one after it, which is returned.
+
+    Raises:
+        StateError: the slot of a transform has tensors of the state itself.
+    """
+    before, slots = _slots(state), _slots(after)
+    if slots is not before:
+        _check_slots(before, slots, after)
     activity = state.definition.world.connection.activity
     activity.is_between = True
     activity.num_updates += 1
     state.lease.hand_over(after, StateDonatedError, _DONATED, update=update)
     return after
+
+
+def _check_slots(
+    before: Mapping[str, Any], slots: Mapping[str, Any], after: TrainState
+) -> None:
+    """Look at slots that an update replaced: at the 1st, 2nd, 4th, 8th, ... change of each."""
+    changes = after.definition.cache.slot_changes
+    for owner in after.definition.setup:
+        slot = slots.get(owner.name)
+        if slot is None or slot is before.get(owner.name):
+            continue
+        count = changes[owner.name] = changes.get(owner.name, 0) + 1
+        if count & (count - 1) == 0:
+            check_copied(owner, slot, after)
 
 
 def _begun(state: TrainState, grads: Grads) -> Update:
