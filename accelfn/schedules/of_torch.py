@@ -24,6 +24,13 @@ _PLATEAU = (
     " state = af.observe(state, value)."
 )
 
+_BY_COUNT = (
+    "It is no LRScheduler of torch's, as those of timm are none. Use"
+    " af.schedules.warmup_cosine(num_warmup, num_updates) or another of af.schedules, or"
+    " let the factory return an LRScheduler of yours, whose get_lr calls"
+    " step_update(self.last_epoch) of this one and returns the groups' lr."
+)
+
 
 def _is_factory(_owner: object, _field: object, factory: Any) -> None:
     """Refuse what can be known before there are groups."""
@@ -231,7 +238,9 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
     ]
     why = ""
     if needed:
-        why = f"whose step needs {', '.join(needed)}. {_PLATEAU}"
+        follows_metric = needed[0] != "epoch" or "plateau" in kind.lower()
+        advice = _PLATEAU if follows_metric else _BY_COUNT
+        why = f"whose step needs {', '.join(needed)}. {advice}"
     elif not isinstance(scheduler, LRScheduler):
         why = "expected an LRScheduler of torch's."
     elif scheduler.optimizer is not optimizer:

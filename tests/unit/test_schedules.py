@@ -76,6 +76,45 @@ def test_from_torch_refuses_a_scheduler_of_a_metric():
         on_groups(lambda optimizer: plateau(optimizer, factor=0.5), 0.1, 0.1)
 
 
+class Timm:
+    """A scheduler as those of timm are, which callers tell the epoch or the update."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, epoch, metric=None):
+        raise NotImplementedError
+
+    def step_update(self, num_updates, metric=None):
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] / (1 + num_updates)
+
+
+class OfTimm(lr_scheduler.LRScheduler):
+    """What the error of such a scheduler says to write."""
+
+    def __init__(self, optimizer):
+        self.timm = Timm(optimizer)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.timm.step_update(self.last_epoch)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def test_from_torch_tells_how_to_use_a_scheduler_of_timm():
+    """timm's schedulers are told a number and no metric, and work as the error says."""
+    with pytest.raises(af.ArgumentError, match="gave Timm, .*needs epoch.*get_lr") as e:
+        on_groups(Timm, 0.1, 0.2)
+    assert "metric" not in str(e.value)
+    state = on_groups(OfTimm, 0.1, 0.2)
+    step = af.make_step(lambda model, batch: model(batch).mean())
+    for update in range(3):
+        expected = [lr / (1 + update) for lr in (0.1, 0.2)]
+        assert pytest.approx(expected) == list(state.lrs)
+        state, _ = step(state, torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("factory", [lambda opt: opt, lambda _: None])
 def test_from_torch_refuses_what_is_no_scheduler(factory):
     """A factory of something else is refused with what it gave, when there are groups."""
