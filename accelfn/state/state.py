@@ -298,7 +298,7 @@ class TrainState:
             StateError: names, shapes, dtypes or devices are not the model's.
         """
         self.lease.check()
-        check_params(params, self._params)
+        check_params(params, self._params, self.definition.skeleton.aliases)
         with own_modes(self.world.device):
             copies = {n: tree.clone(params[n]) for n in self._params}
             copies = cut(copies, self.definition.layout)

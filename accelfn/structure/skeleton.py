@@ -271,12 +271,19 @@ def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
 
 
 def check_params(
-    given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+    given: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
 ) -> None:
     """Refuse parameters that cannot stand in the place of others.
 
+    Args:
+        given: by name; a tied one may come under its further names, too.
+        expected: those that they replace.
+        aliases: first names of tied parameters, by further names.
+
     Raises:
-        StateError: names, shapes, dtypes or devices differ.
+        StateError: names, shapes, dtypes or devices differ, or values of one tied parameter.
     """
     if not isinstance(given, Mapping):
         msg = (
@@ -285,6 +292,7 @@ def check_params(
         )
         raise StateError(msg)
     missing, extra = expected.keys() - given.keys(), given.keys() - expected.keys()
+    extra -= aliases.keys()
     if missing or extra:
         msg = f"with_params: missing {sorted(missing)}, unknown {sorted(extra)}."
         raise StateError(msg)
@@ -297,6 +305,14 @@ def check_params(
         have = (tuple(new.shape), new.dtype, new.device)
         if want != have:
             msg = f"with_params: {name!r} is {have}, the model's is {want}."
+            raise StateError(msg)
+    for name in aliases.keys() & given.keys():
+        one, two = given[aliases[name]], given[name]
+        if one is not two and not torch.equal(one, two):
+            msg = (
+                f"with_params: {name!r} and {aliases[name]!r} are one tied parameter and have"
+                " different values. Give the same for both, or the first name alone."
+            )
             raise StateError(msg)
 
 

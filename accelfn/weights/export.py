@@ -97,6 +97,8 @@ def full_params(
 ) -> dict[str, torch.Tensor]:
     """Return copies of the whole parameters on the host, by name; call it on all ranks.
 
+    A tied parameter has all its names, as in `state_dict()`, for one tensor.
+
     Args:
         state: not donated; it stays as it is.
         at: "train" takes this rank's parameters as they are trained, in place of those to
@@ -113,7 +115,9 @@ def full_params(
         copies = {n: _host(t).clone() for n, t in found.items()}
         for some in by_calls(params, state.world, label="af.full_params"):
             copies |= {n: _host(t) for n, t in some.items()}
-    return {name: copies[name] for name in params}
+    ties = state.definition.skeleton.aliases
+    names = {**{name: name for name in params}, **ties}
+    return {name: copies[first] for name, first in names.items()}
 
 
 @called

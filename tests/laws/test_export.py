@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,6 +67,11 @@ def made(kind: str, how: str) -> nn.Module | Callable[[], nn.Module]:
         return partial(Net, kind)
     with af.empty_weights() if how == "empty" else torch.device(how):
         return Net(kind)
+
+
+def params_of(model: nn.Module) -> Tensors:
+    """Return a model's parameters, tied ones under their first name."""
+    return {name: each.detach() for name, each in model.named_parameters()}
 
 
 def same(one: Tensors, two: Tensors) -> bool:
@@ -129,7 +135,14 @@ def test_full_params_are_copies_on_every_rank(
         state = trained(kind, world, *setup)
         expected = evaluated(state, at=at)
         found = af.full_params(state, at=at)
-        assert same({name: expected[name] for name in state.params}, found)
+        model = Net(kind)
+        model.load_state_dict({**found, **state.buffers})  # strict: all names are there
+        assert same({n: expected[n] for n in state.params}, params_of(model))
+        with_them = state.copy().with_params(found)
+        assert same(with_them.params, params_of(model))
+        for name in found.keys() - state.params.keys():
+            with pytest.raises(af.StateError, match="tied parameter"):
+                state.with_params({**found, name: found[name] + 1})
         for each in found.values():
             each.zero_()
         assert same(expected, evaluated(state, at=at))
