@@ -4,13 +4,17 @@
 import gc
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 from accelfn.base import accelerator
+from accelfn.errors import ArgumentError
 from accelfn.testing.plugin import register_profiles
 from tests.turns import waiting
 
@@ -26,6 +30,14 @@ WAIT = {
 }
 
 _WAITING = "ranks that wait"
+
+# what `pip install accelfn[testing]` does not bring
+_OPTIONAL = {
+    *("accelerate", "comet_ml", "datasets", "deepspeed", "lightning_fabric"),
+    *("lomo_optim", "matplotlib", "megatron", "mlflow", "nbclient", "nbformat", "nox"),
+    *("pandas", "peft", "PIL", "pyarrow", "schedulefree", "sklearn", "tensorboard"),
+    *("timm", "torchao", "transformers", "wandb"),
+}
 
 register_profiles(replace=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -95,3 +107,48 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module:
+    """Skip a file whose imports need a package that is not installed."""
+    return _Module.from_parent(parent, path=module_path)
+
+
+class _Module(pytest.Module):
+    def _getobj(self) -> ModuleType:
+        try:
+            return super()._getobj()
+        except (ArgumentError, pytest.Collector.CollectError) as error:
+            _skip_if_missing(error)
+            raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None]:
+    """Skip a test whose fixtures need a package that is not installed."""
+    return (yield from _skipping())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """Skip a test that needs a package that is not installed."""
+    return (yield from _skipping())
+
+
+def _skipping() -> Generator[None]:
+    try:
+        return (yield)
+    except Exception as error:
+        _skip_if_missing(error)
+        raise
+
+
+def _skip_if_missing(error: BaseException | None) -> None:
+    """Skip if an optional package is missing: Python says so, or accelfn does."""
+    while error is not None:
+        package = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in _OPTIONAL:
+            pytest.skip(f"{package} is not installed", allow_module_level=True)
+        if isinstance(error, ArgumentError) and "Install it" in str(error):
+            pytest.skip(str(error), allow_module_level=True)
+        error = error.__cause__ or error.__context__
