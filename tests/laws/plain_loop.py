@@ -217,4 +217,5 @@ def _clip_(recipe: Recipe, gradients: list[torch.Tensor]) -> None:
 
 
 def _copied(net: nn.Module) -> Params:
-    return {name: param.detach().clone() for name, param in net.named_parameters()}
+    named = net.named_parameters(remove_duplicate=False)
+    return {name: param.detach().clone() for name, param in named}
