@@ -7,14 +7,15 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelfn.cli.words import parser
 from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launching.file import find, read
-from accelfn.launching.options import OPTIONS, flag
+from accelfn.launching.options import COMMAND_LINE, OPTIONS, checked, flag
 from accelfn.launching.script import launch_script, planned, say
-from accelfn.launching.settings import Settings
+from accelfn.launching.settings import DEFAULT, Settings
 
 if TYPE_CHECKING:
     import argparse
@@ -140,6 +141,7 @@ def _launch(words: argparse.Namespace) -> int:
         msg = "there is no script; name a Python file, or a module after -m."
         raise LaunchError(msg)
     _say_whose(words.args, words.script)
+    _say_from_file(chosen)
     return launch_script(
         words.script,
         words.args,
@@ -161,6 +163,16 @@ def _say_whose(args: Sequence[str], script: str) -> None:
             f"{script} gets {' and '.join(own)}, which stands behind it; options of"
             " accelfn stand before the script."
         )
+
+
+def _say_from_file(chosen: Settings) -> None:
+    """Say what a file has set: whoever wrote it says how this run starts, and where."""
+    sources = {each.source for each in chosen.by_name.values()}
+    for source in sources - {COMMAND_LINE, DEFAULT}:
+        rows = [
+            f"{n}={s.value}" for n, s in chosen.by_name.items() if s.source == source
+        ]
+        say(f"{', '.join(rows)} ({Path(source).absolute()}).")
 
 
 def _settings(named: str | None, given: Mapping[str, Any]) -> Settings:
@@ -194,11 +206,8 @@ def _env(words: argparse.Namespace) -> int:
 
 
 def _test(words: argparse.Namespace) -> int:
-    try:
-        nproc = int(words.nproc)
-    except ValueError:
-        msg = f"--nproc is {words.nproc!r}; give a whole number, 1 or more."
-        raise LaunchError(msg) from None
+    nproc = checked("nproc", OPTIONS["nproc"].kind.from_text(words.nproc), COMMAND_LINE)
+    nproc = _num_processes(nproc)
     test = "accelfn.testing.selftest"
     code = launch_script(test, [str(nproc)], nproc=nproc, module=True)
     verdict = "This machine passes." if code == 0 else "This machine fails, as above."

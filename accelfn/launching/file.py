@@ -8,6 +8,8 @@ max_restarts = 2
 
 from __future__ import annotations
 
+import os
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from accelfn.launching.options import OPTIONS, checked, near
 
 FILE = "accelfn.toml"
 TABLE = "launch"
+_MOST_BYTES, _DEEPEST = 2**16, 100
+_MEETS = ("main_address", "rdzv_endpoint")
 
 
 def find(named: str | None) -> Path | None:
@@ -41,10 +45,13 @@ def read(file: Path) -> dict[str, Any]:
     """Return the settings that a file has.
 
     Raises:
-        LaunchError: it is no TOML, or has a name or a value that none may have.
+        LaunchError: it is no TOML, or has a name or a value that none may have; or it says
+            where machines meet, and another user can write it.
     """
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            about = os.fstat(opened.fileno())
+            tables = tomllib.loads(_bounded(opened.read(_MOST_BYTES + 1)))
     except (OSError, ValueError) as error:
         msg = f"{file} cannot be read: {error}."
         raise LaunchError(msg) from error
@@ -57,7 +64,29 @@ def read(file: Path) -> dict[str, Any]:
             raise LaunchError(msg)
         if name != TABLE:
             hint = f" Write it below [{TABLE}]." if name in OPTIONS else ""
-            msg = f"{file} has {name!r}, of which nothing is known.{hint or near(name, [TABLE])}"
+            hint = hint or near(name, [TABLE])
+            msg = f"{file} has {name!r:.80}, of which nothing is known.{hint}"
             raise LaunchError(msg)
     settings: dict[str, Any] = tables.get(TABLE, {})
+    named = [name for name in _MEETS if name in settings]
+    if named and (about.st_uid != os.getuid() or about.st_mode & stat.S_IWOTH):
+        msg = (
+            f"{file} has {named[0]!r}, and another user owns it or can write to it: that"
+            " user would say where this run connects. Read it, copy it, and name your copy:"
+            " accelfn launch --config COPY."
+        )
+        raise LaunchError(msg)
     return {name: checked(name, value, str(file)) for name, value in settings.items()}
+
+
+def _bounded(data: bytes) -> str:
+    """Return a text that is neither long nor deep: the parser's memory grows with both."""
+    brackets = data.count(b"[") + data.count(b"{")
+    dots = max(line.count(b".") for line in data.split(b"\n"))
+    if len(data) > _MOST_BYTES or brackets + dots > _DEEPEST:
+        msg = (
+            f"it has more than {_MOST_BYTES} bytes, or more than {_DEEPEST} brackets and dots"
+            " in a key; no settings are so long or deep"
+        )
+        raise ValueError(msg)
+    return data.decode()

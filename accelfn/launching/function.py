@@ -27,6 +27,7 @@ from accelfn.base import accelerator, codec, paths
 from accelfn.base.arguments import check_seconds, is_integer
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
+from accelfn.launching.options import MOST_PROCESSES
 from accelfn.launching.script import run_here
 from accelfn.world.axes import resolved
 from accelfn.world.device import check_kind, known_device
@@ -116,8 +117,11 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
             " af.launch(2, fn, *args)."
         )
         raise ArgumentError(msg)
-    if not is_integer(size, 1):
-        msg = f"af.launch({size!r}, fn): expected a number of ranks, 1 or more."
+    if not is_integer(size, 1) or size > MOST_PROCESSES:
+        msg = (
+            f"af.launch({size!r}, fn): expected a number of ranks, 1 or more,"
+            f" {MOST_PROCESSES} at most."
+        )
         raise ArgumentError(msg)
     if not callable(fn):
         msg = f"af.launch({size}, {fn!r}): expected a function, fn(world, *args)."

@@ -19,7 +19,6 @@ from accelfn.errors import LaunchError
 
 MAIN_PORT = 29500
 JOIN_SECONDS = 300.0
-_LAST_PORT = 65535
 _SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
@@ -91,13 +90,6 @@ class Machines:
     ) -> Machines:
         """Return machines that meet by torch's dynamic rendezvous."""
         host, _, port = endpoint.rpartition(":")
-        is_number = port.isascii() and port.isdigit()
-        if not host or not is_number or not 1 <= int(port) <= _LAST_PORT:
-            msg = (
-                f"--rdzv-endpoint is {endpoint!r}; expected HOST:PORT, a port from 1 to"
-                f" {_LAST_PORT}."
-            )
-            raise LaunchError(msg)
         own = _address_towards(host, int(port))
         return cls(
             endpoint=endpoint,

@@ -38,12 +38,21 @@ def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _is_range(value: object) -> bool:
+def _whole(text: str) -> int:
+    """Return the number that a text is; -1 where it is none, or has many digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+
+
+def _is_range(value: object, most: int) -> bool:
     if not isinstance(value, str):
-        return _is_whole(value, 1)
-    parts = value.split(":")
-    numbers = [int(part) for part in parts if part.isascii() and part.isdigit()]
-    return len(parts) == len(numbers) == 2 and 1 <= numbers[0] <= numbers[1]
+        return _is_whole(value, 1, most)
+    numbers = [_whole(part) for part in value.split(":")]
+    return len(numbers) == 2 and 1 <= numbers[0] <= numbers[1] <= most
+
+
+def _is_endpoint(value: object) -> bool:
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return host != "" and _is_whole(_whole(port), 1, _LAST_PORT)
 
 
 def _number(text: str) -> int | float | str:
@@ -56,27 +65,38 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-_INDEX = Kind("a whole number, 0 or more", lambda v: _is_whole(v, 0), _number)
-_PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, 65535), _number)
+# more than any machine starts, or any run has, and few enough to be tried by mistake
+MOST_PROCESSES, _MOST, _LAST_PORT = 4096, 10**6, 65535
+_INDEX = Kind(
+    "a whole number, 0 or more, a million at most",
+    lambda v: _is_whole(v, 0, _MOST),
+    _number,
+)
+_PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, _LAST_PORT), _number)
+_ENDPOINT = Kind("HOST:PORT, a port from 1 to 65535", _is_endpoint)
 _TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprintable())
 _AXES = Kind(
     _TEXT.expects, _TEXT.accepts, check=lambda word, text: of_text(word, text, None)
 )
 _SECONDS = Kind(
     "a number of seconds, 1 to a million",
-    lambda v: type(v) in (int, float) and 1 <= v <= 10**6,
+    lambda v: type(v) in (int, float) and 1 <= v <= _MOST,
     _number,
 )
 _NPROC = Kind(
-    "a whole number, 1 or more, or 'auto'",
-    lambda v: v == "auto" or _is_whole(v, 1),
+    f"a whole number, 1 or more, or 'auto'; {MOST_PROCESSES} at most",
+    lambda v: v == "auto" or _is_whole(v, 1, MOST_PROCESSES),
     _number,
 )
 _SPAN = Kind(
-    "'MIN:MAX', two whole numbers, 1 or more",
-    lambda v: isinstance(v, str) and _is_range(v),
+    f"'MIN:MAX', two whole numbers, 1 or more, {MOST_PROCESSES} at most",
+    lambda v: isinstance(v, str) and _is_range(v, MOST_PROCESSES),
 )
-_MACHINES = Kind("a whole number, 1 or more, or 'FEWEST:MOST'", _is_range, _number)
+_MACHINES = Kind(
+    "a whole number, 1 or more, or 'FEWEST:MOST'; a million at most",
+    lambda v: _is_range(v, _MOST),
+    _number,
+)
 
 
 @frozen
@@ -111,7 +131,7 @@ OPTIONS: dict[str, Option] = {
         _PORT, "PORT", f"of machine 0, free there (default {MAIN_PORT})"
     ),
     "rdzv_endpoint": Option(
-        _TEXT,
+        _ENDPOINT,
         "HOST:PORT",
         "where machines that come and go meet by torch's dynamic rendezvous, which"
         " unpickles what it finds there: whoever can reach this port, such as another user"
@@ -154,10 +174,10 @@ def checked(name: str, value: Any, source: str) -> Any:
     """
     option = OPTIONS.get(name)
     if option is None:
-        msg = f"{source} has {name!r}, which is no setting.{near(name, list(OPTIONS))}"
+        msg = f"{source} has {name!r:.80}, which is no setting.{near(name, list(OPTIONS))}"
         raise LaunchError(msg)
     if not option.kind.accepts(value):
-        msg = f"{_where(name, source)} is {value!r}; give {option.kind.expects}."
+        msg = f"{_where(name, source)} is {value!r:.80}; give {option.kind.expects}."
         raise LaunchError(msg)
     if option.kind.check is not None:
         passed(option.kind.check, name, value, source)

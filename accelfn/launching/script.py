@@ -71,10 +71,10 @@ def launch_script(
         128 + n, where signal n ended that rank or this process.
 
     Raises:
-        LaunchError: `nproc` or `script` cannot be, or the machines did not meet; no
+        LaunchError: `script` cannot be, or the machines did not meet; no
             process was started.
     """
-    _check(script, nproc=nproc, module=module)
+    _check(script, module=module)
     # Here, not above: help and mistakes need none of torch's launcher.
     from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415
         SignalException,
@@ -154,10 +154,7 @@ def run_here(
         )
 
 
-def _check(script: str, *, nproc: int, module: bool) -> None:
-    if nproc < 1:
-        msg = f"--nproc is {nproc}; give the number of processes to start, 1 or more."
-        raise LaunchError(msg)
+def _check(script: str, *, module: bool) -> None:
     if module or paths.is_file(Path(script)):
         return
     if paths.is_directory(Path(script)):

@@ -276,8 +276,8 @@ def test_mistake_is_one_line_and_starts_nothing(capfd, words, advice):
 
 def test_mistake_has_a_name():
     """From Python, the refusal is a `LaunchError`."""
-    with pytest.raises(LaunchError, match="--nproc is 0"):
-        launch_script(__file__, [], nproc=0)
+    with pytest.raises(LaunchError, match=r"there is no file 'none\.py'"):
+        launch_script("none.py", [], nproc=1)
 
 
 def test_process_is_left_as_it_was(monkeypatch):

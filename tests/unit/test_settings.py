@@ -4,6 +4,7 @@
 import io
 import json
 import tomllib
+import tracemalloc
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -209,6 +210,69 @@ def test_a_file_with_a_mistake(capsys, text, words):
 
 
 @pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("#" * 2**16 + "\n", "more than 65536 bytes"),
+        ("launch=" + "[" * 5000 + "]" * 5000, "brackets and dots"),
+        ("launch=" + "{a=" * 5000 + "1" + "}" * 5000, "brackets and dots"),
+        (".".join("a" * 20000) + " = 1\n", "brackets and dots"),
+        ('."\u2028".'.join("a" * 5000) + " = 1\n", "brackets and dots"),
+        ("[launch]\nnproc = 1000000000\n", "nproc is 1000000000; give"),
+        ("[launch]\nnproc = -1\n", "nproc is -1; give"),
+        ("[launch]\nmain_port = -1\n", "main_port is -1; give a port"),
+        ("[launch]\nmachine_rank = 1000001\n", "machine_rank is 1000001; give"),
+        ("[launch]\nmax_restarts = 1000000000\n", "max_restarts is 1000000000; give"),
+        ("[launch]\nnproc = " + "9" * 5000, "cannot be read"),
+        ("a" * 60000 + " = 1\n", "of which nothing is known"),
+        (f'[launch]\nelastic = "1:{"9" * 5000}"\n', "elastic is '1:9999"),
+        (f'[launch]\nnum_machines = "{"9" * 5000}:1"\n', "num_machines is '9"),
+        ('[launch]\nrdzv_endpoint = "h:65536"\n', "a port from 1 to 65535"),
+        (f'[launch]\nrdzv_endpoint = "h:{"9" * 5000}"\n', "a port from 1 to 65535"),
+    ],
+    ids=range(16),
+)
+def test_a_file_is_bounded_before_it_is_read(capsys, text, words):
+    """Its size, its depth and its numbers cost nothing before they are refused."""
+    Path("accelfn.toml").write_text(text, encoding="utf-8")
+    tracemalloc.start()
+    err = refused(capsys, "launch", "train.py")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert words in err
+    assert len(err) < 500
+    assert peak < 5e6
+
+
+@pytest.mark.parametrize("name", ["main_address", "rdzv_endpoint"])
+@pytest.mark.parametrize("whose", ["another's", "everybody's", "mine"])
+def test_where_machines_meet_is_said_by_no_other_user(capsys, monkeypatch, name, whose):
+    """Whoever can write the file would say where this run connects."""
+    file = Path("accelfn.toml")
+    file.write_text(f'[launch]\n{name} = "127.0.0.1:1"\n')
+    file.chmod(0o666 if whose == "everybody's" else 0o644)
+    if whose == "another's":
+        monkeypatch.setattr("os.getuid", lambda: file.stat().st_uid + 1)
+    if whose == "mine":
+        assert read(file) == {name: "127.0.0.1:1"}
+        return
+    err = refused(capsys, "launch", "train.py")
+    assert f"accelfn.toml has '{name}', and another user owns it or can" in err
+    file.write_text("[launch]\nnproc = 2\n")
+    assert read(file) == {"nproc": 2}
+
+
+def test_a_launch_says_what_its_file_has_set(capsys, monkeypatch):
+    """The settings and the file that they are from; nothing, where there is none."""
+    monkeypatch.setattr("accelfn.cli.launch_script", lambda *_, **__: 0)
+    assert main(["launch", "--nproc", "2", "train.py"]) == 0
+    assert capsys.readouterr().err == ""
+    Path("accelfn.toml").write_text("[launch]\nnproc = 3\nmax_restarts = 2\n")
+    assert main(["launch", "--nproc", "2", "train.py"]) == 0
+    file = Path("accelfn.toml").absolute()
+    assert capsys.readouterr().err == f"accelfn launch: max_restarts=2 ({file}).\n"
+
+
+@pytest.mark.parametrize(
     ("words", "advice"),
     [
         ("--num-machines 2", "--machine-rank and --main-address are missing"),
@@ -218,10 +282,10 @@ def test_a_file_with_a_mistake(capsys, text, words):
         ("--num-machines 1:2", "needs --rdzv-endpoint"),
         ("--rdzv-endpoint h:1", "--rdzv-id is missing"),
         ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "exclude each other"),
-        ("--rdzv-endpoint h --rdzv-id a", "expected HOST:PORT"),
+        ("--rdzv-endpoint h --rdzv-id a", "give HOST:PORT"),
         (
             "--rdzv-endpoint h:99999 --rdzv-id a",
-            "'h:99999'; expected HOST:PORT, a port",
+            "'h:99999'; give HOST:PORT, a port",
         ),
         ("--rdzv-endpoint h:0 --rdzv-id a", "a port from 1 to 65535"),
         ("--rdzv-endpoint h:\u00b2 --rdzv-id a", "a port from 1 to 65535"),
