@@ -184,7 +184,7 @@ def train(recipe: Recipe, order: Sequence[Sequence[int]]) -> Trained:
             if scheduler is not None:
                 scheduler.step()
             if average is not None:
-                for name, param in net.named_parameters():
+                for name, param in net.named_parameters(remove_duplicate=False):
                     moved = (1 - recipe.decay) * param.detach()
                     average[name].mul_(recipe.decay).add_(moved)
         found.params.append(_copied(net))
