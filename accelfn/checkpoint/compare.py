@@ -8,6 +8,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from accelfn.checkpoint.grammar import quoted
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import optimizer_name
 from accelfn.errors import ArgumentError, CheckpointError
@@ -131,16 +132,18 @@ def check_data(
     names = dict.fromkeys((*saved, *facts))
     unknown = sorted(set(allow) - names.keys())
     if unknown:
-        msg = f"af.load(allow={tuple(allow)!r}): expected some of {tuple(names)}."
+        msg = (
+            f"af.load(allow={tuple(allow)!r}): expected some of {quoted(tuple(names))}."
+        )
         raise ArgumentError(msg)
     changed = [n for n in names if n not in allow and saved.get(n) != facts.get(n)]
     if changed:
         listed = "\n".join(
-            f"  {name}: {saved.get(name)!r}, now {facts.get(name)!r}"
-            for name in changed
+            f"  {name[:80]}: {quoted(saved.get(name))}, now {quoted(facts.get(name))}"
+            for name in changed[:_SHOWN]
         )
         msg = (
             f"{folder} was saved with other data:\n{listed}\nIf that is meant, say so:"
-            f" af.load(..., allow={tuple(changed)!r})."
+            f" af.load(..., allow={quoted(tuple(changed))})."
         )
         raise CheckpointError(msg)

@@ -11,7 +11,7 @@ tensor that has changed, and the last is what `b3sum` says of the file.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -146,8 +146,10 @@ class File:
             msg = f"its header is said to have {at} bytes"
             raise ValueError(msg)
         for name, each in tensors.items():
-            if each.begin != at or each.end != at + _bytes_of(each):
-                msg = f"{name!r} is said to lie at bytes {each.begin} to {each.end}"
+            if each.begin != at or each.end != at + bytes_in(each.dtype, each.shape):
+                msg = (
+                    f"{name[:80]!r} is said to lie at bytes {each.begin} to {each.end}"
+                )
                 raise ValueError(msg)
             at = each.end
         if at != file.size:
@@ -156,17 +158,22 @@ class File:
         return file
 
 
-def _bytes_of(entry: Entry) -> int:
+def bytes_in(dtype: str, shape: Sequence[int]) -> int:
+    """Return how many bytes a tensor has.
+
+    Raises:
+        ValueError: no tensor has this dtype and shape.
+    """
     if (
-        entry.dtype not in DTYPES
-        or len(entry.shape) > _MOST_DIMS
-        or any(type(n) is not int or n < 0 for n in entry.shape)
+        dtype not in DTYPES
+        or len(shape) > _MOST_DIMS
+        or any(type(n) is not int or n < 0 for n in shape)
         # torch multiplies the lengths, but those that are 0, in 64 bits
-        or math.prod(n for n in entry.shape if n) * 16 >= 2**63
+        or math.prod(n for n in shape if n) * 16 >= 2**63
     ):
-        msg = f"{entry.dtype!r} of shape {entry.shape} is no tensor"
+        msg = f"{dtype!r} of shape {shape[:_MOST_DIMS]} cannot be a tensor"
         raise ValueError(msg)
-    return math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def write(
@@ -259,24 +266,33 @@ def _read_some(
 def _read_verified(
     stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str], told: Told
 ) -> dict[str, torch.Tensor]:
-    """Read all of a file, hashing what was read while more is."""
+    """Read all of a file, hashing what was read while more is.
+
+    A tensor that nobody wants may have any size, so it is read in pieces.
+    """
+    most = _BLOCK * torch.get_num_threads()
     found: dict[str, torch.Tensor] = {}
     stream.seek(0)
     begin = min((each.begin for each in file.tensors.values()), default=file.size)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
         hashing = Hashing(pool, path, file.algorithm)
 
-        def fill(values: memoryview, what: str, expected: str) -> None:
+        def fill(values: memoryview, what: str, expected: str | None) -> None:
             read_into(stream, values)
             told(len(values))
             hashing.add(values, what, expected)
 
         fill(memoryview(bytearray(begin)), "its header", file.header_digest)
         for name, entry in file.tensors.items():
-            tensor = entry.empty()
-            fill(bytes_of(tensor), name, entry.digest)
             if name in wanted:
-                found[name] = tensor
+                found[name] = entry.empty()
+                fill(bytes_of(found[name]), name, entry.digest)
+                continue
+            size = entry.end - entry.begin
+            for at in range(0, max(size, 1), most):
+                piece = large_pages.empty((min(most, size - at),), torch.uint8)
+                is_last = at + most >= size
+                fill(bytes_of(piece), name, entry.digest if is_last else None)
         fill(memoryview(b""), "the whole", file.digest)
         hashing.finish()
     return found

@@ -6,30 +6,38 @@ should be before it was looked at, and nothing in it can ask for much time or me
 """
 
 import re
+import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, cast
 
 from accelfn.base.codec import DEEPEST
 from accelfn.checkpoint.digest import FORMATS, Algorithm
-from accelfn.checkpoint.files import DTYPES, File
+from accelfn.checkpoint.files import DTYPES, File, bytes_in
 from accelfn.checkpoint.slices import Slice, of_copies, tile
 
 Rule: TypeAlias = Callable[[Any], None]
 """Raises `_UnexpectedError` of what may not stand there."""
 
-_FILE = re.compile(r"rank-[0-9]{5,}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 20
 
 
 class _UnexpectedError(ValueError):
     """What was expected, and at which place, said from the inside out."""
 
     def __init__(self, expected: str, found: object) -> None:
-        text = repr(found)
-        self.text = f"{text[:80]} where {expected} is expected"
+        self.text = f"{quoted(found)} where {expected} is expected"
         self.place: list[str] = []
         super().__init__(self.text)
+
+
+def quoted(value: object) -> str:
+    """Return a value's `repr`, shortened: a value from a file may have any size."""
+    return _SHORT.repr(value)[:200]
 
 
 def _refuse(expected: str, found: object) -> NoReturn:
@@ -56,15 +64,10 @@ def check_files(world_size: int, files: dict[str, File]) -> None:
     Raises:
         ValueError: it names one.
     """
-    for name in files:
-        if not _FILE.fullmatch(name):
-            msg = f"{name[:80]!r} is not the name of one of a checkpoint's files"
-            raise ValueError(msg)
-    numbers = sorted(int(name[5:].partition(".")[0]) for name in files)
-    if len(files) != world_size or numbers != list(range(world_size)):
-        msg = (
-            f"the files are of ranks {numbers[:10]}, and there were {world_size} ranks"
-        )
+    expected = {f"rank-{rank:05d}.safetensors" for rank in range(len(files))}
+    if len(files) != world_size or files.keys() != expected:
+        others = quoted(sorted(files.keys() - expected))
+        msg = f"{len(files)} files are not those of {world_size} ranks; others are {others}"
         raise ValueError(msg)
 
 
@@ -74,8 +77,10 @@ def check_copies(copies: list[int], world_size: int) -> None:
     Raises:
         ValueError: it says how many ranks there were.
     """
-    if copies and (len(copies), {*copies}) != (world_size, {*range(max(copies) + 1)}):
-        msg = f"{copies[:10]} are not the copies of {world_size} ranks"
+    numbers = {*copies}
+    # compare with their count: a range up to the largest number could fill all memory
+    if copies and (len(copies), numbers) != (world_size, {*range(len(numbers))}):
+        msg = f"{quoted(copies)} are not the copies of {world_size} ranks"
         raise ValueError(msg)
 
 
@@ -95,7 +100,7 @@ def check_sharded(
             entry = files[file].tensors.get(name) if file in files else None
             size, offset = tuple(box["size"]), tuple(box["offset"])
             if entry is None or (entry.dtype, entry.shape) != (whole["dtype"], size):
-                msg = f"{file[:80]!r} does not have the slice of {name!r} that is said"
+                msg = f"{quoted(file)} does not have the slice of {quoted(name)} that is said"
                 raise ValueError(msg)
             boxes[file] = Slice(shape, offset, size)
         of_each = of_copies(boxes, copies) or {0: boxes}
@@ -103,27 +108,27 @@ def check_sharded(
         whole_each = all(tile(each.values(), shape) for each in of_each.values())
         if not (is_of_all and whole_each):
             msg = (
-                f"the slices of {name!r} are not the whole of a tensor of shape {shape}"
+                f"the slices of {quoted(name)} are not the whole of a tensor of shape"
+                f" {quoted(shape)}"
             )
             raise ValueError(msg)
+        bytes_in(whole["dtype"], shape)  # no file lists a tensor without elements
 
 
-def _is(kind: type, expected: str, *, least: int | None = None) -> Rule:
+def _is(kind: type, expected: str) -> Rule:
     def rule(value: Any) -> None:
-        if type(value) is not kind or (least is not None and value < least):
+        if type(value) is not kind:
             _refuse(expected, value)
 
     return rule
 
 
 _TEXT = _is(str, "text")
-_COUNT = _is(int, "a count", least=0)
 _WHOLE = _is(int, "a whole number")
 
 
-def _size(value: Any) -> None:
-    _COUNT(value)
-    if value >= _LARGEST:
+def _count(value: Any) -> None:
+    if type(value) is not int or not 0 <= value < _LARGEST:
         _refuse("a count of less than 2**63", value)
 
 
@@ -220,6 +225,8 @@ _KINDS: dict[str, Callable[[Any, int], None]] = {
 
 
 def _number(value: Any) -> None:
+    if type(value) is int and abs(value) >= _LARGEST:
+        _refuse("a number of less than 2**63", value)
     if type(value) not in (int, float):
         _tree(value, kinds=("float",))
 
@@ -255,8 +262,8 @@ def _cursor(value: Any) -> None:
     _record(list=_each(_tree))(value)
     if len(value["list"]) != 3:
         _refuse("a position of 3 parts", value)
-    _inside(_COUNT, "epoch", value["list"][0])
-    _inside(_COUNT, "samples", value["list"][1])
+    _inside(_count, "epoch", value["list"][0])
+    _inside(_count, "samples", value["list"][1])
 
 
 _TENSORS = _record(dict=_table(_record(tensor=_TEXT)))
@@ -264,22 +271,22 @@ _UNITS: dict[str, Rule] = {
     "params": _TENSORS,
     "buffers": _TENSORS,
     "opt_state": _record(dict=_table(lambda v: _tree(v, kinds=("dict", "pairs")))),
-    "step": _COUNT,
+    "step": _count,
     "cursor": _cursor,
     "seed": _WHOLE,
-    "num_skipped": _COUNT,
+    "num_skipped": _count,
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
-_SHAPE = _each(_size)
+_SHAPE = _each(_count)
 _file = {
     each.word: _record(
-        size=_size,
+        size=_count,
         tensors=_table(
             _record(
                 dtype=_DTYPE,
                 shape=_SHAPE,
-                begin=_size,
-                end=_size,
+                begin=_count,
+                end=_count,
                 **{each.word: _digest},
             )
         ),
@@ -289,15 +296,15 @@ _file = {
 }
 _manifest = {
     word: _record(
-        step=_COUNT,
-        world_size=_COUNT,
+        step=_count,
+        world_size=_count,
         optimizer=_TEXT,
         transforms=_each(_TEXT),
         data=_facts,
         trees=_all_units,
         trees_by_rank=_each(_units),
         per_rank=_each(_TEXT),
-        copies=_each(_COUNT),
+        copies=_each(_count),
         sharded=_table(
             _record(
                 dtype=_DTYPE,

@@ -23,12 +23,12 @@ class Hashing:
         """Take the thread, the file's path, and by what it was digested."""
         self._pool, self._path, self._name = pool, path, algorithm.name
         self._digest = algorithm.begin(b"")
-        self._read: list[tuple[memoryview, str, str]] = []
+        self._read: list[tuple[memoryview, str, str | None]] = []
         self._num_bytes = 0
         self._under_way: deque[Future[str | None]] = deque()
 
-    def add(self, values: memoryview, what: str, expected: str) -> None:
-        """Take what comes next, and the digest up to its end."""
+    def add(self, values: memoryview, what: str, expected: str | None) -> None:
+        """Take the next bytes, and the digest up to their end if it is known."""
         self._read.append((values, what, expected))
         self._num_bytes += len(values)
         if self._num_bytes >= _TOGETHER:
@@ -50,10 +50,10 @@ class Hashing:
         self._under_way.append(self._pool.submit(self._differing, self._read))
         self._read, self._num_bytes = [], 0
 
-    def _differing(self, read: list[tuple[memoryview, str, str]]) -> str | None:
+    def _differing(self, read: list[tuple[memoryview, str, str | None]]) -> str | None:
         for values, what, expected in read:
             self._digest.update(values)
-            if self._digest.hexdigest() != expected:
+            if expected is not None and self._digest.hexdigest() != expected:
                 return what
         return None
 

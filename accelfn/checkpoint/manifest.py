@@ -25,6 +25,11 @@ from accelfn.errors import CheckpointCorruptError, CheckpointError
 NAME = "manifest.json"
 _LARGEST = 1 << 28
 """Bytes of a manifest that are read; a million tensors have fewer."""
+_MOST, _SPARSE = 1 << 18, 16
+"""A manifest has at most `_MOST` lists and tables, or one per `_SPARSE` bytes.
+
+A tensor takes 30 bytes or more for each. Parsing them takes most of the time and memory.
+"""
 _DEPTH = 4
 """Tables in tables that are broken into lines."""
 _SEAL = re.compile(rb'\{\n "([a-z0-9]+)": "([0-9a-f]{64})",\n')
@@ -90,6 +95,11 @@ class Manifest:
         if len(said) > _LARGEST - 100:
             msg = f"its manifest would have {len(said)} bytes; at most {_LARGEST} are read."
             raise CheckpointError(msg)
+        try:
+            _check_density(said)
+        except ValueError as error:
+            msg = f"its manifest could not be read: {error}. Store long lists as a tensor."
+            raise CheckpointError(msg) from error
         word, digest = self.algorithm.word, self.algorithm.of(said)
         return f'{{\n "{word}": "{digest}",\n'.encode() + said
 
@@ -102,6 +112,7 @@ class Manifest:
             CheckpointError: it is of another format.
         """
         try:
+            _check_density(data)
             plain = _table(json.loads(data, object_pairs_hook=_each_once))
             version = plain.pop("format")
             if type(version) is not int:
@@ -149,12 +160,16 @@ class Manifest:
         if len(self.trees_by_rank) not in (0, self.world_size):
             msg = f"{self.world_size} ranks have {len(self.trees_by_rank)} trees"
             raise ValueError(msg)
+        if self.trees["step"] != self.step:
+            msg = f"its step is {self.step}, and that of the state {self.trees['step']}"
+            raise ValueError(msg)
         own, apart = set(self.per_rank), set[str]().union(*self.trees_by_rank)
         for unit, tree in self.trees.items():
             names = set(tensors_in(tree))
             self._find(names, 0)
-            for rank in range(self.world_size if names & own else 0):
-                self._find(names & own if unit not in apart else (), rank)
+            if unit not in apart:
+                for rank in self.firsts:  # other ranks of a copy can read its file
+                    self._find(names & own, rank)
         for rank, trees in enumerate(self.trees_by_rank):
             for tree in trees.values():
                 self._find(tensors_in(tree), rank)
@@ -190,7 +205,8 @@ class Manifest:
     def firsts(self) -> tuple[int, ...]:
         """The first rank of each copy; each rank, where it was alone with its own."""
         copies = self.copies or tuple(range(self.world_size))
-        return tuple(copies.index(copy) for copy in sorted({*copies}))
+        first = {copy: rank for rank, copy in reversed([*enumerate(copies)])}
+        return tuple(first[copy] for copy in sorted(first))
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
         """Return the shape of a tensor, of a sharded one the whole's."""
@@ -313,8 +329,9 @@ def read_manifest(folder: Path) -> Manifest:
     missing, extra = manifest.files.keys() - present, present - manifest.files.keys()
     if missing or extra:
         msg = (
-            f"{folder}: files that the manifest names are missing: {sorted(missing)};"
-            f" files that it does not name: {sorted(extra)}."
+            f"{folder}: files that the manifest names are missing:"
+            f" {grammar.quoted(sorted(missing))}; files that it does not name:"
+            f" {grammar.quoted(sorted(extra))}."
         )
         raise CheckpointCorruptError(msg)
     return manifest
@@ -337,6 +354,18 @@ def _table(plain: Any) -> dict[str, Any]:
         msg = f'expected a JSON object with "format", and found {lacks}'
         raise ValueError(msg)
     return cast("dict[str, Any]", plain)
+
+
+def _check_density(data: bytes) -> None:
+    """Reject JSON with more lists and tables than a save writes.
+
+    Raises:
+        ValueError: there are more.
+    """
+    count = data.count(b"[") + data.count(b"{")
+    if count > max(_MOST, len(data) // _SPARSE):
+        msg = f"it has {count} lists and tables in {len(data)} bytes"
+        raise ValueError(msg)
 
 
 def _compare(data: bytes, algorithm: Algorithm) -> None:

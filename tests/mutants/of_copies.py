@@ -78,7 +78,7 @@ MUTANTS = [
         "L45: of copies the ranks are averaged whose numbers copies have",
         GOES_ON,
         CACHED["firsts"],
-        "copies.index(copy) for copy in → copy for copy in",
+        "first[copy] for copy in → copy for copy in",
     ),
     Mutant(
         "L45: the average of copies is the first one's",

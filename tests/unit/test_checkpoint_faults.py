@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import commit, disk
+from accelfn.base import large_pages
+from accelfn.checkpoint import commit, disk, keep
 from accelfn.checkpoint.manifest import Manifest, read_manifest
 from accelfn.checkpoint.save import contents_of, save_of
 from accelfn.checkpoint.slices import Slice
@@ -930,6 +931,19 @@ WRONG = {
     "no digest": lambda p: p["files"][FILE].update(blake3="0"),
     "no format": lambda p: p.update(format="1"),
     "a true format": lambda p: p.update(format=True),
+    "as many copies as a number says": lambda p: p.update(copies=[10**12]),
+    "a metric that is no float": lambda p: p.update(metrics={"loss": 10**400}),
+    "the step of another update": lambda p: p.update(step=p["step"] + 1),
+    "a step beyond 64 bits": lambda p: (
+        p.update(step=2**80),
+        p["trees"].update(step=2**80),
+    ),
+    "a file with a zero more in its name": lambda p: p["files"].update(
+        {"rank-000000.safetensors": p["files"].pop(FILE)}
+    ),
+    "a whole without elements that has no size": lambda p: p["sharded"].update(
+        x={"dtype": "F32", "shape": [0, 2**62, 2**62], "slices": {}}
+    ),
 }
 
 
@@ -1061,6 +1075,54 @@ def test_c20_sealed_depth(depth, saved):
     (saved / MANIFEST).write_bytes(b'{\n "blake3": "%s",\n' % seal + said)
     with pytest.raises(af.CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
+
+
+def test_c20_sealed_containers(saved, monkeypatch):
+    """C20: a manifest with too many lists and tables is neither read nor written."""
+    monkeypatch.setattr("accelfn.checkpoint.manifest._MOST", 1000)
+    plain = plain_of(saved)
+    plain["trees"]["slots.x"] = {"list": [{"list": []}] * 2000}
+    said = json.dumps({n: v for n, v in plain.items() if n != "blake3"}).encode()[1:]
+    seal = blake3(said).hexdigest().encode()
+    (saved / MANIFEST).write_bytes(b'{\n "blake3": "%s",\n' % seal + said)
+    with pytest.raises(af.CheckpointCorruptError, match="lists and tables"):
+        af.load(fresh(), saved)
+    state = made().with_slot("mine", [[]] * 2000)
+    with pytest.raises(af.CheckpointWriteError, match=r"lists and tables.*as a tensor"):
+        af.save(state, saved.parent / "other")
+
+
+def test_c20_an_error_is_short(saved):
+    """C20: an error quotes the beginning of long facts of the data."""
+    data = {f"x{i}": "y" * 10_000 for i in range(100)}
+    reseal(saved, lambda plain: plain.update(data={"samples": 1, **data}))
+    state = fresh(data=af.Data(torch.ones(4, 2), batch_size=2))
+    with pytest.raises(af.CheckpointError, match="other data") as caught:
+        af.load(state, saved)
+    assert len(str(caught.value)) < 3000
+
+
+def test_c20_no_memory_for_what_is_not_asked_for(tmp_path, monkeypatch):
+    """C20: `verify` reads a tensor that nobody needs in pieces, and finds a changed bit."""
+    monkeypatch.setattr("accelfn.checkpoint.files._BLOCK", 1000)
+    af.save(made().with_slot("large", torch.arange(10_000.0)), tmp_path / "saved")
+    sizes, empty = [], large_pages.empty
+
+    def seen(shape, dtype):
+        tensor = empty(shape, dtype)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(large_pages, "empty", seen)
+    keep.verify(tmp_path / "saved")
+    assert max(sizes) <= 1000
+    path = tmp_path / "saved" / FILE
+    changed = bytearray(path.read_bytes())
+    at = read_manifest(tmp_path / "saved").files[FILE].tensors["slots.large"].begin
+    changed[at] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(af.CheckpointCorruptError, match=r"slots\.large differs"):
+        keep.verify(tmp_path / "saved")
 
 
 def test_c20_a_manifest_of_many_bytes(saved):
