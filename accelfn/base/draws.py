@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and seeded draws: every random draw is a function of what it is for.
 
-A key is a 64-bit integer mixed from named parts. `seeded` sets torch's default generators
-from a key and puts them back after, so code that draws from them (dropout, `torch.randn`)
-needs no change, and a resumed run draws what the uninterrupted one draws.
+A key is a 64-bit integer mixed from named parts. `seeded` sets the default generators of
+torch, numpy and Python from a key and puts them back after, so code that draws from them
+(dropout, `np.random.beta`) needs no change, and a resumed run draws what the uninterrupted
+one draws.
 
 A process has each default generator once, so one thread at a time may draw: another
 one's draws would be the first's, and the states that are put back would go back in time.
@@ -17,16 +18,22 @@ import os
 import random
 import threading
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Self
+from _random import Random as _Python
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from ctypes import c_char
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NoReturn, Self, cast
 
-import numpy as np
 import torch
+from numpy.random import MT19937, mtrand
 
 from accelfn.base import accelerator
 from accelfn.errors import WorldError
 
 _MASK = (1 << 64) - 1
+_CPU = torch.device("cpu")
 
 
 def key(*parts: int | str) -> int:
@@ -57,38 +64,120 @@ def generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, *accelerator.generators(device)]
 
 
-class seeded(AbstractContextManager[None]):
-    """Let draws from torch's default generators come from `seed` inside a `with` block.
+def _memory_of_python() -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return functions that read and write the state of Python's default generator.
 
-    The generators are put back after it, also when the block raises. A class and not a
-    generator function, and the CPU's generator written out, because a step enters one
-    with its code out of the processor's caches.
+    CPython keeps a position and 624 words in the object, which are copied in 0.1 µs. If
+    they are elsewhere, they are read and written as `random` does, which takes 10.
+    """
+    size, start = 625 * 4, object.__basicsize__
+    if size + start <= _Python.__basicsize__:
+        there = (c_char * size).from_address(id(_python) + start)
+        memory = memoryview(there).cast("B")
+        position, *words = memory.cast("I")
+        if (*words, position) == random.getstate()[1]:
+            return partial(bytes, memory), partial(memory.__setitem__, slice(None))
+    return random.getstate, random.setstate
+
+
+_python: Any = random.random.__self__
+_save_python, _restore_python = _memory_of_python()
+_NO_BITS = SimpleNamespace(state=None)
+"""Stands in for numpy's generator of bits, whose state takes 30 µs to read or set."""
+
+
+def normal_of_numpy() -> tuple[int, float]:
+    """Return what numpy keeps beside its bits: whether a second normal number is left, and it."""
+    legacy = cast("Any", mtrand)._rand
+    bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
+    _NO_BITS.state = {"bit_generator": "MT19937"}  # to which numpy adds the number
+    try:
+        normal = legacy.get_state(legacy=False)
+        return normal["has_gauss"], normal["gauss"]
+    finally:
+        legacy._bit_generator = bits
+
+
+def put_back_normal_of_numpy(normal: tuple[int, float]) -> None:
+    """Let numpy have that number again, which it forgets with its generator."""
+    legacy = cast("Any", mtrand)._rand
+    bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
+    has_gauss, gauss = normal
+    state = {"bit_generator": "MT19937", "state": None}
+    try:
+        legacy.set_state({**state, "has_gauss": has_gauss, "gauss": gauss})
+    finally:
+        legacy._bit_generator = bits
+
+
+def generator_states(device: torch.device) -> list[Any]:
+    """Return what the default generators hold, to compare."""
+    numpy = [str(each) for each in mtrand.get_state(legacy=False).items()]
+    return [
+        *(g.get_state().tolist() for g in generators(device)),
+        random.getstate(),
+        numpy,
+    ]
+
+
+class seeded(AbstractContextManager["seeded"]):
+    """Let code in a `with` block draw from the default generators of torch, numpy and Python.
+
+    A block with a seed begins with generators that come from it. `begin(seed)` seeds them
+    again, any number of times. They are put back after the block, also if it raises. Blocks
+    may be nested, as data that are read by other data are.
+
+    numpy's generator is exchanged, and the memory of Python's copied, because numpy takes
+    30 µs and Python 10 to give out a state and take it back. It is a class, with the CPU's
+    generator written out, because a step enters a block with its code out of the
+    processor's caches.
     """
 
-    __slots__ = ("_held", "_others", "_saved", "_saved_others", "_seed")
+    __slots__ = ("_gauss", "_held", "_normal", "_numpy", "_others", "_python")
+    __slots__ += ("_saved", "_saved_others", "_seed", "_spare")
 
-    def __init__(self, seed: int, device: torch.device, *numbers: int) -> None:
+    def __init__(
+        self, seed: int | None = None, device: torch.device = _CPU, *numbers: int
+    ) -> None:
         """Take a key, the device whose code will draw, and numbers to fold into the key."""
-        self._seed = fold(seed, *numbers) if numbers else seed
+        self._seed = seed if seed is None or not numbers else fold(seed, *numbers)
         self._others = () if device.type == "cpu" else accelerator.generators(device)
 
-    def __enter__(self) -> None:
-        """Keep the generators' states, and seed them."""
+    def __enter__(self) -> Self:
+        """Keep the generators' states, and seed them if there is a seed."""
         held = self._held = _turn.take()
         try:
             self._saved = _default.get_state()
             if self._others:
                 self._saved_others = [each.get_state() for each in self._others]
+            self._python, self._gauss = _save_python(), _python.gauss_next
+            self._normal = normal_of_numpy()
+            self._numpy = mtrand.get_bit_generator()
+            self._spare = _spares.pop() if _spares else MT19937(0)
         except BaseException:  # a device that failed, or Ctrl-C
             held.give_back()
             raise
         try:
-            _default.manual_seed(self._seed)
-            for each in self._others:
-                each.manual_seed(self._seed)
+            mtrand.set_bit_generator(self._spare)
+            if self._seed is not None:
+                self.begin(self._seed)
         except BaseException:
             self.__exit__()
             raise
+        return self
+
+    def begin(self, seed: int) -> None:
+        """Let the following numbers come from this seed.
+
+        numpy takes the upper half of it: torch takes the lower half for an algorithm that
+        is numpy's too, so `torch.randint` and `np.random.randint` would give the same.
+        """
+        _default.manual_seed(seed)
+        for each in self._others:
+            each.manual_seed(seed)
+        _Python.seed(_python, seed)
+        _python.gauss_next = None
+        mtrand.seed(seed >> 32 & 0xFFFFFFFF)
 
     def __exit__(self, *error: object) -> None:
         """Put the generators back."""
@@ -97,6 +186,12 @@ class seeded(AbstractContextManager[None]):
             if self._others:
                 for each, saved in zip(self._others, self._saved_others, strict=True):
                     each.set_state(saved)
+            _restore_python(self._python)
+            _python.gauss_next = self._gauss
+            mtrand.set_bit_generator(self._numpy)
+            if self._normal[0]:  # it forgets the number with its generator
+                put_back_normal_of_numpy(self._normal)
+            _spares.append(self._spare)
         finally:
             self._held.give_back()
 
@@ -126,7 +221,8 @@ class Turn:
         for each in tuple(self._had):
             first = each()
             if first is None:
-                forget(each, self._had)
+                with suppress(ValueError):  # another thread has taken it out
+                    self._had.remove(each)
             elif first.thread == held.thread:
                 break
             else:
@@ -148,15 +244,10 @@ class Held:
 
     def give_back(self) -> None:
         """Let who had it before have it."""
-        forget(self._mine, self._had)
-
-
-def forget(one: object, of: list[Any]) -> None:
-    """Take one of a list out of it, if no other thread has."""
-    try:  # noqa: SIM105 - in each step, where `suppress` takes longer
-        of.remove(one)
-    except ValueError:
-        pass
+        try:  # noqa: SIM105 - in each step, where `suppress` takes longer
+            self._had.remove(self._mine)
+        except ValueError:  # another thread has taken it out
+            pass
 
 
 _default = torch.default_generator
@@ -184,90 +275,5 @@ def _refuse() -> NoReturn:
     raise WorldError(msg)
 
 
-class drawing(AbstractContextManager["drawing"]):
-    """Let what reads data draw from torch's, numpy's and Python's default generators.
-
-    Inside a `with` block `begin(seed)` sets all three, any number of times; they are put back
-    after it. numpy's is exchanged for another, which is a hundred times cheaper than to copy
-    its state. Blocks may lie in one another, as data that are read by other data do.
-    """
-
-    __slots__ = ("_held", "_normal", "_numpy", "_python", "_spare", "_torch")
-
-    def __enter__(self) -> Self:
-        """Keep the generators' states."""
-        held = self._held = _turn.take()
-        try:
-            self._torch = _default.get_state()
-            self._python = random.getstate()
-            legacy = _legacy()
-            self._numpy, self._normal = legacy.get_bit_generator(), normal_of_numpy()
-            self._spare = _spares.pop() if _spares else np.random.MT19937(0)
-            legacy.set_bit_generator(self._spare)
-        except BaseException:  # Ctrl-C
-            held.give_back()
-            raise
-        return self
-
-    def begin(self, seed: int) -> None:
-        """Let what follows be drawn from this seed."""
-        _default.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 - it is the one that code draws from
-
-    def __exit__(self, *error: object) -> None:
-        """Put the generators back."""
-        try:
-            _default.set_state(self._torch)
-            random.setstate(self._python)
-            _legacy().set_bit_generator(self._numpy)
-            put_back_normal_of_numpy(self._normal)
-            _spares.append(self._spare)
-        finally:
-            self._held.give_back()
-
-
 _spares: list[Any] = []
 """What takes the place of numpy's generator and is in no block; to make one takes 0.1 ms."""
-
-
-class _NoBits:
-    """Stands in for numpy's generator of bits, whose state takes 30 µs to read or set."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What numpy adds its number to, so another one each time."""
-        return {"bit_generator": "MT19937", "state": None}
-
-    @state.setter
-    def state(self, value: object) -> None: ...
-
-
-_NO_BITS = _NoBits()
-
-
-def normal_of_numpy() -> dict[str, Any]:
-    """Return what numpy keeps beside its bits: the second normal number of a pair."""
-    legacy = _legacy()._rand
-    bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
-    try:
-        return legacy.get_state(legacy=False)
-    finally:
-        legacy._bit_generator = bits
-
-
-def put_back_normal_of_numpy(normal: dict[str, Any]) -> None:
-    """Let numpy have that number again, which it forgets with its generator."""
-    legacy = _legacy()._rand
-    bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
-    try:
-        legacy.set_state(normal)
-    finally:
-        legacy._bit_generator = bits
-
-
-def _legacy() -> Any:
-    """Return where numpy's global generator is; imported when data are read, and not before."""
-    from numpy.random import mtrand  # noqa: PLC0415
-
-    return mtrand

@@ -51,7 +51,7 @@ class Fetch:
         """Return the collated samples."""
         if self.is_pure:
             return self.source.batch(task.indices, nothing)
-        with draws.drawing() as drawing:
+        with draws.seeded() as drawing:
 
             def begin(place: int, part: int = 0) -> None:
                 key = draws.fold(task.key, task.first + place)

@@ -75,7 +75,7 @@ def places_of(source: Source) -> list[int]:
 
 def sample_at(source: Source, place: int) -> Any:
     """Return a sample; what it draws from default generators is the same each time."""
-    with draws.drawing() as drawing:
+    with draws.seeded() as drawing:
 
         def begin(_place: int, _part: int = 0) -> None:
             drawing.begin(0)

@@ -145,7 +145,7 @@ class Opened:
                 own.manual_seed(key)
         knows = is_stateful(dataset)
         memory = copy.deepcopy(start.memory)
-        with draws.drawing() as drawing:
+        with draws.seeded() as drawing:
             drawing.begin(draws.fold(key, _BEFORE))
             if memory is not None and knows:
                 dataset.load_state_dict(memory)
@@ -159,7 +159,7 @@ class Opened:
 
     def read(self) -> list[Any]:
         """Return the next sample in a list, or an empty one at the end."""
-        with draws.drawing() as drawing:
+        with draws.seeded() as drawing:
             drawing.begin(draws.fold(self._key, self.position))
             try:
                 sample = next(self._iterator)

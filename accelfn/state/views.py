@@ -253,8 +253,8 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
 def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
     """Return a context in which draws are a function of the state and a purpose.
 
-    Inside, torch's default generators are seeded from (seed, the state's name, purpose,
-    step) and, unless `shared`, the rank; after it they are as before.
+    Inside, the default generators of torch, numpy and Python are seeded from (seed, the
+    state's name, purpose, step) and, unless `shared`, the rank; after it they are as before.
 
     Args:
         state: the moment that the draws belong to.

@@ -67,13 +67,13 @@ class Row:
 
 
 def numbers(count: int = 3) -> Draws:
-    return tuple(torch.rand(count, dtype=torch.float64).tolist())
-
-
-def of_three() -> Draws:
     """Draw from all three default generators."""
-    legacy = np.random.rand()  # noqa: NPY002 - datasets draw from it
-    return *numbers(1), legacy, random.random()  # noqa: S311 - the same
+    drawn = torch.rand(count, dtype=torch.float64).tolist()
+    legacy = np.random.rand()  # noqa: NPY002 - losses and datasets draw from it
+    return *drawn, legacy, random.random()  # noqa: S311 - the same
+
+
+of_three = partial(numbers, 1)
 
 
 def on_rank(fn: Callable[[Place, af.World], Any]) -> Callable[[Place], Any]:
@@ -153,7 +153,7 @@ def _between(place: Place, world: af.World) -> Draws:
     class Between(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training:
-                noted.append(numbers())
+                noted.append(tuple(torch.rand(3, dtype=torch.float64).tolist()))
             return x
 
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,11 @@
 import functools
 import itertools
 import random
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,32 +71,69 @@ def test_different_numbers_under_a_key_draw_differently(
     assert distinct([drawn(key) for key in [*keys, *map(draws.key, numbers)]])
 
 
+def rolled() -> Draws:
+    """Draw from each default generator, of numpy and Python normal numbers, which come in pairs."""
+    drawn = np.random.random(), np.random.standard_normal()  # noqa: NPY002
+    gauss = random.gauss(0, 1)
+    return torch.rand(1).item(), *drawn, random.random(), gauss  # noqa: S311
+
+
+@contextmanager
+def callers(number: int) -> Generator[None]:
+    """Seed the default generators as a caller does, and put them back."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        random.seed(number)
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002
+
+
 @given(seed=numbers, number=st.integers(0, 9), raises=st.booleans())
 def test_a_stream_leaves_the_generator_as_it_was(
     seed: int, number: int, raises: bool
 ) -> None:
     """What is drawn before and after a stream, even one that raises, does not know of it."""
-    generator = torch.Generator().manual_seed(number)
-    with torch.random.fork_rng():
-        torch.set_rng_state(generator.get_state())
-        found = torch.rand(3).tolist()
+    with callers(number):
+        expected = [rolled() for _ in range(2)]
+    with callers(number):
+        found = [rolled()]
         with suppress(ZeroDivisionError), draws.seeded(draws.key(seed), CPU):
-            torch.rand(1 // (not raises))
-        found += torch.rand(3).tolist()
-    assert torch.rand(6, generator=generator).tolist() == found
+            rolled()
+            random.seed(1 // (not raises))
+        assert [*found, rolled()] == expected
 
 
-def rolled() -> Draws:
-    """Draw from each default generator, of numpy's a normal number, which come in pairs."""
-    drawn = np.random.random(), np.random.standard_normal()  # noqa: NPY002
-    return torch.rand(1).item(), *drawn, random.random()  # noqa: S311
+def test_default_generators_draw_apart() -> None:
+    """torch and numpy use one algorithm, and give other numbers by one seed."""
+    with draws.seeded(draws.key("a"), CPU):
+        found = torch.randint(0, 2, (64,)).tolist()
+        assert found != np.random.randint(0, 2, 64).tolist()  # noqa: NPY002
+
+
+def test_pythons_generator_is_found_in_memory_or_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If Python keeps its generator in another way, it is read and written by `random`."""
+    read, write = draws._memory_of_python()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(random, "getstate", lambda: (3, (0,), None))
+    asked = draws._memory_of_python()  # pyright: ignore[reportPrivateUsage]
+    assert asked == (random.getstate, random.setstate)
+    monkeypatch.undo()
+    with callers(0):
+        state, before = read(), random.getstate()
+        drawn = random.random()  # noqa: S311
+        write(state)
+        assert (random.getstate(), random.random()) == (before, drawn)  # noqa: S311
 
 
 def drawn_within(seeds: list[int]) -> list[Draws]:
     """Return what each of several blocks draws that lie in one another, the outermost first."""
     if not seeds:
         return []
-    with draws.drawing() as drawing:
+    with draws.seeded() as drawing:
         drawing.begin(seeds[0])
         before = rolled()
         inner = drawn_within(seeds[1:])
@@ -118,7 +157,7 @@ class Drawing(torch.nn.Module):
 
 def noting(noted: list[Draws], net: Drawing, batch: torch.Tensor) -> torch.Tensor:
     """Draw, as dropout does, and return a loss."""
-    noted.append(tuple(torch.rand(4, dtype=torch.float64).tolist()))
+    noted.append((*torch.rand(4, dtype=torch.float64).tolist(), *rolled()[1:]))
     return net.first(batch).mean()
 
 

@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "L50: Python's generator stays where a dataset that raised has left it",
         _UPDATE,
-        draws.drawing.__exit__,
-        "random.setstate(self._python) → any(error) or random.setstate(self._python)",
+        draws.seeded.__exit__,
+        "_restore_python(self._python) → any(error) or _restore_python(self._python)",
         args={"call": "batches"},
     ),
     Mutant(

@@ -155,7 +155,7 @@ MUTANTS = [
         "looking at the loss in one piece draws from the update's numbers",
         unit.test_a_loss_that_draws_is_told_of,
         first_look.untouched,
-        "each.set_state(kept) → pass",
+        "torch.no_grad(), draws.seeded(0, device) → torch.no_grad()",
     ),
     Mutant(
         "looking at the loss in one piece writes buffers",

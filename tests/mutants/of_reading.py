@@ -357,8 +357,8 @@ OF_RESUMING = [
     Mutant(
         "L50: numpy's generator is not set, and every sample gets the same of it",
         test_ranks_data.test_draws_are_of_a_place,
-        draws.drawing.begin,
-        "np.random.seed(seed & 0xFFFFFFFF) → np.random.seed(0)",
+        draws.seeded.begin,
+        "mtrand.seed(seed >> 32 & 0xFFFFFFFF) → mtrand.seed(0)",
     ),
 ]
 

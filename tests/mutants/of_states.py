@@ -258,22 +258,16 @@ if having and not any(told[id(each)].get("draws_nothing") for each in having)
         "_turn.take() → Turn().take()",
     ),
     Mutant(
-        "L50: a thread that reads data seeds the generators that another one is drawing from",
-        test_threads.test_a_second_thread_is_refused,
-        draws.drawing.__enter__,
-        "_turn.take() → Turn().take()",
-    ),
-    Mutant(
-        "L50: a block that reads data draws with the generator of one that it lies in",
+        "L50: a block draws from numpy with the generator of one that it is nested in",
         test_randomness.test_blocks_that_draw_within_one_another_are_apart,
-        draws.drawing.__enter__,
+        draws.seeded.__enter__,
         "set_bit_generator(self._spare)"
         " → set_bit_generator(globals().setdefault('_one', self._spare))",
     ),
     Mutant(
-        "L50: of two normal numbers that numpy draws the second is lost where data are read",
+        "L50: of two normal numbers that numpy draws the second is lost after a block",
         test_randomness.test_blocks_that_draw_within_one_another_are_apart,
-        draws.drawing.__exit__,
+        draws.seeded.__exit__,
         "put_back_normal_of_numpy(self._normal) → pass",
     ),
     Mutant(

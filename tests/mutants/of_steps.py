@@ -234,8 +234,8 @@ self.commit(self._scratch)
     Mutant(
         "L22: a stream does not seed, so a step depends on what was drawn before it",
         test_purity.test_the_same_step_twice,
-        draws.seeded.__enter__,
-        "_default.manual_seed(self._seed) → pass",
+        draws.seeded.begin,
+        "_default.manual_seed(seed) → pass",
     ),
     Mutant(
         "L21: a step runs under the autocast of whoever calls it",

@@ -124,7 +124,7 @@ class Own:
         return order
 
     def _called(self, n: int, seed: int, epoch: int) -> Any:
-        with draws.drawing() as seeds:
+        with draws.seeded() as seeds:
             seeds.begin(draws.key(seed, "own order", epoch))
             return self.function(seed, epoch, n)
 

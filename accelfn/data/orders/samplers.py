@@ -120,7 +120,7 @@ def _drawn(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
         own = getattr(each, "generator", None)
         if isinstance(own, torch.Generator):
             own.manual_seed(key)
-    with draws.drawing() as seeds:
+    with draws.seeded() as seeds:
         seeds.begin(key)
         return [_plain(each) for each in islice(sampler, most)]
 

@@ -36,30 +36,23 @@ class Coarsest(TorchFunctionMode):
 
 @contextmanager
 def untouched(model: nn.Module, device: torch.device) -> Generator[Any]:
-    """Let a model be evaluated, and leave it and torch's generators as they are.
+    """Let a model be evaluated, and leave it and the default generators as they are.
 
     Yields: a function that says whether random numbers were drawn.
     """
     modules = [*model.modules()]
     training = [module.training for module in modules]
     tables = [(m._buffers, dict(m._buffers)) for m in modules]  # pyright: ignore[reportPrivateUsage]
-    generators = draws.generators(device)
-
-    def state() -> list[torch.Tensor]:
-        return [each.get_state() for each in generators]
-
-    before = state()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), draws.seeded(0, device):
+            before = draws.generator_states(device)
             for table, buffers in tables:
                 table.update(
                     {n: b if b is None else b.clone() for n, b in buffers.items()}
                 )
             model.eval()
-            yield lambda: not all(map(torch.equal, before, state()))
+            yield lambda: draws.generator_states(device) != before
     finally:
-        for each, kept in zip(generators, before, strict=True):
-            each.set_state(kept)
         for module, was in zip(modules, training, strict=True):
             module.training = was
         for table, buffers in tables:
