@@ -57,7 +57,8 @@ class compile:  # noqa: A001 - what torch calls it
     `wrap_ddp`, which reduces gradients while the backward pass runs, under fp16 and beside
     `checkpoint_activations`, forward and backward are compiled apart. Evaluation and
     prediction are not compiled, and neither is the optimizer: a fused one is one kernel
-    already.
+    already. A loss that calls torch.autograd.grad, as a gradient penalty does, is a single graph
+    under `wrap_ddp` too, and gradients are reduced after it.
 
     Acts on: runner.
 
@@ -160,7 +161,7 @@ class compile:  # noqa: A001 - what torch calls it
             runner = make(module)
             if whole and runner.lone_module is not None:
                 return OneGraphRunner(runner.lone_module, compiler)
-            return TwoGraphsRunner(runner, compiler)
+            return TwoGraphsRunner(runner, compiler, whole=whole)
 
         return compiling
 

@@ -312,6 +312,63 @@ def test_breaks_in_the_graph():
     assert close(trained(loss=breaking), found)
 
 
+class Penalty:
+    """A mean, or a total, with a penalty on the gradient of what the model was given."""
+
+    def __init__(self, *, is_total: bool) -> None:
+        self.is_total = is_total
+
+    def __call__(self, model: nn.Module, batch: Batch) -> torch.Tensor | af.Loss:
+        inputs = batch[0].clone().requires_grad_()
+        out = model(inputs)
+        (grad,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        norms = grad.square().sum(1)
+        losses = cross_entropy(out, batch[1], reduction="none") + norms
+        if self.is_total:
+            return af.Loss(losses.sum(), len(losses), norm=norms.detach().sum())
+        return losses.mean()
+
+
+@pytest.mark.parametrize(
+    ("is_total", "beside"), [(False, ()), (True, (af.accumulate(num_micro_batches=2),))]
+)
+def test_a_double_backward_is_compiled_on_any_number_of_ranks(is_total, beside):
+    """A gradient penalty trains under wrap_ddp what it trains plainly, on one rank and two."""
+    data = af.Data(torch.utils.data.TensorDataset(*rows(24)), batch_size=8)
+
+    def fn(world: af.World, *compiled: object) -> tuple[dict, list[float]]:
+        chain = af.chain(af.shard_data(), af.wrap_ddp(), *beside, *compiled)
+        state = af.TrainState.create(
+            model=net, optimizer=SGD, setup=chain, data=data, world=world
+        )
+        step, losses = af.make_step(Penalty(is_total=is_total)), []
+        for batch in af.batches(state, epochs=1):
+            state, metrics = step(state, batch)
+            losses.append(af.mean(metrics, world))
+        return tensors(state), losses
+
+    (expected, losses), *_ = simulate(1, fn)
+    for size in (1, 2):
+        for found, seen in simulate(size, lambda world: fn(world, quick())):
+            assert differences(expected, found, within=1e-5) == []
+            assert [pytest.approx(each, abs=1e-5) for each in losses] == seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "setup", [(af.compile(backend="eager"),), (af.autocast("fp16"), quick())]
+)
+def test_a_double_backward_that_torch_cannot_compile_is_named(setup, size):
+    """On any number of ranks, with what to leave out."""
+
+    def fn(world: af.World) -> None:
+        state = begun(af.wrap_ddp(), *setup, world=world)
+        af.make_step(Penalty(is_total=False))(state, rows())
+
+    with pytest.raises(af.CompileError, match="double backward.*Leave out"):
+        simulate(size, fn)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_wrong_losses_are_refused_as_ever(apart):
     """What is wrong without compiling too is told in the same words; the state stays."""

@@ -18,6 +18,14 @@ from accelfn.errors import CompileError, RecompilationWarning
 from accelfn.state.metrics import Loss
 from accelfn.world import World
 
+DOUBLE_BACKWARD = "double backward"
+"""In the text of an error about a loss that itself takes gradients."""
+_TWICE = (
+    "af.compile: {} cannot be compiled: it calls torch.autograd.grad, as a gradient penalty"
+    f" does, and torch compiles a {DOUBLE_BACKWARD} only where loss and gradients are one"
+    " graph. Leave out regions=, fullgraph=False, fp16 and checkpointed activations, and"
+    " take another backend than 'eager'; or leave out af.compile."
+)
 _MANY = 8
 """Loss functions that an engine compiles before it says that these are many."""
 
@@ -181,6 +189,8 @@ class Compiled:
                 " a C++ compiler, and there is none. Install g++ or clang++, or name one in"
                 " the environment variable CXX."
             )
+        if "trace_autograd_ops" in text:
+            return _TWICE.format(self._name)
         return (
             f"af.compile: {self._name} cannot be compiled: {text}\nChange that part, or"
             " leave it out of the graph: af.compile(fullgraph=False) breaks it there, and"

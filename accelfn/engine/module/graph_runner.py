@@ -16,6 +16,7 @@ from torch import nn
 from accelfn.base import lists, tree
 from accelfn.base.signatures import qualname
 from accelfn.engine.module.compiled import (
+    DOUBLE_BACKWARD,
     Compiled,
     Compiler,
     closed,
@@ -114,12 +115,16 @@ class OneGraphRunner:
 
 
 class TwoGraphsRunner(Delegating):
-    """Runs a compiled loss in another runner; its backward pass is compiled too."""
+    """Runs a compiled loss in another runner; its backward pass is compiled too.
 
-    def __init__(self, inner: Runner, compiler: Compiler) -> None:
-        """Take what runs losses, and what compiles them."""
+    Of a loss that itself takes gradients torch makes no two graphs, but one, whose gradients
+    are all there before any is reduced.
+    """
+
+    def __init__(self, inner: Runner, compiler: Compiler, *, whole: bool) -> None:
+        """Take what runs losses, what compiles them, and whether one graph can be for all."""
         super().__init__(inner)
-        self._compiler = compiler
+        self._compiler, self._whole = compiler, whole
         self._made: dict[LossFunction, LossFunction] = {}
 
     def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
@@ -136,12 +141,49 @@ class TwoGraphsRunner(Delegating):
         def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
             try:
                 return closed(*compiled(model, value, extras))
-            except CompileError:
-                loss_fn(model, value, *extras)
-                raise
+            except CompileError as error:
+                if not (self._whole and DOUBLE_BACKWARD in str(error)):
+                    loss_fn(model, value, *extras)
+                    raise
+            made = self._made[loss_fn] = self._in_one_graph(loss_fn, model)
+            return made(model, value, *extras)
 
         compiled_loss.__qualname__ = qualname(loss_fn)
         return compiled_loss
+
+    def _in_one_graph(self, loss_fn: LossFunction, model: nn.Module) -> LossFunction:
+        """Return a loss that differentiates twice, compiled with all of its gradients."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        graph, name = _one_graph(loss_fn, trained), qualname(loss_fn)
+        compiled = self._compiler.compiled(graph, name)
+
+        def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
+            is_loss, plain, grads = compiled.differentiating(model, value, extras)
+            if grads is None:
+                return closed(is_loss, plain)
+            total, *others = plain if is_loss else (plain,)
+            used = [i for i, grad in enumerate(grads) if grad is not None]
+            params = (trained[i] for i in used)
+            total = _WithGrads.apply(total, [grads[i] for i in used], *params)
+            return closed(is_loss, (total, *others) if is_loss else total)
+
+        compiled_loss.__qualname__ = name
+        return compiled_loss
+
+
+class _WithGrads(torch.autograd.Function):
+    """A total that has its gradients with it: a backward pass only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Any, grads: Any, *_params: Any) -> torch.Tensor:
+        """Return the total."""
+        ctx.grads = grads
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: torch.Tensor) -> Any:
+        """Return the gradients times that of the total."""
+        return None, None, *(grad * seeds[0] for grad in ctx.grads)
 
 
 class RegionsRunner(Delegating):
