@@ -59,6 +59,13 @@ class Convention(nn.Module):
             nn.init.zeros_(module.bias)
 
 
+class Layers(nn.ModuleDict):
+    """Layers by name, that can be called as one, as a unit is."""
+
+    def forward(self) -> None:
+        """Do nothing: these models are drawn, and never run."""
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": partial(nn.Linear, WIDTH, 5),
     "wide": partial(nn.Linear, WIDTH, 11, bias=False),
@@ -98,7 +105,7 @@ class Drawing:
 
     def model(self) -> nn.Module:
         """Return the model."""
-        model = nn.ModuleDict({kind: LAYERS[kind]() for kind in self.layers})
+        model = Layers({kind: LAYERS[kind]() for kind in self.layers})
         params = list(model.parameters())
         for param in params[: min(self.frozen, len(params) - 1)]:
             param.requires_grad_(requires_grad=False)

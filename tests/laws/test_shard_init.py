@@ -86,7 +86,7 @@ def test_it_trains_as_what_was_cut_trains(speech: Speech, lying: Lying) -> None:
         one = spoken(speech, world, *setup, init="shard")
         values = af.full_params(one, at="train")
         other = spoken(speech, world, *setup, init="whole").with_params(values)
-        assert differences(dict(alone), values) == []
+        assert differences(dict(alone), {n: values[n] for n in alone}) == []
         return updated(one), updated(other)
 
     def updated(state: Any) -> Tensors:
@@ -177,6 +177,9 @@ class Layers(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.table)
+
+    def forward(self) -> None:
+        """Do nothing: it is made, and never run."""
 
 
 def own(module: nn.Module) -> int:
