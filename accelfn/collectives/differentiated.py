@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gather that is differentiated: its backward pass is a collective, and has one of its own."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 
 from accelfn.collectives.agreed import agreed
-from accelfn.collectives.packed import all_gather
+from accelfn.collectives.packed import all_gather_rows
 from accelfn.collectives.reductions import reduced
 from accelfn.world import World
 
 
 def gather_with_grad(
-    mine: torch.Tensor, ready: World, world: World, label: str
+    mine: torch.Tensor, counts: Sequence[int], worlds: tuple[World, World], label: str
 ) -> torch.Tensor:
     """Return all ranks' rows; the gradient of a rank's is the sum of what all have for it.
 
     Args:
-        mine: this rank's rows, as many as all others'.
-        ready: the world in which to gather them.
-        world: the world in which to pass gradients, whenever that is.
+        mine: this rank's rows.
+        counts: how many each rank has.
+        worlds: in which to gather them, and in which to pass gradients, whenever that is.
         label: what the ranks are doing.
     """
-    return cast("Any", _Gather).apply(mine, ready, world, label)
+    return cast("Any", _Gather).apply(mine, counts, worlds, label)
 
 
 class _Gather(torch.autograd.Function):
@@ -30,16 +31,21 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mine: torch.Tensor, ready: World, world: World, label: str
+        ctx: Any,
+        mine: torch.Tensor,
+        counts: Sequence[int],
+        worlds: tuple[World, World],
+        label: str,
     ) -> torch.Tensor:
-        ctx.rows, ctx.world, ctx.label = len(mine), world, label
-        return torch.cat(all_gather(mine, ready, label=label))
+        ready, world = worlds
+        ctx.counts, ctx.world, ctx.label = counts, world, label
+        return all_gather_rows([mine], [counts], ready, label=label)[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (gradient,) = grad_outputs
         label = f"{ctx.label}: gradient"
-        mine = cast("Any", _SumOfMine).apply(gradient, ctx.rows, ctx.world, label)
+        mine = cast("Any", _SumOfMine).apply(gradient, ctx.counts, ctx.world, label)
         return mine, None, None, None
 
 
@@ -48,17 +54,23 @@ class _SumOfMine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, everyone: torch.Tensor, rows: int, world: World, label: str
+        ctx: Any,
+        everyone: torch.Tensor,
+        counts: Sequence[int],
+        world: World,
+        label: str,
     ) -> torch.Tensor:
-        ctx.world, ctx.label = world, label
+        ctx.counts, ctx.world, ctx.label = counts, world, label
         ready = agreed(world, "gather(grad=True).backward", label, everyone)
         (total,) = reduced([everyone], ready, "sum", label)
-        return total[world.rank * rows :][:rows].clone()
+        return total.split(list(counts))[world.rank].clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (gradient,) = grad_outputs
-        ready = agreed(ctx.world, "gather(grad=True).backward", ctx.label, gradient)
-        mine = gradient.resolve_conj().resolve_neg()
-        everyone = gather_with_grad(mine, ready, ctx.world, ctx.label)
+        ready = agreed(
+            ctx.world, "gather(grad=True).backward", ctx.label, gradient, free=0
+        )
+        counts, mine = ctx.counts, gradient.resolve_conj().resolve_neg()
+        everyone = gather_with_grad(mine, counts, (ready, ctx.world), ctx.label)
         return everyone, None, None, None

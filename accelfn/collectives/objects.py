@@ -11,8 +11,9 @@ from typing import Any
 
 from accelfn.base import codec
 from accelfn.base.calling import called
-from accelfn.collectives.agreed import agreed, check_world
+from accelfn.collectives.agreed import agreed
 from accelfn.collectives.packed import broadcast_bytes, gather_bytes, scatter_bytes
+from accelfn.collectives.shares import check_stand_ins
 from accelfn.collectives.trees import check_root
 from accelfn.errors import ArgumentError, CollectiveMismatchError, PlainDataError
 from accelfn.world import World
@@ -37,7 +38,7 @@ def gather_objects(
         PlainDataError: it is something else, and `pickle` is False; or pickle refuses it.
         CollectiveMismatchError: not all ranks say `pickle=True`.
     """
-    check_world("af.gather_objects", world)
+    check_stand_ins("af.gather_objects", world)
     data = _written(value, pickle=pickle)
     world = agreed(world, _named("gather_objects", pickle=pickle), label)
     parts = gather_bytes(data, world, label=label)

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from accelfn.base import tree
 from accelfn.base.calling import called
 from accelfn.base.valueless import readable
-from accelfn.collectives.agreed import agreed, check_world
+from accelfn.collectives.agreed import agreed
 from accelfn.collectives.naming import naming
 from accelfn.collectives.packed import pack
+from accelfn.collectives.shares import check_stand_ins
 from accelfn.collectives.trees import tensors_of
 from accelfn.errors import ArgumentError
 from accelfn.world import World
@@ -53,7 +54,7 @@ def all_to_all(
         ArgumentError: there is not one value for each rank, they are of several structures, a
             leaf is no tensor, or shapes that are said to be equal are not.
     """
-    check_world("af.all_to_all", world)
+    check_stand_ins("af.all_to_all", world)
     if not isinstance(values, (list, tuple)) or len(values) != world.size:
         count = len(values) if isinstance(values, Sequence) else type(values).__name__
         msg = (

@@ -35,6 +35,7 @@ from accelfn.collectives.reductions import (
     reduced,
     started,
 )
+from accelfn.collectives.shares import check_stand_ins, uneven_counts, warn_of_parts
 from accelfn.errors import ArgumentError
 from accelfn.world import World
 
@@ -64,38 +65,52 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     Raises:
         ArgumentError: a leaf is no dense tensor; see `gather_objects`.
     """
-    rows = [_row(leaf) for leaf in tensors_of(values, label, world)]
-    if grad:
-        kind = "gather(grad=True)"
-        ready = agreed(world, kind, label, values, grad=True)
-        found = [gather_with_grad(row, ready, world, label) for row in rows]
-        return tree.with_leaves(values, found)
-    ready = agreed(world, "gather", label, values)
-    counts = [[len(row)] * world.size for row in rows]
-    return tree.with_leaves(values, all_gather_rows(rows, counts, ready, label=label))
+    return _gathered(values, world, label, grad=grad, is_ragged=False)
 
 
 @called
-def gather_ragged(values: T, world: World, *, label: str = "gather_ragged") -> T:
+def gather_ragged(
+    values: T, world: World, *, grad: bool = False, label: str = "gather_ragged"
+) -> T:
     """Return every rank's rows, joined along dim 0; ranks may have any numbers of them.
 
     Args:
         values: a tree of tensors; all but dim 0 is the same on all ranks.
         world: whose ranks take part.
+        grad: whether the result is differentiated, as in `gather`.
         label: what the ranks are doing.
 
     Law: it is `gather` of what was padded, without the padding.
 
     Cost: one gather of the lengths, and one a dtype, of as many rows as the longest has.
     """
+    return _gathered(values, world, label, grad=grad, is_ragged=True)
+
+
+def _gathered(
+    values: Any, world: World, label: str, *, grad: bool, is_ragged: bool
+) -> Any:
+    """Join rows; in a loss with uneven shares any number, and none of a stand-in."""
     rows = [_row(leaf) for leaf in tensors_of(values, label, world)]
-    world = agreed(world, "gather_ragged", label, values, free=0)
-    if not rows:
-        return tree.with_leaves(values, [])
-    mine = torch.tensor([len(row) for row in rows], device=readable(world.device))
-    lengths = torch.stack(all_gather(mine, world, label=label)).tolist()
-    counts = [[each[i] for each in lengths] for i in range(len(rows))]
-    return tree.with_leaves(values, all_gather_rows(rows, counts, world, label=label))
+    held = uneven_counts(world, label)
+    is_ragged = is_ragged or held is not None
+    kind = f"gather{'_ragged' * is_ragged}{'(grad=True)' * grad}"
+    free = 0 if is_ragged else None
+    ready = agreed(world, kind, label, values, free=free, grad=grad)
+    if held is not None and not held[world.rank]:
+        rows = [row[:0] for row in rows]
+    counts = [[len(row)] * world.size for row in rows]
+    if is_ragged and rows:
+        mine = torch.tensor([len(row) for row in rows], device=readable(world.device))
+        lengths = torch.stack(all_gather(mine, ready, label=label))
+        counts = lengths.T.tolist()
+    if not grad:
+        joined = all_gather_rows(rows, counts, ready, label=label)
+        return tree.with_leaves(values, joined)
+    warn_of_parts(world)
+    each = zip(rows, counts, strict=True)
+    found = [gather_with_grad(row, n, (ready, world), label) for row, n in each]
+    return tree.with_leaves(values, found)
 
 
 def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> T:
@@ -146,6 +161,11 @@ def reduce(
     leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
     check_weight(op, weight, bucket_cap_mb)
+    if op != "mean":
+        check_stand_ins(f"af.reduce({op!r})", world)
+    elif (held := uneven_counts(world, label)) is not None:
+        count = held[world.rank]
+        weight = weight if count and weight is not None else count
     if weight is not None:
         ready = agreed(world, "reduce by weight", label, values, op=op)
         means = [each.clone() for each in map(as_floats, leaves)]
@@ -190,6 +210,9 @@ def start_reduce(
     """
     leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
+    check_stand_ins(f"af.start_reduce({op!r})", world)
+    if op == "mean" and uneven_counts(world, label) is not None:
+        return Pending.of(reduce(values, world, op, label=label))
     ready = agreed(world, "start_reduce", label, values, op=op)
     dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
     places = {
@@ -310,7 +333,8 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     """
     check_world("af.any_rank", world)
     value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
-    return bool(reduce(value, world, "max", label=label))
+    ready = agreed(world, "reduce", label, value, op="max")
+    return bool(reduced([value], ready, "max", label)[0])
 
 
 @called

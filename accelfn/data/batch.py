@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Batch`: what one step consumes, with the place it has in the data."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import attrs
@@ -39,6 +40,9 @@ class Batch:
         parts_indices: dataset indices of this rank's samples, one array a micro-batch.
         parts_filler: which of them are filler: repeats that fill a padded batch, or the
             stand-in of an empty share.
+        shares: returns how many samples each rank has, in each of its micro-batches; None
+            for unknown numbers.
+        part: which micro-batch of the batch this is, if it is one of `parts()`.
     """
 
     micro_batches: tuple[Any, ...]
@@ -48,6 +52,8 @@ class Batch:
     num_samples: int
     parts_indices: tuple[Indices, ...]
     parts_filler: tuple[Filler, ...]
+    shares: Callable[[], Sequence[Sequence[int | None]]] | None = None
+    part: int = 0
 
     @property
     def value(self) -> Any:
@@ -107,6 +113,7 @@ class Batch:
                 weights=(self.weights[i],),
                 parts_indices=(self.parts_indices[i],),
                 parts_filler=(self.parts_filler[i],),
+                part=self.part + i,
             )
             for i in range(len(self.micro_batches))
         ]

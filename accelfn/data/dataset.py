@@ -382,7 +382,8 @@ class Data:
 
     def read(self, reading: Reading) -> Iterator[Batch]:
         """Yield a rank's batches, on its device."""
-        return assembled(on_device(pairs_of(self, reading), reading.world.device))
+        pairs = on_device(pairs_of(self, reading), reading.world.device)
+        return assembled(pairs, reading.plan)
 
     def check_start(self, start: Cursor, *, seed: int) -> None:
         """Raise if reading cannot begin at a cursor.

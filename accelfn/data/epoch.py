@@ -123,6 +123,7 @@ class Portion(NamedTuple):
         indices: of the samples to read for each; an empty one reads one stand-in.
         own: how many of the epoch's positions are samples; those beyond are repeats.
         key: of what reading draws.
+        shares: how many samples each rank has, if ranks have told one another.
     """
 
     start: Cursor
@@ -132,6 +133,7 @@ class Portion(NamedTuple):
     indices: tuple[Indices, ...]
     own: int
     key: int
+    shares: list[tuple[int, ...]] | None = None
 
 
 def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:

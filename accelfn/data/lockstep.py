@@ -2,6 +2,7 @@
 """`lockstep`: streams of unequal length, a rank each, without a rank that waits in vain."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def _together(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Batch]:
                 " a rank's micro-batches, at least one. Leave the batch out."
             )
             raise BatchError(msg)
-        yield _batch(last, counts=bool(mine))
+        yield _batch(last, having, ranks.rank)
         number += 1
 
 
@@ -107,8 +108,9 @@ def _next(items: Iterator[Any]) -> list[Any]:
     return []
 
 
-def _batch(item: Any, *, counts: bool) -> Batch:
+def _batch(item: Any, having: list[bool], rank: int) -> Batch:
     values = tuple(item) if isinstance(item, list) else (item,)
+    counts = having[rank]
     return Batch(
         micro_batches=values,
         weights=(None if counts else 0,) * len(values),
@@ -117,4 +119,5 @@ def _batch(item: Any, *, counts: bool) -> Batch:
         num_samples=0,
         parts_indices=(np.empty(0, np.int64),) * len(values),
         parts_filler=(not counts,) * len(values),
+        shares=partial(list, [[None if has else 0] * len(values) for has in having]),
     )

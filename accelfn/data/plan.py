@@ -61,3 +61,10 @@ class Plan:
         if count == 1:
             return [share]
         return [even_part(share, i, count) for i in range(count)]
+
+    def counts(self, num_samples: int) -> list[tuple[int, ...]]:
+        """Return how many samples each share has of a batch, in each of its micro-batches."""
+        batch, places = (0, num_samples), range(len(self.parts((0, num_samples))))
+        shares = [even_part(batch, i, self.num_shares) for i in range(self.num_shares)]
+        parts = [[even_part(share, i, len(places)) for i in places] for share in shares]
+        return [tuple(stop - start for start, stop in each) for each in parts]

@@ -3,6 +3,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +14,7 @@ from accelfn.data.batch import Batch, Filler
 from accelfn.data.cursor import Cursor
 from accelfn.data.epoch import Portion
 from accelfn.data.fetch import Fetch, Task, nothing
+from accelfn.data.plan import Plan
 from accelfn.data.sources import shown
 from accelfn.data.workers import Place, nothing_said, start_method, watched
 
@@ -136,10 +138,10 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-def assembled(pairs: Iterable[Pair]) -> Iterator[Batch]:
+def assembled(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
     """Yield batches of what was read; their filler is stand-ins, and what repeats."""
     for portion, values in pairs:
-        start, after, num_samples, spans, indices, own, _ = portion
+        start, after, num_samples, spans, indices, own, _, shares = portion
         weights: tuple[int, ...] = ()
         filler: tuple[Filler, ...] = ()
         for low, high in spans:
@@ -153,6 +155,9 @@ def assembled(pairs: Iterable[Pair]) -> Iterator[Batch]:
             num_samples=num_samples,
             parts_indices=indices,
             parts_filler=filler,
+            shares=partial(plan.counts, num_samples)
+            if shares is None
+            else partial(list, shares),
         )
 
 

@@ -169,6 +169,8 @@ class Sharded:
             )
             own = (first, first + count)
             portion = _portion((cursor, after), total, own, num_parts)
+            cut = Plan(num_micro_batches=num_parts)
+            portion = portion._replace(shares=[cut.counts(n)[0] for n in counts])
             if count:
                 held = portion.indices
             elif held:  # the stand-in is the last batch

@@ -27,7 +27,7 @@ from accelfn.engine.buffers import Buffers
 from accelfn.engine.counters import Counters
 from accelfn.engine.elsewhere import refuse_elsewhere
 from accelfn.engine.home import Home
-from accelfn.engine.module.synced_norm import buffers_of_all_ranks, shares_of
+from accelfn.engine.module.synced_norm import buffers_of_all_ranks
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples
@@ -77,7 +77,6 @@ class Engine:
         self._key_of: tuple[int | None, int] = (None, 0)
         self._buffers = Buffers(module)
         self._of_all_ranks = buffers_of_all_ranks(module)
-        self._shares = shares_of(module)
         # gradients that lie in the home now, not yet applied
         self._live: Mapping[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
@@ -140,18 +139,16 @@ class Engine:
         Gradients that may be kept are their holder's own when others are taken.
         """
         self.bind(state)
-        tried = state.num_tried
-        self._begins(tried)
+        self._begins(tried := state.num_tried)
+        outer = self._activity.samples
         self._take_in(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
         compression = self._compression if sync else None
         profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
-            key = self._key(state)
-            kept = _buffers_of(into, samples)
-            for share in self._shares:
-                share.counts = samples.known != 0
+            self._activity.samples = samples
+            key, kept = self._key(state), _buffers_of(into, samples)
             self._buffers.begin(kept)
             if compression is not None:
                 slot = state.slots.get(compression.name)
@@ -178,6 +175,8 @@ class Engine:
             if type(error) is RuntimeError:  # of torch, and no lack of memory
                 refuse_elsewhere(samples, self._device, error)
             raise
+        finally:
+            self._activity.samples = outer
         if samples.known == 0:
             of_all = {n: t for n, t in written.items() if n in self._of_all_ranks}
             written = {**kept, **of_all}

@@ -2,7 +2,7 @@
 """What a loss function returned, checked and in one form."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import attrs
@@ -11,6 +11,7 @@ import torch
 from accelfn.base import tree
 from accelfn.base.advice import advise
 from accelfn.base.signatures import qualname
+from accelfn.data import Batch
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
 from accelfn.state.metrics import Loss, Number, WeightedSum, check_whole, own
 
@@ -48,6 +49,9 @@ class Samples:
         lone: whether nothing else is combined with this loss, so that it need not be known.
         judged: whether a transform looks at the gradients, so that a loss may be infinite.
         begins: whether they are the first of an update.
+        is_whole: whether they are all that the update has on this rank.
+        is_weighed: whether the loss function asks which of them count.
+        batch: in which they are, if they are of `af.batches`.
     """
 
     value: Any
@@ -56,6 +60,26 @@ class Samples:
     lone: bool
     judged: bool = False
     begins: bool = True
+    is_whole: bool = True
+    is_weighed: bool = False
+    batch: Batch | None = None
+
+    def counts(self) -> Sequence[int | None]:
+        """Return how many each rank has, None for unknown; nothing for plain values."""
+        batch = self.batch
+        shares = () if batch is None or batch.shares is None else batch.shares()
+        return [share[cast("Batch", batch).part] for share in shares]
+
+    def with_weight(self, device: torch.device) -> "Samples":
+        """Return them with a number for each row as the last extra: 1, or 0 for a stand-in."""
+        try:
+            rows = tree.num_rows(self.value)
+        except BatchError:
+            if self.known is None:
+                raise
+            rows = max(self.known, 1)
+        weight = torch.full((rows,), float(self.known != 0), device=device)
+        return attrs.evolve(self, extras=(*self.extras, weight))
 
     def count(self) -> int:
         """Return their number.

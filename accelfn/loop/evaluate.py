@@ -22,6 +22,7 @@ from accelfn.data.left_out import LeftOut
 from accelfn.data.reading import Reading
 from accelfn.engine.building import engine_of
 from accelfn.engine.home import lent
+from accelfn.engine.read_loss import Samples
 from accelfn.errors import BatchError, LossError, StateError
 from accelfn.state.argument import check_state
 from accelfn.state.mean import mean
@@ -35,7 +36,7 @@ from accelfn.state.metrics import (
 )
 from accelfn.state.state import TrainState
 from accelfn.state.views import eval_params
-from accelfn.step.value_and_grad import wrap_loss
+from accelfn.step.value_and_grad import is_weighed, wrap_loss
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
 _NO_GRADIENTS = (
@@ -86,8 +87,7 @@ def evaluate(
     measure = wrap_loss(fn, state.setup)
     left_out = None if getattr(data, "collate", None) is None else LeftOut()
     for batch in _held_out(state, data):
-        with lent.quietly():
-            returned = lent.call(measure, batch.value, *extras)
+        returned = lent.run(measure, batch, extras, weighed=is_weighed(fn))
         if left_out is not None and not isinstance(returned, Loss):
             left_out.look(batch.value, batch.weights[0], "What is measured")
         total = total + _measured(returned, batch.weights[0] or 0, fn)
@@ -132,8 +132,7 @@ def predict(
     batch_ranks, lent = state.world.batch, _Lent(state)
     call = wrap_loss(fn, state.setup)
     for batch in _held_out(state, data):
-        with lent.quietly():
-            returned = lent.call(call, batch.value, *extras)
+        returned = lent.run(call, batch, extras, weighed=is_weighed(fn))
         shares = [
             even_part((0, batch.num_samples), rank, batch_ranks.size)
             for rank in range(batch_ranks.size)
@@ -170,8 +169,30 @@ class _Lent:
             return engine_of(self._state).lend(params, buffers)
         return lent(definition, params, buffers)
 
+    def run(
+        self,
+        fn: EvaluateFunction,
+        batch: Batch,
+        extras: tuple[Any, ...],
+        *,
+        weighed: bool,
+    ) -> Any:
+        """Return what a function gives of a batch, quietly."""
+        known, world = batch.weights[0], self._state.world
+        flags = False, False, True, True, weighed
+        samples = Samples(batch.value, extras, known, *flags, batch)
+        if samples.is_weighed:
+            samples = samples.with_weight(world.device)
+        activity = world.connection.activity
+        outer, activity.samples = activity.samples, samples
+        try:
+            with self._quietly():
+                return self.call(fn, samples.value, *samples.extras)
+        finally:
+            activity.samples = outer
+
     @contextmanager
-    def quietly(self) -> Generator[None]:
+    def _quietly(self) -> Generator[None]:
         """Let nothing be differentiated, and draws be a function of the state, inside.
 
         The caller's modes stay outside: his autocast, and inference mode.
@@ -216,7 +237,8 @@ def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
     if not callable(fn):
         msg = f"Expected a function (model, batch, *extras) to evaluate, got {fn!r}."
         raise LossError(msg)
-    error = why_not(fn, None, None, *extras)
+    keywords = {"sample_weight": None} if is_weighed(fn) else {}
+    error = why_not(fn, None, None, *extras, **keywords)
     if error is not None:
         msg = f"{fn!r} is evaluated as fn(model, batch, *extras): {error}."
         raise LossError(msg) from error

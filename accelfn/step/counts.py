@@ -9,6 +9,7 @@ update's loss, and parts add.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, TypeAlias
 
 import attrs
@@ -79,9 +80,12 @@ def of_shares(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
     The last extra is the `Counts` of the update, of which it is given what is `told`.
     """
 
-    def loss_of_share(model: torch.nn.Module, batch: Any, *extras: Any) -> Loss:
+    @wraps(loss_fn)
+    def loss_of_share(
+        model: torch.nn.Module, batch: Any, *extras: Any, **weight: Any
+    ) -> Loss:
         *others, counts = extras
-        returned = loss_fn(model, batch, *others, counts.told)
+        returned = loss_fn(model, batch, *others, counts.told, **weight)
         share = returned if isinstance(returned, Loss) else Loss(returned, 1)
         if not isinstance(share.weight, (int, float)) or share.weight != 1:
             msg = (
@@ -90,12 +94,12 @@ def of_shares(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
                 " af.Loss(part, 1, name=(total, weight))."
             )
             raise LossError(msg)
-        weight = sum(_checked(count, count(batch)).values())
+        whole = sum(_checked(count, count(batch)).values())
         aux = {
-            name: entry if isinstance(entry, tuple) else (entry * counts.whole, weight)
+            name: entry if isinstance(entry, tuple) else (entry * counts.whole, whole)
             for name, entry in share.aux.items()
         }
-        return Loss(share.total * counts.whole, weight, **aux)
+        return Loss(share.total * counts.whole, whole, **aux)
 
     loss_of_share.__qualname__ = qualname(loss_fn)
     return loss_of_share

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`value_and_grad`: a loss as a function of a state, differentiated; nothing changes."""
 
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, Protocol
 from weakref import ref
@@ -10,7 +11,7 @@ import torch
 from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
 from accelfn.base.contexts import own_modes, span
-from accelfn.base.signatures import qualname
+from accelfn.base.signatures import qualname, signature
 from accelfn.data import Batch
 from accelfn.data.cursor import Cursor
 from accelfn.definition.facts import facts_of
@@ -29,6 +30,7 @@ from accelfn.state.state import TrainState
 from accelfn.state.update import Update, looked
 from accelfn.step.counts import Count, Counts, counted, of_shares
 
+_WEIGHT = "sample_weight"
 _ARGUMENTS = range(2, 10)
 """How many a loss function may have: a model, a batch, and extras."""
 
@@ -110,8 +112,9 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
             " inputs, targets = batch; return F.cross_entropy(model(inputs), targets)."
         )
         raise ArgumentError(msg)
-    if all(why_not(loss_fn, *(None,) * number) for number in _ARGUMENTS):
-        error = why_not(loss_fn, None, None)
+    keywords = {_WEIGHT: None} if is_weighed(loss_fn) else {}
+    if all(why_not(loss_fn, *(None,) * number, **keywords) for number in _ARGUMENTS):
+        error = why_not(loss_fn, None, None, **keywords)
         msg = (
             f"value_and_grad({loss_fn!r}): it is called as loss_fn(model, batch, *extras):"
             f" {error}."
@@ -170,7 +173,7 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
 
 def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     """Return the gradient function as the setup's transforms wrap it."""
-    composed: ValueAndGrad = _innermost(wrap_loss(loss_fn, setup), setup)
+    composed = _innermost(wrap_loss(loss_fn, setup), setup, is_weighed(loss_fn))
     for each in reversed(setup.owners["value_and_grad"]):
         composed = each.value_and_grad(composed)
         _check_function(each, "value_and_grad", composed)
@@ -178,11 +181,35 @@ def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
 
 
 def wrap_loss(loss_fn: LossFunction, setup: chain) -> LossFunction:
-    """Return a function of (model, batch, ...) as the setup's transforms wrap losses."""
+    """Return a function of (model, batch, ...) as the setup's transforms wrap losses.
+
+    One that declares `sample_weight` is given it as its last extra: what wraps it passes
+    extras on, and need not know the keyword.
+    """
+    own = loss_fn
+    if is_weighed(own):
+
+        @wraps(own)
+        def weighed(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
+            *others, weight = extras
+            return own(model, batch, *others, **{_WEIGHT: weight})
+
+        loss_fn = weighed
     for each in reversed(setup.owners["loss"]):
         loss_fn = each.loss(loss_fn)
         _check_function(each, "loss", loss_fn)
     return loss_fn
+
+
+def is_weighed(loss_fn: LossFunction) -> bool:
+    """Whether a function declares the keyword `sample_weight`, and nobody has given it."""
+    if isinstance(loss_fn, partial) and _WEIGHT in loss_fn.keywords:
+        return False
+    try:
+        declared = signature(loss_fn).parameters.get(_WEIGHT)
+    except (TypeError, ValueError):  # written in C
+        return False
+    return declared is not None and declared.kind is declared.KEYWORD_ONLY
 
 
 def _check_function(owner: object, field: str, returned: object) -> None:
@@ -192,7 +219,11 @@ def _check_function(owner: object, field: str, returned: object) -> None:
     )
 
 
-def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
+def _innermost(
+    loss_fn: LossFunction,
+    setup: chain,
+    weighed: bool,  # noqa: FBT001 - of the loss function
+) -> ValueAndGrad:
     stays_local = "stays" in setup.facts
     is_scaled = bool(setup.owners["loss_scale"])
     is_wrapped = bool(setup.owners["value_and_grad"])
@@ -217,14 +248,15 @@ def _innermost(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
             )
         )
         lone = into is None and sync and is_lone
+        value, known, given, begins = batch, None, None, into is None
+        cursor = None if into is None else into.taken.cursor
         if isinstance(batch, Batch):
-            samples = Samples(
-                batch.value, extras, batch.weights[0], lone, judged, into is None
-            )
+            value, known, given = batch.value, batch.weights[0], batch
             cursor = _cursor_after(state, batch, into)
-        else:
-            samples = Samples(batch, extras, None, lone, judged, into is None)
-            cursor = None if into is None else into.taken.cursor
+        flags = lone, judged, begins, begins and sync, weighed
+        samples = Samples(value, extras, known, *flags, given)
+        if weighed:
+            samples = samples.with_weight(world.device)
         with span("accelfn value_and_grad"):
             engine = engine_of(state)
             if engine.live_update is not None:

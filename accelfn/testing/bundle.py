@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -187,6 +188,7 @@ def _plain(given: Any) -> Any:
         parts[name] = None if cursor is None else cursor.to_plain()
     for name in ("parts_indices", "parts_filler"):
         parts[name] = tuple(torch.as_tensor(np.asarray(each)) for each in parts[name])
+    parts["shares"] = None if given.shares is None else [*map(list, given.shares())]
     return {"batch": parts}
 
 
@@ -198,6 +200,8 @@ def _again(plain: Mapping[str, Any]) -> Any:
         parts[name] = None if parts[name] is None else Cursor(*parts[name])
     for name in ("parts_indices", "parts_filler"):
         parts[name] = tuple(each.numpy() for each in parts[name])
+    if parts["shares"] is not None:
+        parts["shares"] = partial(list, parts["shares"])
     return Batch(**parts)
 
 

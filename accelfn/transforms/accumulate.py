@@ -43,7 +43,8 @@ class accumulate:
 
     Law:
         The step's result is that of the whole batch, up to rounding, for any number of
-        parts. Batch normalisation sees micro-batches and is excepted.
+        parts. Excepted are batch normalisation, dropout, `spectral_norm`, which takes a power
+        iteration a part, and losses that couple samples, which see those of a part alone.
 
     Cost:
         Activations of one micro-batch instead of the share. No communication.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class Activity:
     """What one rank is doing, in whatever worlds it is.
 
-    Nothing is decided by it: it is written in passing, and read when something went wrong. A
-    collective is given a world and nothing else, so this is reached from one. Who must come
+    It is written in passing, and read when something went wrong. A collective is given a world
+    and nothing else, so this is reached from one. Only `samples` decides anything: a collective
+    in a loss leaves out the stand-ins of empty shares. Who must come
     between two updates, a simulated fault or the refusal of a newcomer to train alone, is
     called by `on_update`.
 
@@ -24,13 +25,14 @@ class Activity:
         step: the update that it takes, or took last.
         is_between: whether that update is over.
         num_updates: how many it has ended.
+        samples: of the loss that the rank computes now, an `engine.read_loss.Samples`.
         trail: the latest collectives, each with its update.
         on_update: called with the update that begins, if anybody must be.
     """
 
     __slots__ = (
         *("is_between", "label", "num_updates", "on_update", "step"),
-        *("structure", "trail"),
+        *("samples", "structure", "trail"),
     )
 
     def __init__(self) -> None:
@@ -38,6 +40,7 @@ class Activity:
         self.label: str | None = None
         self.structure: str | None = None
         self.step: int | None = None
+        self.samples: Any = None
         self.is_between = False
         self.num_updates = 0
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)

@@ -195,6 +195,7 @@ def make_telling(world: af.World) -> Any:
         batch = attrs.asdict(batch, recurse=False)
         batch["parts_indices"] = [each.tolist() for each in batch["parts_indices"]]
         batch["parts_filler"] = [np.asarray(f).tolist() for f in batch["parts_filler"]]
+        batch["shares"] = [*map(list, batch["shares"]())]
         msg = f"{state.step} {state.cursor} {batch} {extras}"
         raise LookupError(msg)
 

@@ -255,21 +255,26 @@ def test_metrics_of_other_names_are_told(names: list[list[str]]) -> None:
 
 
 @given(
-    numbers=st.lists(st.integers(-3, 3), min_size=1, max_size=4),
+    rows=st.lists(
+        st.lists(st.integers(-3, 3), max_size=2), min_size=1, max_size=4
+    ).filter(any),
     powers=st.tuples(st.integers(2, 4), st.integers(2, 4)),
     seed=st.integers(0, 9),
 )
 def test_gradients_of_gradients_are_those_of_one_process(
-    numbers: list[int], powers: tuple[int, int], seed: int
+    rows: list[list[int]], powers: tuple[int, int], seed: int
 ) -> None:
     """Of the sum of all ranks' losses, each of which has all ranks' rows, to the third order."""
-    size = len(numbers)
+    size, numbers = len(rows), [number for each in rows for number in each]
+    lengths = [len(each) for each in rows]
+    gather = af.gather if len({*lengths}) == 1 else af.gather_ragged
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.randint(-3, 4, (size, size), generator=generator).double()
+    weights = torch.randint(-3, 4, (size, len(numbers)), generator=generator).double()
 
     def loss(everyone: torch.Tensor, mine: torch.Tensor, rank: int) -> torch.Tensor:
         among = (weights[rank] * everyone ** powers[0]).sum()
-        return among + (rank + 1) * mine ** powers[1] + everyone.sum() ** 2 * mine
+        own = (rank + 1) * mine ** powers[1] + everyone.sum() ** 2 * mine
+        return among + own.sum()
 
     def orders(values: torch.Tensor, total: Any) -> list[torch.Tensor]:
         found = []
@@ -280,18 +285,17 @@ def test_gradients_of_gradients_are_those_of_one_process(
         return found
 
     alone = torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
-    total = sum(loss(alone, alone[rank], rank) for rank in range(size))
+    parts = alone.split(lengths)
+    total = sum(loss(alone, parts[rank], rank) for rank in range(size))
     expected = orders(alone, total)
 
     def fn(world: af.World) -> None:
-        mine = torch.tensor(
-            numbers[world.rank], dtype=torch.float64, requires_grad=True
-        )
-        everyone = af.gather(mine, world, grad=True)
+        mine = torch.tensor(rows[world.rank], dtype=torch.float64, requires_grad=True)
+        everyone = gather(mine, world, grad=True)
         for one, found in zip(
             expected, orders(mine, loss(everyone, mine, world.rank)), strict=True
         ):
-            assert torch.equal(one[world.rank], found)
+            assert torch.equal(one.split(lengths)[world.rank], found)
 
     simulate(size, fn)
 

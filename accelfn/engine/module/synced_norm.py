@@ -26,22 +26,16 @@ _LABEL = "sync_batchnorm"
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-_SHARE = "_accelfn_share"
-"""Under which a layer over all ranks has what it looks at."""
-
-
-class Share:
-    """Whether what this rank passes forward counts; an empty share's stand-in does not."""
-
-    counts = True
+_IS_SYNCED = "_accelfn_is_synced"
+"""Marks a layer over all ranks."""
 
 
 class SyncedNorm:
     """The forward of a batch normalisation layer over all ranks, in its own one's place."""
 
-    def __init__(self, layer: BatchNorm, ranks: World, share: Share) -> None:
+    def __init__(self, layer: BatchNorm, ranks: World) -> None:
         """Take the layer, whose parameters, buffers and options stay its own."""
-        self._layer, self._ranks, self._share = layer, ranks, share
+        self._layer, self._ranks = layer, ranks
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """Normalise; ranks meet where it is by the batch's own statistics."""
@@ -49,8 +43,10 @@ class SyncedNorm:
         if not layer.training and layer.running_mean is not None:
             return type(layer).forward(layer, given)
         layer._check_input_dim(given)  # pyright: ignore[reportPrivateUsage]
+        samples = self._ranks.connection.activity.samples
+        counts = samples is None or samples.known != 0  # not an empty share's stand-in
         normed, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            given, layer.weight, layer.bias, layer.eps, self._ranks, self._share.counts
+            given, layer.weight, layer.bias, layer.eps, self._ranks, counts
         )
         if given.is_cpu and count == 1:
             size = given.size()
@@ -197,7 +193,6 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
     Raises:
         ModelError: one computes otherwise than torch's, or has ranks of its own.
     """
-    share = Share()
     for path, layer in module.named_modules():
         if not isinstance(layer, BatchNorm):
             continue
@@ -219,17 +214,11 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
         if isinstance(layer, nn.SyncBatchNorm):
             # DistributedDataParallel refuses this class on the CPU
             cast("Any", layer).__class__ = _AnyDims
-        synced: Any = SyncedNorm(layer, ranks, share)
+        synced: Any = SyncedNorm(layer, ranks)
         if compiled:  # ranks meet between graphs
             synced = torch.compiler.disable(synced.__call__)
         vars(layer)["forward"] = synced
-        vars(layer)[_SHARE] = share
-
-
-def shares_of(module: nn.Module) -> list[Share]:
-    """Return what layers of a module look at, each once: whether a pass counts."""
-    found = (vars(each).get(_SHARE) for each in module.modules())
-    return list({id(share): share for share in found if share is not None}.values())
+        vars(layer)[_IS_SYNCED] = True
 
 
 def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
@@ -237,6 +226,6 @@ def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()
-        if _SHARE in vars(owner)
+        if _IS_SYNCED in vars(owner)
         for key in owner._buffers  # pyright: ignore[reportPrivateUsage]
     )

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that couple samples over ranks train as on one process, with any last batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import accelfn as af
+from accelfn.testing import simulate
+from tests.processes import run_ranks
+
+Loss = Callable[..., Any]
+ROWS = torch.randn(
+    24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
+
+
+class Towers(nn.Module):
+    """Two towers, a router, and a center that each update moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("a", "b", "router"):
+            self.add_module(name, nn.Linear(5, 3, dtype=torch.float64))
+        self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+
+
+def contrastive(world: af.World) -> Loss:
+    """Gather the embeddings of two towers, as the reference does."""
+
+    def loss(model: Any, x: Any) -> Any:
+        a, b = af.gather((model.a(x), model.b(x.flip(1))), world, grad=True)
+        return functional.cross_entropy(a @ b.T, torch.arange(len(a)))
+
+    return loss
+
+
+def masked(world: af.World) -> Loss:
+    """Gather rows that count, and any number of them."""
+
+    def loss(model: Any, x: Any, *, sample_weight: torch.Tensor) -> Any:
+        assert sample_weight.shape == (len(x),)
+        kept = model.a(x)[sample_weight > 0]
+        everyone = af.gather_ragged(kept, world, grad=True)
+        return (everyone @ everyone.T).logsumexp(1).mean()
+
+    return loss
+
+
+def variance(world: af.World) -> Loss:
+    """Two views of each sample, and the covariance over all."""
+
+    def loss(model: Any, x: Any) -> Any:
+        views = torch.cat([model.a(x), model.b(x)])
+        everyone = af.gather(views, world, grad=True)
+        centred = everyone - everyone.mean(0)
+        return (centred.T @ centred / len(everyone)).square().sum()
+
+    return loss
+
+
+def balance(world: af.World) -> Loss:
+    """The share of samples that each expert gets over all ranks, times what routes there."""
+
+    def loss(model: Any, x: Any) -> Any:
+        routed = model.router(x).softmax(1)
+        share = functional.one_hot(routed.argmax(1), 3).double().mean(0)
+        share = af.reduce(share, world, "mean")
+        return 3 * (share * routed.mean(0)).sum() + model.a(x).square().mean()
+
+    return loss
+
+
+def summed(world: af.World) -> Loss:
+    """The same by sums, of the samples that count."""
+
+    def loss(model: Any, x: Any, *, sample_weight: torch.Tensor) -> Any:
+        routed = model.router(x).softmax(1)
+        chosen = functional.one_hot(routed.argmax(1), 3) * sample_weight[:, None]
+        share, whole = af.reduce((chosen.sum(0), sample_weight.sum()), world)
+        return 3 * (share / whole * routed.mean(0)).sum() + model.b(x).square().mean()
+
+    return loss
+
+
+def centered(world: af.World) -> Loss:
+    """Outputs less a center, which moves to the mean over all ranks."""
+
+    def loss(model: Any, x: Any) -> Any:
+        out = model.a(x)
+        if model.training:
+            mean = af.gather(out.detach(), world).mean(0)
+            model.center = 0.5 * model.center + 0.5 * mean
+        return ((out - model.center).softmax(1) * model.b(x)).sum(1).mean()
+
+    return loss
+
+
+LOSSES = [contrastive, masked, variance, balance, summed, centered]
+UNUSED = af.wrap_ddp(find_unused_parameters=True)
+Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float]]
+
+
+def trained(
+    world: af.World, make: Callable[[af.World], Loss], setup: Any, n: int, size: int
+) -> Found:
+    """Return losses, parameters, and what is measured at the end."""
+    loss = make(world)
+    state = af.TrainState.create(
+        model=Towers,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=af.Data(ROWS[:n], batch_size=size),
+        setup=af.chain(af.shard_data(), setup),
+        world=world,
+        seed=3,
+    )
+    step, seen = af.make_step(loss), list[float]()
+    for batch in af.batches(state, epochs=2):
+        state, metrics = step(state, batch)
+        seen.append(af.mean(metrics, world)["loss"])
+    measured = af.evaluate(state, af.Data(ROWS[:n], batch_size=size), loss)
+    return seen, dict(af.full_params(state)), measured
+
+
+@settings(max_examples=max(6, settings().max_examples // 20))
+@given(
+    make=st.sampled_from(LOSSES),
+    setup=st.sampled_from(
+        [
+            af.wrap_ddp(find_unused_parameters=True),
+            af.wrap_fsdp(find_unused_parameters=True),
+        ]
+    ),
+    ranks=st.integers(2, 8),
+    n=st.integers(2, len(ROWS)),
+    size=st.integers(1, len(ROWS)),
+)
+@example(contrastive, UNUSED, 4, 11, 8)
+@example(contrastive, UNUSED, 2, 23, 23)
+def test_coupled_losses_train_as_on_one_process(
+    make: Callable[[af.World], Loss], setup: Any, ranks: int, n: int, size: int
+) -> None:
+    """Shares may be uneven or empty, in training and in evaluation."""
+    alone = trained(af.World.single(device="cpu"), make, None, n, size)
+    for found in simulate(ranks, lambda world: trained(world, make, setup, n, size)):
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
+def alike(world: af.World) -> Loss:
+    """Let all pairs of rows count, in whatever order they are."""
+
+    def loss(model: Any, x: Any) -> Any:
+        everyone = af.gather(model(x), world, grad=True)
+        return (everyone @ everyone.T).logsumexp(1).mean()
+
+    return loss
+
+
+def linear(world: af.World, data: af.Data | None = None) -> af.TrainState:
+    """Return the state of one layer."""
+    return af.TrainState.create(
+        model=lambda: nn.Linear(5, 3, dtype=torch.float64),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=data,
+        setup=af.chain(af.shard_data(), af.wrap_ddp()),
+        world=world,
+    )
+
+
+@given(
+    counts=st.lists(
+        st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=2, max_size=4
+    )
+)
+@settings(max_examples=max(6, settings().max_examples // 20))
+def test_ranks_that_go_together_couple_what_they_have(counts: list[list[int]]) -> None:
+    """In lockstep ranks have batches of any sizes, and one that has ended none."""
+
+    def batches(rank: int) -> list[torch.Tensor]:
+        return [ROWS[i + 3 * rank :][:count] for i, count in enumerate(counts[rank])]
+
+    def train(world: af.World) -> torch.Tensor:
+        state, step = linear(world), af.make_step(alike(world))
+        for batch in af.lockstep(batches(world.rank), world):
+            state, _ = step(state, batch)
+        return state.params["weight"].clone()
+
+    alone = af.World.single(device="cpu")
+    state, step = linear(alone), af.make_step(alike(alone))
+    for i in range(max(map(len, counts))):
+        every = [
+            rows for rank in range(len(counts)) for rows in batches(rank)[i : i + 1]
+        ]
+        state, _ = step(state, torch.cat(every))
+    for found in simulate(len(counts), train):
+        torch.testing.assert_close(
+            found, state.params["weight"], rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, world: af.reduce(x.sum(0), world),
+        lambda x, world: af.start_reduce(x.sum(0), world, "max").wait(),
+        lambda x, world: af.gather_objects(x.sum().item(), world),
+        lambda x, world: af.all_to_all([x] * world.size, world),
+    ],
+)
+def test_a_stand_in_that_would_count_is_refused_on_all_ranks(call: Any) -> None:
+    """A loss that does not ask which samples count names the ranks that have none."""
+
+    def train(world: af.World) -> list[str]:
+        def loss(model: Any, x: Any) -> Any:
+            call(x, world)
+            return model(x).square().mean()
+
+        state, told = linear(world, af.Data(ROWS[:7], batch_size=6)), list[str]()
+        step = af.make_step(loss)
+        for batch in af.batches(state, epochs=1):
+            try:
+                state, _ = step(state, batch)
+            except af.LossError as error:
+                told.append(str(error))
+        assert state.step == 1
+        return told
+
+    for (told,) in simulate(3, train):
+        assert "rank 1, 2 has no sample" in told
+        assert "sample_weight" in told
+
+
+def test_micro_batches_that_couple_are_warned_of() -> None:
+    """A gather in one of several micro-batches sees no other."""
+
+    def train(world: af.World, parts: int) -> None:
+        split = af.accumulate(num_micro_batches=parts)
+        state = split(linear(world, af.Data(ROWS, batch_size=12)))
+        step = af.make_step(alike(world))
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+
+    simulate(2, lambda world: train(world, 1))
+    with pytest.warns(af.Warning, match="several micro-batches"):
+        simulate(2, lambda world: train(world, 2))
+
+
+@af.transform
+class PassesOn:
+    """Wrap a loss without knowing its keywords."""
+
+    def loss(self, loss_fn):
+        def passed(model, batch, *extras):
+            return loss_fn(model, batch, *extras)
+
+        return passed
+
+
+def test_a_loss_knows_which_of_its_samples_count() -> None:
+    """Under extras, counts, transforms and micro-batches, and for plain values."""
+
+    def loss(model: Any, x: Any, extra: int, count: int, *, sample_weight: Any) -> Any:
+        seen.append((extra, count, sample_weight.tolist()))
+        return model(x).square().sum() / count
+
+    def train(world: af.World) -> None:
+        split = af.chain(PassesOn(), af.accumulate(num_micro_batches=2))
+        state = split(linear(world, af.Data(ROWS[:3], batch_size=3)))
+        step = af.make_step(loss, count=len)
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch, 5)
+        if world.size == 1:
+            step(state, [ROWS[:2], ROWS[:1]], 5)
+
+    seen = list[Any]()
+    simulate(1, train)
+    assert seen == [(5, 3, [1.0, 1.0]), (5, 3, [1.0])] * 2
+    seen.clear()
+    simulate(2, train)
+    assert sorted(seen) == [(5, 3, [0.0]), *[(5, 3, [1.0])] * 3]
+
+
+def test_predictions_of_all_samples_leave_out_stand_ins() -> None:
+    """What `predict` measures among all samples of a batch has no stand-in in it."""
+
+    def measured(world: af.World) -> torch.Tensor:
+        def among(model: Any, x: Any, *, sample_weight: Any) -> Any:
+            assert len(sample_weight) == len(x)
+            every = af.gather(model(x), world)
+            return model(x) - every.mean(0)
+
+        state, held_out = linear(world), af.Data(ROWS[:7], batch_size=6)
+        return torch.stack(list(af.predict(state, held_out, among)))
+
+    (alone,) = simulate(1, measured)
+    for found in simulate(4, measured):
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_real_ranks_gather_uneven_shares() -> None:
+    """Gloo, which aborts on unequal rows, joins shares of 12 and 11 samples."""
+    alone = trained(af.World.single(device="cpu"), contrastive, None, 23, 23)
+    for found in run_ranks(2, trained, contrastive, UNUSED, 23, 23):
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
