@@ -242,6 +242,7 @@ _NUMBERS = {
         "laws.test_streams::test_a_stream_goes_on_where_it_was_cut",
         "laws.test_streams::test_a_stream_is_read_as_if_by_index",
         "laws.test_streams::test_dispatched_is_as_if_each_read",
+        "laws.test_streams::test_a_stream_of_datasets_that_was_looked_at_comes_whole",
         "laws.test_sync_batchnorm::test_a_micro_batch_is_that_of_all_ranks",
         "laws.test_sync_batchnorm::test_it_costs_two_collectives_a_layer",
         "laws.test_sync_batchnorm::test_ranks_normalise_as_one",

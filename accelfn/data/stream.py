@@ -9,7 +9,8 @@ what its own `state_dict()` says; that travels with each batch.
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import attrs
 import numpy as np
@@ -108,8 +109,12 @@ def first_state(dataset: Any) -> Any:
     """Return what a stream says of its place before it is read; None if it says nothing.
 
     A loader is not asked: it would start its workers, and begins anew by itself. Of those
-    of torchdata.nodes, one that was asked ignores the state that it is given next.
+    of torchdata.nodes, one that was asked ignores the state that it is given next. A stream
+    of `datasets` would name the place of its newest iterator, even one that somebody has
+    only looked into; `iter` begins with the state that was loaded, if any.
     """
+    if hasattr(dataset, "_starting_state_dict"):
+        return copy.deepcopy(dataset._starting_state_dict) or {}
     is_nodes = type(dataset).__module__.startswith("torchdata.nodes")
     if not is_stateful(dataset) or isinstance(dataset, DataLoader) or is_nodes:
         return None
@@ -117,6 +122,10 @@ def first_state(dataset: Any) -> Any:
         return copy.deepcopy(dataset.state_dict())
     except Exception:  # noqa: BLE001 - it has a place only once it is read
         return None
+
+
+_READERS: "WeakValueDictionary[int, Opened]" = WeakValueDictionary()
+"""Who reads a stream, by its id: a stream with state stands in one place only."""
 
 
 class Opened:
@@ -154,11 +163,21 @@ class Opened:
                 self._iterator.load_state_dict(memory)
         both = (dataset, self._iterator)
         self._knowing: Any = next((each for each in both if is_stateful(each)), None)
+        _READERS[id(dataset)] = self
         if start.samples and memory is None:
             self._read_again(start.samples)
 
     def read(self) -> list[Any]:
-        """Return the next sample in a list, or an empty one at the end."""
+        """Return the next sample in a list, or an empty one at the end.
+
+        Raises:
+            DataError: another loop began to read the stream, whose state is now of both.
+        """
+        if (
+            self._knowing is self._dataset
+            and _READERS.get(id(self._dataset)) is not self
+        ):
+            self._refuse_two()
         with draws.seeded() as drawing:
             drawing.begin(draws.fold(self._key, self.position))
             try:
@@ -179,6 +198,16 @@ class Opened:
         if self._knowing is None or _is_lossy(self._dataset):
             return None
         return copy.deepcopy(self._knowing.state_dict())
+
+    def _refuse_two(self) -> NoReturn:
+        msg = (
+            f"af.Data({type(self._dataset).__name__}): a second loop reads this stream, and the"
+            f" first continues at sample {self.position} of epoch {self._epoch}. Its"
+            " state_dict() tells one place, so neither could be resumed. Make a dataset for"
+            " each state, evaluation and simulated rank, or copy it before it is read:"
+            " af.Data(copy.deepcopy(dataset), ...)."
+        )
+        raise DataError(msg)
 
     def _read_again(self, count: int) -> None:
         self.position = 0
@@ -281,6 +310,12 @@ class Stream:
             msg = (
                 f'af.Data(batch_size={self.batch_size}, remainder="drop"): {kind} has'
                 f" {count} samples, so every batch would be dropped."
+            )
+        elif self.first:
+            msg = (
+                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or was read to"
+                " its end before af.Data took it, and begins with the state that it had then."
+                " Give a dataset that was not read: make it again."
             )
         else:
             msg = (

@@ -4,10 +4,12 @@
 import random
 import tempfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import attrs
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -322,7 +324,82 @@ def test_each_reading_begins_at_the_beginning(
         assert plain(read(single(), data, stop=stop)) == expected[:stop]
 
 
-# streams that give each rank samples of its own
+OPERATIONS = {
+    "map": lambda stream: stream.map(lambda row: {"x": row["x"]}),
+    "filter": lambda stream: stream.filter(lambda row: row["x"] % 5 != 3),
+    "skip": lambda stream: stream.skip(2),
+    "take": lambda stream: stream.take(23),
+}
+
+
+@given(
+    operations=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=2),
+    num_looks=st.integers(0, 40),
+    cut=st.integers(1, 6),
+)
+def test_a_stream_of_datasets_that_was_looked_at_comes_whole(
+    operations: list[str], num_looks: int, cut: int
+) -> None:
+    """Every epoch, on a resume too, is what `iter` gives of a stream that nobody has read."""
+
+    def made() -> Any:
+        table = datasets.Dataset.from_dict({"x": list(range(30))})
+        stream = table.to_iterable_dataset(num_shards=3)
+        for each in operations:
+            stream = OPERATIONS[each](stream)
+        return stream
+
+    def values(batches: list[af.Batch]) -> list[Any]:
+        return [x for batch in batches for x in batch.value["x"].tolist()]
+
+    def data(stream: Any) -> af.Data:
+        return af.Data(stream, batch_size=3)
+
+    expected = [row["x"] for row in made()] * 2
+    looked = made()
+    list(islice(looked, num_looks))
+    first = read(single(), data(looked), stop=cut)
+    assert values(read(single(), data(looked))) == expected
+    list(islice(looked, num_looks))
+    rest = read(single(), data(looked), start=first[-1].cursor)
+    assert values([*first, *rest]) == expected
+
+
+@given(
+    kind=st.sampled_from([Counting, Remembering, Put, Placed]),
+    by=st.sampled_from(["states", "ranks"]),
+)
+def test_a_stream_with_one_state_is_read_by_one_loop(kind: Any, by: str) -> None:
+    """Two loops at once each read all of it, or the one that came first is refused by name."""
+    stream = kind(8)
+
+    def loop(world: af.World) -> Any:
+        state = af.TrainState.create(
+            model=lambda: torch.nn.Linear(1, 1),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            data=af.Data(stream, batch_size=2),
+            setup=af.shard_data(),
+            world=world,
+        )
+        return af.batches(state, epochs=2)
+
+    def one(world: af.World) -> list[int]:
+        rows = [af.gather(batch.value[:, 0], world).tolist() for batch in loop(world)]
+        return [int(x) for row in rows for x in row]
+
+    def two(world: af.World) -> list[list[int]]:
+        pairs = zip(loop(world), loop(world), strict=True)
+        rows = [[both.value[:, 0].tolist() for both in pair] for pair in pairs]
+        return [[int(x) for row in rows for x in row[i]] for i in range(2)]
+
+    def run() -> list[Any]:
+        return list(simulate(2, one)) if by == "ranks" else two(single())
+
+    if kind in (Remembering, Put):
+        with pytest.raises(af.DataError, match=f"{kind.__name__}.*a second loop"):
+            run()
+    else:
+        assert run() == [[*range(8)] * 2] * 2
 
 
 # draws
