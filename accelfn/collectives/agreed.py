@@ -55,10 +55,18 @@ def agreed(
     """
     check_world(label, world)
     connection = world.connection
+    await_turn(f"{kind} {label}", world)
     # alone a rank makes no call, which would take this for its own
     if connection.simulated is not None and world.size > 1:
         connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
     return _compared(world, (kind, op, root, label), values, free, grad=grad)
+
+
+def await_turn(label: str, world: World) -> None:
+    """Let come first what ranks do, in another order, before a collective of a loss."""
+    before_call = world.connection.activity.before_call
+    if before_call is not None and world.size > 1:
+        before_call(label, world)
 
 
 def alike(

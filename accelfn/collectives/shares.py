@@ -7,7 +7,7 @@ import torch
 
 from accelfn.base.advice import advise
 from accelfn.base.valueless import readable
-from accelfn.collectives.agreed import check_world
+from accelfn.collectives.agreed import await_turn, check_world
 from accelfn.collectives.packed import all_gather
 from accelfn.errors import LossError
 from accelfn.world import World
@@ -24,6 +24,7 @@ def uneven_counts(world: World, label: str) -> list[int] | None:
     counts = _counts(world, label)
     if not counts or (None not in counts and len({*counts}) == 1):
         return None
+    await_turn(f"samples of {label}", world)
     known = world.connection.activity.samples.known
     mine = torch.tensor([1 if known is None else known], device=readable(world.device))
     held = torch.cat(all_gather(mine, world, label=label)).tolist()

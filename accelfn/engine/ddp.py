@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallel over torch's own DistributedDataParallel, around the loss."""
 
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -19,10 +20,12 @@ from accelfn.engine.compression import Compression, Reduced
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.read_loss import ReadLoss, Samples, read_loss
 from accelfn.engine.runner import LossFunction, Ones, like, run_backward
+from accelfn.engine.untaken import refuse_unused
 from accelfn.errors import ModelError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World
 
+_INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _COPY = torch.ops.aten.copy_.default
 
 
@@ -82,6 +85,16 @@ class LeanDDP(DistributedDataParallel):
         """Return the parameters whose gradients are sparse."""
         found = zip(*self._build_params_for_reducer(), strict=True)
         return [param for param, is_sparse in found if is_sparse]
+
+    def params_missing(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients the last pass waits for in vain."""
+        try:
+            self._check_reducer_finalized()
+        except RuntimeError as error:
+            found = _INDICES.search(str(error))
+            params, _ = self._build_params_for_reducer()
+            return [params[int(i)] for i in found[1].split()] if found else params
+        return []
 
     def lay_out(self) -> None:
         """Put gradients into buckets in that order, for good; torch would after a step."""
@@ -256,6 +269,8 @@ class DDPRunner:
                 with self._ddp.no_sync():
                     run_backward((scalar, root), seeds)
             self._step_reduced(wait=True)
+        if self._sync:
+            self._check_all_came()
         averaged, carrier.grad = carrier.grad, None
         if not self._sync or averaged is None:
             return None
@@ -263,6 +278,18 @@ class DDPRunner:
             return self._weight.to(averaged)[0]
         # with gradient_as_bucket_view it lies in a bucket that the next pass writes
         return averaged if averaged._base is None else averaged.clone()
+
+    def _check_all_came(self) -> None:
+        """Raise unless gradients of all parameters came to be reduced, here and elsewhere.
+
+        What earlier micro-batches left is not reduced unless the last one comes by it.
+
+        Raises:
+            UnusedParametersError: some did not; they are named.
+        """
+        missing = self._ddp.params_missing()
+        if missing:
+            refuse_unused((self._names[id(p)] for p in missing), are_held=False)
 
     def _sum(self, weight: Number) -> None:
         """Let all ranks know the weight of all, and so the mean, before the gradients."""

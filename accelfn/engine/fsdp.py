@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that is split over the ranks, by torch's own `fully_shard`, around the loss."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from accelfn.collectives import all_reduce_, naming
+from accelfn.collectives import all_reduce_, gather_text, naming
 from accelfn.engine.read_loss import ReadLoss, Samples
 from accelfn.engine.root import RootModule
 from accelfn.engine.runner import LossFunction, Ones, like, run_backward
 from accelfn.engine.shard_home import ShardHome
+from accelfn.engine.untaken import refuse_unused
 from accelfn.errors import LossError
 from accelfn.state.metrics import Number
 from accelfn.world import World
@@ -44,6 +46,8 @@ class FSDPRunner:
         self._forward = naming("FSDP forward", ranks)
         self._backward = naming("FSDP backward", ranks)
         self._ones, self._sync, self._ends = Ones(), True, True
+        # on this rank: used in this update, and with gradients from micro-batches before
+        self._used, self._parts = set[str](), set[str]()
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
@@ -52,7 +56,9 @@ class FSDPRunner:
 
         The first micro-batch of an update begins with rank 0's buffers, as DDP's does.
         """
+        self._parts = self._home.parts_there()
         if samples.begins:
+            self._used = {*self._parts}
             self._root.share_buffers(self._ranks)
         reduces = sync or self._in_parts
         if reduces is not self._sync:
@@ -60,7 +66,7 @@ class FSDPRunner:
         self._sync, self._ends = reduces, sync
         self._home.note_none()
         try:
-            with self._forward:
+            with self._forward, self._home.order.begins(reduces=reduces):
                 self._scalar = self._root(loss_fn, samples)
         except RuntimeError as error:
             _explain(error)
@@ -74,33 +80,46 @@ class FSDPRunner:
         scalar = self._scalar
         del self._scalar
         seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
-        parts = self._home.parts_there()
+        home, order = self._home, self._home.order
         with self._backward:
-            run_backward((scalar,), (seed,))
+            with order.goes_on():
+                run_backward((scalar,), (seed,))
+                used = home.used()
+                self._used |= {name for name, is_used in used.items() if is_used}
+                misses = self._ends and not self.expects_unused
+                unused = [name for name in used if misses and name not in self._used]
+                if order.end(len(unused)):
+                    self._refuse_unused(unused)
             if not self._sync:
                 return None
-            total = self._reduced(weight, parts)
+            total = self._reduced(weight, used)
         return total / self._ranks.size if self._ends else None
 
-    def _reduced(self, weight: Number, parts: set[str]) -> torch.Tensor:
+    def _reduced(self, weight: Number, used: Mapping[str, bool]) -> torch.Tensor:
         """Reduce what no unit has; return the weight of all ranks."""
         home, ranks = self._home, self._ranks
-        used = home.used()
         whole = home.whole_gradients()
-        told = used.values() if self.expects_unused else ()
-        counts = [0.0, *map(float, told)]
+        may_miss = self.expects_unused or self._in_parts
+        told = used if may_miss else ()
+        counts = [0.0, *(float(used[name]) for name in told)]
         sums = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
         sums[0] = weight
         all_reduce_([sums, *whole], ranks, label="weight of the loss")
         for gradient in whole:
             gradient.div_(ranks.size)
-        if self.expects_unused and not sums.is_meta:
+        if may_miss and not sums.is_meta:
             # what took part on no rank has no gradient
-            used = dict(zip(used, sums[1:].tolist(), strict=True))
-        home.drop_gradients(
-            n for n, some in used.items() if not some and n not in parts
-        )
+            some = zip(told, sums[1:].tolist(), strict=True)
+            unused = (name for name, count in some if not count)
+            home.drop_gradients(n for n in unused if n not in self._parts)
         return sums[0]
+
+    def _refuse_unused(self, unused: list[str]) -> NoReturn:
+        """Raise on all ranks what took no part in the loss of some."""
+        texts = gather_text("\n".join(unused), self._ranks, label="unused parameters")
+        refuse_unused(
+            dict.fromkeys(filter(None, "\n".join(texts).split("\n"))), are_held=False
+        )
 
 
 def _explain(error: RuntimeError) -> None:

@@ -30,8 +30,9 @@ from accelfn.collectives import by_gloo
 from accelfn.definition.definition import Definition
 from accelfn.engine.home import built
 from accelfn.engine.module.scores import whole
+from accelfn.engine.module.units import ROOT
 from accelfn.engine.parts import Parts, parameter
-from accelfn.engine.unit_crossing import cross_by_gloo
+from accelfn.engine.unit_order import UnitOrder
 from accelfn.state.grads import Grads
 
 # torch's FSDP has no public names for where it keeps a parameter
@@ -65,7 +66,17 @@ class Noting(FSDPParam):
         return super().unsharded_accumulated_grad_data
 
 
-class Valueless(FSDPParamGroup):
+class Unit(FSDPParamGroup):
+    """A unit that is reduced if this rank has a gradient of it, then with all its parameters."""
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce gradients; parameters that took no part have zeros."""
+        found = (_whole_gradient(each) is not None for each in self.fsdp_params)
+        self.reduce_scatter_unused_params = any(found)
+        super().post_backward(*unused)
+
+
+class Valueless(Unit):
     """A unit in a world without values, which torch would have its user load first."""
 
     def _validate_no_meta_params(self) -> None:
@@ -135,13 +146,7 @@ class Splitter:
         if self.gather_dtype is not None:  # as torch casts what units are called with
             cast = partial(_cast, self.gather_dtype)
             module.register_forward_pre_hook(cast, with_kwargs=True)
-        whole_model = fully_shard(root, mp_policy=self._policy(root), **how)
-        # a rank whose batch needs less of the model reduces as much as the others
-        whole_model.set_reduce_scatter_unused_params(True)
-        if by_gloo.carries(self.mesh.get_group(self.mesh.ndim - 1), self.device):
-            for each in root.modules():
-                if isinstance(each, FSDPModule):
-                    cross_by_gloo(each)
+        fully_shard(root, mp_policy=self._policy(root), **how)
 
     def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
         # torch would reduce in the dtype in which it gathers
@@ -198,33 +203,45 @@ class ShardHome:
         self._is_inner = splitter.mesh != self._layout.mesh
         self.whole = {name: inside[name] for name in whole}
         self._split: dict[str, Noting] = {}
+        self.order: UnitOrder
         self.shows = Parts(self._split, self.params, params)
 
     def split(self, root: nn.Module) -> None:
         """Split a module that runs this home's, and take what torch made of its parameters."""
         self._splitter.split(self.module, root, set(self.whole.values()))
-        for module in root.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                if self._splitter.device.type == "meta":
-                    group.__class__ = Valueless
-                for param in group.fsdp_params:
-                    info = param._module_info
-                    name = self._places[id(info.module), info.param_name]
-                    param.__class__ = Noting
-                    self._split[name] = cast("Noting", param)
+        units = {
+            path.removeprefix("module.") or ROOT: unit
+            for path, module in root.named_modules()
+            if isinstance(module, FSDPModule)
+            for unit in module._get_fsdp_state()._fsdp_param_groups
+        }
+        is_meta = self._splitter.device.type == "meta"
+        for unit in units.values():
+            unit.__class__ = Valueless if is_meta else Unit
+            for param in unit.fsdp_params:
+                info = param._module_info
+                name = self._places[id(info.module), info.param_name]
+                param.__class__ = Noting
+                self._split[name] = cast("Noting", param)
         for name, param in self._split.items():
             held = _held(param, shards.local(self.shows.state[name]))
             trained = self.params[name].requires_grad
             param.sharded_param = nn.Parameter(held, requires_grad=trained)
             param._setattr_on_modules(param.sharded_param)
         self.bind(self.shows.state)
+        mesh = self._splitter.mesh
+        carries = by_gloo.carries(mesh.get_group(mesh.ndim - 1), self._splitter.device)
+        self.order = UnitOrder(self._definition.copy, units, by_gloo=carries)
+        state: Any = cast("Any", root)._get_fsdp_state()
+        state._lazy_init()
+        # what autograd has not reduced comes last, and the root last of all: whether inputs of
+        # a unit need a gradient may differ between ranks
+        state._state_ctx.all_states.reverse()
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> "Lent":
-        """Return a module of other values, split alike, that runs functions of the model."""
+    ) -> Callable[..., Any]:
+        """Return what calls functions of a module of other values, split alike."""
         return lent_in_parts(self._definition, self._splitter, params, buffers)
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -355,12 +372,19 @@ def lent_in_parts(
     splitter: Splitter,
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-) -> Lent:
-    """Return a module of which each rank has parts, in evaluation mode, that runs functions."""
+) -> Callable[..., Any]:
+    """Return what calls functions of a model in evaluation mode, of which ranks have parts."""
     home = ShardHome(definition, splitter, params, buffers)
     lent = Lent(home.module.eval())
     home.split(lent)
-    return lent
+
+    def call(fn: Callable[..., Any], *inputs: Any) -> Any:
+        with home.order.begins(reduces=True):
+            found = lent(fn, *inputs)
+            home.order.end()
+        return found
+
+    return call
 
 
 def _held(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:

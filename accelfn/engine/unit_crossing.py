@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -14,12 +13,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from accelfn.collectives import by_gloo
 
 _gather, _reduce_scatter = DefaultAllGather(), DefaultReduceScatter()
-
-
-def cross_by_gloo(unit: FSDPModule) -> None:
-    """Let a unit, and what is in no other, cross the ranks by all-to-all."""
-    unit.set_custom_all_gather(Gather())
-    unit.set_custom_reduce_scatter(ReduceScatter())
 
 
 class Gather(DefaultAllGather):

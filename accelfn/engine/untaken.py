@@ -38,7 +38,7 @@ def refuse_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) ->
     if frozen:
         msg = (
             f"The loss function froze {len(frozen)} parameters that are trained:"
-            f" {', '.join(frozen[:5])}. Which ones are trained belongs to the state: call"
+            f" {_listed(frozen)}. Which ones are trained belongs to the state: call"
             " requires_grad_(False) in the model's factory, or write state ="
             " state.with_trainable(lambda name, param: ...)."
         )
@@ -76,8 +76,14 @@ def refuse_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
         else "give af.wrap_ddp or af.wrap_fsdp find_unused_parameters=True,"
     )
     msg = (
-        f"{len(names)} parameters took no part in the loss: {', '.join(names[:5])}."
+        f"{len(names)} parameters took no part in the loss: {_listed(names)}."
         f" Ranks wait for the gradients of all: {options} or freeze them with"
         " requires_grad_(False)."
     )
     raise UnusedParametersError(msg)
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -99,7 +99,9 @@ class wrap_fsdp:
         Of n ranks of a copy each has 1/n of parameters, gradients, optimizer state and slots
         of their shape (rounded up to whole rows), and beside them the root, the unit at work
         and the next one. An update makes two all-gathers and one reduce-scatter a unit, one
-        of each for the root, and an all-reduce of 8 bytes: at most 3 (n - 1) / n of the
+        of each for the root, an all-reduce of 8 bytes, and a pass an all-gather of 24 bytes, in
+        which ranks agree on the order of units (one more for each unit that ranks run in
+        another order than in their last pass): at most 3 (n - 1) / n of the
         parameters' bytes a rank, where DistributedDataParallel sends 2 (n - 1) / n. Each
         further micro-batch gathers again. m copies add an all-reduce of a rank's rows.
         Buffers are broadcast from rank 0 before an update's first forward pass.
@@ -127,6 +129,7 @@ class wrap_fsdp:
         ReplicaMismatchError: when the state is made, the ranks have drawn or read different
             models.
         LossError: at a step, the loss used a unit's parameters without calling the unit.
+        CollectiveMismatchError: at a step, ranks make different collectives inside the loss.
         UnusedParametersError: at a step, as its name says.
 
     References:

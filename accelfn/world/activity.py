@@ -28,11 +28,13 @@ class Activity:
         samples: of the loss that the rank computes now, an `engine.read_loss.Samples`.
         trail: the latest collectives, each with its update.
         on_update: called with the update that begins, if anybody must be.
+        before_call: called with a label and a world before each collective of a loss, if
+            something must come first.
     """
 
     __slots__ = (
-        *("is_between", "label", "num_updates", "on_update", "step"),
-        *("samples", "structure", "trail"),
+        *("before_call", "is_between", "label", "num_updates", "on_update"),
+        *("samples", "step", "structure", "trail"),
     )
 
     def __init__(self) -> None:
@@ -45,3 +47,4 @@ class Activity:
         self.num_updates = 0
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
         self.on_update: Callable[[int], None] | None = None
+        self.before_call: Callable[[str, Any], None] | None = None
