@@ -8,6 +8,7 @@ import gc
 import sys
 import time
 import weakref
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -167,6 +168,14 @@ class Connection:
             return backend.options._timeout.total_seconds()
         except (AttributeError, RuntimeError):  # a simulated one, or none
             return None
+
+    def set_timeout(self, seconds: float) -> None:
+        """Have collectives of the group and of its parts fail after so many seconds."""
+        for each in (self, *self.parts.values()):
+            group = cast("Any", each.group)
+            for device in group._device_types:
+                backend = group._get_backend(device)
+                backend._set_default_timeout(timedelta(seconds=seconds))
 
     def own(self) -> None:
         """Have the process group closed by `end`, at the latest with the interpreter."""

@@ -3,11 +3,14 @@
 
 import json
 import socket
+import sys
+import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -16,13 +19,77 @@ from accelfn.errors import WorldError
 from accelfn.world.connection import Connection
 from accelfn.world.listening import open_store
 from accelfn.world.place import Place
-from accelfn.world.roll_call import RollCall
+from accelfn.world.roll_call import RollCall, list_unjoined
 
-LEAST_TO_MEET = 60.0
-"""Seconds: some ranks import torch more slowly than others, however short their timeout."""
+_SAYS_AFTER = 10.0
+"""Seconds until a rank says for whom it waits."""
+_CAN_CHANGE_TIMEOUT = {"gloo", "nccl"}
 _LOOKS_EVERY = 0.05
 _worlds = count()
 """Numbers the worlds that this process opens; every rank opens the same ones."""
+
+
+class Meeting:
+    """How long ranks may take until their world is up, and for whom this rank waits.
+
+    All parts share one deadline: the store, the other ranks, their process groups. In a
+    `with` block this rank says after some seconds for whom it waits.
+
+    Attributes:
+        place: this rank's.
+        timeout: seconds from the start of the meeting to its deadline.
+        store: at which the ranks meet, once this rank has reached it.
+        opens_in_time: whether the deadline holds for process groups too. Else they open
+            with their own timeout, because torch could not change it afterwards.
+    """
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        """Begin now."""
+        self.place, self.timeout = place, timeout
+        self.store: dist.Store | None = None
+        self.opens_in_time = False
+        self._until = time.monotonic() + timeout
+        self._timer = threading.Timer(_SAYS_AFTER, self._say)
+        self._timer.daemon = True
+
+    @property
+    def seconds_left(self) -> float:
+        """How many seconds there are until the deadline; a moment, after it."""
+        return max(self._until - time.monotonic(), 0.1)
+
+    @property
+    def seconds_to_open(self) -> float:
+        """How many seconds a process group may take to open."""
+        return self.seconds_left if self.opens_in_time else self.timeout
+
+    def __enter__(self) -> Self:
+        """Wait from now on."""
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Wait no more."""
+        self._timer.cancel()
+
+    def _say(self) -> None:
+        place = self.place
+        with suppress(
+            RuntimeError
+        ):  # the store is gone, and the waiting thread says so
+            sys.stderr.write(
+                f"accelfn: rank {place.rank} of {place.size} waits for {self._awaited()} at"
+                f" {place.address}:{place.port}, for {self.seconds_left:.0f} s more.\n"
+            )
+
+    def _awaited(self) -> str:
+        if self.store is None:
+            return "the launcher" if self.place.has_store else "rank 0"
+        # the waiting thread has the other connection
+        store = cast("Any", self.store).clone()
+        counts = enumerate(_counts(store, self.place.size))
+        late = [rank for rank, count in counts if not count]
+        late = late or list_unjoined(store, self.place.size)
+        return f"rank {', '.join(str(r) for r in late if r != self.place.rank)}"
 
 
 def check_backend(backend: str | None) -> None:
@@ -49,13 +116,10 @@ def refuse_open_group() -> None:
 
 
 def join(
-    place: Place,
-    *,
-    backend: str | None,
-    device: torch.device,
-    timeout: float,
+    meeting: Meeting, *, backend: str | None, device: torch.device
 ) -> tuple[Connection, bool]:
     """Return what joins all ranks, and whether it was opened here."""
+    place = meeting.place
     if dist.is_initialized():
         group = dist.group.WORLD
         if group is not None and (group.rank(), group.size()) == (
@@ -71,10 +135,17 @@ def join(
         )
         raise WorldError(msg)
     backend = _backend(device) if backend is None else backend
-    with _opening(place.rank, place.size, backend):
-        store = _meet(place, max(timeout, LEAST_TO_MEET))
+    names = {part.split(":")[-1] for part in backend.split(",")}
+    meeting.opens_in_time = names <= _CAN_CHANGE_TIMEOUT
+    with explain_opening(place.rank, place.size, backend):
+        store = _meet(meeting)
     opened(
-        store, place.rank, place.size, backend=backend, device=device, timeout=timeout
+        store,
+        place.rank,
+        place.size,
+        backend=backend,
+        device=device,
+        timeout=meeting.seconds_to_open,
     )
     return _connection(place, dist.group.WORLD, store), True
 
@@ -94,7 +165,7 @@ def opened(
         WorldError: torch cannot.
     """
     backend = _backend(device) if backend is None else backend
-    with _opening(rank, size, backend):
+    with explain_opening(rank, size, backend):
         store.set_timeout(timedelta(seconds=timeout))
         dist.init_process_group(
             backend,
@@ -106,7 +177,8 @@ def opened(
 
 
 @contextmanager
-def _opening(rank: int, size: int, backend: str | None) -> Generator[None]:
+def explain_opening(rank: int, size: int, backend: str | None) -> Generator[None]:
+    """Raise a WorldError that says which rank could not open a process group."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -141,24 +213,25 @@ def _connection(
     return Connection(group, roll_call=roll_call)
 
 
-def _meet(place: Place, timeout: float) -> dist.Store:
+def _meet(meeting: Meeting) -> dist.Store:
     """Wait until all ranks are there; return the store at which they are.
 
     The last one to come sees whether each rank came once, and tells all.
     """
-    until = time.monotonic() + timeout
+    place = meeting.place
     # a launcher's store outlives a world: the next one must not find its addresses
     name = f"accelfn attempt {place.attempt} world {next(_worlds)}"
-    store = dist.PrefixStore(name, store_of(place, timeout))
+    store = dist.PrefixStore(name, store_of(place, meeting.seconds_left))
+    meeting.store = store
     store.add(str(place.rank), 1)
     if store.add("all", 1) == place.size:
         store.set("counts", json.dumps(_counts(store, place.size)))
     try:
-        store.wait(["counts"], timedelta(seconds=max(until - time.monotonic(), 0.1)))
+        store.wait(["counts"], timedelta(seconds=meeting.seconds_left))
     except dist.DistError as error:
         came = enumerate(_counts(store, place.size))
         late = ", ".join(str(rank) for rank, count in came if count == 0)
-        msg = f"within {timeout:g} s none came as rank {late}"
+        msg = f"within {meeting.timeout:g} s none came as rank {late}"
         raise WorldError(msg) from error
     counts = enumerate(json.loads(store.get("counts")))
     wrong = [f"{n or 'none'} as rank {rank}" for rank, n in counts if n != 1]
@@ -206,7 +279,7 @@ def _await(address: str, port: int, timeout: float) -> None:
             socket.create_connection((address, port), timeout=timeout).close()
         except OSError as error:
             if time.monotonic() > until:
-                msg = f"none listens at {address}:{port} within {timeout:g} s ({error})"
+                msg = f"none listens at {address}:{port} within {round(timeout, 1):g} s ({error})"
                 raise WorldError(msg) from error
         else:
             return

@@ -12,7 +12,13 @@ from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
 from accelfn.world.device import chosen_device
 from accelfn.world.environment import read_place
-from accelfn.world.meeting import check_backend, join, refuse_open_group
+from accelfn.world.meeting import (
+    Meeting,
+    check_backend,
+    explain_opening,
+    join,
+    refuse_open_group,
+)
 from accelfn.world.place import Environment, Place
 from accelfn.world.regrouping import regrouping_of
 
@@ -69,17 +75,22 @@ def open_world(
     if regrouping is not None and regrouping.is_newcomer:
         alone = Connection(None, regrouping=regrouping)
         return Opened(place=_ALONE, device=chosen, axes={}, connection=alone)
-    connection, is_ours = join(place, backend=backend, device=chosen, timeout=timeout)
-    if is_ours:
-        connection.own()
-        connection.regrouping = regrouping
-    if sizes:
-        from accelfn.world.mesh import open_groups  # noqa: PLC0415 - torch's DTensors are large
+    with Meeting(place, timeout) as meeting:
+        connection, is_ours = join(meeting, backend=backend, device=chosen)
+        if is_ours:
+            connection.own()
+            connection.regrouping = regrouping
+        if sizes:
+            from accelfn.world.mesh import open_groups  # noqa: PLC0415 - torch's DTensors are large
 
-        for names, group in open_groups(sizes, place.rank, timeout).items():
-            connection.add_part(names, group)
-    if is_ours:
-        _begin(connection, timeout)
+            with explain_opening(place.rank, place.size, backend):
+                groups = open_groups(sizes, place.rank, meeting.seconds_to_open)
+            for names, group in groups.items():
+                connection.add_part(names, group)
+        if is_ours:
+            _begin(connection, meeting.seconds_left)
+    if meeting.opens_in_time:
+        connection.set_timeout(timeout)
     return Opened(place=place, device=chosen, axes=sizes, connection=connection)
 
 

@@ -21,7 +21,7 @@ from attrs import frozen
 from accelfn.errors import PeerFailedError, WorldError
 from accelfn.world.activity import Activity
 from accelfn.world.connection import Connection
-from accelfn.world.meeting import LEAST_TO_MEET, opened, store_of
+from accelfn.world.meeting import opened, store_of
 from accelfn.world.place import Environment, Place, integer
 from accelfn.world.roll_call import RollCall
 from accelfn.world.watched import WatchedStore
@@ -125,7 +125,7 @@ def regrouping_of(
     if VARIABLE not in env:
         return None
     return Launched(
-        store_of(place, max(timeout, LEAST_TO_MEET)),
+        store_of(place, timeout),
         f"{place.local_rank}.{integer(env, VARIABLE)}",
         [f"{rank}.0" for rank in range(place.size)],
         backend=backend,

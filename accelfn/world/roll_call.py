@@ -20,6 +20,7 @@ from accelfn.world.activity import Activity
 
 _LEFT = "left"
 """What becomes of a rank whose world is closed, and nothing was wrong."""
+_NAME = "accelfn roll call"
 _JOINED, _KNOWS = "joined", "knows that all are joined"
 _LOOKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
@@ -51,6 +52,12 @@ class Standing:
         return f"{self.how} {self.when} update {self.step}"
 
 
+def list_unjoined(store: dist.Store, size: int) -> list[int]:
+    """Return the ranks that are not joined, as far as the store of their world tells."""
+    said = dist.PrefixStore(_NAME, store)
+    return [rank for rank in range(size) if not said.check([f"{_JOINED} {rank}"])]
+
+
 class RollCall:
     """What one rank tells the others of a world at its end, and hears from them.
 
@@ -62,7 +69,7 @@ class RollCall:
         self, store: dist.Store, rank: int, size: int, *, rank_0_keeps_it: bool
     ) -> None:
         """Take the store at which they met."""
-        self._store = dist.PrefixStore("accelfn roll call", store)
+        self._met, self._store = store, dist.PrefixStore(_NAME, store)
         self._rank, self._size = rank, size
         with suppress(
             RuntimeError
@@ -79,17 +86,18 @@ class RollCall:
         Raises:
             PeerFailedError: a rank was not joined within so many seconds, or ended before.
         """
+        until = time.monotonic() + timeout
         try:
             self._say(_JOINED)
             self._await_all(_JOINED, timeout)
             self._say(_KNOWS)
             if self._rank == 0:
-                self._await_all(_KNOWS, timeout)
+                self._await_all(_KNOWS, max(until - time.monotonic(), 0.1))
         except RuntimeError as error:
             msg = (
                 f"Rank {self._rank} of {self._size} opened its world, but {self._absent()} did"
-                f" not within {timeout:g} s, or ended meanwhile. Look at its output for the"
-                " cause."
+                f" not within {round(timeout, 1):g} s, or ended meanwhile. Look at its output"
+                " for the cause."
             )
             raise PeerFailedError(msg) from error
 
@@ -104,11 +112,7 @@ class RollCall:
     def _absent(self) -> str:
         """Return in words who is not joined, as far as the store tells."""
         try:
-            late = [
-                rank
-                for rank in range(self._size)
-                if not self._store.check([f"{_JOINED} {rank}"])
-            ]
+            late = list_unjoined(self._met, self._size)
         except RuntimeError:
             late = [0] if self.rank_0_keeps_it else []
         named = " and ".join(map(str, late))

@@ -153,8 +153,9 @@ class World:
         that is gone has a world of its own, until `af.regroup` lets it into that of the others.
 
         Args:
-            timeout: seconds after which a collective that some rank does not join fails. They
-                are also what ranks have to meet at the start, which is a minute at least.
+            timeout: seconds after which a collective that some rank does not join fails. All
+                ranks must have met within as many seconds of their start, so give the slowest
+                of them time to import torch. After 10 s a rank says for whom it waits.
             backend: of torch.distributed; default "gloo" on CPU, elsewhere the one that torch
                 has for the device, beside gloo: "cpu:gloo,cuda:nccl".
             device: "cpu", or any of torch.accelerator: "cuda", "xpu", "mps", "npu", ...; default

@@ -226,7 +226,7 @@ MUTANTS = [
     Mutant(
         "who was never joined to the others is not named",
         test_roll_call.test_who_is_never_joined_is_named,
-        roll_call.RollCall._absent,
-        "if not self._store.check → if self._store.check",
+        roll_call.list_unjoined,
+        "if not said.check → if said.check",
     ),
 ]

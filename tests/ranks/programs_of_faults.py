@@ -72,7 +72,8 @@ def live(
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     if opens == "torch":
         dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
-    world = af.World.from_env(device="cpu", timeout=SECONDS)
+    world = af.World.from_env(device="cpu", timeout=60)
+    world.connection.set_timeout(SECONDS)  # from here on, once all have met
     said = "returned"
     try:
         with world:

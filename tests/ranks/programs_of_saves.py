@@ -112,7 +112,8 @@ def live(
     ended, world = "returned", None
     with ExitStack() as stack:
         try:
-            world = af.World.from_env(device="cpu", timeout=seconds)
+            world = af.World.from_env(device="cpu", timeout=60)
+            world.connection.set_timeout(seconds)  # from here on, once all have met
             if goes:
                 tell = lambda: pipe.send(("goes", time.monotonic()))  # noqa: E731
                 stack.enter_context(going(moment, tell))

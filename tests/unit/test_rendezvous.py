@@ -111,7 +111,11 @@ def test_ranks_of_an_attempt_meet_no_rank_of_another(
     for attempt in range(3):
         ranks = [attrs.evolve(place, rank=r, attempt=attempt) for r in range(2)]
         with ThreadPoolExecutor(2) as pool:
-            stores = [*pool.map(lambda each: meeting._meet(each, 30.0), ranks)]
+            stores = [
+                *pool.map(
+                    lambda each: meeting._meet(meeting.Meeting(each, 30.0)), ranks
+                )
+            ]
         assert not stores[1].check(["attempt"])  # of one before
         stores[0].set("attempt", str(attempt))
         assert stores[1].get("attempt") == str(attempt).encode()

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`World`: what the environment says, honoured or refused."""
 
+import itertools
 import math
+import os
+import re
+import threading
+import time
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +16,7 @@ import torch.distributed as dist
 import accelfn as af
 from accelfn.world import meeting, opening
 from accelfn.world.connection import Connection
+from accelfn.world.environment import read_place
 from accelfn.world.roll_call import RollCall
 from tests.ports import free_port
 from tests.states import linear_state
@@ -243,13 +250,47 @@ def test_malformed_port(env, port):
         (1, r"none listens at 127.0.0.1:\d+ within 2 s"),
     ],
 )
-def test_rank_that_waits_alone(env, monkeypatch, rank, says):
-    """Where others never come, the timeout ends the wait, and they are named."""
-    monkeypatch.setattr(meeting, "LEAST_TO_MEET", 0.0)  # a minute, for users
+def test_rank_that_waits_alone(env, monkeypatch, capfd, rank, says):
+    """Where others never come, the timeout ends the wait, and they are named, before too."""
+    monkeypatch.setattr(meeting, "_SAYS_AFTER", 0.5)
+    began = time.monotonic()
     env(RANK=rank, WORLD_SIZE=3, **rendezvous())
     with pytest.raises(af.WorldError, match=rf"Rank {rank} of 3 .*: {says}"):
         af.World.from_env(timeout=2, device="cpu")
     assert not dist.is_initialized()
+    assert time.monotonic() - began < 10
+    who = "rank 1, 2" if rank == 0 else "rank 0"
+    (line,) = (
+        r for r in capfd.readouterr().err.splitlines() if r.startswith("accelfn:")
+    )
+    assert re.fullmatch(
+        rf"accelfn: rank {rank} of 3 waits for {who} at 127.0.0.1:\d+, for [12] s more\.",
+        line,
+    )
+
+
+def test_all_parts_of_a_meeting_share_one_deadline(env, monkeypatch, capfd):
+    """A rank that came and is never joined costs the others no more than one that never came."""
+    monkeypatch.setattr(meeting, "_SAYS_AFTER", 1.5)
+    monkeypatch.setattr(meeting, "_worlds", itertools.repeat(0))  # of two processes
+    env(RANK=0, WORLD_SIZE=2, **rendezvous())
+    place = attrs.evolve(read_place(os.environ), rank=1)
+
+    def come_late() -> None:
+        time.sleep(1)
+        meeting._meet(meeting.Meeting(place, 30.0))
+
+    other = threading.Thread(target=come_late)
+    other.start()
+    began = time.monotonic()
+    with pytest.raises(af.WorldError, match="Rank 0 of 2 cannot open a 'gloo' process"):
+        af.World.from_env(timeout=2, device="cpu")
+    other.join()
+    assert time.monotonic() - began < 2.9
+    assert "accelfn: rank 0 of 2 waits for rank 1 at" in capfd.readouterr().err
+    env(RANK=0, WORLD_SIZE=1, LOCAL_WORLD_SIZE=1, LOCAL_RANK=0, **rendezvous())
+    with af.World.from_env(timeout=7, device="cpu", axes={"dp_shard": 1}) as world:
+        assert world.connection.timeout(world.device) == 7
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "60", True])

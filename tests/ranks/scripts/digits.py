@@ -29,7 +29,8 @@ def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 torch.set_num_threads(1)
 images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
-with af.World.from_env(device="cpu", timeout=timeout) as world:
+with af.World.from_env(device="cpu", timeout=60) as world:
+    world.connection.set_timeout(timeout)  # from here on, once all have met
     data = af.Data(((images / 16).float(), labels), batch_size=64, shuffle=True)
     state = af.TrainState.create(
         model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),

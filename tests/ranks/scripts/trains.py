@@ -66,7 +66,8 @@ step = af.make_step(loss_fn)
 world = af.World()
 state = created(world)
 step(state, next(iter(af.batches(state))))
-with af.World.from_env(timeout=float(timeout), device="cpu") as world:
+with af.World.from_env(timeout=60, device="cpu") as world:
+    world.connection.set_timeout(float(timeout))  # from here on, once all have met
     state = created(world)
     for batch in af.batches(state, epochs=1):
         state, metrics = step(state, batch)
