@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
+from accelfn.world.roll_call import name_error
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
@@ -29,8 +31,8 @@ _ABORTED = (
     "its stack is in the output above, after 'Fatal Python error'. Gloo aborts a process"
     " that receives more than it expects: where its name is above, ranks were in different"
     " collectives. Call every collective on all ranks, not behind `if world.is_main`."
-    " accelfn.testing.simulate(2, train) names both calls; World.from_env(checked=True)"
-    " does where neither is DistributedDataParallel's."
+    " accelfn.testing.simulate(2, train) names both calls, those of wrap_ddp and wrap_fsdp"
+    " too. World.from_env(checked=True) names calls such as af.mean alone."
 )
 
 
@@ -181,7 +183,8 @@ def report(
 
 def _one_line(failure: Failure) -> str:
     if failure.error:
-        return f"rank {failure.rank} followed: {failure.error.splitlines()[0]}"
+        kind, _, text = failure.error.partition(": ")
+        return f"rank {failure.rank} followed: {name_error(kind, text)}"
     if failure.was_told_to_end:
         return f"rank {failure.rank} was ended by SIGTERM"
     return f"rank {failure.rank} followed: {failure.ending}"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.world.activity import Activity
+from accelfn.world.roll_call import name_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,8 +240,7 @@ class Connection:
         if self.successor is not None:
             self.successor.connection.fail(error)
             return
-        first = str(error).partition("\n")[0]
-        self.tell(f"raised {type(error).__name__}{first and f': {first}'}")
+        self.tell(f"raised {name_error(type(error).__name__, str(error))}")
 
     def tell(self, how: str, *, is_waiting: bool = False) -> None:
         """Let other ranks know what becomes of this one."""

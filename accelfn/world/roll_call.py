@@ -52,6 +52,21 @@ class Standing:
         return f"{self.how} {self.when} update {self.step}"
 
 
+def name_error(kind: str, text: str) -> str:
+    """Return an error's kind and its first line; of what torch wraps, those of the cause.
+
+    torch raises what a data worker has raised anew, with a text that begins "Caught ValueError
+    in DataLoader worker process 0." and has the worker's traceback.
+    """
+    first, _, rest = text.partition("\n")
+    if first.startswith("Caught ") and rest.startswith("Original "):
+        _, _, last = rest.rpartition("Traceback (most recent call last):\n")
+        causes = [line for line in last.splitlines() if not line.startswith(" ")]
+        _, _, where = first.rstrip(".").partition(" in ")
+        return f"{causes[0]} (in {where})" if causes else f"{kind}: {first}"
+    return f"{kind}: {first}" if first else kind
+
+
 def list_unjoined(store: dist.Store, size: int) -> list[int]:
     """Return the ranks that are not joined, as far as the store of their world tells."""
     said = dist.PrefixStore(_NAME, store)

@@ -163,7 +163,7 @@ class World:
             checked: whether ranks compare what they are about to do before each of accelfn's
                 collectives, so that a mismatch is a `CollectiveMismatchError` on all of them
                 and no hang, abort or wrong number. It costs a gather of 8 bytes a call. What
-                DistributedDataParallel sends is torch's own and not compared.
+                `wrap_ddp` and `wrap_fsdp` send is torch's own and not compared.
             axes: how the ranks share the work, as sizes by name: "dp_replicate" copies of the
                 model, each split over "dp_shard" ranks; "cp" parts of one sequence; "tp" parts
                 of one layer. The last is the densest, whatever the order here; -1 is what is

@@ -217,7 +217,7 @@ def test_ranks_in_different_collectives(capfd):
     assert "failed first (killed by SIGABRT, pid " in lines[0]
     assert "ranks were in different collectives" in lines[1]
     assert "accelfn.testing.simulate(2, train) names both calls" in lines[1]
-    assert "World.from_env(checked=True)" in lines[1]
+    assert "World.from_env(checked=True) names calls such as af.mean alone" in lines[1]
 
 
 def test_options_behind_the_script_are_the_scripts(capfd):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.collectives.naming import naming
 from accelfn.errors import PeerFailedError
+from accelfn.launching import failures
+from accelfn.launching.failures import Failure
 from accelfn.world import roll_call
 from accelfn.world.activity import Activity
 from accelfn.world.connection import Connection
@@ -330,3 +333,48 @@ def test_who_met_anew_is_told_of_an_error() -> None:
     assert {rank: each.how for rank, each in heard.items()} == {
         0: "raised ValueError: boom"
     }
+
+
+class TwoPartError(Exception):
+    """An error that torch cannot raise anew: it takes more than a text."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+@attrs.frozen
+class Broken:
+    """A dataset whose samples cannot be read."""
+
+    error: BaseException
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("boom\nand more"), "ValueError: boom"),
+        (KeyError("label"), "KeyError: 'label'"),
+        (TwoPartError("no", "disk"), "tests.unit.test_roll_call.TwoPartError: no disk"),
+    ],
+)
+def test_what_a_data_worker_raised_is_known_by_its_own_words(
+    error: BaseException, cause: str
+) -> None:
+    """Other ranks and the launcher hear the cause, and not torch's text around it."""
+    data = af.Data(Broken(error), batch_size=2, num_workers=1)
+    first, second = worlds(2)
+    state = linear_state(3, data=data)
+    with pytest.raises(Exception, match="Caught ") as caught, second:  # noqa: PT012
+        for batch in af.batches(state, epochs=1):
+            pytest.fail(f"{batch} was read")
+    where = f"{cause} (in DataLoader worker process 0)"
+    assert lost(first) == f"rank 1 raised {where}."
+    told = f"{caught.type.__name__}: {caught.value}"
+    failure = Failure(rank=1, pid=7, status=1, at=1.0, error=told, traceback="")
+    assert failures._one_line(failure) == f"rank 1 followed: {where}"
