@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from accelfn.cli.words import parser
 from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launching.file import find, read
+from accelfn.launching.machines import Plan
 from accelfn.launching.options import COMMAND_LINE, OPTIONS, checked, flag
 from accelfn.launching.script import launch_script, planned, say
-from accelfn.launching.settings import DEFAULT, Settings
+from accelfn.launching.settings import Settings
 
 if TYPE_CHECKING:
     import argparse
@@ -130,28 +131,22 @@ def _launch(words: argparse.Namespace) -> int:
     nproc = _num_processes(chosen["nproc"] if most is None else most)
     # what other machines start is theirs to say; their ranks check the product
     axes = chosen.axes_of(nproc if machines.most == 1 else None)
+    plan = Plan(
+        nproc=nproc,
+        machines=machines,
+        max_restarts=chosen["max_restarts"],
+        axes=axes,
+        least=least,
+    )
     if words.show:
-        rows = [
-            *chosen.lines(),
-            *planned(nproc=nproc, machines=machines, axes=axes, least=least),
-        ]
-        sys.stdout.writelines(f"{row}\n" for row in rows)
+        sys.stdout.writelines(f"{row}\n" for row in chosen.lines() + planned(plan))
         return 0
     if words.script is None:
         msg = "there is no script; name a Python file, or a module after -m."
         raise LaunchError(msg)
     _say_whose(words.args, words.script)
     _say_from_file(chosen)
-    return launch_script(
-        words.script,
-        words.args,
-        nproc=nproc,
-        module=words.module,
-        machines=machines,
-        max_restarts=chosen["max_restarts"],
-        axes=axes,
-        least=least,
-    )
+    return launch_script(words.script, words.args, plan, module=words.module)
 
 
 def _say_whose(args: Sequence[str], script: str) -> None:
@@ -167,12 +162,10 @@ def _say_whose(args: Sequence[str], script: str) -> None:
 
 def _say_from_file(chosen: Settings) -> None:
     """Say what a file has set: whoever wrote it says how this run starts, and where."""
-    sources = {each.source for each in chosen.by_name.values()}
-    for source in sources - {COMMAND_LINE, DEFAULT}:
-        rows = [
-            f"{n}={s.value}" for n, s in chosen.by_name.items() if s.source == source
-        ]
-        say(f"{', '.join(rows)} ({Path(source).absolute()}).")
+    rows = [(name, each) for name, each in chosen.by_name.items() if each.is_from_file]
+    if rows:
+        said = ", ".join(f"{name}={each.value}" for name, each in rows)
+        say(f"{said} ({Path(rows[0][1].source).absolute()}).")
 
 
 def _settings(named: str | None, given: Mapping[str, Any]) -> Settings:
@@ -209,7 +202,7 @@ def _test(words: argparse.Namespace) -> int:
     nproc = checked("nproc", OPTIONS["nproc"].kind.from_text(words.nproc), COMMAND_LINE)
     nproc = _num_processes(nproc)
     test = "accelfn.testing.selftest"
-    code = launch_script(test, [str(nproc)], nproc=nproc, module=True)
+    code = launch_script(test, [str(nproc)], Plan(nproc=nproc), module=True)
     verdict = "This machine passes." if code == 0 else "This machine fails, as above."
     sys.stdout.write(f"{verdict}\n")
     return code

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-    from accelfn.launching.machines import Machines
+    from accelfn.launching.machines import Machines, Plan
 
 _EVERY_SECONDS = 0.1
 
@@ -180,32 +180,27 @@ class Agent(LocalElasticAgent):
 
 def run_ranks(
     command: Sequence[str],
+    plan: Plan,
     *,
-    nproc: int,
-    machines: Machines,
-    max_restarts: int,
     log_dir: str,
     follow_all: bool,
     say: Callable[[str], None],
-    least: int | None = None,
 ) -> Ended:
-    """Run a command of Python in `nproc` processes of this machine, to their end.
+    """Run a command of Python in several processes of this machine, to their end.
 
     Args:
         command: what follows `python`.
-        nproc: how many processes.
-        machines: with which others they make a run.
-        max_restarts: how often all ranks start again after one has failed.
+        plan: how many processes, and with which others they make a run.
         log_dir: an empty directory for what ranks write, until it is shown.
         follow_all: whether the first rank's output is shown by this process too; else
             it has the terminal.
         say: how to tell of what happens before the end.
-        least: how many ranks may go on without those that were killed; None: none may.
 
     Raises:
         LaunchError: the machines did not meet.
         SignalException: this process was asked to end; the ranks have.
     """
+    machines, nproc = plan.machines, plan.nproc
     try:
         handler = handler_of(machines)
     except (ValueError, dist.DistError, RendezvousError) as error:
@@ -216,13 +211,13 @@ def run_ranks(
         entrypoint=sys.executable,
         args=tuple(map(_as_template, command)),
         rdzv_handler=handler,
-        max_restarts=max_restarts,
+        max_restarts=plan.max_restarts,
         monitor_interval=_EVERY_SECONDS,
         local_addr=machines.address,
     )
     first = 0 if follow_all else 1
     tee = dict.fromkeys(range(first, nproc), Std.ALL)
-    agent = Agent(spec, DefaultLogsSpecs(log_dir=log_dir, tee=tee), say, least)
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=log_dir, tee=tee), say, plan.least)
     is_over = False
     try:
         agent.run()

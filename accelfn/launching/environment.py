@@ -20,12 +20,11 @@ from accelfn.errors import LaunchError
 from accelfn.launching.file import read
 from accelfn.launching.settings import Settings
 
-_PACKAGES = {
-    "torch": ("accelfn", "torch", "torchdata", "numpy", "safetensors", "cloudpickle"),
-    "shown by": ("rich", "matplotlib"),
-    "tracked by": ("tensorboard", "wandb", "comet_ml", "mlflow", "mlflow-skinny"),
-    "others": ("attrs", "accelerate", "transformers", "datasets", "deepspeed"),
-}
+_PACKAGES = (
+    *("accelfn", "torch", "torchdata", "numpy", "safetensors", "cloudpickle"),
+    *("rich", "matplotlib", "tensorboard", "wandb", "comet_ml", "mlflow"),
+    *("mlflow-skinny", "attrs", "accelerate", "transformers", "datasets", "deepspeed"),
+)
 # how names begin of variables that change what a run does; what else the environment has is
 # nobody's business
 _VARIABLES = {
@@ -89,7 +88,7 @@ def _settings(file: Path | None) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in chain.from_iterable(_PACKAGES.values()):
+    for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

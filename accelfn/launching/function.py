@@ -27,6 +27,7 @@ from accelfn.base import accelerator, codec, paths
 from accelfn.base.arguments import check_seconds, is_integer
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
+from accelfn.launching.machines import Plan
 from accelfn.launching.options import MOST_PROCESSES
 from accelfn.launching.script import run_here
 from accelfn.world.axes import resolved
@@ -118,10 +119,8 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
         )
         raise ArgumentError(msg)
     if not is_integer(size, 1) or size > MOST_PROCESSES:
-        msg = (
-            f"af.launch({size!r}, fn): expected a number of ranks, 1 or more,"
-            f" {MOST_PROCESSES} at most."
-        )
+        most = f"{MOST_PROCESSES} at most"
+        msg = f"af.launch({size!r}, fn): expected a number of ranks, 1 or more, {most}."
         raise ArgumentError(msg)
     if not callable(fn):
         msg = f"af.launch({size}, {fn!r}): expected a function, fn(world, *args)."
@@ -186,7 +185,7 @@ def _run(folder: Path, nproc: int) -> Ended:
 
     try:
         # a notebook shows what this process writes, and nothing else
-        return run_here([_RANK, str(folder)], nproc=nproc, follow_all=True)
+        return run_here([_RANK, str(folder)], Plan(nproc=nproc), follow_all=True)
     except SignalException as error:
         signal.raise_signal(
             error.sigval

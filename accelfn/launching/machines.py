@@ -12,6 +12,7 @@ import fcntl
 import socket
 import struct
 from contextlib import closing
+from ipaddress import ip_address
 
 from attrs import frozen
 
@@ -35,6 +36,7 @@ class Machines:
         join_seconds: how long a machine waits for the others.
         address: this machine's, as the others reach it.
         interface: the network interface that has the address, if one is known.
+        is_here: whether the machines meet at this one.
     """
 
     endpoint: str = (
@@ -47,6 +49,7 @@ class Machines:
     join_seconds: float = JOIN_SECONDS
     address: str = "127.0.0.1"
     interface: str | None = None
+    is_here: bool = True
 
     @property
     def where(self) -> tuple[str, int]:
@@ -55,76 +58,70 @@ class Machines:
         return host.strip("[]"), int(port)
 
     @classmethod
-    def numbered(
-        cls, *, count: int, rank: int, address: str, port: int, join_seconds: float
+    def meeting_at(
+        cls,
+        host: str,
+        port: int,
+        *,
+        counts: tuple[int, int],
+        join_seconds: float,
+        rank: int | None = None,
+        run_id: str = "accelfn",
     ) -> Machines:
-        """Return machines that meet at machine 0, and this one's number among them.
+        """Return machines that meet there, at least and at most so many; the rest as above.
 
-        Of one machine the address is its own, and port 0 a free one.
+        Of one machine with a rank the address is its own, and port 0 a free one.
         """
-        own = _address_towards(address, port)
-        if count == 1 and not is_here(address):
+        own, is_here = _look_towards(host, port)
+        if counts[1] == 1 and rank is not None and not is_here:
             msg = (
-                f"--main-address is {address!r}, which is no address of this machine, and"
+                f"--main-address is {host!r}, which is no address of this machine, and"
                 " there is no other; leave it out, or give --main-address 127.0.0.1."
             )
             raise LaunchError(msg)
         return cls(
-            endpoint=f"{address}:{port}",
-            fewest=count,
-            most=count,
-            rank=rank,
-            join_seconds=join_seconds,
-            address=own,
-            interface=None if count == 1 else interface_of(own),
-        )
-
-    @classmethod
-    def dynamic(
-        cls,
-        *,
-        endpoint: str,
-        run_id: str,
-        counts: tuple[int, int],
-        join_seconds: float,
-    ) -> Machines:
-        """Return machines that meet by torch's dynamic rendezvous."""
-        host, _, port = endpoint.rpartition(":")
-        own = _address_towards(host, int(port))
-        return cls(
-            endpoint=endpoint,
+            endpoint=f"{host}:{port}",
             run_id=run_id,
             fewest=counts[0],
             most=counts[1],
-            rank=None,
+            rank=rank,
             join_seconds=join_seconds,
             address=own,
             interface=None if counts[1] == 1 else interface_of(own),
+            is_here=is_here,
         )
 
 
-def is_here(host: str) -> bool:
-    """Return whether an address that this machine reaches is its own."""
-    family, kind, protocol, _, (address, *_) = socket.getaddrinfo(
-        host.strip("[]"), 0, type=socket.SOCK_DGRAM
-    )[0]
-    with closing(socket.socket(family, kind, protocol)) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+@frozen(kw_only=True)
+class Plan:
+    """What a launch starts on this machine.
+
+    Attributes:
+        nproc: how many processes; at least 1.
+        machines: those of the run; default this one alone.
+        max_restarts: how often all ranks start again after one has failed.
+        axes: of the ranks' world, as text.
+        least: how many ranks may go on where others were killed, whose places others take;
+            they meet anew in `af.regroup`. None: none may.
+    """
+
+    nproc: int
+    machines: Machines = Machines()
+    max_restarts: int = 0
+    axes: str | None = None
+    least: int | None = None
 
 
-def _address_towards(host: str, port: int) -> str:
-    """Return the address from which this machine reaches another, or itself."""
+def _look_towards(host: str, port: int) -> tuple[str, bool]:
+    """Return the address from which this machine reaches another, and whether that is itself."""
     try:
         # an IPv6 address stands in brackets before its port
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = found[0]
         with closing(socket.socket(family, kind, protocol)) as probe:
             probe.connect(target)  # a datagram's: nothing is sent
-            return probe.getsockname()[0]
+            own = probe.getsockname()[0]
+            return own, own == target[0] or ip_address(own).is_loopback
     except OSError as error:
         msg = (
             f"this machine has no way to {host!r}: {error}. Give the main machine's"

@@ -23,15 +23,15 @@ class Kind:
     Attributes:
         expects: the values, in words.
         accepts: whether one is among them.
-        from_text: how the command line's word is read.
-        check: raises an ArgumentError, that begins with its first argument, for a value that
-            others refuse by sentences of their own.
     """
 
     expects: str
     accepts: Callable[[Any], bool]
-    from_text: Callable[[str], Any] = str
-    check: Callable[[str, Any], object] | None = None
+
+    def from_text(self, text: str) -> Any:
+        """Return the value that a word of the command line means."""
+        number = _number(text)
+        return text if self.accepts(text) and not self.accepts(number) else number
 
 
 def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
@@ -68,25 +68,18 @@ def _number(text: str) -> int | float | str:
 # more than any machine starts, or any run has, and few enough to be tried by mistake
 MOST_PROCESSES, _MOST, _LAST_PORT = 4096, 10**6, 65535
 _INDEX = Kind(
-    "a whole number, 0 or more, a million at most",
-    lambda v: _is_whole(v, 0, _MOST),
-    _number,
+    "a whole number, 0 or more, a million at most", lambda v: _is_whole(v, 0, _MOST)
 )
-_PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, _LAST_PORT), _number)
+_PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, _LAST_PORT))
 _ENDPOINT = Kind("HOST:PORT, a port from 1 to 65535", _is_endpoint)
 _TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprintable())
-_AXES = Kind(
-    _TEXT.expects, _TEXT.accepts, check=lambda word, text: of_text(word, text, None)
-)
 _SECONDS = Kind(
     "a number of seconds, 1 to a million",
     lambda v: type(v) in (int, float) and 1 <= v <= _MOST,
-    _number,
 )
 _NPROC = Kind(
     f"a whole number, 1 or more, or 'auto'; {MOST_PROCESSES} at most",
     lambda v: v == "auto" or _is_whole(v, 1, MOST_PROCESSES),
-    _number,
 )
 _SPAN = Kind(
     f"'MIN:MAX', two whole numbers, 1 or more, {MOST_PROCESSES} at most",
@@ -95,7 +88,6 @@ _SPAN = Kind(
 _MACHINES = Kind(
     "a whole number, 1 or more, or 'FEWEST:MOST'; a million at most",
     lambda v: _is_range(v, _MOST),
-    _number,
 )
 
 
@@ -142,7 +134,7 @@ OPTIONS: dict[str, Option] = {
         _SECONDS, "S", "how long a machine waits for the others", JOIN_SECONDS
     ),
     "axes": Option(
-        _AXES,
+        _TEXT,
         "AXIS=N,…",
         "how the ranks share the work, such as dp_replicate=2,dp_shard=4; -1 is what is"
         " left",
@@ -179,17 +171,15 @@ def checked(name: str, value: Any, source: str) -> Any:
     if not option.kind.accepts(value):
         msg = f"{_where(name, source)} is {value!r:.80}; give {option.kind.expects}."
         raise LaunchError(msg)
-    if option.kind.check is not None:
-        passed(option.kind.check, name, value, source)
+    if name == "axes":
+        check_axes(value, source, None)
     return value
 
 
-def passed(
-    check: Callable[[str, Any], object], name: str, value: Any, source: str
-) -> None:
-    """Check a setting by others' sentences, and refuse it as one of a launch."""
+def check_axes(text: str, source: str, size: int | None) -> None:
+    """Refuse axes that no world has, or none of so many ranks, as a world refuses them."""
     try:
-        check(f"{_where(name, source)} {value}", value)
+        of_text(f"{_where('axes', source)} {text}", text, size)
     except ArgumentError as error:
         raise LaunchError(str(error)) from error
 

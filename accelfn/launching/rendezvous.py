@@ -25,7 +25,6 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from accelfn.launching.machines import is_here
 from accelfn.world.listening import open_store
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     host, port = machines.where
     timeout = timedelta(seconds=machines.join_seconds)
     store = None
-    if is_here(host):
+    if machines.is_here:
         with suppress(DistError):  # another launcher of this machine has opened it
             store = open_store(host, port, timeout, is_local=machines.most == 1)
     if store is None:

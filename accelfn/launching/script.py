@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from accelfn.base import paths
 from accelfn.errors import LaunchError
-from accelfn.launching.machines import Machines, interface_of
+from accelfn.launching.machines import Machines, Plan, interface_of
 from accelfn.world.axes import VARIABLE
 from accelfn.world.regrouping import VARIABLE as ELASTIC
 
@@ -40,13 +40,9 @@ _MAY_GO = "ranks may be killed, and others take their places"
 def launch_script(
     script: str,
     args: Sequence[str],
+    plan: Plan,
     *,
-    nproc: int,
     module: bool = False,
-    machines: Machines | None = None,
-    max_restarts: int = 0,
-    axes: str | None = None,
-    least: int | None = None,
 ) -> int:
     """Run a script in several processes on this machine, one rank each.
 
@@ -58,13 +54,8 @@ def launch_script(
     Args:
         script: the path of a Python file, or the name of a module.
         args: what the script finds in `sys.argv[1:]`.
-        nproc: how many processes; at least 1.
+        plan: how many processes, and with which other machines.
         module: whether `script` is a module's name, as after `python -m`.
-        machines: those of the run; default this one alone.
-        max_restarts: how often all ranks start again after one has failed.
-        axes: of the ranks' world, as text.
-        least: how many ranks may go on where others were killed, whose places others take;
-            they meet anew in `af.regroup`. None: none may.
 
     Returns:
         The exit code for the command: 0; that of the rank that failed first; or
@@ -86,14 +77,7 @@ def launch_script(
         sys.stdout.reconfigure(line_buffering=True)
     command = [*(["-m"] if module else []), script, *args]
     try:
-        ended = run_here(
-            command,
-            nproc=nproc,
-            machines=machines,
-            max_restarts=max_restarts,
-            axes=axes,
-            least=least,
-        )
+        ended = run_here(command, plan)
     except SignalException as error:
         say(f"ended by {error.sigval.name}, and its workers with it.")
         return 128 + error.sigval
@@ -102,33 +86,19 @@ def launch_script(
     return ended.exit_code
 
 
-def run_here(
-    command: Sequence[str],
-    *,
-    nproc: int,
-    machines: Machines | None = None,
-    max_restarts: int = 0,
-    axes: str | None = None,
-    least: int | None = None,
-    follow_all: bool = False,
-) -> Ended:
+def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) -> Ended:
     """Run ranks as `run_ranks` does, and leave this process as it was.
 
     Args:
         command: what each rank runs: a file, or `-m` and a module, and arguments.
-        nproc: how many.
-        machines: those of the run; default this one alone.
-        max_restarts: how often all start again after one has failed.
-        axes: of their world, as text.
-        least: how many may go on where others were killed.
+        plan: how many, and with which other machines.
         follow_all: as of `run_ranks`.
     """
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
-    machines = Machines() if machines is None else machines
-    if machines.rank is None:
-        say(f"{_trusted(machines)}.")
-    variables = _variables(nproc, machines, axes, least)
+    if plan.machines.rank is None:
+        say(f"{_trusted(plan.machines)}.")
+    variables = _variables(plan)
     for name, (value, why) in variables.items():
         if why not in (_ALONE, _ASKED, _MAY_GO) and (name, value) != (
             "OMP_NUM_THREADS",
@@ -144,13 +114,10 @@ def run_here(
     ):
         return run_ranks(
             [_WORKER, str(os.getpid()), *command],
-            nproc=nproc,
-            machines=machines,
-            max_restarts=max_restarts,
+            plan,
             log_dir=log_dir,
             follow_all=follow_all,
             say=say,
-            least=least,
         )
 
 
@@ -167,16 +134,14 @@ def _check(script: str, *, module: bool) -> None:
     raise LaunchError(msg)
 
 
-def _variables(
-    nproc: int, machines: Machines, axes: str | None, least: int | None
-) -> dict[str, tuple[str, str]]:
+def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
     """Return the variables that ranks get beside torchrun's: each value, and why."""
     return {
-        **({} if axes is None else {VARIABLE: (axes, _ASKED)}),
-        **({} if least is None else {ELASTIC: ("0", _MAY_GO)}),
-        **_shared_threads(nproc),
-        **_gloo_interface(machines),
-        **_own_stores(machines),
+        **({} if plan.axes is None else {VARIABLE: (plan.axes, _ASKED)}),
+        **({} if plan.least is None else {ELASTIC: ("0", _MAY_GO)}),
+        **_shared_threads(plan.nproc),
+        **_gloo_interface(plan.machines),
+        **_own_stores(plan.machines),
     }
 
 
@@ -220,11 +185,10 @@ def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
     return {name: ("1", "ranks that start again need a store of their own")}
 
 
-def planned(
-    *, nproc: int, machines: Machines, axes: str | None, least: int | None = None
-) -> list[str]:
+def planned(plan: Plan) -> list[str]:
     """Return in lines what a launch would do."""
-    what = "1 process" if nproc == 1 else f"{nproc} processes"
+    machines = plan.machines
+    what = "1 process" if plan.nproc == 1 else f"{plan.nproc} processes"
     lines = [f"starts {what} on this machine"]
     if machines.rank is not None and machines.endpoint != Machines().endpoint:
         lines.append(
@@ -235,9 +199,11 @@ def planned(
         lines.append(f"meets {counts} machines at {machines.endpoint}")
     if machines.rank is None:
         lines.append(_trusted(machines))
-    if least is not None:
-        lines.append(f"goes on where ranks are killed, as long as {least} are left")
-    variables = _variables(nproc, machines, axes, least)
+    if plan.least is not None:
+        lines.append(
+            f"goes on where ranks are killed, as long as {plan.least} are left"
+        )
+    variables = _variables(plan)
     return lines + [
         f"sets {name}={value} ({why})" for name, (value, why) in variables.items()
     ]

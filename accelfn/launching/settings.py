@@ -17,11 +17,10 @@ from accelfn.launching.options import (
     DYNAMIC,
     NUMBERED,
     OPTIONS,
+    check_axes,
     checked,
     flag,
-    passed,
 )
-from accelfn.world.axes import of_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +34,11 @@ class Setting:
 
     value: Any
     source: str
+
+    @property
+    def is_from_file(self) -> bool:
+        """Whether a file gave it."""
+        return self.source not in (COMMAND_LINE, DEFAULT)
 
 
 @frozen
@@ -149,11 +153,13 @@ class Settings:
         count = self["num_machines"]
         if self["rdzv_endpoint"] is not None:
             fewest, _, most = str(count).rpartition(":")
-            return Machines.dynamic(
-                endpoint=self["rdzv_endpoint"],
-                run_id=self["rdzv_id"],
+            host, _, port = self["rdzv_endpoint"].rpartition(":")
+            return Machines.meeting_at(
+                host,
+                int(port),
                 counts=(int(fewest or most), int(most)),
                 join_seconds=self["join_timeout"],
+                run_id=self["rdzv_id"],
             )
         if (self["machine_rank"] or 0) >= count:
             msg = (
@@ -164,12 +170,12 @@ class Settings:
         address, port = self["main_address"], self["main_port"]
         if count == 1 and address is None and port is None:
             return Machines()
-        return Machines.numbered(
-            count=count,
-            rank=self["machine_rank"] or 0,
-            address=address or "127.0.0.1",
-            port=port or (0 if count == 1 else MAIN_PORT),
+        return Machines.meeting_at(
+            address or "127.0.0.1",
+            port or (0 if count == 1 else MAIN_PORT),
+            counts=(count, count),
             join_seconds=self["join_timeout"],
+            rank=self["machine_rank"] or 0,
         )
 
     def axes_of(self, size: int | None) -> str | None:
@@ -183,7 +189,7 @@ class Settings:
         """
         text, source = self["axes"], self.by_name["axes"].source
         if text is not None:
-            passed(lambda word, text: of_text(word, text, size), "axes", text, source)
+            check_axes(text, source, size)
         return text
 
     def lines(self) -> list[str]:

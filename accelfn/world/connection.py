@@ -27,29 +27,6 @@ _SETTLES = 0.05
 """Seconds: on a busy machine, until each thread has had its turn."""
 
 
-class Simulated(Protocol):
-    """What ranks that share a process can do for each other, and others cannot."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this world is no branch of another."""
-        ...
-
-    def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
-        """Return a rank that said something else of the same, and what; without a collective."""
-        ...
-
-    def part(
-        self, name: str, ranks: tuple[int, ...]
-    ) -> tuple[dist.ProcessGroup, Simulated]:
-        """Return the group of some of these ranks, this one among them, and its own."""
-        ...
-
-    def branch(self, world: Any) -> tuple[Any, Callable[[], None]]:
-        """Return a world of the same ranks with a group of its own, and what gives it up."""
-        ...
-
-
 class Regrouping(Protocol):
     """How the ranks of an elastic run make another world of those that are there."""
 
@@ -77,7 +54,7 @@ class Connection:
         group: torch's process group, until then.
         activity: what this rank is doing.
         roll_call: by which ranks that fail tell each other how, in a world of `from_env`.
-        simulated: what simulated ranks can do besides.
+        simulated: what simulated ranks can do besides, `testing.simulation.ranks`; None of others.
         regrouping: how the ranks make another world, in an elastic run.
         parts: what joins the ranks along some of the world's axes, by their names, and those
             of parts that it was split into, by how.
@@ -97,7 +74,7 @@ class Connection:
         *,
         activity: Activity | None = None,
         roll_call: RollCall | None = None,
-        simulated: Simulated | None = None,
+        simulated: Any = None,
         regrouping: Regrouping | None = None,
     ) -> None:
         """Take a process group, or None in a world of 1."""
@@ -123,7 +100,7 @@ class Connection:
         self,
         names: tuple[str, ...],
         group: dist.ProcessGroup | None,
-        simulated: Simulated | None = None,
+        simulated: Any = None,
     ) -> None:
         """Let the world have what joins the ranks along some of its axes."""
         part = Connection(group, activity=self.activity, simulated=simulated)

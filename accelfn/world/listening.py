@@ -41,9 +41,9 @@ def open_store(
             an address of the loopback here may be another address.
         is_shared: whether the store may be one that this process has at that port already.
     """
-    bound = (
-        _bound_to_loopback(host, port) if is_local or _names_loopback(host) else None
-    )
+    # what is the loopback on every machine, and no name that it has on this one
+    is_loopback = host == "localhost" or host.startswith(("127.", "::1", "[::1]"))
+    bound = _bound_to_loopback(host, port) if is_local or is_loopback else None
     if bound is not None:
         port = bound.getsockname()[1]
     return dist.TCPStore(
@@ -57,14 +57,6 @@ def open_store(
         # a number from here on, which the store closes
         master_listen_fd=None if bound is None else bound.detach(),
     )
-
-
-def _names_loopback(host: str) -> bool:
-    """Return whether a host is the loopback on every machine."""
-    try:
-        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return False
 
 
 def _bound_to_loopback(host: str, port: int) -> socket.socket | None:

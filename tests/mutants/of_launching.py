@@ -215,13 +215,13 @@ MUTANTS = [
     Mutant(
         "an elastic run waits for machines that it could begin without",
         test_rendezvous.test_a_dynamic_run_begins_with_its_fewest_machines,
-        machines.Machines.dynamic.__func__,
+        machines.Machines.meeting_at.__func__,
         "fewest=counts[0], → fewest=counts[1],",
     ),
     Mutant(
         "L55: a launcher does not wait for the others as long as it was told",
         test_launch_calls.test_machines_meet_as_they_were_told,
-        machines.Machines.dynamic.__func__,
+        machines.Machines.meeting_at.__func__,
         "join_seconds=join_seconds, → join_seconds=JOIN_SECONDS,",
     ),
     Mutant(

@@ -168,8 +168,8 @@ def test_what_is_launched_is_what_was_said(monkeypatch: pytest.MonkeyPatch) -> N
     """Words before the script are accelfn's, those behind it the script's; its end is ours."""
     given: list[tuple] = []
 
-    def launch(script, args, *, nproc, module, max_restarts=0, **_):
-        given.append((script, args, nproc, module, max_restarts))
+    def launch(script, args, plan, *, module):
+        given.append((script, args, plan.nproc, module, plan.max_restarts))
         return 3
 
     monkeypatch.setattr(cli, "launch_script", launch)

@@ -16,6 +16,7 @@ import pytest
 
 from accelfn.cli import main
 from accelfn.errors import LaunchError
+from accelfn.launching.machines import Plan
 from accelfn.launching.script import launch_script
 from tests.waiting import HANGS, is_gone, wait_until
 
@@ -277,7 +278,7 @@ def test_mistake_is_one_line_and_starts_nothing(capfd, words, advice):
 def test_mistake_has_a_name():
     """From Python, the refusal is a `LaunchError`."""
     with pytest.raises(LaunchError, match=r"there is no file 'none\.py'"):
-        launch_script("none.py", [], nproc=1)
+        launch_script("none.py", [], Plan(nproc=1))
 
 
 def test_process_is_left_as_it_was(monkeypatch):
@@ -290,7 +291,7 @@ def test_process_is_left_as_it_was(monkeypatch):
     signals = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
     handlers = [signal.getsignal(number) for number in signals]
     script = str(SCRIPTS / "tells.py")
-    assert launch_script(script, [], nproc=2, axes="dp_shard=-1") == 0
+    assert launch_script(script, [], Plan(nproc=2, axes="dp_shard=-1")) == 0
     assert [signal.getsignal(number) for number in signals] == handlers
     assert dict(os.environ) == environment
     assert (log.handlers, log.propagate) == of_log

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch.distributed as dist
 
-from accelfn.launching.machines import Machines
+from accelfn.launching.machines import Machines, Plan
 from accelfn.launching.rendezvous import NumberedRendezvous, handler_of
 from accelfn.launching.script import planned
 from accelfn.launching.settings import Settings
@@ -42,11 +42,8 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(
     monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("a pickle is read"))
     port, seconds = free_port(), 30.0
     if how == "dynamic":
-        machines = Machines.dynamic(
-            endpoint=f"127.0.0.1:{port}",
-            run_id="mine",
-            counts=(1, 2),
-            join_seconds=seconds,
+        machines = Machines.meeting_at(
+            "127.0.0.1", port, counts=(1, 2), join_seconds=seconds
         )
         kept = [
             handler_of(machines) for _ in range(2)
@@ -54,12 +51,8 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(
     else:
         kept = [
             handler_of(
-                Machines.numbered(
-                    count=2,
-                    rank=rank,
-                    address="127.0.0.1",
-                    port=port,
-                    join_seconds=seconds,
+                Machines.meeting_at(
+                    "127.0.0.1", port, counts=(2, 2), rank=rank, join_seconds=seconds
                 )
             )
             for rank in range(2)
@@ -87,8 +80,11 @@ def test_a_name_of_several_machines_is_no_loopback(
     bound = open_store("localhost", 0, timedelta(seconds=5), is_local=False)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", bound.port), 5)
-    assert listening._names_loopback("[::1]")
-    assert not listening._names_loopback("node0")
+    monkeypatch.setattr(
+        listening, "_bound_to_loopback", lambda *_: pytest.fail("bound")
+    )
+    with pytest.raises(dist.DistError):  # torch looks for the name itself
+        open_store("node0.invalid", 0, timedelta(seconds=1), is_local=False)
 
 
 def test_ranks_of_an_attempt_meet_no_rank_of_another(
@@ -134,15 +130,11 @@ def test_ranks_share_the_cores(monkeypatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     for nproc, threads in ((2, 4), (3, 2), (8, 1), (9, 1)):
-        rows = planned(nproc=nproc, machines=Machines(), axes=None)
+        rows = planned(Plan(nproc=nproc))
         assert any(row.startswith(f"sets OMP_NUM_THREADS={threads} ") for row in rows)
-    assert not any(
-        "OMP" in row for row in planned(nproc=1, machines=Machines(), axes=None)
-    )
+    assert not any("OMP" in row for row in planned(Plan(nproc=1)))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert not any(
-        "OMP" in row for row in planned(nproc=2, machines=Machines(), axes=None)
-    )
+    assert not any("OMP" in row for row in planned(Plan(nproc=2)))
 
 
 def test_ranks_of_several_machines_talk_towards_them(monkeypatch) -> None:
@@ -150,11 +142,9 @@ def test_ranks_of_several_machines_talk_towards_them(monkeypatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     alone = Machines()
     assert any(
-        "GLOO_SOCKET_IFNAME=lo" in r
-        for r in planned(nproc=1, machines=alone, axes=None)
+        "GLOO_SOCKET_IFNAME=lo" in r for r in planned(Plan(nproc=1, machines=alone))
     )
     many = attrs.evolve(alone, most=2, address="10.0.0.7", interface="ib0")
     assert any(
-        "GLOO_SOCKET_IFNAME=ib0" in r
-        for r in planned(nproc=1, machines=many, axes=None)
+        "GLOO_SOCKET_IFNAME=ib0" in r for r in planned(Plan(nproc=1, machines=many))
     )
