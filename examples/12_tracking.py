@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One idea more: a run is tracked, and its curves are a page: accelfn report digits.jsonl."""
+"""One idea more: a run is tracked in a file, which af.track.read reads."""
 
 import time
 from functools import partial
@@ -26,7 +26,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(world: af.World, *, epochs: int = 5, every: int = 5) -> None:
-    """Track the mean over all ranks, and all that the report shows, every so many updates."""
+    """Track the mean over all ranks, and its throughput and memory, every so many updates."""
     state = af.TrainState.create(
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=0.01),

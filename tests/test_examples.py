@@ -491,7 +491,7 @@ def test_preferences(tmp_path: Path, size: int) -> None:
 @pytest.mark.slow
 @on_ranks
 def test_a_run_is_tracked(tmp_path: Path, size: int) -> None:
-    """The example tracks a falling loss and all that the report shows, once for all ranks."""
+    """The example tracks a falling loss and throughput and memory, once for all ranks."""
     printed = output_of(tmp_path, "12_tracking.py", size)
     first, last = map(float, re.findall(r"\d\.\d+", printed))
     log = af.track.read(tmp_path / "digits.jsonl")

@@ -74,7 +74,6 @@ def _run(argv: Sequence[str] | None) -> int:
             "env": _env,
             "test": _test,
             "checkpoint": _checkpoint,
-            "report": _report,
             "traffic": _traffic,
         }
         return commands[words.command](words)
@@ -104,14 +103,6 @@ def _checkpoint(words: argparse.Namespace) -> int:
         rows, code = getattr(command, words.act)(**given)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    sys.stdout.writelines(f"{row}\n" for row in rows)
-    return code
-
-
-def _report(words: argparse.Namespace) -> int:
-    from accelfn.track.report import report  # noqa: PLC0415  as above
-
-    rows, code = report(words.run)
     sys.stdout.writelines(f"{row}\n" for row in rows)
     return code
 

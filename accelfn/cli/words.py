@@ -57,16 +57,6 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_acts(checkpoint)
-    report = commands.add_parser(
-        "report",
-        help="draw what a run tracked, as a page and a picture",
-        description=(
-            "Draw what a run tracked with af.track.jsonl: a page and a picture beside it,"
-            " run.html and run.png for run.jsonl."
-        ),
-        allow_abbrev=False,
-    )
-    report.add_argument("run", metavar="RUN", help="a .jsonl, or a folder with one")
     _add_traffic(commands)
     return made
 

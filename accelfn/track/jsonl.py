@@ -3,7 +3,7 @@
 
 A line is appended by one write, and cut off again if the disk took only a part of it, so it
 is whole or absent. Nothing that was written is ever changed: a run that goes back to an
-earlier step says so by the order of its lines, which `af.track.read` and the report heed.
+earlier step says so by the order of its lines, which `af.track.read` heeds.
 """
 
 import errno
@@ -107,8 +107,7 @@ def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker
 
     The file and its folder are made; one that is there is gone on with. Each record is with
     the operating system when the call returns, so a process that is killed loses none, and
-    on the disk when the tracker is closed. `af.track.read` reads it, and `accelfn report`
-    draws it.
+    on the disk when the tracker is closed. `af.track.read` reads it.
 
     A record whose step is lower than that of the record before it says that the run went
     back, by a resume or a rollback: what was written of that step and later ones stays in

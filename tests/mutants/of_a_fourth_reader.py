@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that a reader planted who had seen the code alone, and that no test found then."""
 
-import math
-
 import torch
 
 from accelfn.launching import worker
@@ -10,7 +8,6 @@ from accelfn.outer import exchange
 from accelfn.step import stages
 from accelfn.structure import prototype
 from accelfn.testing.traffic import traffic
-from accelfn.track import report
 from accelfn.weights import torch_files
 from tests.laws import test_traffic
 from tests.mutants.mutant import Mutant
@@ -20,7 +17,6 @@ from tests.unit import (
     test_optimizer,
     test_scripts,
     test_state,
-    test_track_report,
 )
 
 MUTANTS = [
@@ -49,13 +45,6 @@ MUTANTS = [
         prototype._refuse_closure,
         "trial._optimizer_step_post_hooks.clear() → pass",
         args={"kind": test_optimizer.OfOnesOwn},
-    ),
-    Mutant(
-        "a report shows the last number for the last value",
-        test_track_report.test_the_last_value_is_what_was_written_last,
-        report._row,
-        "list(curve.points.values())[-1] → finite[-1]",
-        args={"last": math.nan},
     ),
     Mutant(
         "of a name in two files the last file's tensor is taken",

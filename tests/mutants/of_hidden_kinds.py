@@ -6,7 +6,6 @@ from accelfn.collectives import averages, in_few_bits, parts
 from accelfn.launching import script
 from accelfn.loop import profiling
 from accelfn.placing import guests, hooks
-from accelfn.track import report
 from accelfn.weights import import_state
 from accelfn.world import connection, regrouping, world
 from tests.laws import (
@@ -27,7 +26,6 @@ from tests.unit import (
     test_profiling,
     test_regrouping,
     test_roll_call,
-    test_track_report,
 )
 from tests.unit import test_import_state as test_import_state_
 
@@ -231,18 +229,6 @@ MUTANTS = [
         test_import_state_.test_what_is_not_imported_is_its_own,
         import_state._read,
         "fields_of(state.copy()) → fields_of(state)",
-    ),
-    Mutant(
-        "half of a picture stays beside a run",
-        test_track_report.test_what_cannot_be_written_whole_is_not_there,
-        report._replace,
-        "draft.unlink(missing_ok=True) → pass",
-    ),
-    Mutant(
-        "a page is written where half of it may stay",
-        test_track_report.test_what_cannot_be_written_whole_is_not_there,
-        report._replace,
-        "write(draft) → write(path); write(draft)",
     ),
     Mutant(
         "each rank restores the newest state that it sees itself",

@@ -10,7 +10,7 @@ from accelfn.loop import memory_use
 from accelfn.outer import fragments
 from accelfn.placing import placed, units
 from accelfn.testing.simulation import faults
-from accelfn.track import chart, log, values
+from accelfn.track import log, values
 from accelfn.weights import shards, zero_parts
 from accelfn.world import slurm, torchrun
 from tests.accelerator import test_placed
@@ -85,13 +85,6 @@ MUTANTS = [
         tests.test_metrics_come_in_the_order_that_they_have,
         packed.sum_named,
         "summed += _summed(rest, world, label) → summed += map(_read, rest)",
-    ),
-    Mutant(
-        "a rate of the user's own is shown beside updates a second if it is written large",
-        tests.test_a_rate_of_ones_own_stands_for_updates_a_second,
-        chart.curves,
-        "search(name.lower()) → search(name)",
-        args={"name": "Speed"},
     ),
     Mutant(
         "of a rank that followed the last line of its error is told, without its kind",

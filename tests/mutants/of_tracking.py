@@ -6,11 +6,11 @@ import io
 import numpy as np
 
 import accelfn as af
-from accelfn.track import chart, log, tracker, values
+from accelfn.track import log, tracker, values
 from accelfn.track.jsonl import _Jsonl, _whole
 from accelfn.track.progress import _shown, progress
 from tests.mutants.mutant import Mutant
-from tests.unit import test_track, test_track_report, test_track_values
+from tests.unit import test_track, test_track_values
 
 MUTANTS = [
     Mutant(
@@ -203,17 +203,5 @@ MUTANTS = [
         test_track.test_a_bar_is_shown_by_rank_0_alone,
         progress,
         "if world.is_main else → if world else",
-    ),
-    Mutant(
-        "the drawn throughput counts the days before a resume",
-        test_track_report.test_a_pause_is_no_throughput,
-        chart._rate,
-        "any(last <= each < step → any(last < each < step",
-    ),
-    Mutant(
-        "where every tenth update is tracked the drawn throughput is a tenth",
-        test_track_report.test_a_pause_is_no_throughput,
-        chart._rate,
-        "(step - last) / seconds → 1 / seconds",
     ),
 ]

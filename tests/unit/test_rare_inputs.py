@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What hardly anybody gives: samples of no cost, a dead process's lock, a model without tensors."""
 
-import json
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from accelfn.errors import CheckpointError
 from accelfn.launching import watch
 from accelfn.launching.failures import Failure, report
 from accelfn.testing import simulate
-from accelfn.track.chart import curves
 from accelfn.weights.shards import WEIGHTS, divided
 from accelfn.world.slurm import _port_of_job
 from tests.states import linear_state
@@ -125,20 +123,6 @@ def test_metrics_come_in_the_order_that_they_have(names: list[str]) -> None:
             means = [found[each] for each in sorted(names)]
             assert means == [at * (1 + size) / 4 for at in range(7)]
             assert trail == ["a sum"] * (size > 1)
-
-
-@pytest.mark.parametrize("name", ["Samples per second", "throughput", "Speed"])
-def test_a_rate_of_ones_own_stands_for_updates_a_second(
-    name: str, tmp_path: Path
-) -> None:
-    """However it is written."""
-    path = tmp_path / "run.jsonl"
-    metrics = json.dumps({"loss": 1, name: 5})
-    lines = [
-        f'{{"step": {at}, "time": {at}, "metrics": {metrics}}}' for at in (1, 2, 3)
-    ]
-    path.write_text("\n".join(['{"accelfn": 1, "began": 0}', *lines, ""]))
-    assert [each.name for each in curves(af.track.read(path))] == ["loss", name]
 
 
 def test_an_error_of_several_lines_is_told_by_its_first() -> None:
