@@ -85,6 +85,8 @@ def contents_of(
     state: TrainState, frozen: str, *, metrics: Mapping[str, float] | None = None
 ) -> Contents:
     """Return what is saved of a state; its tensors are the state's own."""
+    # a run that ends here continues from what was saved, and owes nothing
+    state.world.connection.activity.on_close.pop(state.name, None)
     fields, kept = fields_of(state), dict[str, str]()
     if frozen == "hash":
         trained = state.definition.skeleton.once_trained

@@ -40,6 +40,8 @@ FACTS: Mapping[str, str] = {
     " backward pass",
     "offloads": "parts of parameters lie in the host's memory, and are computed with elsewhere",
     "one_graph": "the loss is traced as one graph",
+    "owes": "a function of a state and its slot that returns whether ranks hold other"
+    " parameters until `finalize` is called",
     "recomputes": "modules run again in the backward pass",
     "sees_skips": "its `after_update` is called after a skipped update, too",
     "skips_alone": "its `grads` does no more than leave out updates that are not finite, for an"

@@ -6,12 +6,15 @@ as it was; from then on its lease is ended, unless it is known that nothing was 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import attrs
 import torch
 from torch.autograd import profiler
 
+from accelfn.base.advice import advise
 from accelfn.base.contexts import NOTHING, span
 from accelfn.collectives import check_sums
 from accelfn.definition.facts import facts_of
@@ -175,8 +178,25 @@ def ended(state: TrainState, after: TrainState, update: int) -> TrainState:
     activity = state.definition.world.connection.activity
     activity.is_between = True
     activity.num_updates += 1
+    if state.definition.setup.owners["finalize"]:
+        activity.on_close[state.name] = partial(_warn_of_owed, ref(after))
     state.lease.hand_over(after, StateDonatedError, _DONATED, update=update)
     return after
+
+
+def _warn_of_owed(kept: "ref[TrainState]") -> None:
+    """Warn if a world ends, ranks hold other parameters, and somebody still has the state."""
+    state = kept()
+    if state is None or state.definition.copies.size == 1:
+        return
+    for owner in state.definition.setup.owners["finalize"]:
+        owes = facts_of(owner).get("owes")
+        if owes and owes(state, state.slots[owner.name]) and state.world.is_main:
+            advise(
+                f"{owner!r}: the world was closed while the ranks hold different state.params in"
+                f" {state.name!r}, at update {state.step}. Bring them together after the last"
+                " step, before the world is closed: state = af.finalize(state)."
+            )
 
 
 def _check_slots(

@@ -169,7 +169,12 @@ class diloco:
     def tells(self) -> Mapping[str, Any]:
         """What of its slot is each rank's own."""
         own = ("weights",) if self.bits == 32 else ("weights", "error", "flights")
-        return {"draws_nothing": True, "by_rank": own}
+        return {"draws_nothing": True, "by_rank": own, "owes": self._owes}
+
+    def _owes(self, state: TrainState, slot: Slot) -> bool:
+        """Return whether ranks are elsewhere than the anchor."""
+        mixed = self.mix > 0 and state.step > slot["since"]
+        return mixed or bool(slot["flights"]) or state.step > min(slot["sent"])
 
     def init(self, state: TrainState) -> Slot:
         """Let the anchor be where all ranks begin."""

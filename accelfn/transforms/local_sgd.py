@@ -126,7 +126,7 @@ class local_sgd:
     def tells(self) -> Mapping[str, Any]:
         """What of its slot is each rank's own."""
         own = ("weight", "near") if self.neighbours else ("weight",)
-        return {"draws_nothing": True, "by_rank": own}
+        return {"draws_nothing": True, "by_rank": own, "owes": _owes}
 
     def init(self, state: TrainState) -> Slot:
         """Start with ranks that agree, and with the groups of neighbours."""
@@ -165,7 +165,7 @@ class local_sgd:
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Average now, in place, unless nothing was updated since the last time."""
-        if state.step > slot["since"]:
+        if _owes(state, slot):
             ranks = state.definition.copies
             self._average_(self._averaged(state, ranks), slot["weight"], ranks)
         return state, self._begun(state)
@@ -230,6 +230,11 @@ class local_sgd:
             entries = {n: _moving(state.opt_state.get(n, {})) for n in sorted(trained)}
             tensors += _held_by_all(entries.values(), ranks)
         return tensors
+
+
+def _owes(state: TrainState, slot: Slot) -> bool:
+    """Return whether ranks were updated since they were averaged."""
+    return state.step > slot["since"]
 
 
 def _moving(entry: Mapping[str, Any]) -> Tensors:

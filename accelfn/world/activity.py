@@ -30,11 +30,13 @@ class Activity:
         on_update: called with the update that begins, if anybody must be.
         before_call: called with a label and a world before each collective of a loss, if
             something must come first.
+        on_close: called when the world was closed by its user, or with a program that ended
+            well; by the names of states.
     """
 
     __slots__ = (
-        *("before_call", "is_between", "label", "num_updates", "on_update"),
-        *("samples", "step", "structure", "trail"),
+        *("before_call", "is_between", "label", "num_updates", "on_close"),
+        *("on_update", "samples", "step", "structure", "trail"),
     )
 
     def __init__(self) -> None:
@@ -48,3 +50,10 @@ class Activity:
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
         self.on_update: Callable[[int], None] | None = None
         self.before_call: Callable[[str, Any], None] | None = None
+        self.on_close: dict[str, Callable[[], None]] = {}
+
+    def close(self) -> None:
+        """Call who waits for the world's end, once."""
+        waiting, self.on_close = self.on_close, {}
+        for each in waiting.values():
+            each()

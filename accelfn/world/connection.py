@@ -187,6 +187,8 @@ class Connection:
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.fail(error)
+        else:
+            self.activity.close()
         for name in ("last_exc", "last_value", "last_traceback"):
             if hasattr(sys, name):
                 setattr(sys, name, None)

@@ -172,7 +172,7 @@ class Launched:
             WorldError: torch cannot join those that came.
         """
         _forget_frames()  # they refer to what refers to the group
-        world.close()
+        world.connection.end()
         world.connection.close()
         activity = Activity() if self.is_newcomer else world.connection.activity
         names = self._next()

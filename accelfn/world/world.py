@@ -370,6 +370,7 @@ class World:
         """
         if self._whole is None:
             self.connection.end()
+            self.connection.activity.close()
 
     def __enter__(self) -> Self:
         """Return the world itself."""
