@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from accelfn.base import draws, lists, tree
+from accelfn.base import draws, tree
 from accelfn.base.contexts import NOTHING, span
 from accelfn.base.shards import is_shard, local, with_local
 from accelfn.data.cursor import Cursor
@@ -168,8 +168,7 @@ class Engine:
                 tensors = {}
             elif self._holder is not None:
                 tensors = self._holder.hidden()
-            written = self._buffers.end()
-            self._live = tensors
+            self._live, written = tensors, self._buffers.end()
         except BaseException as error:
             self._abandon(state)
             if type(error) is RuntimeError:  # of torch, and no lack of memory
@@ -187,7 +186,6 @@ class Engine:
             num_averaged=1 if averaged is None else self._num_losses,
             # of all ranks' weights, which are never negative, one is enough
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
-            is_mean=samples.lone and read.is_mean and loss_scale is None,
             loss_scale=loss_scale,
             cursor=cursor,
             num_micro_batches=num_before + 1,
@@ -197,6 +195,7 @@ class Engine:
             is_held=self._holder is not None,
             slots={} if compression is None else compression.end(),
         )
+        taken.lease.is_mean = samples.lone and read.is_mean and loss_scale is None
         grads = Grads(
             tensors=tensors,
             buffers=self._live_buffers,
@@ -231,11 +230,11 @@ class Engine:
         self._optimizer.expect(planned)
         taken = grads.taken
         is_scaled = taken.loss_scale is not None
-        if not taken.is_mean and (
+        if not taken.lease.is_mean and (
             is_scaled or not self._optimizer.divides(taken.divisor)
         ):
             grads = grads.divided()
-        if grads.tensors is not self._live:
+        if grads.as_taken is not self._live:
             self._home.put_gradients(grads)
         return grads
 
@@ -257,7 +256,7 @@ class Engine:
         for the optimizer has left out an update that it found not finite.
         """
         taken = grads.taken
-        divisor = None if taken.is_mean else taken.denominator
+        divisor = None if taken.lease.is_mean else taken.denominator
         opt_state = self._optimizer.update(hyper, divisor, skip)
         if opt_state is None:
             return None
@@ -349,7 +348,7 @@ class Engine:
 
     def _take_in(self, into: Grads | None, loss_scale: torch.Tensor | None) -> None:
         """Put the gradients that are to be added to where a backward pass adds."""
-        if into is None or into.tensors is not self._live:
+        if into is None or into.as_taken is not self._live:
             self._move_out()
         if into is None:
             return
@@ -362,8 +361,8 @@ class Engine:
         try:
             self._home.put_gradients(into)
             into.give_away()
-            if into.taken.is_mean:
-                lists.mul_(into.tensors.values(), into.taken.divisor)
+            if into.taken.lease.is_mean:
+                into.multiplied()
         except BaseException:
             self._move_out()
             self._home.clear_gradients()

@@ -127,7 +127,7 @@ class ReplicaHome:
         """Let each parameter have its gradient, or none."""
         grads.check_fit(self.trained)
         for name, param in self._pairs:
-            param.grad = grads.tensors.get(name)
+            param.grad = grads.as_taken.get(name)
 
     def clear_gradients(self) -> None:
         """Leave the parameters without one."""
@@ -167,7 +167,7 @@ class LayerHome(ReplicaHome):
         """Let each parameter have its part of a gradient, or none."""
         grads.check_fit(self._parts.state)
         for name, param in self._pairs:
-            grad = grads.tensors.get(name)
+            grad = grads.as_taken.get(name)
             if grad is not None and not is_shard(grad):
                 grad = self._layout.cut(name, grad)
             param.grad = None if grad is None else local(grad)

@@ -343,7 +343,7 @@ class ShardHome:
         grads.check_fit(self.shows.state, dtypes, self._splitter.device)
         self.clear_gradients()
         for name, param in self.trained.items():
-            grad, split = grads.tensors.get(name), self._split.get(name)
+            grad, split = grads.as_taken.get(name), self._split.get(name)
             if grad is None or split is None:
                 param.grad = grad
             elif grads.reduced:

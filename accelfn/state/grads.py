@@ -68,7 +68,6 @@ class Taken:
             on all, up to `num_averaged`.
         num_averaged: over how many ranks tensors and divisor are averages of sums.
         has_weight: whether the divisor is known not to be 0, without reading a device.
-        is_mean: whether the division is done; a lone mean is differentiated as it is.
         loss_scale: what the losses were multiplied by besides, against underflow; None is 1.
         cursor: where the data stands after the batches seen; None for plain values.
         num_micro_batches: how many backward passes they are the sum of.
@@ -79,13 +78,14 @@ class Taken:
         finite_loss: False if a loss of this rank was seen to be infinite or not a number.
         is_held: whether an engine holds the gradients, which nobody sees.
         slots: of transforms that had a say in how they crossed the ranks, by name.
-        lease: ended when they are given to `apply_grads` or to `into=`.
+        shows_totals: whether `tensors` are those of totals, as in a transform's `reduce`.
+        lease: ended when they are given to `apply_grads` or to `into=`. It says whether the
+            division is done; a lone mean is differentiated as it is.
     """
 
     divisor: Number
     num_averaged: int = 1
     has_weight: bool = False
-    is_mean: bool = False
     loss_scale: torch.Tensor | None = None
     cursor: Cursor | None = None
     num_micro_batches: int = 1
@@ -95,6 +95,7 @@ class Taken:
     finite_loss: bool = True
     is_held: bool = False
     slots: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
+    shows_totals: bool = False
     lease: Lease = attrs.field(factory=Lease, repr=False)
 
     @property
@@ -107,9 +108,7 @@ class Taken:
 
     @property
     def scale(self) -> Number:
-        """What the tensors are to be divided by for those of the mean; 1 if they were."""
-        if self.is_mean:
-            return 1
+        """What gradients of totals are to be divided by for those of the mean."""
         if self.loss_scale is None:
             return self.denominator
         return self.loss_scale.double() * self.denominator
@@ -129,13 +128,15 @@ def never_zero(divisor: Number) -> Number:
 )
 @attrs.frozen(kw_only=True, eq=False)
 class Grads:
-    """Gradients of loss totals by parameter name, and the weight to divide them by.
+    """Gradients by parameter name, and the weight of all that was seen.
 
-    `apply_grads` divides once, so gradients add exactly over micro-batches and ranks. A
-    parameter that took no part is left out.
+    They are kept as they were taken, of totals, and divided once: by `apply_grads`, or when
+    somebody reads `tensors`. So they add exactly over micro-batches and ranks. A parameter
+    that took no part is left out.
 
     Attributes:
-        tensors: one tensor a parameter, of its shape and dtype.
+        as_taken: one tensor a parameter, of its shape and dtype; of totals, or of the mean.
+        tensors: the same, of the mean; in a transform's `reduce` of this rank's totals.
         weight: of all that was seen: samples, or what `af.Loss` says.
         buffers: the buffers (running statistics) that the forward passes wrote.
         reduced: whether they are of all ranks.
@@ -143,11 +144,24 @@ class Grads:
         taken: how they were taken, which is the step's own.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    as_taken: Mapping[str, torch.Tensor] = attrs.field(alias="tensors")
     buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     reduced: bool = True
     metrics: Mapping[str, Number] = attrs.field(factory=dict)
     taken: Taken = attrs.field(repr=False)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """One tensor a parameter: of the mean, or of this rank's totals in `reduce`.
+
+        Raises:
+            GradsError: they are of totals, and were given away.
+        """
+        if self.taken.shows_totals or self.taken.is_held:
+            return self.as_taken
+        if not self.taken.lease.is_mean:
+            self.taken.lease.check()
+        return self.divided().as_taken
 
     @property
     def weight(self) -> Number:
@@ -158,16 +172,22 @@ class Grads:
         return taken.divisor * taken.num_averaged
 
     def divided(self) -> Self:
-        """Return the gradients of the mean, divided in place.
+        """Return them as gradients of the mean, divided in place.
 
         Those of a weight of 0 are zeros, and stay that.
         """
-        taken = self.taken
-        if taken.is_mean or not self.tensors:
-            return self
-        divide_(self.tensors.values(), taken.scale)
-        means = attrs.evolve(taken, is_mean=True, loss_scale=None)
-        return attrs.evolve(self, taken=means)
+        lease = self.taken.lease
+        if not lease.is_mean:
+            divide_(self.as_taken.values(), self.taken.scale)
+            lease.is_mean = True
+        return self
+
+    def multiplied(self) -> Self:
+        """Return them as gradients of totals, multiplied in place, if they were divided."""
+        if self.taken.lease.is_mean:
+            lists.mul_(self.as_taken.values(), self.taken.scale)
+            self.taken.lease.is_mean = False
+        return self
 
     def give_away(self) -> None:
         """Let these gradients be used no more; they and their kin raise from now on."""
@@ -189,7 +209,7 @@ class Grads:
         Raises:
             GradsError: one is not.
         """
-        for name, grad in self.tensors.items():
+        for name, grad in self.as_taken.items():
             param = params.get(name)
             if param is None:
                 msg = f"Gradients hold {name!r}, which is no parameter that is trained."
@@ -220,10 +240,11 @@ class Grads:
         if have_memory_in_common(tensors.values(), self.tensors.values()):
             return attrs.evolve(self, tensors=tensors)
         taken = attrs.evolve(self.taken, lease=Lease())
+        taken.lease.is_mean = self.taken.lease.is_mean
         return attrs.evolve(self, tensors=tensors, taken=taken)
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the record with other gradients in it, of the same weight.
+        """Return the record with other gradients of the mean in it, of the same weight.
 
         In `reduce`, where the weight is this rank's own, return `with_sums`.
         """
@@ -249,7 +270,7 @@ class Grads:
         Raises:
             GradsError: a gradient of this rank is left out, or the weight is no such number.
         """
-        missing = sorted(self.tensors.keys() - tensors.keys())
+        missing = sorted(self.as_taken.keys() - tensors.keys())
         if missing:
             msg = (
                 f"with_sums leaves out {', '.join(missing[:5])}, of which this rank has a"
@@ -262,7 +283,7 @@ class Grads:
             divisor=_whole_weight(weight),
             num_averaged=1,
             has_weight=not isinstance(weight, torch.Tensor) and weight != 0,
-            is_mean=False,
+            lease=Lease(),
         )
         return attrs.evolve(self, tensors=tensors, taken=taken, reduced=True)
 
@@ -291,7 +312,7 @@ class Grads:
         """Show what is known without reading a device."""
         kind = "reduced" if self.reduced else "of this rank"
         return (
-            f"<Grads of {len(self.tensors)} parameters, {kind}, "
+            f"<Grads of {len(self.as_taken)} parameters, {kind}, "
             f"{self.taken.num_micro_batches} micro-batches, at update {self.taken.update}>"
         )
 

@@ -19,12 +19,13 @@ class Leased(Protocol):
 class Lease:
     """Shared by all records of the same tensors; once they have changed, it is over for good."""
 
-    __slots__ = ("__weakref__", "_ended", "_heirs", "_line", "is_loaded")
+    __slots__ = ("__weakref__", "_ended", "_heirs", "_line", "is_loaded", "is_mean")
 
     def __init__(self, *, is_loaded: bool = False) -> None:
         """Begin valid; `is_loaded` of tensors that came from a checkpoint, as they are."""
         self._ended: tuple[type[Error], str, int] | None = None
         self.is_loaded = is_loaded
+        self.is_mean = False  # of gradients: whether they were divided by their weight
         self._heirs: _Line | None = None
         self._line: weakref.ref[_Line] | None = None
 

@@ -60,7 +60,7 @@ class Update:
     def replicated(self) -> bool:
         """Whether each rank has all gradients, the same on all: reduced, and no parts."""
         grads, apart = self.grads, self.state.definition.trains_apart
-        return grads.reduced and not (apart or have_shards(grads.tensors.values()))
+        return grads.reduced and not (apart or have_shards(grads.as_taken.values()))
 
     def with_grads(self, grads: Grads) -> "Update":
         """Return the update with other gradients."""

@@ -87,6 +87,8 @@ def take(
                     after = _after(state, update, opt_state, flag, engine.params)
         finally:
             given.give_away()
+            if given is not grads:
+                grads.give_away()
         return after, update.grads.metrics
 
 
@@ -146,7 +148,9 @@ def reduced(update: Update) -> Update:
             raise GradsError(_unreduced(definition.copy))
         return update
     with span("accelfn reduce"):
-        sums, update = through("reduce", grads, update, Grads)
+        totals = _shown(grads.multiplied(), totals=True)
+        sums, update = through("reduce", totals, update, Grads)
+        sums = _shown(sums, totals=False)
         if "apart" not in facts_of(owner):
             _check_sums(owner, sums, update)
     return update.with_grads(sums)
@@ -284,6 +288,11 @@ def _left_out(state: TrainState, update: Update, engine: Engine) -> TrainState:
     return ended(state, after, update.grads.taken.update)
 
 
+def _shown(grads: Grads, *, totals: bool) -> Grads:
+    """Return gradients that show their totals, or their mean."""
+    return attrs.evolve(grads, taken=attrs.evolve(grads.taken, shows_totals=totals))
+
+
 def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
     """Raise unless `reduce` gave what is the same on all ranks, as far as can be seen.
 
@@ -301,7 +310,7 @@ def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
         raise GradsError(msg)
     cache = update.state.definition.cache
     check_sums(
-        sums.tensors,
+        sums.as_taken,
         sums.taken.divisor,
         update.world,
         label=f"what {owner!r}.reduce returned in update {update.num_tried}",

@@ -12,6 +12,7 @@ from accelfn.engine.building import compare
 from accelfn.errors import GradsError
 from accelfn.state.argument import check_state
 from accelfn.state.grads import Grads
+from accelfn.state.lease import Lease
 from accelfn.state.state import TrainState
 from accelfn.step.value_and_grad import check_update
 
@@ -50,14 +51,14 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         msg = "sync_grads: these gradients are reduced over the ranks already."
         raise GradsError(msg)
     names = state.definition.skeleton.trainable
-    sparse = [name for name, grad in grads.tensors.items() if grad.is_sparse]
+    sparse = [name for name, grad in grads.as_taken.items() if grad.is_sparse]
     if sparse:
         msg = (
             f"sync_grads: the gradients of {', '.join(sparse[:5])} are sparse. Make those"
             " layers with sparse=False, or let af.wrap_ddp() reduce them."
         )
         raise GradsError(msg)
-    if any("dp_shard" in cut_axes(grad) for grad in grads.tensors.values()):
+    if any("dp_shard" in cut_axes(grad) for grad in grads.as_taken.values()):
         msg = (
             "sync_grads: these gradients are parts, summed over the ranks already, of"
             ' micro-batches under af.wrap_fsdp(accumulate="sharded"); their weight alone is'
@@ -66,27 +67,27 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         raise GradsError(msg)
     compare(state)
     taken = grads.taken
-    factor = taken.divisor if taken.is_mean else 1
+    factor = taken.scale if taken.lease.is_mean else 1
     with own_modes(ranks.device):
         totals = {
-            name: local(grads.tensors[name]) * factor
-            if name in grads.tensors
+            name: local(grads.as_taken[name]) * factor
+            if name in grads.as_taken
             else _zeros(state, name)
             for name in names
         }
-        told = [float(name in grads.tensors) for name in names]
+        told = [float(name in grads.as_taken) for name in names]
         counts = torch.tensor([0.0, *told], dtype=torch.float64, device=ranks.device)
         counts[0] = taken.divisor
         with span("accelfn reduce"):
             all_reduce_([*totals.values(), counts], ranks, label="sync_grads")
         # a parameter that took part on no rank has no gradient
-        if len(grads.tensors) < len(names):
+        if len(grads.as_taken) < len(names):
             took_part = zip(names, counts[1:].tolist(), strict=True)
             totals = {name: totals[name] for name, some in took_part if some}
         layout = state.definition.layout
         if layout is not None:
             totals = {name: layout.laid(name, total) for name, total in totals.items()}
-    taken = attrs.evolve(taken, divisor=counts[0], is_mean=False)
+    taken = attrs.evolve(taken, divisor=counts[0], lease=Lease())
     return attrs.evolve(grads, tensors=totals, taken=taken, reduced=True)
 
 

@@ -102,13 +102,13 @@ class clip_grad_norm:
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
         """Clip, in place."""
         _refuse_sparse(grads, self)
-        tensors = list(grads.tensors.values())
+        tensors = list(grads.as_taken.values())
         if not tensors:
             return grads, slot
         if not self.per_group:
             return grads.with_metrics(grad_norm=self._clip_(tensors)), slot
         norms = {
-            f"grad_norm.{group}": self._clip_([grads.tensors[name] for name in names])
+            f"grad_norm.{group}": self._clip_([grads.as_taken[name] for name in names])
             for group, names in _by_group(grads, update.state).items()
         }
         total = _total_norm(list(norms.values()), self.norm_type)
@@ -126,7 +126,7 @@ class clip_grad_norm:
 
 
 def _refuse_sparse(grads: Grads, owner: object) -> None:
-    sparse = [name for name, grad in grads.tensors.items() if grad.is_sparse]
+    sparse = [name for name, grad in grads.as_taken.items() if grad.is_sparse]
     if sparse:
         msg = (
             f"{owner!r}: the gradients of {', '.join(sparse[:5])} are sparse, which torch"
@@ -137,7 +137,7 @@ def _refuse_sparse(grads: Grads, owner: object) -> None:
 
 
 def _refuse_complex(grads: Grads, owner: object) -> None:
-    found = [name for name, grad in grads.tensors.items() if grad.is_complex()]
+    found = [name for name, grad in grads.as_taken.items() if grad.is_complex()]
     if found:
         msg = (
             f"{owner!r}: the gradients of {', '.join(found[:5])} are complex, which have no"
@@ -154,7 +154,7 @@ def _by_group(grads: Grads, state: Moment) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for i, group in enumerate(state.definition.optimizer.param_groups):
         owned = (names[id(param)] for param in group["params"])
-        present = [name for name in owned if name in grads.tensors]
+        present = [name for name in owned if name in grads.as_taken]
         if present:
             found[_label(i, group)] = present
     return found
@@ -277,5 +277,5 @@ class clip_grad_value:
         """Clamp, in place."""
         _refuse_sparse(grads, self)
         _refuse_complex(grads, self)
-        lists.clamp_(grads.tensors.values(), -self.max_value, self.max_value)
+        lists.clamp_(grads.as_taken.values(), -self.max_value, self.max_value)
         return grads, slot

@@ -224,7 +224,7 @@ class autocast:
 
     def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
         """Look for what is not finite, on all ranks, and move the scale."""
-        found = lists.non_finite(grads.tensors.values()).to(slot["scale"].device)
+        found = lists.non_finite(grads.as_taken.values()).to(slot["scale"].device)
         if not update.replicated:
             all_reduce_([found], update.world, label="autocast: overflow?")
         scale, good = slot["scale"].clone(), slot["good"].clone()

@@ -73,7 +73,7 @@ class skip_nonfinite:
         """Look for what is not finite."""
         if not update.num_tried % LOOK_EVERY:
             self._check(int(slot["consecutive"]), grads, update)
-        found = lists.non_finite(grads.tensors.values())
+        found = lists.non_finite(grads.as_taken.values())
         return grads.with_skip(found, agreed=update.replicated), slot
 
     def after_update(
@@ -99,7 +99,7 @@ class skip_nonfinite:
         if grads.taken.is_held:
             own = "not told by DeepSpeed, which holds them"
         else:
-            bad = [n for n, g in grads.tensors.items() if lists.non_finite([g])]
+            bad = [n for n, g in grads.as_taken.items() if lists.non_finite([g])]
             own = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
         loss = "" if grads.taken.finite_loss else "; its loss is not finite"
         rows = gather_text(own + loss, update.world, label="skip_nonfinite")

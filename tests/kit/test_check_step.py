@@ -179,8 +179,7 @@ def draws(state: Any, batch: Any) -> Any:
 
 def local_only(state: Any, batch: Any) -> Any:
     metrics, grads = gradient(state, batch, sync=False)
-    local = {name: g / grads.taken.divisor for name, g in grads.tensors.items()}
-    params = {name: p - 0.1 * local[name] for name, p in state.params.items()}
+    params = {n: p - 0.1 * grads.tensors[n] for n, p in state.params.items()}
     return state.with_params(params), metrics
 
 

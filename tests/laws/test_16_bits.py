@@ -98,9 +98,9 @@ def test_16_bits_round_each_rank_once_and_the_sum(
         compute = af.value_and_grad(LOSSES[run.loss])
         batch = next(iter(af.batches(state)))
         _, own = compute(state, batch, sync=False)
-        parts = {name: each.clone() for name, each in own.tensors.items()}
+        parts = {name: each.clone() for name, each in own.as_taken.items()}
         _, all_ = compute(state, batch)
-        means = {n: each * size for n, each in all_.tensors.items()}
+        means = {n: each * size for n, each in all_.as_taken.items()}
         return parts, means, float(all_.weight)
 
     results = simulate(size, grads).results

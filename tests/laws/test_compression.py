@@ -95,10 +95,8 @@ def sums_of(world: af.World, run: Run, setup: af.chain) -> tuple[Found, Found, F
     for _, batch in zip(range(run.updates), af.batches(state), strict=False):
         _, grads = compute(state, batch, sync=False)
         grads = af.sync_grads(state, grads)
-        scale = grads.taken.loss_scale
-        scale = 1.0 if scale is None else float(scale)
-        for name, total in grads.tensors.items():
-            true[name] += total / grads.taken.denominator / scale
+        for name, mean in grads.tensors.items():
+            true[name] += mean
         state, _ = step(state, batch)
     applied = {name: (first[name] - p) / 0.125 for name, p in state.params.items()}
     return true, applied, dict(state.slots["compress"]["error"])

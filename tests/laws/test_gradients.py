@@ -11,14 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import accelfn as af
 from accelfn.definition.transform import transform
 from accelfn.state.update import Update
 from accelfn.testing import simulate
+from tests.laws.reducing import SumAll
 from tests.laws.test_flow import Scales
 from tests.laws.worlds import single
-from tests.strategies import LOSSES, Run, differences, tensors
+from tests.strategies import LOSSES, Run, differences, runs, tensors
 
 WEIGHTS = st.lists(st.sampled_from([0, 0, 0.5, 3]), min_size=1, max_size=3)
 
@@ -225,6 +227,52 @@ def test_what_is_added_is_what_one_pass_gives(sizes: list[int], kind: str) -> No
     )
     assert float(weight) == float(whole) == sums[-1]
     assert torch.allclose(param, expected, rtol=1e-12, atol=0)
+
+
+@given(
+    run=runs(dyadic=False),
+    size=st.integers(1, 4),
+    parts=st.integers(1, 3),
+    ways=st.tuples(*[st.sampled_from(["unread", "read", "mapped", "replaced"])] * 2),
+    reduce=st.sampled_from([af.wrap_ddp(), af.wrap_fsdp(), SumAll(), None]),
+)
+def test_gradients_are_those_of_the_mean(
+    run: Run, size: int, parts: int, ways: tuple[str, str], reduce: Any
+) -> None:
+    """In any layout a custom step reads the same, and reading changes no update."""
+    run = attrs.evolve(run, setup=af.chain())
+    compute = af.value_and_grad(LOSSES[run.loss])
+
+    def read(grads: af.Grads, way: str) -> af.Grads:
+        if way == "read":
+            assert isinstance(grads.tensors, dict)
+        if way == "mapped":
+            grads = grads.map(torch.Tensor.clone)
+        return grads.with_tensors(grads.tensors) if way == "replaced" else grads
+
+    def go(world: af.World, *setup: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        state = attrs.evolve(run, setup=af.chain(*setup)).state(world)
+        batch = next(iter(af.batches(state)))
+        _, grads = compute(state, batch)
+        grads = read(grads, ways[0])
+        if not grads.reduced and reduce is None:
+            grads = af.sync_grads(state, grads)
+        grads = read(grads, ways[1])
+        shown = grads.tensors if grads.reduced else {}
+        seen = {n: whole(g).clone() for n, g in shown.items()}
+        return seen, dict(af.full_params(af.apply_grads(state, grads)))
+
+    (alone,) = simulate(1, go)
+    split = [af.shard_data(), reduce, af.accumulate(num_micro_batches=parts)]
+    for seen, params in simulate(size, lambda world: go(world, *split)):
+        torch.testing.assert_close(
+            (seen or alone[0], params), alone, rtol=1e-9, atol=1e-9
+        )
+
+
+def whole(grad: torch.Tensor) -> torch.Tensor:
+    """Return all of a gradient that is split over the ranks."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def trained(seed: int, optimizer: str) -> af.TrainState:

@@ -75,7 +75,7 @@ MUTANTS = [
         "a rank's own gradients are multiplied as they are added up",
         unit.test_gradients_of_a_rank_stay_when_they_are_added_up,
         sync_grads.sync_grads,
-        "local(grads.tensors[name]) * factor → local(grads.tensors[name]).mul_(factor)",
+        "local(grads.as_taken[name]) * factor → local(grads.as_taken[name]).mul_(factor)",
     ),
     Mutant(
         "rows that two ranks have exchanged have the checksum of a copy",

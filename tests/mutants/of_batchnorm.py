@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "L36: the sample that stands in for an empty share counts in the statistics",
         test_sync_batchnorm.test_ranks_normalise_as_one,
-        engine.Engine.value_and_grad,
-        "share.counts = samples.known != 0 → share.counts = True",
+        synced_norm.SyncedNorm.__call__,
+        "counts = samples is None or samples.known != 0 → counts = True",
     ),
     Mutant(
         "L2: a rank whose share is empty keeps its running statistics",

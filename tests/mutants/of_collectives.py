@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "L48: every rank is taken to have as many rows as rank 0",
         laws.test_ragged_trees_are_gathered_without_padding,
-        trees.gather_ragged,
-        "[each[i] for each in lengths] → [lengths[0][i] for each in lengths]",
+        trees._gathered,
+        "counts = lengths.T.tolist() → counts = lengths[:1].expand_as(lengths).T.tolist()",
     ),
     Mutant(
         "L48: padding stands before the values unless it is to",
@@ -201,8 +201,8 @@ MUTANTS = [
         "L49: the gradient of a gradient has this rank's part in place of all ranks'",
         limits.test_gradients_of_gradients_are_those_of_one_process,
         differentiated._SumOfMine.backward,
-        "everyone = gather_with_grad(mine, ready, ctx.world, ctx.label)"
-        " → everyone = torch.cat([mine] * ctx.world.size)",
+        "everyone = gather_with_grad(mine, counts, (ready, ctx.world), ctx.label)"
+        " → everyone = torch.cat([mine.new_ones(n) * mine.sum() for n in counts])",
     ),
     Mutant(
         "L55: in a checked world, a rank gathers for a backward pass that another has not",

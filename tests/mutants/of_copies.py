@@ -34,14 +34,14 @@ MUTANTS = [
         "L10: copies that train apart skip an update each for itself",
         ALONE,
         update.Update.replicated,
-        "(apart or have_shards(grads.tensors.values()))"
-        " → have_shards(grads.tensors.values())",
+        "(apart or have_shards(grads.as_taken.values()))"
+        " → have_shards(grads.as_taken.values())",
     ),
     Mutant(
         "L10: losses of a copy's ranks are means, which are summed",
         ALONE,
         value_and_grad._innermost,
-        "reduces_by_mean = not reducers or stays_local → reduces_by_mean = not reducers",
+        'sync=sync and not setup.reduces → sync=sync and not setup.owners["reduce"]',
     ),
     Mutant(
         "L8: a rank averages its part with other parts",

@@ -54,7 +54,7 @@ MUTANTS = [
         "L3: gradients of a mean are added up over ranks as if they were totals",
         test_dividing.test_sync_grads_gives_what_ddp_gives,
         sync_grads.sync_grads,
-        "factor = taken.divisor if taken.is_mean else 1 → factor = 1",
+        "factor = taken.scale if taken.lease.is_mean else 1 → factor = 1",
     ),
     Mutant(
         "L26: where parts are accumulated, unused parameters are refused though allowed",

@@ -32,7 +32,7 @@ MUTANTS = [
         "L45: ranks that go on from one count what that one had seen, each for itself",
         test_exchanging.test_a_period_begins_where_it_was_put_on,
         elastic._alike,
-        "_, slots[each.name] = _merged(each, [slot] * count, source)"
+        "_, slots[each.name] = _merged(state, each, [slot] * count, source)"
         " → slots[each.name] = slot",
     ),
     Mutant(

@@ -43,7 +43,7 @@ MUTANTS = [
         "L3: sync_grads adds up means, each counting alike",
         test_gradients.test_means_are_reduced_by_weight,
         sync_grads.sync_grads.__wrapped__,
-        "factor = taken.divisor if taken.is_mean else 1 → factor = 1",
+        "factor = taken.scale if taken.lease.is_mean else 1 → factor = 1",
     ),
     Mutant(
         "L3: a gradient's weight is the mean over ranks, where it was averaged",
@@ -61,7 +61,7 @@ MUTANTS = [
         "L26: a gradient that a transform left out is the one that the backward pass left",
         test_gradients.test_what_is_left_out_stays,
         home.ReplicaHome.put_gradients,
-        "grads.tensors.get(name) → grads.tensors.get(name, param.grad)",
+        "grads.as_taken.get(name) → grads.tensors.get(name, param.grad)",
     ),
     Mutant(
         "L42: a plain value that is added to a batch's gradients forgets its cursor",

@@ -133,7 +133,7 @@ if isinstance(where, str):
         " a total",
         STEPS,
         sync_grads.sync_grads,
-        "taken.divisor if taken.is_mean else 1 → 1",
+        "taken.scale if taken.lease.is_mean else 1 → 1",
     ),
     Mutant(
         "L3: where one of several counts is 0, losses are scaled by a whole that is"

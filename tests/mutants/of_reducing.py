@@ -1,14 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs in how a user's own `reduce` is taken, and in what a plain loop does otherwise."""
 
-from accelfn.collectives import replicas
+from accelfn.collectives import replicas, shares, trees
 from accelfn.state import grads, hyper, update
 from accelfn.step import stages
 from accelfn.testing.simulation import sayings
-from tests.laws import test_random_setups, test_reducing, test_torch_schedules
+from tests.laws import (
+    test_coupled_losses,
+    test_gradients,
+    test_random_setups,
+    test_reducing,
+    test_torch_schedules,
+)
 from tests.mutants.mutant import Mutant
 
 MUTANTS = [
+    Mutant(
+        "L1: rows of a stand-in are gathered in a loss",
+        test_coupled_losses.test_coupled_losses_train_as_on_one_process,
+        trees._gathered,
+        "held is not None and not held[world.rank] → False",
+    ),
+    Mutant(
+        "L1: ranks count alike in a loss's mean, however few samples they have",
+        test_coupled_losses.test_coupled_losses_train_as_on_one_process,
+        shares.uneven_counts,
+        "return held if any(held) else None → return [1] * len(held)",
+    ),
+    Mutant(
+        "L3: gradients that somebody has read are divided again",
+        test_gradients.test_gradients_are_those_of_the_mean,
+        grads.Grads.divided,
+        "lease.is_mean = True → pass",
+    ),
     Mutant(
         "L2: the sums of all ranks are divided by the weight of one",
         test_reducing.test_a_users_sum_is_that_of_all_ranks,
@@ -16,10 +40,11 @@ MUTANTS = [
         "divisor=_whole_weight(weight), → divisor=self.taken.divisor,",
     ),
     Mutant(
-        "L3: what a user reduced is not divided any more",
-        test_reducing.test_a_users_sum_in_16_bits,
-        grads.Grads.with_sums,
-        "is_mean=False, → is_mean=True,",
+        "L3: a world of one rank never calls a user's reduce",
+        test_reducing.test_a_reduce_is_called_on_any_number_of_ranks,
+        stages.reduced,
+        "definition.copy.size == 1 and not definition.setup.reduces"
+        " → definition.copy.size == 1",
     ),
     Mutant(
         "L2: ranks may divide by weights that differ in a bit",

@@ -273,7 +273,7 @@ MUTANTS = [
         "L18: each rank judges by its own parts whether an update is skipped",
         SKIPS,
         update.Update.replicated,
-        "(apart or have_shards(grads.tensors.values())) → apart",
+        "(apart or have_shards(grads.as_taken.values())) → apart",
     ),
     Mutant(
         "an optimizer that does otherwise in parts is not refused",

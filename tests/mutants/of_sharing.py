@@ -205,8 +205,9 @@ MUTANTS = [
     Mutant(
         "L49: an empty tree is given back itself",
         APART,
-        trees.gather_ragged,
-        "return tree.with_leaves(values, []) → return values",
+        trees._gathered,
+        "return tree.with_leaves(values, joined)"
+        " → return tree.with_leaves(values, joined) if rows else values",
         args={"what": "collectives"},
     ),
     Mutant(

@@ -328,8 +328,8 @@ for path in state.definition.skeleton.aliases:
         "L32: gradients go to the parameters in the order in which they were found",
         test_parameters.test_gradients_go_by_name,
         home.ReplicaHome.put_gradients,
-        "grads.tensors.get(name)"
-        " → list(grads.tensors.values())[list(self.trained).index(name)]",
+        "grads.as_taken.get(name)"
+        " → list(grads.as_taken.values())[list(self.trained).index(name)]",
     ),
     Mutant(
         "L32: a transform leaves out one leaf of the tree",

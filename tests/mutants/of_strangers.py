@@ -299,7 +299,7 @@ OF_TRAINING = [
         "L3: to the mean of one whole batch others are added as if it weighed 1",
         test_gradients.test_what_is_added_is_what_one_pass_gives,
         engine.Engine._take_in,
-        "if into.taken.is_mean: → if into.taken.is_mean and into.taken.num_micro_batches > 1:",
+        "into.multiplied() → into.taken.num_micro_batches > 1 and into.multiplied()",
     ),
     Mutant(
         "L22: a buffer that took another shape is written by the next pass, applied or not",

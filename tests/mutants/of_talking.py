@@ -69,7 +69,7 @@ MUTANTS = [
         "L49: a rank that has had enough goes on until all have",
         test_collectives_on_trees.test_booleans_are_counted_and_combined,
         trees.any_rank.__wrapped__,
-        '"max" → "min"',
+        'reduced([value], ready, "max", label) → reduced([value], ready, "min", label)',
     ),
     Mutant(
         "L49: all ranks stop as soon as one is ready",
@@ -109,14 +109,15 @@ MUTANTS = [
         "L49: a contrastive loss trains each rank's model on the gradient of rank 0's rows",
         test_collectives_on_trees.test_gathering_is_differentiated,
         differentiated._SumOfMine.forward,
-        "total[world.rank * rows :][:rows].clone() → total[:rows].clone()",
+        "total.split(list(counts))[world.rank].clone()"
+        " → total.split(list(counts))[0].clone()",
     ),
     Mutant(
         "ranks of which one needs no gradient wait for ever in the backward pass",
         test_collectives.test_ranks_that_differ_in_needing_gradients_are_told,
-        trees.gather.__wrapped__,
-        "ready = agreed(world, kind, label, values, grad=True)"
-        " → ready = agreed(world, kind, label, values)",
+        trees._gathered,
+        "ready = agreed(world, kind, label, values, free=free, grad=grad)"
+        " → ready = agreed(world, kind, label, values, free=free)",
     ),
     Mutant(
         "L55: in a checked world two ranks that send each their own get what came first",

@@ -231,7 +231,7 @@ MUTANTS = [
         "quantities shows gradients that are as many times too large as a batch has rows",
         test_loops.test_quantities_of_gradients_are_those_of_the_mean,
         loops._gradients,
-        "grad / source.taken.scale → grad",
+        "dict(source.tensors) → dict(source.as_taken)",
         args={"setup": None, "weight": 4},
     ),
     Mutant(

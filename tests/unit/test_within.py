@@ -97,9 +97,9 @@ def test_a_custom_step_reduces_within_a_worker():
         x = torch.full((1, 1), float(world.rank))
         _, own = af.value_and_grad(_loss)(state, x, sync=False)
         own = af.sync_grads(state, own)
-        found = (own.tensors["weight"] / own.weight).item()
+        found = own.tensors["weight"].item()
         _, averaged = af.value_and_grad(_loss)(state, x)
-        assert found == averaged.divided().tensors["weight"].item()
+        assert found == averaged.tensors["weight"].item()
         return found
 
     assert simulate(4, program, axes=SQUARE).results == (0.5, 0.5, 2.5, 2.5)

@@ -191,7 +191,7 @@ class ZeroHome:
         Raises:
             GradsError: these are others.
         """
-        if grads.tensors is self._held:
+        if grads.as_taken is self._held:
             return
         msg = (
             "These gradients are not those that DeepSpeed holds: it holds those of the last"

@@ -243,7 +243,7 @@ def _gradients(source: Grads | nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(source, nn.Module):
         named = _bare(source).named_parameters()
         return {name: param.grad for name, param in named if param.grad is not None}
-    return {name: grad / source.taken.scale for name, grad in source.tensors.items()}
+    return dict(source.tensors)
 
 
 def _bare(model: Any) -> Any:
