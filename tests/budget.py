@@ -68,6 +68,7 @@ _NUMBERS = {
         "laws.test_split_copies::test_in_few_bits_copies_have_one_anchor",
     ),
     12: (  # a third of a second each, or more
+        "laws.test_forged_manifests::test_a_forged_manifest_is_an_error_or_the_saved_state",
         "laws.test_broken_off::test_a_save_that_is_broken_off_behind_the_training_says_so",
         "laws.test_broken_off::test_what_is_broken_off_on_a_rank_is_told_to_the_other",
         "laws.test_broken_regroup::test_ranks_that_go_on_are_told_who_does_not",

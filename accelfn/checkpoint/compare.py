@@ -2,19 +2,36 @@
 """Whether a checkpoint fits a state, and in which words it does not."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import attrs
 import torch
 
-from accelfn.checkpoint.grammar import quoted
+from accelfn.base.advice import advise
+from accelfn.base.codec import Held, has_state
+from accelfn.base.pending import Pending
+from accelfn.base.shards import is_shard
+from accelfn.checkpoint.grammar import quote
 from accelfn.checkpoint.manifest import Manifest
-from accelfn.checkpoint.save import optimizer_name
+from accelfn.checkpoint.save import definition_of, optimizer_name
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state.state import TrainState
+from accelfn.structure.prototype import OTHERS, entries_of
 
 _SHOWN = 10
+_LONG = 200
+"""Characters of a name that are shown: a file may have names of any length."""
+_MEANT = ("trainable", "options", "opt_state", "slots")
+"""What `allow` takes besides the facts of the data."""
+_CONTINUE = {
+    "trainable": "write state.with_trainable(predicate) after the load, as the run did",
+    "options": "give the transforms the options that were saved",
+}
+_GROUP = re.compile(r"<group ([0-9]{1,9})>")
 
 
 @attrs.frozen
@@ -43,10 +60,12 @@ class Differences:
             ("missing", self.missing, self.unexpected),
             ("unexpected", self.unexpected, self.missing),
         ):
-            rows += [f"  {what} {name}{_near(name, others)}" for name in names[:_SHOWN]]
+            shown = (f"  {what} {n[:_LONG]}{_near(n, others)}" for n in names[:_SHOWN])
+            rows += shown
             if len(names) > _SHOWN:
                 rows.append(f"  and {len(names) - _SHOWN} more {what}")
-        changed = [f"  {n} {how}" for n, how in {**self.shapes, **self.dtypes}.items()]
+        both = {**self.shapes, **self.dtypes}
+        changed = [f"  {n[:_LONG]} {how}" for n, how in both.items()]
         rows += changed[:_SHOWN]
         if len(changed) > _SHOWN:
             rows.append(f"  and {len(changed) - _SHOWN} more")
@@ -70,6 +89,7 @@ def differences(
             f" {tuple(current[n].shape)} {current[n].dtype}"
             for n in both
             if saved[n].shape != current[n].shape
+            or is_shard(saved[n]) != is_shard(current[n])
         },
         dtypes={
             n: f"saved as {saved[n].dtype}, expected {current[n].dtype}"
@@ -85,11 +105,12 @@ def differences(
 def some(names: Sequence[str]) -> str:
     """Return the first of some names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(name[:_LONG] for name in names[:_SHOWN]) + more
 
 
 def _near(name: str, others: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(others)[:1000], n=1, cutoff=0.7)
+    known = [each for each in list(others)[:1000] if len(each) <= _LONG]
+    near = difflib.get_close_matches(name[:_LONG], known, n=1, cutoff=0.7)
     return f" (near {near[0]})" if near else ""
 
 
@@ -97,7 +118,7 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -
     """Refuse the state of another optimizer."""
     if manifest.optimizer != optimizer_name(state):
         msg = (
-            f"{folder} holds the state of {manifest.optimizer}, but this state's"
+            f"{folder} holds the state of {manifest.optimizer[:_LONG]}, but this state's"
             f" optimizer is {optimizer_name(state)}. Create the state with the optimizer that"
             " was saved, or begin this one anew: af.load_part(state, directory, only) takes all"
             " else."
@@ -115,10 +136,19 @@ def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) 
     if gone or new:
         msg = (
             f"{folder}: the setup differs from the saved one: slots of transforms that"
-            f" are gone {gone}, transforms without a saved slot {new}. Load into a"
+            f" are gone {quote(gone)}, transforms without a saved slot {new}. Load into a"
             " state of the saved setup, then use state.with_setup."
         )
         raise CheckpointError(msg)
+
+
+def check_allowed(state: TrainState, manifest: Manifest, allow: Sequence[str]) -> None:
+    """Refuse a word that names nothing that may differ."""
+    facts = {} if state.data is None else state.data.facts
+    known = (*dict.fromkeys((*(manifest.data or ()), *facts)), *_MEANT)
+    if not {*allow} <= {*known}:
+        msg = f"af.load(allow={tuple(allow)!r}): expected some of {quote(known)}."
+        raise ArgumentError(msg)
 
 
 def check_data(
@@ -130,20 +160,174 @@ def check_data(
         return
     facts = state.data.facts
     names = dict.fromkeys((*saved, *facts))
-    unknown = sorted(set(allow) - names.keys())
-    if unknown:
-        msg = (
-            f"af.load(allow={tuple(allow)!r}): expected some of {quoted(tuple(names))}."
-        )
-        raise ArgumentError(msg)
     changed = [n for n in names if n not in allow and saved.get(n) != facts.get(n)]
     if changed:
         listed = "\n".join(
-            f"  {name[:80]}: {quoted(saved.get(name))}, now {quoted(facts.get(name))}"
+            f"  {name[:80]}: {quote(saved.get(name))}, now {quote(facts.get(name))}"
             for name in changed[:_SHOWN]
         )
         msg = (
             f"{folder} was saved with other data:\n{listed}\nIf that is meant, say so:"
-            f" af.load(..., allow={quoted(tuple(changed))})."
+            f" af.load(..., allow={quote(tuple(changed))})."
         )
         raise CheckpointError(msg)
+
+
+def check_values(
+    state: TrainState,
+    saved: Mapping[str, Any],
+    manifest: Manifest,
+    where: Path | str,
+    allow: Sequence[str],
+) -> None:
+    """Refuse tensors and numbers of another kind or shape than the state's.
+
+    Args:
+        state: that is loaded into.
+        saved: its fields, with tensors that need no values.
+        manifest: of the checkpoint.
+        where: what errors call it.
+        allow: as `load`'s.
+
+    Raises:
+        CheckpointError: there are some.
+    """
+    if manifest.kept.keys() - state.params.keys():
+        return  # `kept_of` names these
+    params = {n: p for n, p in state.params.items() if n not in manifest.kept}
+    for field, current in (("params", params), ("buffers", state.buffers)):
+        found = differences(saved[field], current)
+        if found:
+            msg = (
+                f"{found.told(f'{where}: {field}')}\nLoad into a state of the model that was"
+                ' saved; what fits into this one af.load_part(state, directory, ["params"],'
+                ' missing="init", extra="ignore") takes.'
+            )
+            raise CheckpointError(msg)
+    for field, rows in (
+        ("opt_state", _misfits_of_entries(state, saved["opt_state"])),
+        ("slots", _misfits_of_slots(state, saved["slots"])),
+    ):
+        some = [] if field in allow else list(itertools.islice(rows, _SHOWN))
+        if some:
+            listed = "\n".join(f"  {row}" for row in some)
+            msg = (
+                f"{where}: {field} do not fit the state:\n{listed}\nCreate the state with the"
+                " options that were saved. If the difference is meant, write"
+                f" af.load(..., allow=({field!r},))."
+            )
+            raise CheckpointError(msg)
+
+
+def _misfits_of_slots(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
+    for each in state.setup:
+        if each.name in saved and each.name in state.slots:
+            yield from _misfits(saved[each.name], state.slots[each.name], each.name)
+
+
+def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how entries differ from the state's, or from those that torch would make."""
+    definition, is_cut = state.definition, state.definition.layout is not None
+    made = entries_of(definition.optimizer, definition.skeleton) if saved else {}
+    groups = definition.optimizer.param_groups
+    for name, entry in saved.items():
+        match, param = _GROUP.fullmatch(name), state.params.get(name)
+        path = name[:_LONG]
+        if match is not None:
+            group = dict(*groups[int(match[1]) :][:1])
+            if not group:
+                yield f"{path}: the optimizer has {len(groups)} parameter groups"
+            for key in entry.keys() & group:
+                yield from _misfits(entry[key], _number(group[key]), f"{path}.{key}")
+        elif param is not None:
+            current = {**made.get(name, {}), **state.opt_state.get(name, {})}
+            for key, value in current.items():
+                is_like = _form(value) == _form(param)
+                expected = param if is_like else value  # it lies as the parameter does
+                # an optimizer that reads parts of a parameter may keep a part of another shape
+                if key not in entry:
+                    yield f"{path}.{key}: missing"
+                elif not is_cut or is_like or not getattr(value, "shape", ()):
+                    yield from _misfits(entry[key], expected, f"{path}.{key}")
+        elif name != OTHERS:
+            yield f"{path}: the model has no such parameter"
+
+
+def _form(value: object) -> tuple[torch.Size, torch.dtype] | None:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def _number(value: object) -> object:
+    """Return a number for a tensor of one number: optimizers take both as an option."""
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+    return 0.0 if is_one else value
+
+
+def _misfits(saved: Any, current: Any, path: str) -> Iterator[str]:
+    """Yield where kinds or shapes differ; a value may begin as None and get another kind."""
+    if isinstance(current, Pending) and isinstance(saved, Pending):
+        saved, current = saved.wait(), current.wait()
+    if isinstance(current, Mapping) and isinstance(saved, Mapping):
+        for key, value in cast("Mapping[Any, Any]", current).items():
+            inside = f"{path}.{key}"[:_LONG]
+            if key in saved:
+                yield from _misfits(saved[key], value, inside)
+            else:
+                yield f"{inside}: missing"
+    elif isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)):
+        for i, pair in enumerate(zip(saved, current, strict=False)):
+            yield from _misfits(*pair, f"{path}[{i}]"[:_LONG])
+    elif current is not None and not _is_alike(saved, current):
+        yield f"{path}: saved as {_kind(saved)}, expected {_kind(current)}"
+
+
+def _is_alike(saved: Any, current: Any) -> bool:
+    if isinstance(current, torch.Tensor):
+        # torch counts updates in float64 or float32, as its default dtype and kernel say
+        return isinstance(saved, torch.Tensor) and (
+            (_form(saved) == _form(current) and is_shard(saved) == is_shard(current))
+            or (
+                saved.shape == current.shape == torch.Size()
+                and saved.is_floating_point() == current.is_floating_point()
+            )
+        )
+    if isinstance(current, (bool, int, float)):
+        return isinstance(saved, (bool, int, float, torch.Tensor))
+    if isinstance(current, (str, Mapping, list, tuple)):
+        return isinstance(saved, type(current))
+    return isinstance(saved, Held) == has_state(current)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return "an object" if isinstance(value, Held) else type(value).__name__
+
+
+def warn_of_changes(
+    state: TrainState, manifest: Manifest, where: Path | str, allow: Sequence[str]
+) -> None:
+    """Warn if other parameters are trained, or transforms have other options."""
+    saved, now = manifest.definition, definition_of(state)
+    if saved is None:
+        return
+    rows = dict[str, list[str]](trainable=[], options=[])
+    before, after = {*saved["frozen"]}, {*now["frozen"]}
+    for how, names in (
+        ("trained, now frozen", after - before),
+        ("frozen, now trained", before - after),
+    ):
+        if names:
+            rows["trainable"].append(f"{how}: {some(sorted(names))}")
+    for name in dict.fromkeys((*saved["options"], *now["options"])):
+        old, new = (each["options"].get(name, "absent") for each in (saved, now))
+        if old != new:
+            rows["options"].append(f"{name[:_LONG]}: {old[:_LONG]}, now {new[:_LONG]}")
+    meant = tuple(each for each, found in rows.items() if found and each not in allow)
+    if meant:
+        listed = "\n".join(f"  {row}" for each in meant for row in rows[each][:_SHOWN])
+        advise(
+            f"{where} was saved by a run that trained otherwise:\n{listed}\nTo continue that"
+            f" run, {' and '.join(_CONTINUE[each] for each in meant)}. If the difference is"
+            f" meant, write af.load(..., allow={meant!r})."
+        )

@@ -57,6 +57,25 @@ class Source:
         fields = decoded(trees, self.tensors(_names_in(trees)))
         return {**fields, "slots": {**fields["slots"], **self.slots}}
 
+    def outline(self) -> dict[str, Any]:
+        """Return all fields with tensors that show how the saved ones will lie; it reads nothing.
+
+        Their values are missing, or those of the state's DTensors.
+        """
+        trees = self._trees
+        return decoded(trees, {n: self._outline(n) for n in _names_in(trees)})
+
+    def _outline(self, name: str) -> torch.Tensor:
+        whole = self.manifest.sharded.get(name)
+        if whole is None:
+            file = self.manifest.file_of(name, self.rank)
+            whole = attrs.asdict(self.manifest.files[file].tensors[name])
+        shape, dtype = torch.Size(whole["shape"]), files.DTYPES[whole["dtype"]]
+        cut = self.sharded.get(name)
+        if cut is not None and (cut.shape, cut.dtype) == (shape, dtype):
+            return cut
+        return torch.empty(shape, dtype=dtype, device="meta")
+
     @property
     def names(self) -> set[str]:
         """The tensors in all fields but the slots that take the place of the ranks' own."""

@@ -30,12 +30,12 @@ class _UnexpectedError(ValueError):
     """What was expected, and at which place, said from the inside out."""
 
     def __init__(self, expected: str, found: object) -> None:
-        self.text = f"{quoted(found)} where {expected} is expected"
+        self.text = f"{quote(found)} where {expected} is expected"
         self.place: list[str] = []
         super().__init__(self.text)
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value's `repr`, shortened: a value from a file may have any size."""
     return _SHORT.repr(value)[:200]
 
@@ -66,7 +66,7 @@ def check_files(world_size: int, files: dict[str, File]) -> None:
     """
     expected = {f"rank-{rank:05d}.safetensors" for rank in range(len(files))}
     if len(files) != world_size or files.keys() != expected:
-        others = quoted(sorted(files.keys() - expected))
+        others = quote(sorted(files.keys() - expected))
         msg = f"{len(files)} files are not those of {world_size} ranks; others are {others}"
         raise ValueError(msg)
 
@@ -80,7 +80,7 @@ def check_copies(copies: list[int], world_size: int) -> None:
     numbers = {*copies}
     # compare with their count: a range up to the largest number could fill all memory
     if copies and (len(copies), numbers) != (world_size, {*range(len(numbers))}):
-        msg = f"{quoted(copies)} are not the copies of {world_size} ranks"
+        msg = f"{quote(copies)} are not the copies of {world_size} ranks"
         raise ValueError(msg)
 
 
@@ -100,7 +100,7 @@ def check_sharded(
             entry = files[file].tensors.get(name) if file in files else None
             size, offset = tuple(box["size"]), tuple(box["offset"])
             if entry is None or (entry.dtype, entry.shape) != (whole["dtype"], size):
-                msg = f"{quoted(file)} does not have the slice of {quoted(name)} that is said"
+                msg = f"{quote(file)} does not have the slice of {quote(name)} that is said"
                 raise ValueError(msg)
             boxes[file] = Slice(shape, offset, size)
         of_each = of_copies(boxes, copies) or {0: boxes}
@@ -108,8 +108,8 @@ def check_sharded(
         whole_each = all(tile(each.values(), shape) for each in of_each.values())
         if not (is_of_all and whole_each):
             msg = (
-                f"the slices of {quoted(name)} are not the whole of a tensor of shape"
-                f" {quoted(shape)}"
+                f"the slices of {quote(name)} are not the whole of a tensor of shape"
+                f" {quote(shape)}"
             )
             raise ValueError(msg)
         bytes_in(whole["dtype"], shape)  # no file lists a tensor without elements
@@ -244,6 +244,11 @@ def _facts(value: Any) -> None:
         _table(_data)(value)
 
 
+def _definition(value: Any) -> None:
+    if value is not None:
+        _record(frozen=_each(_TEXT), options=_table(_TEXT))(value)
+
+
 def _units(value: Any) -> None:
     _table(lambda _: None)(value)
     for name, coded in cast("dict[str, Any]", value).items():
@@ -312,6 +317,7 @@ _manifest = {
                 slices=_table(_record(offset=_SHAPE, size=_SHAPE)),
             )
         ),
+        definition=_definition,
         metrics=_table(_number),
         kept=_table(_digest),
         persistent=_each(_TEXT),

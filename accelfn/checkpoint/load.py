@@ -16,7 +16,6 @@ from accelfn.checkpoint.manifest import read_manifest
 from accelfn.checkpoint.options import check_path
 from accelfn.checkpoint.partial import Loaded, Wanted, kept_of, taken
 from accelfn.checkpoint.together import together
-from accelfn.errors import CheckpointError
 from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
 
@@ -34,13 +33,15 @@ def load(
     Any number of ranks goes on at the very same sample. What was a rank's own, as between
     two averages of `local_sgd`, each rank gets back on as many ranks; on another number all
     get the average. Other data are refused: their length, batch size, order and fingerprint
-    (a hash of some samples) must be those of the save.
+    (a hash of some samples) must be those of the save. If other parameters are trained, or
+    transforms have other options, an `af.Warning` lists the differences.
 
     Args:
         state: says model, optimizer, setup, data and world; it is not changed.
         directory: that `save` wrote.
-        allow: what may differ in the data, of "samples", "batch_size", "remainder",
-            "order" and "fingerprint".
+        allow: what may differ: in the data "samples", "batch_size", "remainder", "order"
+            and "fingerprint"; also "trainable", "options" (of transforms), and the kinds and
+            shapes of "opt_state" and "slots".
         verify: whether to compare every byte with its digest.
 
     Where each rank has a part of the model, all ranks load or none does: a file that one
@@ -83,20 +84,14 @@ def restored(
         source = opened()
         compare.check_transforms(state, source.manifest, where)
         compare.check_optimizer(state, source.manifest, where)
+        compare.check_allowed(state, source.manifest, allow)
         compare.check_data(state, source.manifest, where, allow)
+        compare.check_values(state, source.outline(), source.manifest, where, allow)
         return source, source.fields()
 
     source, saved = together(state, read)
     saved["params"] = {**saved["params"], **kept_of(source, state)}
-    for field, current in (("params", state.params), ("buffers", state.buffers)):
-        found = compare.differences(saved[field], current)
-        if found:
-            msg = (
-                f"{found.told(f'{where}: {field}')}\nLoad into a state of the model that was"
-                ' saved; what fits into this one af.load_part(state, directory, ["params"],'
-                ' missing="init", extra="ignore") takes.'
-            )
-            raise CheckpointError(msg)
+    compare.warn_of_changes(state, source.manifest, where, allow)
     made = with_fields(state, saved)
     state.definition.cache.loaded = ref(state.lease), ref(made.lease)
     return made
@@ -148,6 +143,7 @@ def load_part(
         if "opt_state" in wanted.only:
             compare.check_optimizer(state, source.manifest, folder)
         if "cursor" in wanted.only:
+            compare.check_allowed(state, source.manifest, _several(allow))
             compare.check_data(state, source.manifest, folder, _several(allow))
         return source, wanted, source.fields()
 

@@ -57,6 +57,8 @@ class Manifest:
         kept: digests of the frozen parameters that were not written.
         persistent: the buffers that belong in an exported model.
         files: by name.
+        definition: `frozen`, the parameters that are not trained, and `options` of transforms
+            as code; None if an earlier version wrote it.
         format: by which its digests were made.
     """
 
@@ -74,6 +76,7 @@ class Manifest:
     persistent: tuple[str, ...]
     files: Mapping[str, File]
     copies: tuple[int, ...] = ()
+    definition: Mapping[str, Any] | None = None
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
@@ -83,8 +86,9 @@ class Manifest:
             CheckpointError: it would be longer than what is read.
         """
         fields = attrs.asdict(self, recurse=False)
-        if not self.copies:
-            del fields["copies"]
+        for name in ("copies", "definition"):
+            if not fields[name]:
+                del fields[name]
         plain = {
             "format": fields.pop("format"),
             **fields,
@@ -134,6 +138,7 @@ class Manifest:
     @classmethod
     def _of(cls, plain: dict[str, Any], version: int) -> Self:
         plain.setdefault("copies", [])
+        plain.setdefault("definition", None)
         algorithm = FORMATS[version]
         grammar.check(plain, algorithm)
         files = {
@@ -330,8 +335,8 @@ def read_manifest(folder: Path) -> Manifest:
     if missing or extra:
         msg = (
             f"{folder}: files that the manifest names are missing:"
-            f" {grammar.quoted(sorted(missing))}; files that it does not name:"
-            f" {grammar.quoted(sorted(extra))}."
+            f" {grammar.quote(sorted(missing))}; files that it does not name:"
+            f" {grammar.quote(sorted(extra))}."
         )
         raise CheckpointCorruptError(msg)
     return manifest

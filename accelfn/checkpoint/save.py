@@ -2,8 +2,10 @@
 """`save`: a state as a directory that anyone can read."""
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accelfn.base.calling import called
 from accelfn.checkpoint import commit, files
@@ -12,9 +14,14 @@ from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.options import check_frozen, check_path
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import by_calls, gather_text
+from accelfn.definition.fields import has_field
 from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
 from accelfn.structure.prototype import kind_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_SHOWN = 1000
+"""Characters of a transform's options that a manifest has."""
 
 
 @called
@@ -109,8 +116,24 @@ def contents_of(
             "kept": kept,
             "persistent": tuple(sorted(state.definition.skeleton.persistent)),
             "metrics": dict(metrics or {}),
+            "definition": definition_of(state),
         },
     )
+
+
+def definition_of(state: TrainState) -> dict[str, Any]:
+    """Return the facts of a definition that change what the next update computes."""
+    trained = {*state.trainable}
+    acting = ("init", "grads", "hyper", "after_update")
+    return {
+        "frozen": [name for name in state.params if name not in trained],
+        "options": {
+            each.name: _ADDRESS.sub("", repr(each))[:_SHOWN]
+            for each in state.setup
+            if any(has_field(each, field) for field in acting)
+            and not has_field(each, "layout")
+        },
+    }
 
 
 def optimizer_name(state: TrainState) -> str:

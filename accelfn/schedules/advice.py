@@ -14,6 +14,8 @@ _LEAST_PEAK = 0.01
 """No warm-up or decay has so small a factor at all updates; most learning rates are smaller."""
 _SHORT = 10
 """So many updates at a rate of 0 are a run's rounded end."""
+_LONGEST = 10**8
+"""Updates; a file may say that a state took more, and looking at each takes hours."""
 
 
 def advise_of_rates(schedule: Schedule | None) -> None:
@@ -38,7 +40,7 @@ def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
     again. It looks when a tenth of the run was at 0, lest it be the last few updates of a
     schedule whose length was rounded, and warns once.
     """
-    if update < looks_at:
+    if update < looks_at or update > _LONGEST:
         return looks_at
     since = max(_SHORT, update // 10)
     start = update - since

@@ -357,7 +357,8 @@ class TrainState:
 
         The others are frozen: no update changes a bit of them, weight decay and momentum
         included. Their optimizer state is kept, and gone on with when they are thawed. What
-        is trained belongs to the definition and is not saved: `load` takes the given state's.
+        is trained belongs to the definition: `load` takes the given state's, and warns if another
+        set was trained.
         Modules stay in their modes, so batch statistics go on moving; `local_sgd` and
         `diloco` go on averaging what ranks had trained before.
 

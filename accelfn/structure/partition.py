@@ -137,7 +137,9 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
 def is_torchs(optimizer: Optimizer) -> bool:
     """Whether a step runs torch's code alone, which draws nothing and keeps nothing elsewhere."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
-    return type(optimizer).__module__.startswith("torch.optim.") and not any(hooks)
+    # Adafactor and Muon name the package itself as their module
+    module = f"{type(optimizer).__module__}."
+    return module.startswith("torch.optim.") and not any(hooks)
 
 
 def empty_state(optimizer: Optimizer, like: Optimizer) -> Any:

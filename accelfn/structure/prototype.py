@@ -10,6 +10,7 @@ import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -24,6 +25,7 @@ from accelfn.structure.partition import (
     Partitioned,
     bare_step,
     empty_state,
+    is_torchs,
     parts_of,
 )
 from accelfn.structure.skeleton import Skeleton
@@ -42,6 +44,9 @@ _CALLED = (
     " (name, parameter): functools.partial(torch.optim.AdamW, lr=3e-4) is one, and so is"
     " lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
 )
+
+_KERNELS = frozenset({"fused", "foreach", "capturable"})
+"""Options of a group that choose a kernel, which may not take meta tensors."""
 
 OTHERS = "<optimizer>"
 """Where state of no parameter stands in `opt_state`; like group keys, no parameter's name."""
@@ -209,6 +214,35 @@ def scratch_of(prototype: Optimizer) -> Any:
                 group[key] = group[key].detach().cpu()
     made.state = cast("Any", _Unread())
     return made
+
+
+def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, Any]]:
+    """Return what torch's optimizers keep of each parameter, as tensors without values.
+
+    Entries of other optimizers are missing, because their steps may do anything.
+
+    Cost: a step of one parameter of each shape in each group.
+    """
+    memo: dict[int, Any] = {}
+    names: dict[int, str] = {}
+    for name, meta in skeleton.module.named_parameters():
+        memo[id(meta)] = param = nn.Parameter(torch.empty_like(meta, device="meta"))
+        param.grad = torch.empty_like(param)
+        names[id(param)] = name
+    entries: dict[str, dict[str, Any]] = {}
+    for part in filter(is_torchs, parts_of(rebuilt(prototype, memo))):
+        alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for i, group in enumerate(part.param_groups):
+            for param in group["params"]:
+                alike.setdefault((i, param.shape, param.dtype), []).append(param)
+            group["params"] = [some[0] for key, some in alike.items() if key[0] == i]
+            group.update(dict.fromkeys(_KERNELS & group.keys(), False))
+        with suppress(Exception), torch.no_grad():  # entries come before any kernel
+            bare_step(part)()
+        for some in alike.values():
+            entry = part.state.get(some[0], {})
+            entries |= {names[id(param)]: entry for param in some}
+    return entries
 
 
 class _Unread:

@@ -41,6 +41,8 @@ def _storages(values: Any) -> dict[StorageWeakRef, int]:
     storages = [
         each.untyped_storage()
         for each in tree_leaves(values)
-        if isinstance(each, torch.Tensor) and type(each).__name__ != "DTensor"
+        if isinstance(each, torch.Tensor)
+        and type(each).__name__ != "DTensor"
+        and not each.is_meta  # which has no memory
     ]
     return {StorageWeakRef(each): each.nbytes() for each in storages}

@@ -3,6 +3,7 @@
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -253,12 +254,17 @@ def test_freezing_is_requires_grad(optimizer: str, masks: list[frozenset[str]]) 
 def test_a_checkpoint_is_of_no_trained_set(
     run: Run, mask: frozenset[str], other: frozenset[str]
 ) -> None:
-    """Loaded into a state that trains others, a checkpoint goes on with those."""
+    """`load` keeps the given state's trained set; it warns unless that is the saved one."""
     saved, _ = run.train(run.state().with_trainable(lambda name, _: name in mask))
     fresh = run.state().with_trainable(lambda name, _: name in other)
     with tempfile.TemporaryDirectory() as folder:
         af.save(saved, Path(folder) / "saved")
-        loaded = af.load(fresh, Path(folder) / "saved")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = af.load(fresh, Path(folder) / "saved")
+        warned = [str(each.message) for each in caught]
+        af.load(fresh, Path(folder) / "saved", allow=("trainable",))  # warns of nothing
+    assert [mask != other] == ["with_trainable" in each for each in warned or [""]]
     assert differences(tensors(saved), tensors(loaded)) == []
     thawed = saved.with_trainable(lambda name, _: name in other)
     one, two = (tensors(run.train(each)[0]) for each in (thawed, loaded))

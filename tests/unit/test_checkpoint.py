@@ -802,13 +802,63 @@ def test_metrics_of_a_save_are_numbers_by_name(metrics, tmp_path):
         store.save(fresh(), metrics=metrics)
 
 
+CHANGES = {
+    "an average": (
+        af.ema(0.5),
+        af.ema(0.9),
+        r"ema: af\.ema\(0\.5\), now af\.ema\(0\.9\)",
+    ),
+    "a bound": (af.clip_grad_norm(1.0), af.clip_grad_norm(2.0), "now af.*2.0"),
+    "a bound more": (None, af.clip_grad_value(1.0), "clip_grad_value: absent, now"),
+    "micro-batches": (
+        af.accumulate(num_micro_batches=2),
+        af.accumulate(num_micro_batches=4),
+        None,
+    ),
+    "no micro-batches": (af.accumulate(num_micro_batches=2), None, None),
+    "another layout": (af.wrap_ddp(), af.wrap_fsdp(), None),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_other_options_of_transforms(case, tmp_path):
+    """`load` warns of options that change an update, and not of those that divide its work."""
+    before, after, words = CHANGES[case]
+    af.save(fresh(setup=before), tmp_path / "saved")
+    state = fresh(setup=after)
+    if words:
+        with pytest.warns(af.Warning, match=words):
+            af.load(state, tmp_path / "saved")
+    af.load(state, tmp_path / "saved", allow="options" if words else ())
+
+
+ADAMS = {
+    "another option": partial(torch.optim.AdamW, amsgrad=True),
+    "the options that were saved": torch.optim.AdamW,
+    "another kernel": partial(torch.optim.AdamW, foreach=True),
+}
+
+
+@pytest.mark.parametrize("case", ADAMS)
+def test_entries_that_an_optimizer_could_not_use(case, tmp_path):
+    """`load` refuses an optimizer's entries that its step would fail with."""
+    af.save(make(optimizer=torch.optim.AdamW), tmp_path / "saved")
+    other = fresh(optimizer=ADAMS[case])
+    if case == "another option":
+        with pytest.raises(af.CheckpointError, match=r"max_exp_avg_sq: missing"):
+            af.load(other, tmp_path / "saved")
+    else:
+        STEP(af.load(other, tmp_path / "saved"), X)
+
+
 def test_a_transform_without_a_slot_may_go(tmp_path):
     """Nothing of it was saved, so nothing is missed; one with a slot is refused by name."""
     clipped = af.chain(af.clip_grad_norm(1.0), af.ema(0.5))
     state = fresh().with_setup(clipped)
     af.save(state, tmp_path / "saved")
     bare = fresh().with_setup(af.ema(0.5))
-    assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
+    with pytest.warns(af.Warning, match=r"clip_grad_norm\(1\.0\), now absent"):
+        assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
     with pytest.raises(af.CheckpointError, match=r"are gone \['ema'\]"):
         af.load(fresh().with_setup(None), tmp_path / "saved")
 

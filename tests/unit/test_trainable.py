@@ -128,9 +128,36 @@ def test_hashes_are_of_what_was_never_trained(tmp_path):
     state, _ = STEP(create(), X)
     state = state.with_trainable(in_head)
     af.save(state, tmp_path / "saved", frozen="hash")
-    loaded = af.load(create(seed=1), tmp_path / "saved")
+    loaded = af.load(create(seed=1), tmp_path / "saved", allow=("trainable",))
     for name, param in state.params.items():
         assert torch.equal(param, loaded.params[name])
+
+
+def test_a_resume_after_a_thaw_warns_with_the_code_to_write(tmp_path):
+    """A run that froze at one update and resumes later trains another set: `load` warns."""
+
+    def train(state, updates):
+        while state.step < updates:
+            if state.step == 1:
+                state = state.with_trainable(in_head)
+            state, _ = STEP(state, X)
+        return state
+
+    state = train(create(), 2)
+    af.save(state, tmp_path / "saved")
+    words = (
+        r"frozen, now trained: body\.bias.*\n.*write state\.with_trainable\(predicate\)"
+    )
+    with pytest.warns(af.Warning, match=words):
+        loaded = af.load(create(), tmp_path / "saved")
+    af.save(create(), tmp_path / "other")
+    with pytest.warns(af.Warning, match=r"trained, now frozen: body\.bias"):
+        af.load(create().with_trainable(in_head), tmp_path / "other")
+    expected, resumed = (
+        train(each, 4) for each in (state, loaded.with_trainable(in_head))
+    )
+    for name, param in expected.params.items():
+        assert torch.equal(param, resumed.params[name])
 
 
 def test_local_sgd_averages_what_was_trained():
