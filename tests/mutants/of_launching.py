@@ -7,6 +7,7 @@ from accelfn.launching import (
     crew,
     environment,
     failures,
+    file,
     lines,
     machines,
     rendezvous,
@@ -16,6 +17,7 @@ from accelfn.launching import (
     worker,
 )
 from accelfn.launching.function import _check_device
+from accelfn.world import connection, listening, meeting, roll_call
 from tests.laws import test_causes, test_launch_calls, test_shown_lines
 from tests.mutants.mutant import Mutant
 from tests.unit import (
@@ -24,8 +26,10 @@ from tests.unit import (
     test_failures,
     test_launch_function,
     test_rendezvous,
+    test_roll_call,
     test_settings,
     test_watch,
+    test_world,
 )
 from tests.unit.test_failures import ENDED, INTERRUPTED, KILLED, LEFT
 
@@ -34,7 +38,7 @@ MUTANTS = [
         "L55: axes for another number of ranks than this machine starts are launched",
         test_launch_calls.test_a_launch_is_what_its_settings_say,
         settings.Settings.axes_of,
-        "of_text(word, text, size), → of_text(word, text, None),",
+        "check_axes(text, source, size) → check_axes(text, source, None)",
     ),
     Mutant(
         "a run whose ranks left on SIGINT is reported as failed, and started again",
@@ -281,5 +285,38 @@ MUTANTS = [
             "given": {"device": "cuda:99"},
             "said": "takes 100 devices of type 'cuda', and torch sees",
         },
+    ),
+    Mutant(
+        "whoever reaches the network of a machine runs code in launchers that meet on it alone",
+        test_rendezvous.test_machines_that_meet_on_the_loopback_listen_there_alone,
+        listening.open_store,
+        "if is_local or is_loopback else None → if is_local else None",
+        args={"how": "dynamic"},
+    ),
+    Mutant(
+        "another user of the machine says where a run connects",
+        test_settings.test_where_machines_meet_is_said_by_no_other_user,
+        file.read,
+        "about.st_uid != os.getuid() or → about.st_uid < 0 or",
+        args={"name": "main_address", "whose": "another's"},
+    ),
+    Mutant(
+        "a rank that came and died costs the others their timeout once more",
+        test_world.test_all_parts_of_a_meeting_share_one_deadline,
+        meeting.join,
+        "timeout=meeting.seconds_to_open, → timeout=meeting.timeout,",
+    ),
+    Mutant(
+        "what is left of the start's deadline is the timeout of all collectives",
+        test_world.test_all_parts_of_a_meeting_share_one_deadline,
+        connection.Connection.set_timeout,
+        "seconds=seconds → seconds=1.0",
+    ),
+    Mutant(
+        "other ranks hear of torch's wrapper, and not what a data worker raised",
+        test_roll_call.test_what_a_data_worker_raised_is_known_by_its_own_words,
+        roll_call.name_error,
+        'if first.startswith("Caught ") → if first.startswith("Caught: ")',
+        args={"error": ValueError("boom"), "cause": "ValueError: boom"},
     ),
 ]

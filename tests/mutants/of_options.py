@@ -167,9 +167,9 @@ OF_CALLS = [
         "L55: machines that have numbers wait as long for one another whatever is said",
         test_launch_calls.test_machines_meet_as_they_were_told,
         Settings.machines,
-        "port=port or (0 if count == 1 else MAIN_PORT),\n"
+        "counts=(count, count),\n"
         '        join_seconds=self["join_timeout"],'
-        " → port=port or (0 if count == 1 else MAIN_PORT),\n        join_seconds=300,",
+        " → counts=(count, count),\n        join_seconds=300,",
     ),
 ]
 

@@ -5,14 +5,14 @@ from accelfn.base import shards as base_shards
 from accelfn.checkpoint import keep, lock, slices, store
 from accelfn.collectives import packed
 from accelfn.data.budget import budget
-from accelfn.launching import crew, failures, watch
+from accelfn.launching import crew, watch
 from accelfn.loop import memory_use
 from accelfn.outer import fragments
 from accelfn.placing import placed, units
 from accelfn.testing.simulation import faults
 from accelfn.track import log, values
 from accelfn.weights import shards, zero_parts
-from accelfn.world import slurm, torchrun
+from accelfn.world import roll_call, slurm, torchrun
 from tests.accelerator import test_placed
 from tests.laws import test_slices
 from tests.mutants.mutant import Mutant
@@ -89,8 +89,8 @@ MUTANTS = [
     Mutant(
         "of a rank that followed the last line of its error is told, without its kind",
         tests.test_an_error_of_several_lines_is_told_by_its_first,
-        failures._one_line,
-        "splitlines()[0] → splitlines()[-1]",
+        roll_call.name_error,
+        'first, _, rest = text.partition("\\n") → rest, _, first = text.rpartition("\\n")',
     ),
     Mutant(
         "a rank with brackets in its name that was stopped is taken for one that goes on",
