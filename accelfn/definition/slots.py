@@ -73,18 +73,35 @@ def say_what_follows(name: str, slot: Any, state: Any) -> None:
         )
 
 
-def check_copied(owner: Any, slot: Any, state: Any) -> None:
-    """Raise if the slot of a transform has tensors of the state that updates write into.
+def check_copied(
+    owner: Any, slot: Any, state: Any, *grads: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise if the slot of a transform has tensors that updates write into.
+
+    Args:
+        owner: the transform.
+        slot: what it returned.
+        state: whose parameters, buffers and optimizer state are looked at.
+        grads: of the update.
 
     Raises:
         StateError: it has.
     """
-    trained = {name: state.params[name] for name in state.definition.skeleton.trainable}
-    if _follows(slot, [trained, state.buffers, state.opt_state]):
+    names = state.definition.skeleton.trainable
+    held: list[tuple[str, Mapping[str, Any]]] = [
+        ("state.params", {name: state.params[name] for name in names}),
+        ("state.buffers", state.buffers),
+        ("state.opt_state", state.opt_state),
+        *(("grads.tensors", each) for each in grads),
+    ]
+    for what, tensors in held:
+        if not _follows(slot, tensors):
+            continue
+        name = next(name for name, each in tensors.items() if _follows(slot, each))
         msg = (
-            f"{owner!r} returned a slot with tensors of the state itself. The next update"
-            " writes into these, so the slot would change with the training. Return copies:"
-            " {name: each.clone() for name, each in state.params.items()}."
+            f"{owner!r} returned a slot that has {what}[{name!r}] itself, not a copy. The"
+            " next updates write into this tensor, so the slot would change with it. Return"
+            f" copies: {{name: each.clone() for name, each in {what}.items()}}."
         )
         raise StateError(msg)
 

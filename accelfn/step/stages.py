@@ -71,7 +71,7 @@ def take(
                 update, flag = decided(update, update.grads.taken.skip, engine)
             if update.skipped:
                 hold()
-                after = _left_out(state, update, engine)
+                after = _left_out(state, update, given, engine)
             else:
                 ready = engine.prepare(state, update.grads, planned)
                 hold()
@@ -82,9 +82,12 @@ def take(
                     update = _told(update, engine, is_taken=opt_state is not None)
                 if opt_state is None:
                     state.lease.restore()  # nothing was changed
-                    after = _left_out(state, update, engine)
+                    after = _left_out(state, update, given, engine)
                 else:
-                    after = _after(state, update, opt_state, flag, engine.params)
+                    seen, params = (given, update.grads), engine.params
+                    after = _after(
+                        state, update, seen, opt_state, flag=flag, params=params
+                    )
         finally:
             given.give_away()
             if given is not grads:
@@ -126,7 +129,7 @@ def take_in_backward(
         grads.give_away()
         slots = {**update.slots, **grads.taken.slots}
         update = Update(state=state, slots=slots, grads=grads)
-        return _after(state, update, engine.finish(grads), None), metrics
+        return _after(state, update, (), engine.finish(grads)), metrics
 
 
 def reduced(update: Update) -> Update:
@@ -170,15 +173,16 @@ def begin_donation(state: TrainState, update: int) -> None:
     state.lease.end(StateDonatedError, _INTERRUPTED, update=update)
 
 
-def ended(state: TrainState, after: TrainState, update: int) -> TrainState:
+def ended(
+    state: TrainState, after: TrainState, update: int, *grads: Grads
+) -> TrainState:
     """Hand the tensors of a state over to the one after it, which is returned.
 
     Raises:
-        StateError: the slot of a transform has tensors of the state itself.
+        StateError: the slot of a transform has tensors of the state itself, or of gradients.
     """
-    before, slots = _slots(state), _slots(after)
-    if slots is not before:
-        _check_slots(before, slots, after)
+    if _slots(after) is not _slots(state):
+        _check_slots(_slots(state), after, grads)
     activity = state.definition.world.connection.activity
     activity.is_between = True
     activity.num_updates += 1
@@ -204,17 +208,17 @@ def _warn_of_owed(kept: "ref[TrainState]") -> None:
 
 
 def _check_slots(
-    before: Mapping[str, Any], slots: Mapping[str, Any], after: TrainState
+    before: Mapping[str, Any], after: TrainState, grads: tuple[Grads, ...]
 ) -> None:
     """Look at slots that an update replaced: at the 1st, 2nd, 4th, 8th, ... change of each."""
     changes = after.definition.cache.slot_changes
     for owner in after.definition.setup:
-        slot = slots.get(owner.name)
+        slot = _slots(after).get(owner.name)
         if slot is None or slot is before.get(owner.name):
             continue
         count = changes[owner.name] = changes.get(owner.name, 0) + 1
         if count & (count - 1) == 0:
-            check_copied(owner, slot, after)
+            check_copied(owner, slot, after, *(each.tensors for each in grads))
 
 
 def _begun(state: TrainState, grads: Grads) -> Update:
@@ -253,8 +257,10 @@ def _stepped(
 def _after(
     state: TrainState,
     update: Update,
+    grads: tuple[Grads, ...],
     opt_state: OptState,
-    flag: torch.Tensor | None,
+    *,
+    flag: torch.Tensor | None = None,
     params: Any = None,
 ) -> TrainState:
     """Return the state after an update that the optimizer has taken."""
@@ -265,7 +271,7 @@ def _after(
         except StateDonatedError as error:
             error.add_note(_BEFORE)
             raise
-    return ended(state, after, update.grads.taken.update)
+    return ended(state, after, update.grads.taken.update, *grads)
 
 
 def _told(update: Update, engine: Engine, *, is_taken: bool) -> Update:
@@ -281,11 +287,13 @@ def _undo(state: TrainState, engine: Engine) -> None:
         state.lease.restore()
 
 
-def _left_out(state: TrainState, update: Update, engine: Engine) -> TrainState:
+def _left_out(
+    state: TrainState, update: Update, given: Grads, engine: Engine
+) -> TrainState:
     """Return the state as it is, after the batch; transforms may note that in their slots."""
     after = through_state("after_update", skipped(update, state), update)
     engine.discard()
-    return ended(state, after, update.grads.taken.update)
+    return ended(state, after, update.grads.taken.update, given)
 
 
 def _shown(grads: Grads, *, totals: bool) -> Grads:

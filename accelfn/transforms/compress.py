@@ -122,6 +122,14 @@ class compress:
         }
 
     @property
+    def gives_up(self) -> Mapping[str, str]:
+        """PowerSGD sends less than a gradient, and the rest later."""
+        late = {
+            "splits_alike": "what is left out of a gradient is added to a later one"
+        }
+        return late if self.method == _POWERSGD else {}
+
+    @property
     def refuses(self) -> Mapping[str, str]:
         """What PowerSGD would lose."""
         if self.method != _POWERSGD:

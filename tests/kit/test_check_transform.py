@@ -54,16 +54,15 @@ class SharedNoise:
 
 @af.transform
 class Momentum:
-    """Remembers in its slot, and writes to it in place."""
+    """Remembers in its slot."""
 
     def init(self, state):
         return {name: torch.zeros_like(p) for name, p in state.params.items()}
 
     def grads(self, grads, slot, update):
-        for name, grad in grads.tensors.items():
-            slot[name].mul_(0.5).add_(grad)
-        moved = {name: slot[name].clone() for name in grads.tensors}
-        return grads.with_tensors(moved), slot
+        moved = {n: 0.5 * slot[n] + grad for n, grad in grads.tensors.items()}
+        copies = {name: each.clone() for name, each in moved.items()}
+        return grads.with_tensors(moved), {**slot, **copies}
 
 
 @pytest.mark.slow
@@ -664,6 +663,194 @@ def test_planted_bugs_are_refused_by_their_law(
         check_transform(planted, sizes=(1, 2))
     assert f"{law!r}" in str(caught.value)
     assert repr(planted) in str(caught.value)
+
+
+@af.transform
+class ClipsByItsPart:
+    """Clips by the norm of what this rank has seen of an update."""
+
+    def value_and_grad(self, inner):
+        def clipped(state, batch, *extras, **how):
+            metrics, grads = inner(state, batch, *extras, **how)
+            norm = torch.nn.utils.get_total_norm(grads.tensors.values())
+            return metrics, grads.map(lambda g: g * (0.5 / norm).clamp(max=1.0))
+
+        return clipped
+
+
+@af.transform
+class RootOfTheLoss:
+    """Is no mean over samples."""
+
+    def loss(self, loss_fn):
+        return lambda model, batch, *extras: loss_fn(model, batch, *extras).sqrt()
+
+
+@af.transform
+class NormOfItsRows:
+    """Takes a norm of the rows that this rank has."""
+
+    def grads(self, grads, slot, update):
+        rows = [getattr(g, "_local_tensor", g) for g in grads.tensors.values()]
+        norm = torch.nn.utils.get_total_norm(rows)
+        return grads.map(lambda g: g * float((0.5 / norm).clamp(max=1.0))), slot
+
+
+@af.transform
+class RateByRanks:
+    """Scales the learning rate by the number of ranks."""
+
+    def hyper(self, hyper, slot, update):
+        return {"lr": 0.05 * update.world.size}, slot
+
+
+@af.transform
+class AverageOfOneRank:
+    """Keeps an average on rank 0 alone."""
+
+    def init(self, state):
+        return {name: param.clone() for name, param in state.params.items()}
+
+    def after_update(self, state, slot, update):
+        if update.world.is_main:
+            slot = {n: each.lerp(state.params[n], 0.5) for n, each in slot.items()}
+        return state, slot
+
+    def eval_params(self, params, slot, update):
+        return dict(slot), slot
+
+
+class _Calls:
+    count = 0
+    first: ClassVar[dict[str, float]] = {}
+
+
+@af.transform
+class WarmsUpOnce:
+    """Counts on a class, up to a bound."""
+
+    def hyper(self, hyper, slot, update):
+        _Calls.count = min(_Calls.count + 1, 4)
+        return {"lr": 0.025 * _Calls.count}, slot
+
+
+@af.transform
+class LatchesTheFirst:
+    """Divides by the norm of the first gradients of all."""
+
+    def grads(self, grads, slot, update):
+        norm = float(torch.nn.utils.get_total_norm(grads.tensors.values()))
+        first = _Calls.first.setdefault("norm", norm)
+        return grads.map(lambda g: g / first), slot
+
+
+@af.transform
+class VotesForNothing:
+    """Gives up the mean, and returns zeros."""
+
+    gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "a vote"}
+
+    def reduce(self, grads, slot, update):
+        return grads.with_sums(grads.map(torch.zeros_like).tensors, 1), slot
+
+
+@af.transform
+class VotesByRanks:
+    """Divides a vote by the number of ranks, once too often."""
+
+    gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "a vote"}
+
+    def reduce(self, grads, slot, update):
+        votes = af.reduce(grads.map(torch.sign).tensors, update.world, "mean")
+        return grads.with_sums(votes, update.world.size), slot
+
+
+@af.transform
+class MergesTheFirst:
+    """Loads what rank 0 owed, and loses what others did."""
+
+    tells: ClassVar[dict[str, Any]] = {"by_rank": ("owed",)}
+
+    def init(self, state):
+        return {"owed": torch.zeros(())}
+
+    def after_update(self, state, slot, update):
+        return state, {"owed": slot["owed"] + 1 + state.world.rank}
+
+    def merge(self, slots, world):
+        return [1.0] * len(slots), slots[0]
+
+
+@af.transform
+class MovesAtOnce:
+    """Writes into its slot before it is known whether the update is skipped."""
+
+    def init(self, state):
+        return {"seen": torch.zeros(())}
+
+    def grads(self, grads, slot, update):
+        slot["seen"].add_(1)
+        return grads.map(lambda g: g / (1 + slot["seen"])), slot
+
+
+@af.transform
+class CountsLooks:
+    """Counts how often it is asked, in place, as `state.lrs` asks."""
+
+    tells: ClassVar[dict[str, Any]] = {"sees_skips": True}
+
+    def init(self, state):
+        return {"asked": torch.zeros(())}
+
+    def hyper(self, hyper, slot, update):
+        slot["asked"].add_(1)
+        return {"lr": 0.1 * 0.9 ** float(slot["asked"])}, slot
+
+
+@af.transform
+class LosesPrecision:
+    """Begins in float64, and goes on in float32."""
+
+    def init(self, state):
+        return {"norm": torch.zeros((), dtype=torch.float64)}
+
+    def grads(self, grads, slot, update):
+        norm = torch.nn.utils.get_total_norm(grads.tensors.values())
+        return grads.map(lambda g: g / 2), {"norm": norm}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("planted", "law", "told"),
+    [
+        (
+            ClipsByItsPart(),
+            "splits_alike",
+            "2 ranks with their shares, differ after up",
+        ),
+        (RootOfTheLoss(), "splits_alike", "elements differ, the first at"),
+        (NormOfItsRows(), "splits_alike", "the same run on 2 ranks under wrap_fsdp, "),
+        (RateByRanks(), "splits_alike", "the same run on 2 ranks with their shares, "),
+        (AverageOfOneRank(), "replicas_agree", "slots['average_of_one_rank']"),
+        (WarmsUpOnce(), "new_process", "a run in a new process, and the same run in"),
+        (LatchesTheFirst(), "new_process", "a run in a new process, and the same run"),
+        (VotesForNothing(), "trains", "no parameter changed in updates 2 to 4"),
+        (VotesByRanks(), "splits_alike", "2 ranks that all take the same samples"),
+        (MergesTheFirst(), "merges_all", "whatever rank 1 has in ['owed']"),
+        (MovesAtOnce(), "skips_whole", "['seen']: 1.0 and 2.0, difference 1"),
+        (CountsLooks(), "evaluates_purely", "In hyper, which state.lrs asks, change"),
+        (LosesPrecision(), "own_slot", "['norm'] was of torch.float64, and is of"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_what_depends_on_how_it_is_run_is_told(
+    planted: Any, law: str, told: str
+) -> None:
+    """By the law, the place and the split: ranks, micro-batches, rows, runs, skips or looks."""
+    with pytest.raises(LawError) as caught:
+        check_transform(planted, sizes=(2,), problems=(Problem(),))
+    assert f"{law!r}" in str(caught.value)
+    assert told in str(caught.value)
 
 
 @af.transform

@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,29 +160,60 @@ def test_no_buffer_at_all() -> None:
         af.make_step(loss_fn)(state, torch.ones(3, 2))
 
 
-def test_a_buffer_that_is_set_to_the_batch_leaves_the_batch_alone() -> None:
-    """What the forward pass assigns is copied: no later pass writes the user's tensors."""
+ASSIGNED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "the batch": lambda _, x: x,
+    "the weight": lambda model, _: model.layer.weight.detach(),
+    "a view of the weight": lambda model, _: model.layer.weight.detach()[:, :1],
+}
 
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
-            self.register_buffer("last", torch.zeros(3, 2))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.last = x
-            return self.layer(x)
+class Assigns(nn.Module):
+    """Sets a buffer to a tensor of somebody else's, after it wrote into the last one."""
 
-    state = af.TrainState.create(model=Last, optimizer=SGD)
+    def __init__(self, value: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.value = nn.Linear(2, 2), value
+        start = value(self, torch.zeros(2, 2)).detach().clone()
+        self.register_buffer("before", torch.zeros_like(start))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x) + self.before.sum()
+        self.before.mul_(2.0)
+        self.before = self.value(self, x)
+        return out
+
+
+@pytest.mark.parametrize("case", ASSIGNED)
+def test_what_the_forward_pass_assigns_to_a_buffer_is_copied(case: str) -> None:
+    """It keeps what it was set to: neither an update nor a pass writes into it from then on."""
+    torch.manual_seed(0)
+    model = Assigns(ASSIGNED[case])
+    weight, bias = (p.detach().clone() for p in model.layer.parameters())
+    before = torch.zeros_like(model.before)
+    state = af.TrainState.create(model=model, optimizer=SGD)
     step, look = af.make_step(loss_fn), af.value_and_grad(loss_fn)
-    batches = [torch.full((3, 2), float(i)) for i in range(1, 4)]
-    for i, batch in enumerate(batches, start=1):
+    batches = [torch.full((2, 2), float(i)) for i in range(1, 4)]
+    for batch in batches:
         for each in batches:
             look(state, each)
+        by_hand = nn.functional.linear(
+            batch, weight.requires_grad_(), bias.requires_grad_()
+        )
+        loss = (by_hand + before.sum()).square().mean()
+        before = {
+            "the batch": batch,
+            "the weight": weight.detach().clone(),
+            "a view of the weight": weight.detach()[:, :1].clone(),
+        }[case]
+        grads = torch.autograd.grad(loss, (weight, bias))
+        weight, bias = (
+            (p - 0.1 * g).detach() for p, g in zip((weight, bias), grads, strict=True)
+        )
         state, _ = step(state, batch)
-        assert torch.equal(state.buffers["last"], torch.full((3, 2), float(i)))
+        torch.testing.assert_close(state.buffers["before"], before)
+        torch.testing.assert_close(state.params["layer.weight"], weight)
         for j, each in enumerate(batches, start=1):
-            assert torch.equal(each, torch.full((3, 2), float(j)))
+            assert torch.equal(each, torch.full((2, 2), float(j)))
 
 
 class Seen(nn.Module):

@@ -237,6 +237,7 @@ OTHERS = {
     "af.Data.num_updates(seed=)": "any integer",
     "af.TrainState.create(seed=)": "any integer",
     "testing.simulate(seed=)": "any integer",
+    "testing.Problem(seed=)": "any integer",
     "testing.assert_equivalent(updates=)": "trains",
     "testing.check_step(updates=)": "trains",
     "af.Data.epoch(number=)": "is the reader's",

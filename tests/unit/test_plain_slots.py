@@ -128,9 +128,7 @@ def test_a_slot_of_the_state_s_own_tensors_is_refused(field, part, first, is_cop
     if is_copied or not own:
         train()
     else:
-        with pytest.raises(
-            af.StateError, match=r"Keeps\(.*tensors of the state itself"
-        ):
+        with pytest.raises(af.StateError, match=r"Keeps\(.*itself, not a copy"):
             train()
 
 

@@ -22,7 +22,7 @@ from accelfn.world import World
 Law: TypeAlias = Callable[[Subject], str | None]
 """Returns how a subject breaks it, or None."""
 
-_REMEMBER = "Keep what is remembered in the state, not in an attribute or a closure."
+REMEMBER = "Keep what is remembered in the state, not in an attribute or a closure."
 _DRAW = "Draw inside the loss, or from af.rng(state)."
 
 
@@ -31,7 +31,21 @@ def memory_in_state(subject: Subject) -> str | None:
     broken = differ(
         *(subject.plain, subject.histories()), "two runs from the same beginning"
     )
-    return f"{broken} {_REMEMBER}" if broken else None
+    return f"{broken} {REMEMBER}" if broken else None
+
+
+def trains(subject: Subject) -> str | None:
+    """Parameters are not the same after the last update as after the first."""
+    first, *_, last = subject.plain[0][:-1]
+    if subject.updates == 1 or any(
+        first_difference({name: each}, {name: last[name]})
+        for name, each in first.items()
+        if "params[" in name
+    ):
+        return None
+    return (
+        f"no parameter changed in updates 2 to {subject.updates}: nothing is trained."
+    )
 
 
 def forks_apart(subject: Subject) -> str | None:
@@ -42,7 +56,7 @@ def forks_apart(subject: Subject) -> str | None:
         subject.fork(),
         "a run and a copy of it, beside whose updates others ran,",
     )
-    return f"{broken} {_REMEMBER}" if broken else None
+    return f"{broken} {REMEMBER}" if broken else None
 
 
 def leaves_settings(subject: Subject) -> str | None:
@@ -151,7 +165,7 @@ def resumes(subject: Subject) -> str | None:
             cut = partial(subject.cut, at, Path(folder))
             broken = _attempt(plain, cut, f"saved and loaded after {at} updates")
         if broken:
-            return f"{broken} {_REMEMBER}"
+            return f"{broken} {REMEMBER}"
     return None
 
 
@@ -171,9 +185,14 @@ COMMON: Mapping[str, Law] = {
 def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
     """Return how the first of some subjects breaks a law, and which it was."""
     for subject in subjects:
-        broken = law(subject)
+        tried = f"It was tried with {subject.name}."
+        try:
+            broken = law(subject)
+        except Exception as error:
+            error.add_note(tried)
+            raise
         if broken:
-            return f"{broken}\nIt was tried with {subject.name}."
+            return f"{broken}\n{tried}"
     return None
 
 

@@ -11,7 +11,9 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
+from accelfn.base import tree
 from accelfn.checkpoint import load, save
+from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
 from accelfn.definition.transform import chain
 from accelfn.definition.transform import transform as transform_of
@@ -19,6 +21,7 @@ from accelfn.errors import CompositionError, GradsError
 from accelfn.loop.batches import batches
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
 from accelfn.step.make_step import make_step
@@ -26,7 +29,8 @@ from accelfn.testing.checking.laws import Law, differ
 from accelfn.testing.checking.reducing import held_to_mean
 from accelfn.testing.checking.subject import Subject, held
 from accelfn.testing.checking.watching import Seen, subclassed, watched
-from accelfn.testing.comparing.entries import first_difference
+from accelfn.testing.comparing.differences import leaves
+from accelfn.testing.comparing.entries import entries, first_difference
 from accelfn.testing.simulate import simulate
 from accelfn.transforms.accumulate import accumulate
 from accelfn.world import World
@@ -62,11 +66,13 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
         "inputs_unchanged": ((), told_by(watched)),
         "own_slot": ((), _own_slot(members, around)),
         "drops_nothing": ((), told_by(_watched_for_loss)),
+        "skips_whole": ((), _skips_whole(members, around)),
         "reduces_to_mean": (("reduce",), told_by(held_to_mean)),
         "shares": (("data",), _shares),
         "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
-        "evaluates_purely": (("eval_params",), _evaluates_purely),
+        "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
         "owes_once": (("finalize",), _owes_once),
+        "merges_all": (("merge",), _merges_all(members)),
         "loads_anywhere": (("init",), _loads_anywhere),
     }
     return {
@@ -87,6 +93,7 @@ def _own_slot(members: Sequence[Any], around: Around) -> Law:
         def rank(world: World) -> str | None:
             state = subject.start(world)
             made = {name for name in expected if state.slots.get(name) is not None}
+            dtypes = _dtypes(state.slots)
             for after, _ in subject.advance(state, 0, 1):
                 state = after
             others = sorted(set(state.slots) - names)
@@ -98,11 +105,22 @@ def _own_slot(members: Sequence[Any], around: Around) -> Law:
                     f"the slot {lost[0]!r}, which init made, was None after an update."
                     " Return the slot that was given, or the next one."
                 )
+            for path, dtype in _dtypes(state.slots).items():
+                if dtypes.get(path, dtype) != dtype:
+                    return f"{path} was of {dtypes[path]}, and is of {dtype} after an update."
             return None
 
         return simulate(subject.size, rank)[0]
 
     return law
+
+
+def _dtypes(slots: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    return {
+        path: leaf.dtype
+        for path, leaf in leaves("slots", slots)
+        if isinstance(leaf, torch.Tensor)
+    }
 
 
 _NUMBERS = ("step", "num_skipped", "cursor", "seed")
@@ -185,6 +203,50 @@ def _shares(subject: Subject) -> str | None:
     return None
 
 
+def _skips_whole(members: Sequence[Any], around: Around) -> Law:
+    """A skipped update leaves parameters, optimizer and slots as they were."""
+    # what is observed between updates moves slots, too
+    is_moved = any(
+        "sees_skips" in facts_of(each) or has_field(each, "observe") for each in members
+    )
+
+    def law(subject: Subject) -> str | None:
+        def rank(world: World) -> str | None:
+            assert subject.begin is not None  # noqa: S101 - what is a transform's begins in any setup
+            try:
+                setup = around([*members, skips_once()])
+            except CompositionError:
+                return None  # it goes with no skips
+            states = islice(subject.advance(subject.begin(world, setup), 0, 2), 2)
+            before, after = (entries(state, gather=True) for state, _ in states)
+            kept = ("params", "opt_state", "slots")
+            return first_difference(
+                *(
+                    {n: e for n, e in each.items() if n.startswith(kept)}
+                    for each in (before, after)
+                )
+            )
+
+        broken = None if is_moved else simulate(subject.size, rank)[0]
+        if not broken:
+            return None
+        return (
+            f"an update that another transform skipped changed {broken} Before after_update,"
+            " return a new slot, and leave the one that was given as it is."
+        )
+
+    return law
+
+
+@transform_of
+class skips_once:
+    """Wishes to skip the second update: for transforms that have a say in what is skipped."""
+
+    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
+        """Wish it on all ranks."""
+        return grads.with_skip(update.num_tried == 1, agreed=True), slot
+
+
 def _passes_on(members: Sequence[Any], around: Around) -> Law:
     """What wraps a loss or a gradient passes on extras, `into=` and `sync=`."""
     splits = any(has_field(each, "data") for each in members)
@@ -263,12 +325,14 @@ def _evaluates_purely(subject: Subject) -> str | None:
             found.append(held(state, metrics))
             for _ in range(2):
                 eval_params(state)
+                _ = state.lrs  # which asks hyper
         return found
 
     again = list(simulate(subject.size, rank, sums="ring"))
     plain = [history[:-1] for history in subject.plain]
     broken = differ(plain, again, "a run and the same run, evaluated between updates,")
-    return f"{broken} Return new tensors from eval_params." if broken else None
+    advice = " Return new tensors from eval_params. In hyper, which state.lrs asks, change nothing."
+    return f"{broken}{advice}" if broken else None
 
 
 def _owes_once(subject: Subject) -> str | None:
@@ -286,6 +350,51 @@ def _owes_once(subject: Subject) -> str | None:
     if not broken:
         return None
     return f"finalize of what finalize returned is something else: {broken}"
+
+
+def _merges_all(members: Sequence[Any]) -> Law:
+    """What any rank remembers for itself has a say in what `merge` returns."""
+
+    def law(subject: Subject) -> str | None:
+        def rank(world: World) -> dict[str, Any]:
+            state = subject.start(world)
+            for after, _ in subject.advance(state, 0, subject.updates):
+                state = after
+            return tree.clone(dict(state.slots))
+
+        slots = list(simulate(subject.size, rank))
+        for each in members if subject.size > 1 else ():
+            own = [each_slots.get(each.name) for each_slots in slots]
+            entries_of = facts_of(each).get("by_rank", ())
+            for place in range(subject.size if has_field(each, "merge") else 0):
+                moved = list(own)
+                moved[place] = _plus_one(own[place], entries_of)
+                given = [
+                    dict(leaves("slots", each_slots)) for each_slots in (own, moved)
+                ]
+                found = [
+                    dict(leaves("merge", each.merge(tree.clone(some), World.single())))
+                    for some in (own, moved)
+                ]
+                if first_difference(*given) and not first_difference(*found):
+                    return (
+                        f"{each!r}.merge gives the same, whatever rank {place} has in"
+                        f" {list(entries_of)}: that is lost on another number of ranks."
+                    )
+        return None
+
+    return law
+
+
+def _plus_one(slot: Any, names: Sequence[str]) -> Any:
+    """Return a slot with other numbers in some of its entries."""
+
+    def plus(leaf: Any) -> Any:
+        is_number = isinstance(leaf, (int, float, torch.Tensor))
+        return leaf + 1 if is_number and not isinstance(leaf, bool) else leaf
+
+    moved = {n: tree.tree_map(plus, each) for n, each in slot.items() if n in names}
+    return {**slot, **moved}
 
 
 def _loads_anywhere(subject: Subject) -> str | None:

@@ -70,12 +70,14 @@ class Problem:
         weighted: whether the loss is a weighted total, an `af.Loss`.
         norm: whether the model has batch statistics.
         drop: whether it draws random numbers.
+        seed: of its parameters, and of the order of its samples.
     """
 
     optimizer: str = "momentum"
     weighted: bool = False
     norm: bool = False
     drop: bool = False
+    seed: int = 1
 
     def state(self, world: World, setup: Callable[[Any], Any] | None) -> TrainState:
         """Return the state before the first update."""
@@ -88,7 +90,7 @@ class Problem:
             data=Data((inputs, targets), batch_size=7, shuffle=True),
             setup=setup,
             world=world,
-            seed=1,
+            seed=self.seed,
         )
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:

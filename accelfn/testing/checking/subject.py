@@ -40,6 +40,8 @@ class Subject:
         advance: `(states, done, number)` yields states and metrics of the next updates.
         begin: gives them in a setup, of a world and the setup, where there is one.
         end: what else is compared of the last states, by name.
+        splits: whether its result is the same however an update is split: without draws and
+            batch statistics.
         num_cuts: after how many of the updates it is saved and loaded, at most.
     """
 
@@ -50,6 +52,7 @@ class Subject:
     advance: Advance
     begin: Callable[[World, Any], States] | None = None
     end: Callable[[States], Mapping[str, Any]] = _nothing
+    splits: bool = False
     num_cuts: int | None = None
     _kept: list[list[History]] = attrs.field(init=False, factory=list, repr=False)
 
@@ -131,7 +134,7 @@ class Subject:
         return [*history, {**held(states, {}), **self.end(states)}]
 
 
-_OWN = "own "
+OWN = "own "
 """Begins the name of what is a rank's own, as its transform tells."""
 
 
@@ -159,7 +162,7 @@ def held(states: States, metrics: Any) -> dict[str, Any]:
         own = [f"slots[{slot!r}][{entry!r}]" for slot, entry in by_rank(state.setup)]
         for path, leaf in entries(state, gather=True).items():
             is_own = path.startswith(tuple(own))
-            found[f"{prefix}{_OWN if is_own else ''}{path}"] = leaf
+            found[f"{prefix}{OWN if is_own else ''}{path}"] = leaf
     if isinstance(metrics, Mapping):
         found |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
     elif metrics is not None:

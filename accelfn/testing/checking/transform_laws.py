@@ -1,29 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_transform`: the laws that every transform keeps, held against one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
 from accelfn.base.arguments import check_integer, check_sizes
 from accelfn.base.calling import called
+from accelfn.collectives import wholes
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
 from accelfn.definition.transform import chain, is_transform
-from accelfn.definition.transform import transform as transform_of
 from accelfn.errors import ArgumentError, LawError
-from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
-from accelfn.state.update import Update
 from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
 from accelfn.testing.checking.acting import Acted, acted, idle
 from accelfn.testing.checking.fact_laws import fact_law
-from accelfn.testing.checking.laws import COMMON, Law, first_broken
-from accelfn.testing.checking.method_laws import method_laws
+from accelfn.testing.checking.fresh import FreshCall
+from accelfn.testing.checking.laws import (
+    COMMON,
+    REMEMBER,
+    Law,
+    differ,
+    first_broken,
+    trains,
+)
+from accelfn.testing.checking.method_laws import method_laws, skips_once
 from accelfn.testing.checking.problems import PROBLEMS, Problem
-from accelfn.testing.checking.subject import Subject
+from accelfn.testing.checking.split_laws import split_law
+from accelfn.testing.checking.subject import History, Subject
+from accelfn.testing.processes.run import RankError
 from accelfn.transforms.ddp import wrap_ddp
 from accelfn.transforms.shard import shard_data
 from accelfn.world import World
@@ -31,6 +40,7 @@ from accelfn.world import World
 _LEAST = 4  # of three an epoch: the last begins the next one
 _TRIED = (5, 9, 17, 33)
 _NUM_CUTS = 10
+_SHARES, _ENGINE = shard_data(), wrap_ddp()
 
 
 @called
@@ -51,11 +61,14 @@ def check_transform(
     | --- | --- |
     | `value` | it is compared and hashed by its options |
     | `inputs_unchanged` | a method changes in place its own slot and gradients, no more |
-    | `own_slot` | it adds its own slot and no other, and keeps it |
+    | `own_slot` | it adds its own slot and no other, and keeps it and its dtypes |
     | `drops_nothing` | no gradient, no parameter, and no number of the state's is lost or moved |
     | `shares` | by `data`, ranks together read each sample of a batch once |
+    | `skips_whole` | a skipped update leaves parameters, optimizer and slots as they were |
+    | `trains` | parameters change |
+    | `merges_all` | what any rank has in an entry that it tells `by_rank` has a say in `merge` |
     | `passes_on` | what wraps a loss or `value_and_grad` passes on extras, `into=` and `sync=` |
-    | `evaluates_purely` | `eval_params` between updates changes nothing of the run |
+    | `evaluates_purely` | `eval_params` and `hyper` between updates change nothing of the run |
     | `owes_once` | `finalize` again changes nothing |
     | `loads_anywhere` | with a slot, it is saved on some ranks and loaded on more and on fewer |
     | `memory_in_state` | the same state gives the same run, as often as it is run |
@@ -68,6 +81,9 @@ def check_transform(
 entries that it tells `by_rank` |
     | `reduces_to_mean` | what `reduce` gives is within 5 % the mean over all ranks, by weight |
     | `resumes` | saved and loaded after any update, the run goes on bit by bit |
+    | `splits_alike` | the result is that of one rank that takes each update whole, up to \
+rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
+    | `new_process` | a run in a new process is the same as one after many others |
     | `facts` | what it tells is so: it draws nothing, recomputes, judges what is finite |
     | `acts` | each method has done something by then, or nothing was seen of it |
 
@@ -96,23 +112,28 @@ entries that it tells `by_rank` |
     members = transform.transforms if isinstance(transform, chain) else (transform,)
     given_up = chain(*members).gives_up()
     laws = {**_own_laws(members), **COMMON}
-    if "loads_anywhere" in laws:  # what resumes nowhere is told so first
-        laws["loads_anywhere"] = laws.pop("loads_anywhere")
-    unknown = sorted(given_up.keys() - laws.keys() - {"acts"})
+    # what other laws explain better comes last
+    for name in ("loads_anywhere", "merges_all", "splits_alike"):
+        if name in laws:
+            laws[name] = laws.pop(name)
+    known = sorted({*laws, "acts", "new_process"})
+    unknown = sorted(given_up.keys() - set(known))
     if unknown:
-        msg = (
-            f"{transform!r} gives up {unknown}; the laws are {sorted({*laws, 'acts'})}."
-        )
+        msg = f"{transform!r} gives up {unknown}; the laws are {known}."
         raise ArgumentError(msg)
     check_sizes("check_transform", sizes)
     if updates is not None:
         check_integer("check_transform", "updates", updates, 1, "a number of updates")
+    last = attrs.evolve(problems[-1], seed=problems[-1].seed + 1)
+    anew = FreshCall.of(partial(_histories, members, last, max(sizes)))
     laws["acts"], number = _acting(members, problems, max(sizes), updates)
     subjects = [
         _subject(members, each, size, number) for each in problems for size in sizes
     ]
+    here = _subject(members, last, max(sizes), number)
+    laws["new_process"] = _new_process(anew, here)
     for name, law in laws.items():
-        broken = first_broken(law, subjects)
+        broken = first_broken(law, [here] if name == "new_process" else subjects)
         if broken and name not in given_up:
             msg = f"{transform!r} breaks the law {name!r}: {broken}"
             raise LawError(msg)
@@ -124,28 +145,51 @@ entries that it tells `by_rank` |
             raise LawError(msg)
 
 
-def _setup(members: Sequence[Any]) -> chain:
+def _histories(
+    members: Sequence[Any], problem: Problem, size: int, updates: int
+) -> list[History]:
+    return _subject(members, problem, size, updates).histories()
+
+
+def _new_process(anew: FreshCall, here: Subject) -> Law:
+    """Return the law that a run in a new process is the same as one after many others.
+
+    The problem is another than all before it, and only its first run in a process can tell.
+    """
+
+    def law(subject: Subject) -> str | None:
+        del subject
+        try:
+            wanted = anew.result(here.updates)
+        except RankError as error:
+            return f"in a new process, the run raised {error}"
+        broken = differ(
+            wanted,
+            here.plain,
+            "a run in a new process, and the same run in this one, after others,",
+        )
+        return f"{broken} {REMEMBER}" if broken else None
+
+    return law
+
+
+def _setup(
+    members: Sequence[Any],
+    *,
+    outside: Any = None,
+    shares: Any = _SHARES,
+    engine: Any = _ENGINE,
+) -> chain:
     """Return a chain around transforms, of what they need and nothing that they replace."""
-    around: list[Any] = []
-    if not any(isinstance(each, shard_data) for each in members):
-        around.append(shard_data())
-    reduces = (has_field(each, field) for each in members for field in _REDUCING)
-    if not any(reduces):
-        around.append(wrap_ddp())
+    if any(isinstance(each, shard_data) for each in members):
+        shares = None
+    if any(has_field(each, field) for each in members for field in _REDUCING):
+        engine = None
     skips = any("sees_skips" in facts_of(each) for each in members)
-    return chain(*around, *members, skips_once() if skips else None)
+    return chain(outside, shares, engine, *members, skips_once() if skips else None)
 
 
 _REDUCING = ("engine", "reduce")
-
-
-@transform_of
-class skips_once:
-    """Wishes to skip the second update: for transforms that have a say in what is skipped."""
-
-    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Wish it on all ranks."""
-        return grads.with_skip(update.num_tried == 1, agreed=True), slot
 
 
 def _acting(
@@ -167,7 +211,12 @@ def _acting(
                     world, _setup([observed(each) for each in members])
                 )
 
-            for name, when in acted(subject, start).items():
+            try:
+                seen = acted(subject, start)
+            except Exception as error:
+                error.add_note(f"It was tried with {subject.name}.")
+                raise
+            for name, when in seen.items():
                 found.setdefault(name, set()).update(when)
         idlers = idle(members, found, size)
         if not idlers:
@@ -205,6 +254,7 @@ def _subject(
         size=size,
         updates=updates,
         num_cuts=_NUM_CUTS,
+        splits=not (problem.norm or problem.drop),
         start=lambda world: problem.state(world, _setup(members)),
         begin=problem.state,
         advance=lambda state, _, number: problem.updates(state, number),
@@ -214,9 +264,15 @@ def _subject(
 
 def _owed(state: Any) -> dict[str, Any]:
     """Return what is evaluated, and what is left when what is owed is paid."""
-    found = {f"eval_params[{n!r}]": p.clone() for n, p in eval_params(state).items()}
+    found = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
+    found = {n: p.clone() for n, p in _gathered(found, state).items()}
     params = finalize(state).params.items()
-    return found | {f"finalize.params[{name!r}]": param for name, param in params}
+    left = {f"finalize.params[{name!r}]": param for name, param in params}
+    return found | _gathered(left, state)
+
+
+def _gathered(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    return wholes(params, state.world, label="compare states")
 
 
 def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
@@ -228,7 +284,11 @@ def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
 
     return {
         "value": value,
+        "memory_in_state": COMMON["memory_in_state"],
+        "own_randomness": COMMON["own_randomness"],
+        "splits_alike": split_law(members, _setup),
         **method_laws(members, _setup),
+        "trains": trains,
         "facts": fact_law(members, _setup),
     }
 
