@@ -27,7 +27,7 @@ from accelfn.engine.buffers import Buffers
 from accelfn.engine.counters import Counters
 from accelfn.engine.elsewhere import refuse_elsewhere
 from accelfn.engine.home import Home
-from accelfn.engine.module.synced_norm import buffers_of_all_ranks
+from accelfn.engine.module.synced_norm import buffers_of_all_ranks, norm_order
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples
@@ -83,6 +83,10 @@ class Engine:
         self._handed_out: frozenset[str] = frozenset()
         self._has_compared = self._layer_ranks.size == 1
         self._is_whole = definition.layout is None
+        norms = norm_order(module) if self._is_whole else None
+        self._forward = (
+            runner.forward if norms is None else norms.around(runner.forward)
+        )
         self._looked_at = set[Any]()
         collate = None if state.data is None else state.data.collate
         # a step that asks nobody is the shorter
@@ -155,7 +159,7 @@ class Engine:
                 compression.begin(slot, state.seed, loss_scale)
             with draws.seeded(key, self._device, tried, num_before):
                 with span("accelfn forward") if profiled else NOTHING:
-                    read = self._runner.forward(loss_fn, samples, sync=sync)
+                    read = self._forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
                     untaken.refuse_taken()
                 self._look(loss_fn, samples, read)

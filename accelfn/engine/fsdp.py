@@ -66,7 +66,7 @@ class FSDPRunner:
         self._sync, self._ends = reduces, sync
         self._home.note_none()
         try:
-            with self._forward, self._home.order.begins(reduces=reduces):
+            with self._forward, self._home.order.begins(kind=reduces):
                 self._scalar = self._root(loss_fn, samples)
         except RuntimeError as error:
             _explain(error)
@@ -88,7 +88,7 @@ class FSDPRunner:
                 self._used |= {name for name, is_used in used.items() if is_used}
                 misses = self._ends and not self.expects_unused
                 unused = [name for name in used if misses and name not in self._used]
-                if order.end(len(unused)):
+                if any(order.end(len(unused))):
                     self._refuse_unused(unused)
             if not self._sync:
                 return None

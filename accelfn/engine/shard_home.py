@@ -379,7 +379,7 @@ def lent_in_parts(
     home.split(lent)
 
     def call(fn: Callable[..., Any], *inputs: Any) -> Any:
-        with home.order.begins(reduces=True):
+        with home.order.begins():
             found = lent(fn, *inputs)
             home.order.end()
         return found

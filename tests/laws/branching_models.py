@@ -32,9 +32,11 @@ class Expert(nn.Module):
 class Branches(nn.Module):
     """Experts: each sample goes through one, and they run as the samples come."""
 
+    expert = Expert
+
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(map(Expert, sizes))
+        self.experts = nn.ModuleList(map(self.expert, sizes))
 
     def forward(self, x: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
         out, route = x.clone(), route % len(self.experts)
@@ -66,7 +68,47 @@ class Layer(nn.Module):
         return torch.tanh(self.layer(x))
 
 
+class Norm(nn.BatchNorm1d):
+    """Batch normalization of two values for each sample, so one sample is enough."""
+
+    def __init__(self, _: object = None) -> None:
+        super().__init__(WIDTH)
+
+
+def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return norm(torch.cat([x, x / 2 - 1]))[: len(x)]
+
+
+class Normed(nn.Module):
+    """Batch normalization that all samples go through."""
+
+    def __init__(self, _: tuple[int, ...]) -> None:
+        super().__init__()
+        self.norm = Norm()
+
+    def forward(self, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return _normed(self.norm, x)
+
+
+class NormedExpert(Expert):
+    """A layer behind batch normalization."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.norm = Norm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_normed(self.norm, x))
+
+
+class NormedBranches(Branches):
+    """Experts that each normalize their samples."""
+
+    expert = NormedExpert
+
+
 KINDS = {"experts": Branches, "tower": Tower, "layer": Layer}
+NORMS = {"norm": Normed, "normed experts": NormedBranches}
 
 
 class Net(nn.Module):
@@ -76,7 +118,7 @@ class Net(nn.Module):
         super().__init__()
         self.count = len(stages)
         for i, (kind, sizes) in enumerate(stages):
-            setattr(self, f"stage{i}", KINDS[kind](sizes))
+            setattr(self, f"stage{i}", {**KINDS, **NORMS}[kind](sizes))
         self.last = nn.Linear(WIDTH, 1)
         self.double()
 
@@ -108,6 +150,7 @@ class Branching:
     recomputes: bool
     asks: bool
     seed: int
+    syncs: bool = False
 
     def data(self) -> af.Data:
         """Return inputs, routes and targets."""
@@ -137,6 +180,8 @@ class Branching:
             wrap = getattr(af, self.wrap)
             units = {"units": UNITS[self.units]} if self.wrap == "wrap_fsdp" else {}
             setup = [af.shard_data(), wrap(**self.options, **units), *setup]
+        if self.syncs and world.size > 1:
+            setup.append(af.sync_batchnorm())
         if self.recomputes:
             setup.append(af.checkpoint_activations(Expert))
         state = af.TrainState.create(
@@ -170,14 +215,12 @@ HSDP = {"dp_replicate": 2, "dp_shard": 2}
 
 
 @st.composite
-def branchings(
-    draw: st.DrawFn, wraps: tuple[str, ...] = ("wrap_ddp", "wrap_fsdp")
-) -> Branching:
+def branchings(draw: st.DrawFn, *, syncs: bool = False) -> Branching:
     """Draw a model, its data, and how ranks train it."""
     sizes = st.lists(st.integers(1, 3), min_size=1, max_size=MOST).map(tuple)
-    stage = st.tuples(st.sampled_from([*KINDS]), sizes)
+    stage = st.tuples(st.sampled_from([*KINDS, *(NORMS if syncs else ())]), sizes)
     options: dict[str, Any] = {"find_unused_parameters": draw(st.integers(0, 3)) > 0}
-    wrap = draw(st.sampled_from(wraps))
+    wrap = draw(st.sampled_from(["wrap_ddp", "wrap_fsdp"]))
     if wrap == "wrap_fsdp":
         options["reshard_after_forward"] = draw(st.booleans())
         options["accumulate"] = draw(st.sampled_from(["whole", "sharded"]))
@@ -188,16 +231,19 @@ def branchings(
         if wrap == "wrap_fsdp"
         else [{"dp_replicate": 2}, {"dp_replicate": 4}]
     )
+    stages = draw(st.lists(stage, min_size=1, max_size=3))
+    has_units = any(kind != "norm" for kind, _ in stages)
     return Branching(
-        stages=tuple(draw(st.lists(stage, min_size=1, max_size=3))),
+        stages=tuple(stages if has_units else [*stages, ("layer", (1,))]),
         n=draw(st.integers(2, 14)),
         batch_size=draw(st.integers(1, 8)),
         wrap=wrap,
         options=options,
         units=draw(st.sampled_from([*UNITS])),
         axes=draw(st.sampled_from(axes)),
-        micro=draw(st.integers(1, 3)),
+        micro=1 if syncs else draw(st.integers(1, 3)),
         recomputes=draw(st.booleans()),
         asks=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
+        syncs=syncs,
     )

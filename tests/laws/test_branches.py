@@ -12,21 +12,40 @@ from accelfn.testing import simulate
 from tests.laws.branching_models import Branching, branchings
 from tests.strategies import differences
 
+pytestmark = pytest.mark.filterwarnings(  # of a skipped tower's input
+    "ignore:FSDP2-wrapped module"
+)
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # a skipped tower's input
+
 @given(run=branchings())
 def test_ranks_run_other_layers(run: Branching) -> None:
     """Experts, heads and towers that ranks run in other orders, or not: right numbers, or an
     error on every rank before the optimizer runs; by replicas and by units of any kind.
     """
+    may_raise = run.options["find_unused_parameters"] is False
+    check(run, af.UnusedParametersError if may_raise else ())
+
+
+@given(run=branchings(syncs=True))
+def test_ranks_normalize_in_other_layers(run: Branching) -> None:
+    """`sync_batchnorm` in branches is right, or an error on every rank names the layers."""
+    may_raise = run.options["find_unused_parameters"] is False
+    unused = (af.UnusedParametersError,) if may_raise else ()
+    check(run, (*unused, af.CollectiveMismatchError))
+
+
+def check(run: Branching, raised: type[af.Error] | tuple[type[af.Error], ...]) -> None:
+    """Train on ranks and alone."""
     errors: list[af.Error] = []
-    size = prod(run.axes.values())
+    size, told, found = prod(run.axes.values()), None, ()
     try:
         found = simulate(size, partial(run, errors=errors), axes=run.axes)
-    except af.UnusedParametersError:
-        event(f"{run.wrap} raises")
-        assert not run.options["find_unused_parameters"]
+    except raised as error:
+        event(f"{run.wrap} raises {type(error).__name__}")
+        told = str(error)
+    if told is not None:
         assert len(errors) == size
+        assert "parameters" in told or "sync_batchnorm stage" in told
         return
     event(f"{run.wrap} trains")
     alone = run(af.World.single(device="cpu"), errors)

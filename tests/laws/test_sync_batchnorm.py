@@ -175,12 +175,18 @@ def test_a_micro_batch_is_that_of_all_ranks(case: Case, size: int, parts: int) -
 def test_it_costs_two_collectives_a_layer(
     case: Case, size: int, *, training: bool
 ) -> None:
-    """One forward and one backward, of a few numbers a channel; running statistics none."""
+    """One forward and one backward, of a few numbers a channel; running statistics none.
+
+    In each pass ranks say once that they are through; in the first one for each layer, too.
+    """
     case = attrs.evolve(case, training=training)
     log = simulate(size, lambda world: case.train(world, *SYNCED)).log
     asks = training or not case.tracks
-    updates = 2 * -(-case.n // case.batch_size) if asks else 0
+    updates = 2 * -(-case.n // case.batch_size)
     found = [(e.label, e.num_bytes) for e in log if "sync_batchnorm" in (e.label or "")]
-    forward = ("sync_batchnorm", 8 * (2 * CHANNELS + 1))
-    backward = ("sync_batchnorm backward", 8 * 2 * CHANNELS)
-    assert found == [forward, forward, backward, backward] * updates
+    layers = ["sync_batchnorm norm", "sync_batchnorm again"]
+    forward = [(label, 8 * (2 * CHANNELS + 1)) for label in layers]
+    backward = [(f"{label} backward", 8 * 2 * CHANNELS) for label in layers[::-1]]
+    assert found == [*forward, *backward] * (updates if asks else 0)
+    orders = [e.num_bytes for e in log if e.label == "order of calls"]
+    assert orders == [24] * (updates + (2 if asks else 0))

@@ -7,7 +7,8 @@ The backward pass sums two numbers a channel. torch's own SyncBatchNorm does the
 CUDA kernels, and has none for the CPU.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from accelfn.collectives import all_gather, sum_
+from accelfn.collectives.agreed import await_turn
+from accelfn.collectives.call_order import CallOrder
 from accelfn.errors import ModelError
 from accelfn.world import World
 
@@ -26,16 +29,45 @@ _LABEL = "sync_batchnorm"
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-_IS_SYNCED = "_accelfn_is_synced"
-"""Marks a layer over all ranks."""
+_SYNCED = "_accelfn_synced"
+"""Under which a layer over all ranks has its `SyncedNorm`."""
+
+
+class NormOrder(CallOrder):
+    """The order of layers in a forward pass; ranks that run other layers raise an error.
+
+    A layer normalizes the samples of all ranks at once, so each rank must run it.
+    """
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward pass that compares which layers ranks ran.
+
+        Raises:
+            CollectiveMismatchError: by that pass, on all ranks: they ran different layers.
+        """
+
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            with self.begins():
+                returned = forward(*args, **kwargs)
+                calls = ", ".join(map(repr, self._needed.values())) or "none"
+                if len({*self.end(zlib.crc32(calls.encode()))}) > 1:
+                    self.refuse(f"calls {calls}")
+            return returned
+
+        return compared
 
 
 class SyncedNorm:
     """The forward of a batch normalisation layer over all ranks, in its own one's place."""
 
-    def __init__(self, layer: BatchNorm, ranks: World) -> None:
+    def __init__(self, layer: BatchNorm, ranks: World, label: str) -> None:
         """Take the layer, whose parameters, buffers and options stay its own."""
-        self._layer, self._ranks = layer, ranks
+        self._layer, self.ranks, self.label = layer, ranks, label
+
+    def take_part(self) -> None:
+        """Let other ranks normalize, without samples of this one."""
+        nothing = torch.zeros(2 * self._layer.num_features + 1, dtype=torch.float64)
+        _combined(nothing.to(self.ranks.device), self.ranks, self.label)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """Normalise; ranks meet where it is by the batch's own statistics."""
@@ -43,10 +75,11 @@ class SyncedNorm:
         if not layer.training and layer.running_mean is not None:
             return type(layer).forward(layer, given)
         layer._check_input_dim(given)  # pyright: ignore[reportPrivateUsage]
-        samples = self._ranks.connection.activity.samples
+        samples = self.ranks.connection.activity.samples
         counts = samples is None or samples.known != 0  # not an empty share's stand-in
         normed, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            given, layer.weight, layer.bias, layer.eps, self._ranks, counts
+            *(given, layer.weight, layer.bias, layer.eps),
+            *(self.ranks, counts, self.label),
         )
         if given.is_cpu and count == 1:
             size = given.size()
@@ -87,14 +120,16 @@ class _Normed(torch.autograd.Function):
         eps: float,
         ranks: World,
         counts: bool,  # noqa: FBT001
+        label: str,
     ) -> tuple[torch.Tensor, ...]:
         wide = _wide(given)
-        count, mean, var = _combined(_local(wide, counts=counts), ranks)
+        await_turn(label, ranks)
+        count, mean, var = _combined(_local(wide, counts=counts), ranks, label)
         own_mean, own_var = mean.to(wide), var.to(wide)
         own = (None if each is None else each.to(wide) for each in (weight, bias))
         normed = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
         ctx.save_for_backward(given, weight, own_mean, own_var, count)
-        ctx.eps, ctx.ranks, ctx.counts = eps, ranks, counts
+        ctx.eps, ctx.ranks, ctx.counts, ctx.label = eps, ranks, counts, label
         ctx.mark_non_differentiable(count, mean, var)
         return normed.to(given.dtype), count, mean, var
 
@@ -112,10 +147,12 @@ class _Normed(torch.autograd.Function):
             *(grads[0].to(wide), wide, scale, mean, var, saved, saved),
             *(False, ctx.eps, masks),  # by statistics that are given
         )
+        # whether an input needs a gradient may differ between ranks, so all of them sum
+        sums, label = torch.cat([by_weight, by_bias]), f"{ctx.label} backward"
+        await_turn(label, ctx.ranks)
+        sum_(sums, ctx.ranks, label=label)
         passed = None
         if ctx.needs_input_grad[0]:
-            sums = torch.cat([by_weight, by_bias])
-            sum_(sums, ctx.ranks, label=f"{_LABEL} backward")
             total = (sums / count.to(sums)).split(len(mean))
             moved = _through_statistics(wide, total, scale, mean, var + ctx.eps)
             # what did not count moves no statistic
@@ -126,7 +163,7 @@ class _Normed(torch.autograd.Function):
             each.to(weight.dtype) if need and weight is not None else None
             for each, need in zip((by_weight, by_bias), needs, strict=True)
         ]
-        return passed, *parameters, None, None, None
+        return passed, *parameters, None, None, None, None
 
 
 def _through_statistics(
@@ -168,11 +205,11 @@ def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
 
 
 def _combined(
-    packed: torch.Tensor, ranks: World
+    packed: torch.Tensor, ranks: World, label: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return count, means and variances of all ranks; of no values, those of a standard."""
     num_channels = (len(packed) - 1) // 2
-    rows = torch.stack(all_gather(packed, ranks, label=_LABEL))
+    rows = torch.stack(all_gather(packed, ranks, label=label))
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
     count = counts.sum()
     mean = (means * counts).sum(0) / count.clamp(min=1)
@@ -214,11 +251,21 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
         if isinstance(layer, nn.SyncBatchNorm):
             # DistributedDataParallel refuses this class on the CPU
             cast("Any", layer).__class__ = _AnyDims
-        synced: Any = SyncedNorm(layer, ranks)
+        synced: Any = SyncedNorm(layer, ranks, f"{_LABEL} {path}".rstrip())
+        vars(layer)[_SYNCED] = synced
         if compiled:  # ranks meet between graphs
             synced = torch.compiler.disable(synced.__call__)
         vars(layer)["forward"] = synced
-        vars(layer)[_IS_SYNCED] = True
+
+
+def norm_order(module: nn.Module) -> NormOrder | None:
+    """Return the order of a module's layers over all ranks, if it has any."""
+    found: list[SyncedNorm] = [
+        vars(layer)[_SYNCED] for layer in module.modules() if _SYNCED in vars(layer)
+    ]
+    if not found:
+        return None
+    return NormOrder(found[0].ranks, {each.label: each.take_part for each in found})
 
 
 def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
@@ -226,6 +273,6 @@ def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()
-        if _IS_SYNCED in vars(owner)
+        if _SYNCED in vars(owner)
         for key in owner._buffers  # pyright: ignore[reportPrivateUsage]
     )
