@@ -195,7 +195,7 @@ class Writing:
     def __init__(
         self,
         save: Save,
-        contents: Contents,
+        contents: Mapping[str, Contents],
         then: Callable[[], None],
         *,
         patience: float | None,

@@ -16,7 +16,7 @@ from accelfn.checkpoint import commit, compare, disk, files
 from accelfn.checkpoint.contents import Place, Tensor, facts, leaves
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.keep import name_of, steps_in
-from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest
+from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest, read_manifests
 from accelfn.checkpoint.to_torch import write_distributed
 from accelfn.errors import (
     CheckpointCorruptError,
@@ -55,18 +55,23 @@ def ls(directory: str) -> tuple[list[str], int]:
 def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
     folder = store / name_of(step)
     age = _age(time.time() - (folder / NAME).stat().st_mtime)
-    size = _bytes(sum(each.stat().st_size for each in folder.iterdir()))
+    files_in = (each for each in folder.rglob("*") if each.is_file())
+    size = _bytes(sum(each.stat().st_size for each in files_in))
     try:
-        manifest = read_manifest(folder)
+        manifests = read_manifests(folder)
     except CheckpointError as error:
         return str(step), size, age, "no", str(error)
-    for name, file in manifest.files.items():
-        found = (folder / name).stat().st_size
-        if found != file.size:
-            why = f"{name} has {found} bytes, the manifest says {file.size}"
-            return str(step), size, age, "no", why
-    short = (f"{name} {value:.6g}" for name, value in manifest.metrics.items())
-    return str(step), size, age, "yes", ", ".join(short)
+    for state, manifest in manifests.items():
+        for name, file in manifest.files.items():
+            found = (folder / state / name).stat().st_size
+            if found != file.size:
+                where = Path(state, name)
+                why = f"{where} has {found} bytes, the manifest says {file.size}"
+                return str(step), size, age, "no", why
+    metrics = next(iter(manifests.values())).metrics
+    short = (f"{name} {value:.6g}" for name, value in metrics.items())
+    what = (", ".join(short), ", ".join(manifests))
+    return str(step), size, age, "yes", "  ".join(filter(None, what))
 
 
 def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
@@ -111,19 +116,21 @@ def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
 
 def _verified(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
     try:
-        manifest = read_manifest(folder)
+        manifests = read_manifests(folder)
     except CheckpointCorruptError as error:
         yield str(error), False
         return
-    yield f"{folder / NAME}: whole", True
-    with bar(folder.name, _size(manifest)) as told:
-        for name, file in manifest.files.items():
-            try:
-                files.read(folder / name, file, frozenset(), told=told)
-            except CheckpointCorruptError as error:
-                yield str(error), False
-            else:
-                yield f"{folder / name}: whole", True
+    yield f"{folder / NAME}: whole", True  # and what it has the digests of
+    with bar(folder.name, sum(map(_size, manifests.values()))) as told:
+        for state, manifest in manifests.items():
+            for name, file in manifest.files.items():
+                path = folder / state / name
+                try:
+                    files.read(path, file, frozenset(), told=told)
+                except CheckpointCorruptError as error:
+                    yield str(error), False
+                else:
+                    yield f"{path}: whole", True
 
 
 def _size(manifest: Manifest) -> int:

@@ -26,7 +26,8 @@ import torch
 
 from accelfn.base import paths
 from accelfn.checkpoint import disk, files
-from accelfn.checkpoint.manifest import NAME, Manifest, rank_file
+from accelfn.checkpoint.digest import WRITTEN
+from accelfn.checkpoint.manifest import NAME, Manifest, joint_bytes, rank_file
 from accelfn.checkpoint.slices import Slice
 from accelfn.errors import (
     CheckpointError,
@@ -107,12 +108,14 @@ class Save:
         step: of the state.
         rank: of the world.
         size: of the world.
+        names: of the states, each of which has a directory in it; "" has none.
     """
 
     final: Path
     step: int
     rank: int
     size: int
+    names: tuple[str, ...] = ("",)
 
     @property
     def partial(self) -> Path:
@@ -198,49 +201,64 @@ def begin(save: Save) -> None:
         raise CheckpointError(msg)
     disk.remove(save.partial)
     disk.create(save.partial)
+    for name in filter(None, save.names):
+        disk.create(save.partial / name)
 
 
-def write(save: Save, contents: Contents, exchange: Exchange) -> None:
+def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> None:
     """Write a checkpoint whose directory was begun, and give it its name.
 
     Raises:
         CheckpointWriteError: on every rank, if any rank could not.
     """
     said = save.agreed(exchange, "say what it holds", lambda: _said(save, contents))
-    division = divided(contents, list(map(json.loads, said)), save.rank)
-    mine = division.mine
-    name = rank_file(save.rank)
+    ranks, own = list(map(json.loads, said)), rank_file(save.rank)
+    divisions = {
+        name: divided(each, [rank[name] for rank in ranks], save.rank)
+        for name, each in contents.items()
+    }
 
     def write_file() -> str:
-        metadata = {"format": "pt", "step": str(save.step), "rank": name[5:10]}
-        try:
-            file = files.write(save.partial / name, mine, metadata)
-        except OSError as error:
-            explain(error, save.partial / name, mine)
-        return json.dumps(file.to_plain())
+        written: dict[str, Any] = {}
+        for name, each in divisions.items():
+            path, step = save.partial / name / own, contents[name].units["step"]
+            metadata = {"format": "pt", "step": str(step), "rank": own[5:10]}
+            try:
+                written[name] = files.write(path, each.mine, metadata).to_plain()
+            except OSError as error:
+                explain(error, path, each.mine)
+        return json.dumps(written)
 
-    written = save.agreed(exchange, "write its file", write_file)
+    texts = save.agreed(exchange, "write its file", write_file)
 
     def name_it() -> None:
         if save.rank:
             return
-        each = [files.File.from_plain(json.loads(text)) for text in written]
-        manifest = division.manifest(contents, each, step=save.step)
-        disk.write(save.partial / NAME, [manifest.to_bytes()])
-        disk.flush(save.partial)
+        written, digests = list(map(json.loads, texts)), dict[str, str]()
+        for name, each in contents.items():
+            of_ranks = [files.File.from_plain(rank[name]) for rank in written]
+            step = each.units["step"]
+            data = divisions[name].manifest(each, of_ranks, step=step).to_bytes()
+            digests[name] = WRITTEN.of(data)
+            disk.write(save.partial / name / NAME, [data])
+            disk.flush(save.partial / name)
+        if "" not in digests:
+            disk.write(save.partial / NAME, [joint_bytes(digests)])
+            disk.flush(save.partial)
         disk.rename(save.partial, save.final)
 
     save.agreed(exchange, "write the manifest", name_it, commits=True)
 
 
-def _said(save: Save, contents: Contents) -> str:
+def _said(save: Save, contents: Mapping[str, Contents]) -> str:
     """Return what tells this rank's values from another's, and which slices it holds.
 
     Raises:
         CheckpointError: this rank does not see the directory that rank 0 has made.
     """
     check_seen(save)
-    return json.dumps(said_of(contents, is_alone=save.size == 1))
+    is_alone = save.size == 1
+    return json.dumps({n: said_of(c, is_alone=is_alone) for n, c in contents.items()})
 
 
 def check_seen(save: Save) -> None:

@@ -18,6 +18,8 @@ from accelfn.checkpoint.slices import Slice, of_copies, tile
 Rule: TypeAlias = Callable[[Any], None]
 """Raises `_UnexpectedError` of what may not stand there."""
 
+MEMBER = re.compile(r"[A-Za-z0-9_-]{1,100}")
+"""The name of one of several states that are saved together; its directory has it."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63
 _SHORT = reprlib.Repr()
@@ -325,3 +327,15 @@ _manifest = {
     )
     for word, file in _file.items()
 }
+
+
+def check_joint(plain: Any) -> None:
+    """Refuse what names no states that were saved together.
+
+    Raises:
+        ValueError: it says what was found.
+    """
+    _record(blake3=_digest, format=_count, states=_table(_digest))(plain)
+    for name in plain["states"] or [""]:
+        if not MEMBER.fullmatch(name):
+            _refuse("a state's name", name)

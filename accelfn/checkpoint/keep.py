@@ -3,12 +3,13 @@
 
 import math
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from accelfn.base import paths
 from accelfn.checkpoint import disk, files
-from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest
+from accelfn.checkpoint.manifest import NAME, read_manifests
 from accelfn.errors import CheckpointError
 
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -36,16 +37,20 @@ def steps_in(directory: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def verify(folder: Path) -> Manifest:
-    """Read all of a checkpoint again, and return its manifest.
+def verify(folder: Path) -> None:
+    """Read all of a checkpoint again.
 
     Raises:
         CheckpointCorruptError: something in it is not what was written.
     """
-    manifest = read_manifest(folder)
-    for name, file in manifest.files.items():
-        files.read(folder / name, file, frozenset())
-    return manifest
+    for state, manifest in read_manifests(folder).items():
+        for name, file in manifest.files.items():
+            files.read(folder / state / name, file, frozenset())
+
+
+def metrics_of(folder: Path) -> Mapping[str, float]:
+    """Return the metrics of a checkpoint; states that were saved together have the same."""
+    return next(iter(read_manifests(folder).values())).metrics
 
 
 def best_of(directory: Path, metric: str, mode: str) -> list[int]:
@@ -53,7 +58,7 @@ def best_of(directory: Path, metric: str, mode: str) -> list[int]:
     found: list[tuple[float, int]] = []
     for step in steps_in(directory):
         try:
-            value = read_manifest(directory / name_of(step)).metrics.get(metric)
+            value = metrics_of(directory / name_of(step)).get(metric)
         except CheckpointError:  # it is none of the best; loading it says why
             continue
         if value is not None and not math.isnan(value):
@@ -66,7 +71,7 @@ def metrics_in(directory: Path) -> set[str]:
     names = set[str]()
     for step in steps_in(directory):
         with suppress(CheckpointError):  # as above
-            names |= read_manifest(directory / name_of(step)).metrics.keys()
+            names |= metrics_of(directory / name_of(step)).keys()
     return names
 
 

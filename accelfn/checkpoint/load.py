@@ -3,8 +3,9 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 from accelfn.base.calling import called
@@ -12,8 +13,8 @@ from accelfn.checkpoint import compare
 from accelfn.checkpoint.elastic import Source, source_of
 from accelfn.checkpoint.fields import with_fields
 from accelfn.checkpoint.keep import check_no_store
-from accelfn.checkpoint.manifest import read_manifest
-from accelfn.checkpoint.options import check_path
+from accelfn.checkpoint.manifest import check_not_joint, read_manifest
+from accelfn.checkpoint.options import States, check_path, states_of
 from accelfn.checkpoint.partial import Loaded, Wanted, kept_of, taken
 from accelfn.checkpoint.together import together
 from accelfn.state.argument import check_state
@@ -22,12 +23,12 @@ from accelfn.state.state import TrainState
 
 @called
 def load(
-    state: TrainState,
+    state: States,
     directory: str | os.PathLike[str],
     *,
     allow: Sequence[str] = (),
     verify: bool = True,
-) -> TrainState:
+) -> States:
     """Return the saved state, with the definition of the given one; call it on all ranks.
 
     Any number of ranks goes on at the very same sample. What was a rank's own, as between
@@ -37,7 +38,8 @@ def load(
     transforms have other options, an `af.Warning` lists the differences.
 
     Args:
-        state: says model, optimizer, setup, data and world; it is not changed.
+        state: says model, optimizer, setup, data and world; it is not changed. Of states that
+            were saved together, all of them by name; then a dict of states is returned.
         directory: that `save` wrote.
         allow: what may differ: in the data "samples", "batch_size", "remainder", "order"
             and "fingerprint"; also "trainable", "options" (of transforms), and the kinds and
@@ -57,12 +59,22 @@ def load(
             saved; the differences are listed, with the nearest names.
         ArgumentError: an option is none of these words.
     """
-    folder = _folder("af.load", state, directory)
+    states = states_of("af.load(state, directory)", state)
+    check_path("af.load", directory, "state, ")
+    folder = Path(directory)
 
-    def opened() -> Source:
-        return _opened(state, folder, verify=verify)
+    def opened(name: str) -> Source:
+        check_no_store(folder)
+        check_not_joint(folder)
+        manifest = read_manifest(folder, name, names=states)
+        return source_of(states[name], manifest, folder / name, verify=verify)
 
-    return restored(state, folder, opened, _several(allow))
+    words = _several(allow)
+    made = {
+        name: restored(each, folder / name, partial(opened, name), words)
+        for name, each in states.items()
+    }
+    return cast("States", made.get("", made))
 
 
 def restored(
@@ -117,7 +129,8 @@ def load_part(
 
     Args:
         state: all else stays as it has it; it is not changed.
-        directory: that `save` wrote.
+        directory: that `save` wrote; of states that were saved together, that of one of them,
+            `directory/generator`.
         only: fields, of "params", "buffers", "opt_state", "step", "cursor", "seed",
             "num_skipped" and "slots", or a slot by name ("slots.ema").
         missing: "init" leaves what the checkpoint lacks as the given state has it.
@@ -135,10 +148,14 @@ def load_part(
 
     Raises: as `load`, for what is asked for.
     """
-    folder = _folder("af.load_part", state, directory)
+    check_state("af.load_part(state, directory, only)", state)
+    state.lease.check()
+    check_path("af.load_part", directory, "state, ")
+    folder = Path(directory)
 
     def read() -> tuple[Source, Wanted, dict[str, Any]]:
-        source = _opened(state, folder, verify=verify)
+        check_no_store(folder)
+        source = source_of(state, read_manifest(folder), folder, verify=verify)
         wanted = Wanted(_several(only), missing=missing, extra=extra, cast=cast)
         if "opt_state" in wanted.only:
             compare.check_optimizer(state, source.manifest, folder)
@@ -149,20 +166,6 @@ def load_part(
 
     source, wanted, saved = together(state, read)
     return taken(state, source, wanted, saved)
-
-
-def _folder(call: str, state: TrainState, directory: str | os.PathLike[str]) -> Path:
-    """Return where to read, once a state can be loaded into."""
-    check_state(f"{call}(state, directory)", state)
-    state.lease.check()
-    check_path(call, directory, "state, ")
-    return Path(directory)
-
-
-def _opened(state: TrainState, folder: Path, *, verify: bool) -> Source:
-    """Return a checkpoint to read from."""
-    check_no_store(folder)
-    return source_of(state, read_manifest(folder), folder, verify=verify)
 
 
 def _several(words: Sequence[str]) -> tuple[str, ...]:

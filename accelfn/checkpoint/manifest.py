@@ -6,7 +6,8 @@ The digest is on the second line, and that of all lines behind it.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
@@ -16,7 +17,7 @@ import attrs
 from accelfn.base import paths
 from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
-from accelfn.checkpoint.digest import FORMAT, FORMATS, Algorithm
+from accelfn.checkpoint.digest import FORMAT, FORMATS, WRITTEN, Algorithm
 from accelfn.checkpoint.files import DTYPES, File
 from accelfn.checkpoint.others import checkpoints_near, reader_of
 from accelfn.checkpoint.slices import of_copies
@@ -32,6 +33,8 @@ A tensor takes 30 bytes or more for each. Parsing them takes most of the time an
 """
 _DEPTH = 4
 """Tables in tables that are broken into lines."""
+_JOINT = re.compile(rb'\{\n "[a-z0-9]+": "[^"\n]*",\n "format": 3,\n')
+"""How the file begins that names states that were saved together."""
 _SEAL = re.compile(rb'\{\n "([a-z0-9]+)": "([0-9a-f]{64})",\n')
 
 
@@ -104,8 +107,7 @@ class Manifest:
         except ValueError as error:
             msg = f"its manifest could not be read: {error}. Store long lists as a tensor."
             raise CheckpointError(msg) from error
-        word, digest = self.algorithm.word, self.algorithm.of(said)
-        return f'{{\n "{word}": "{digest}",\n'.encode() + said
+        return _sealed(said, self.algorithm)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -294,37 +296,28 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(
+    folder: Path, name: str = "", *, names: Collection[str] = ("",)
+) -> Manifest:
     """Return the manifest of a checkpoint, and see that its files are there.
 
+    Args:
+        folder: of the checkpoint.
+        name: of one of the states that were saved together; "" is that of a lone one.
+        names: of all that are expected in it.
+
     Raises:
-        CheckpointError: there is none, or one of another format.
+        CheckpointError: there is none, one of another format, or of states of other names.
         CheckpointCorruptError: it has changed, or files are missing or too many.
     """
-    path = folder / NAME
-    try:
-        with disk.open_plain(path) as stream:
-            size = stream.seek(0, 2)
-            if size > _LARGEST:
-                msg = f"{path}: {size} bytes; a manifest has at most {_LARGEST}."
-                raise CheckpointCorruptError(msg)
-            stream.seek(0)
-            data = stream.read()
-    except FileNotFoundError as error:
-        lacks = (
-            f"it has no {NAME}"
-            if paths.is_directory(folder)
-            else "there is no such directory"
-        )
-        way = reader_of(folder) or checkpoints_near(folder, NAME)
-        msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
-        raise CheckpointError(msg) from error
-    except NotADirectoryError as error:
-        msg = f"{folder} is a file, and no checkpoint's directory.{reader_of(folder)}"
-        raise CheckpointCorruptError(msg) from error
-    except OSError as error:
-        msg = f"{path} cannot be read: {error}"
-        raise CheckpointCorruptError(msg) from error
+    digests = digests_in(folder)
+    if digests.keys() != {*names}:
+        raise _of_others(folder, digests, names)
+    folder /= name
+    data, path = _read(folder), folder / NAME
+    if digests[name] not in (None, WRITTEN.of(data)):
+        msg = f"{path} is not the one that was saved with the others. Load another checkpoint."
+        raise CheckpointCorruptError(msg)
     try:
         manifest = Manifest.from_bytes(data)
     except CheckpointError as error:
@@ -340,6 +333,109 @@ def read_manifest(folder: Path) -> Manifest:
         )
         raise CheckpointCorruptError(msg)
     return manifest
+
+
+def read_manifests(folder: Path) -> dict[str, Manifest]:
+    """Return the manifests of all states in a checkpoint, by name.
+
+    Raises: as `read_manifest`.
+    """
+    names = digests_in(folder)
+    return {name: read_manifest(folder, name, names=names) for name in names}
+
+
+def digests_in(folder: Path) -> dict[str, str | None]:
+    """Return the digests of the manifests of states that were saved together, by name.
+
+    Of a lone state the name is "", and there is none.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        CheckpointCorruptError: it has changed.
+    """
+    data = _read(folder)
+    if not _JOINT.match(data):
+        return {"": None}
+    try:
+        _check_density(data)
+        _compare(data, WRITTEN)
+        plain = _table(json.loads(data, object_pairs_hook=_each_once))
+        grammar.check_joint(plain)
+    except (ValueError, RecursionError, CheckpointCorruptError) as error:
+        msg = f"{folder / NAME}: it names no states that were saved together: {error}"
+        raise CheckpointCorruptError(msg) from error
+    return plain["states"]
+
+
+def joint_bytes(digests: Mapping[str, str]) -> bytes:
+    """Return what says that states were saved together, given their manifests' digests."""
+    plain = {"format": 3, "states": dict(digests)}
+    return _sealed(_lines(plain).encode().removeprefix(b"{\n"), WRITTEN)
+
+
+def check_not_joint(folder: Path) -> None:
+    """Refuse the directory of one of several states that were saved together.
+
+    Raises:
+        CheckpointError: it is one; the error says how all are loaded.
+    """
+    parent, name = folder.absolute().parent, folder.absolute().name
+    digests = dict[str, str | None]()
+    with suppress(CheckpointError):  # most have other things beside them
+        digests = digests_in(parent)
+    if name in digests:
+        raise _of_others(parent, digests, [name])
+
+
+def _of_others(
+    folder: Path, there: Collection[str], asked: Collection[str]
+) -> CheckpointError:
+    """Return the error of a checkpoint that has other states than those asked for."""
+    has, wants = (", ".join(sorted(n)) or "one state" for n in (there, asked))
+    msg = f"{folder}: expected {wants}, and it has {has}. Load it with"
+    if "" in there:
+        return CheckpointError(f"{msg} af.load(state, {str(folder)!r}).")
+    table = ", ".join(f'"{name}": ...' for name in sorted(there))
+    return CheckpointError(
+        f"{msg} af.load({{{table}}}, {str(folder)!r}), or fields of one of them with"
+        f" af.load_part(state, {str(folder / min(there))!r}, only)."
+    )
+
+
+def _read(folder: Path) -> bytes:
+    """Return what is in the manifest's file of a directory.
+
+    Raises: as `read_manifest`.
+    """
+    path = folder / NAME
+    try:
+        with disk.open_plain(path) as stream:
+            size = stream.seek(0, 2)
+            if size > _LARGEST:
+                msg = f"{path}: {size} bytes; a manifest has at most {_LARGEST}."
+                raise CheckpointCorruptError(msg)
+            stream.seek(0)
+            return stream.read()
+    except FileNotFoundError as error:
+        lacks = (
+            f"it has no {NAME}"
+            if paths.is_directory(folder)
+            else "there is no such directory"
+        )
+        way = reader_of(folder) or checkpoints_near(folder, NAME)
+        msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
+        raise CheckpointError(msg) from error
+    except NotADirectoryError as error:
+        msg = f"{folder} is a file, and no checkpoint's directory.{reader_of(folder)}"
+        raise CheckpointCorruptError(msg) from error
+    except OSError as error:
+        msg = f"{path} cannot be read: {error}"
+        raise CheckpointCorruptError(msg) from error
+
+
+def _sealed(said: bytes, algorithm: Algorithm) -> bytes:
+    """Return lines of JSON with their digest before them."""
+    return f'{{\n "{algorithm.word}": "{algorithm.of(said)}",\n'.encode() + said
 
 
 def _lines(value: Any, depth: int = 0) -> str:
@@ -382,10 +478,7 @@ def _compare(data: bytes, algorithm: Algorithm) -> None:
     seal = _SEAL.match(data)
     expected = (algorithm.word, algorithm.of(data[seal.end() :])) if seal else None
     if seal is None or (seal[1].decode(), seal[2].decode()) != expected:
-        msg = (
-            f"it is not what was saved: its {algorithm.name} differs. Load another"
-            " checkpoint."
-        )
+        msg = f"it is not what was saved: its {algorithm.name} differs. Load another checkpoint."
         raise CheckpointCorruptError(msg)
 
 

@@ -8,14 +8,51 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from accelfn.base.advice import advise
 from accelfn.base.arguments import is_integer
 from accelfn.checkpoint import disk
-from accelfn.errors import ArgumentError, CheckpointWriteError
+from accelfn.checkpoint.grammar import MEMBER
+from accelfn.errors import ArgumentError, CheckpointWriteError, WorldError
+from accelfn.state.argument import check_state
+from accelfn.state.state import TrainState
 
 Period: TypeAlias = int | timedelta
+Given: TypeAlias = TrainState | Mapping[str, TrainState]
+"""A state, or several by name that are saved and loaded together."""
+States = TypeVar("States", TrainState, dict[str, TrainState])
+
+
+def states_of(call: str, given: object) -> dict[str, TrainState]:
+    """Return the states that a call was given by name; "" is that of a lone one.
+
+    Raises:
+        ArgumentError: it was given something else, or a name that is none.
+        StateDonatedError: one of them was given away.
+        WorldError: they are in different worlds.
+    """
+    states: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
+    for name in states or [None]:
+        if isinstance(given, Mapping) and not (
+            isinstance(name, str) and MEMBER.fullmatch(name)
+        ):
+            msg = (
+                f'{call}: {name!r} is not a state\'s name, such as "generator". A name has'
+                " letters, digits, - and _ alone."
+            )
+            raise ArgumentError(msg)
+    for each in states.values():
+        check_state(call, each)
+        each.lease.check()
+    worlds = [each.world for each in states.values()]
+    if len({(w.rank, w.size, w.size > 1 and id(w.connection)) for w in worlds}) != 1:
+        msg = (
+            f"{call}: {', '.join(states)} are in different worlds. Create all with"
+            " world=world, the same World."
+        )
+        raise WorldError(msg)
+    return states
 
 
 def check_path(call: str, directory: object, before: str = "") -> None:

@@ -11,11 +11,10 @@ from accelfn.base.calling import called
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Contents, Save
 from accelfn.checkpoint.fields import encoded, fields_of
-from accelfn.checkpoint.options import check_frozen, check_path
+from accelfn.checkpoint.options import Given, check_frozen, check_path, states_of
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import by_calls, gather_text
 from accelfn.definition.fields import has_field
-from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
 from accelfn.structure.prototype import kind_of
 
@@ -26,7 +25,7 @@ _SHOWN = 1000
 
 @called
 def save(
-    state: TrainState, directory: str | os.PathLike[str], *, frozen: str = "write"
+    state: Given, directory: str | os.PathLike[str], *, frozen: str = "write"
 ) -> None:
     """Write every field of a state to a new directory; call it on all ranks.
 
@@ -37,7 +36,9 @@ def save(
 
     Args:
         state: not donated; it stays as it is. Its slots may hold objects with `state_dict()`
-            and `load_state_dict()`.
+            and `load_state_dict()`. Or several states of one world by name, as
+            `{"generator": g, "critic": c}`: they are saved as one checkpoint, or none of them
+            is, and are loaded together.
         directory: does not exist yet.
         frozen: "write" parameters that are not trained like all others, or keep their "hash"
             only: then the state that this is loaded into must have them. Those that
@@ -55,20 +56,20 @@ def save(
         CheckpointWriteError: on every rank, if any rank could not write; the reason is named
             and nothing is left under the directory's name.
     """
-    check_state("af.save(state, directory)", state)
-    state.lease.check()
+    states = states_of("af.save(state, directory)", state)
     check_frozen(frozen)
     check_path("af.save", directory, "state, ")
-    job = save_of(state, Path(directory))
-    exchange = exchange_of(state, "save")
-    contents: list[Contents] = []
+    job, first = save_of(states, Path(directory)), next(iter(states.values()))
+    exchange = exchange_of(first, "save")
+    contents: dict[str, Contents] = {}
 
     def begin() -> None:
-        contents.append(contents_of(state, frozen))
+        for name, each in states.items():
+            contents[name] = contents_of(each, frozen)
         commit.begin(job)
 
     job.agreed(exchange, "begin", begin)
-    commit.write(job, contents[0], exchange)
+    commit.write(job, contents, exchange)
 
 
 def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
@@ -80,11 +81,15 @@ def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
     return exchange
 
 
-def save_of(state: TrainState, directory: Path) -> Save:
-    """Return where a state is to be saved."""
-    world = state.world
+def save_of(states: Mapping[str, TrainState], directory: Path) -> Save:
+    """Return where states are to be saved; the first one's step is that of the save."""
+    first = next(iter(states.values()))
     return Save(
-        final=directory.absolute(), step=state.step, rank=world.rank, size=world.size
+        final=directory.absolute(),
+        step=first.step,
+        rank=first.world.rank,
+        size=first.world.size,
+        names=tuple(states),
     )
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,16 @@ from accelfn.checkpoint.background import Buffers, Writing, close_talk, open_tal
 from accelfn.checkpoint.load import load
 from accelfn.checkpoint.lock import Lock
 from accelfn.checkpoint.options import (
+    Given,
     Period,
+    States,
     check_frozen,
     check_numbers,
     check_options,
     check_path,
     check_writable,
     numbers_of,
+    states_of,
 )
 from accelfn.checkpoint.retention import Retention
 from accelfn.checkpoint.save import contents_of, exchange_of, save_of
@@ -42,7 +46,6 @@ from accelfn.errors import (
     DirectoryInUseError,
     PeerFailedError,
 )
-from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
 
 if TYPE_CHECKING:
@@ -108,7 +111,7 @@ class CheckpointStore:
         self.directory = Path(directory).absolute()
         self.keep, self.keep_best, self.best_is = keep, keep_best, best_is
         self.frozen, self.every, self.async_ = frozen, every, async_
-        self._buffers = Buffers()
+        self._buffers: dict[str, Buffers] = defaultdict(Buffers)
         self._under_way = UnderWay()
         self._lock: Lock | None = None
         self._unlock: Callable[[], object] | None = None
@@ -144,8 +147,8 @@ class CheckpointStore:
 
     @question
     @called
-    def due(self, state: TrainState) -> bool:
-        """Return whether to save now, the same on all ranks.
+    def due(self, state: Given) -> bool:
+        """Return whether to save now, the same on all ranks; of several states, the first's.
 
         Cost: none where `every` counts updates; a broadcast from rank 0, whose clock decides,
         where it is a time.
@@ -153,7 +156,7 @@ class CheckpointStore:
         Raises:
             ArgumentError: the store was made without `every`.
         """
-        check_state("store.due(state)", state)
+        state = _first(states_of("store.due(state)", state))
         if self.every is None:
             msg = "CheckpointStore.due: say how often, with every=; or save without asking."
             raise ArgumentError(msg)
@@ -165,13 +168,12 @@ class CheckpointStore:
         return bool(broadcast_object(over, state.world, label="store: due"))
 
     @called
-    def save(
-        self, state: TrainState, *, metrics: Mapping[str, float] | None = None
-    ) -> Path:
+    def save(self, state: Given, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a state under its step, and return where.
 
         Args:
-            state: not donated; with `async_` it may be given to the next step at once.
+            state: not donated; with `async_` it may be given to the next step at once. Or
+                several states by name, as of `af.save`; the first one's step names them.
             metrics: numbers to keep with it, the same on all ranks; where they differ, those
                 of rank 0 are kept, and an `af.Warning` names another rank's.
 
@@ -185,19 +187,19 @@ class CheckpointStore:
             PeerFailedError: a rank has failed, left or did not arrive in time.
             DirectoryInUseError: another job writes to this directory.
         """
-        check_state("store.save(state)", state)
-        numbers = numbers_of(metrics)
+        states = states_of("store.save(state)", state)
+        state, numbers = _first(states), numbers_of(metrics)
         under_way = self._under_way
         before = under_way.world
         earlier = self._ended(state.world)
         under_way.world = state.world
         is_first = before is None or before.connection is not state.world.connection
-        job = save_of(state, self.directory / keeping.name_of(state.step))
+        job = save_of(states, self.directory / keeping.name_of(state.step))
         exchange = exchange_of(state, "save")
-        contents: list[Contents] = []
+        contents: dict[str, Contents] = {}
 
         def begin() -> str:
-            contents.append(self._begun(job, state, numbers))
+            contents.update(self._begun(job, states, numbers))
             return json.dumps(numbers)
 
         retain = partial(self._retain, job.step)
@@ -207,12 +209,12 @@ class CheckpointStore:
                 job.agreed(exchange, "look for it", partial(commit.check_seen, job))
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
-                under_way.writing = Writing(job, contents[0], retain, patience=patience)
+                under_way.writing = Writing(job, contents, retain, patience=patience)
                 # not before it is remembered: an interrupt between would let the next save
                 # copy into what is being written
                 under_way.writing.start()
             else:
-                commit.write(job, contents[0], exchange)
+                commit.write(job, contents, exchange)
                 job.agreed(exchange, commit.READ_BACK, retain)
         except CheckpointWriteError as error:
             if state.world.is_main and self._lock is not None:
@@ -238,22 +240,20 @@ class CheckpointStore:
 
     @called
     def restore(
-        self,
-        state: TrainState,
-        *,
-        step: int | None = None,
-        allow: Sequence[str] = (),
-    ) -> TrainState:
+        self, state: States, *, step: int | None = None, allow: Sequence[str] = ()
+    ) -> States:
         """Return the newest state, or that of a step; the given one where there is none.
+
+        Give several states by name, as to `save`, to have all of them.
 
         Raises:
             CheckpointError: it cannot be loaded, or there is none of that step; the newest
                 that is whole is named.
         """
-        check_state("store.restore(state)", state)
-        self._wait(state.world)
-        found = self._listed() if state.world.is_main else None
-        steps = broadcast_object(found, state.world, label="store: restore")
+        world = _first(states_of("store.restore(state)", state)).world
+        self._wait(world)
+        found = self._listed() if world.is_main else None
+        steps = broadcast_object(found, world, label="store: restore")
         if isinstance(steps, str):
             msg = f"{self.directory} cannot be looked through: {steps}"
             raise CheckpointError(msg)
@@ -299,14 +299,20 @@ class CheckpointStore:
         self._release()
 
     def _begun(
-        self, job: commit.Save, state: TrainState, metrics: Mapping[str, float]
-    ) -> "Contents":
+        self,
+        job: commit.Save,
+        states: Mapping[str, TrainState],
+        metrics: Mapping[str, float],
+    ) -> "dict[str, Contents]":
         """Return what is to be written, once there is a place for it."""
-        contents = contents_of(state, self.frozen, metrics=metrics)
-        if self.async_:
-            copies = self._buffers.copies_of(contents.tensors)
-            contents = attrs.evolve(contents, tensors=copies)
-        if state.world.is_main:
+        contents: dict[str, Contents] = {}
+        for name, state in states.items():
+            each = contents_of(state, self.frozen, metrics=metrics)
+            if self.async_:
+                copies = self._buffers[name].copies_of(each.tensors)
+                each = attrs.evolve(each, tensors=copies)
+            contents[name] = each
+        if job.rank == 0:
             is_first = self._lock is None
             self._take_lock()
             self._remove_leftovers()
@@ -319,7 +325,7 @@ class CheckpointStore:
                 )
                 raise CheckpointError(msg)
         commit.begin(job)
-        if self.async_ and state.world.is_main:
+        if self.async_ and job.rank == 0:
             open_talk(job)
         return contents
 
@@ -390,3 +396,8 @@ class CheckpointStore:
             what = "There is none yet" if newest is None else f"The newest is {newest}"
         parts = (part.removesuffix(".") for part in (str(error), more, what) if part)
         return type(error)(" ".join(f"{part}." for part in parts))
+
+
+def _first(states: Mapping[str, TrainState]) -> TrainState:
+    """Return the state whose step and world are those of a save."""
+    return next(iter(states.values()))
