@@ -108,14 +108,12 @@ class Save:
         step: of the state.
         rank: of the world.
         size: of the world.
-        names: of the states, each of which has a directory in it; "" has none.
     """
 
     final: Path
     step: int
     rank: int
     size: int
-    names: tuple[str, ...] = ("",)
 
     @property
     def partial(self) -> Path:
@@ -201,8 +199,6 @@ def begin(save: Save) -> None:
         raise CheckpointError(msg)
     disk.remove(save.partial)
     disk.create(save.partial)
-    for name in filter(None, save.names):
-        disk.create(save.partial / name)
 
 
 def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> None:
@@ -257,6 +253,8 @@ def _said(save: Save, contents: Mapping[str, Contents]) -> str:
         CheckpointError: this rank does not see the directory that rank 0 has made.
     """
     check_seen(save)
+    for name in filter(None, contents if save.rank == 0 else ()):
+        disk.create(save.partial / name)
     is_alone = save.size == 1
     return json.dumps({n: said_of(c, is_alone=is_alone) for n, c in contents.items()})
 

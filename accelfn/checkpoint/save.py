@@ -59,8 +59,8 @@ def save(
     states = states_of("af.save(state, directory)", state)
     check_frozen(frozen)
     check_path("af.save", directory, "state, ")
-    job, first = save_of(states, Path(directory)), next(iter(states.values()))
-    exchange = exchange_of(first, "save")
+    first = next(iter(states.values()))
+    job, exchange = save_of(first, Path(directory)), exchange_of(first, "save")
     contents: dict[str, Contents] = {}
 
     def begin() -> None:
@@ -81,15 +81,11 @@ def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
     return exchange
 
 
-def save_of(states: Mapping[str, TrainState], directory: Path) -> Save:
-    """Return where states are to be saved; the first one's step is that of the save."""
-    first = next(iter(states.values()))
+def save_of(state: TrainState, directory: Path) -> Save:
+    """Return where a state is to be saved, with those that are saved with it."""
+    world = state.world
     return Save(
-        final=directory.absolute(),
-        step=first.step,
-        rank=first.world.rank,
-        size=first.world.size,
-        names=tuple(states),
+        final=directory.absolute(), step=state.step, rank=world.rank, size=world.size
     )
 
 

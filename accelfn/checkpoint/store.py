@@ -194,7 +194,7 @@ class CheckpointStore:
         earlier = self._ended(state.world)
         under_way.world = state.world
         is_first = before is None or before.connection is not state.world.connection
-        job = save_of(states, self.directory / keeping.name_of(state.step))
+        job = save_of(state, self.directory / keeping.name_of(state.step))
         exchange = exchange_of(state, "save")
         contents: dict[str, Contents] = {}
 

@@ -67,7 +67,7 @@ def export_model(
     check_state(call, state)
     path, limit = as_path(call, directory, "a directory"), bytes_in(max_shard_size)
     params = params_at(state, call, at)
-    job = save_of({"": state}, path)
+    job = save_of(state, path)
     tensors: dict[str, torch.Tensor] = {}
 
     def begin() -> None:
@@ -166,7 +166,7 @@ def save_pretrained(
         msg = f'{call}, raw=: write at="train" in place of raw=True, at="eval" of raw=False.'
         raise ArgumentError(msg)
     params = params_at(state, call, at)
-    job, exchange = save_of({"": state}, path), exchange_of(state, "save_pretrained")
+    job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
     job.agreed(exchange, "begin", lambda: commit.begin(job))
     tensors = _held({**params, **state.buffers}, job, state.world)
 

@@ -3,6 +3,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -24,7 +25,18 @@ def state_of(step: int, world: af.World | None = None) -> af.TrainState:
     return attrs.evolve(state, step=step, params=params)
 
 
-def is_of(folder: Path, step: int) -> bool:
-    """Whether the state of a step is there, bitwise, and can be loaded."""
-    loaded = af.load(base(), folder)
-    return differences(tensors(state_of(step)), tensors(loaded)) == []
+def to_save(step: int, world: af.World | None = None, *, joint: bool) -> Any:
+    """Return the state of a step, or two states of it that are saved together."""
+    if not joint:
+        return state_of(step, world)
+    first = state_of(step, world)
+    params = {name: -param for name, param in first.params.items()}
+    return {"first": first, "second": attrs.evolve(first, params=params)}
+
+
+def is_of(folder: Path, step: int, *, joint: bool = False) -> bool:
+    """Whether what was saved of a step is there, bitwise, and can be loaded."""
+    into = {"second": base(), "first": base()} if joint else base()
+    saved, loaded = to_save(step, joint=joint), af.load(into, folder)
+    pairs = [(saved[n], loaded[n]) for n in saved] if joint else [(saved, loaded)]
+    return all(differences(tensors(one), tensors(two)) == [] for one, two in pairs)

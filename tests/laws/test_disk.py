@@ -34,12 +34,13 @@ from tests.laws.disks import (
     watched,
 )
 from tests.laws.kills import killing
-from tests.laws.states import is_of, state_of
+from tests.laws.states import is_of, state_of, to_save
 
-by_way = pytest.mark.parametrize("async_", [False, True], ids=["sync", "async"])
+WAYS = {"sync": (False, False), "async": (True, False), "joint": (False, True)}
+by_way = pytest.mark.parametrize(("async_", "joint"), WAYS.values(), ids=WAYS)
 
 
-def saved_until(disk: Disk, cut_at: int, *, async_: bool) -> list[int]:
+def saved_until(disk: Disk, cut_at: int, *, async_: bool, joint: bool) -> list[int]:
     """Save steps 1, 2 and 3 until the power fails; return those said to be saved."""
     said: list[int] = []
     disk.happens[cut_at] = disk.cut
@@ -47,7 +48,7 @@ def saved_until(disk: Disk, cut_at: int, *, async_: bool) -> list[int]:
         try:
             store = af.CheckpointStore(disk.root / "run", keep=1, async_=async_)
             for step in (1, 2, 3):
-                store.save(state_of(step))
+                store.save(to_save(step, joint=joint))
                 store.wait()
                 said.append(step)
             store.close()
@@ -61,10 +62,10 @@ def failing(_: str) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def failed_in(store: af.CheckpointStore, step: int) -> bool:
+def failed_in(store: af.CheckpointStore, step: int, *, joint: bool) -> bool:
     """Save a step; return whether it failed."""
     try:
-        store.save(state_of(step))
+        store.save(to_save(step, joint=joint))
         store.wait()
     except af.CheckpointWriteError:
         return True
@@ -80,29 +81,29 @@ def checkpoints(tree: Tree) -> dict[int, Tree]:
 class Loader:
     """Loads what may be left, and each state of the disk once."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.known = root, dict[Any, bool]()
+    def __init__(self, root: Path, *, joint: bool) -> None:
+        self.root, self.joint, self.known = root, joint, dict[Any, bool]()
 
     def loads(self, step: int, tree: Tree) -> bool:
-        key = (step, *sorted(tree.items()))
+        key = (step, repr(tree))
         if key not in self.known:
             folder = self.root / str(len(self.known))
             laid_out(tree, folder)
-            self.known[key] = is_of(folder, step)
+            self.known[key] = is_of(folder, step, joint=self.joint)
         return self.known[key]
 
 
 @by_way
-def test_every_crash_leaves_what_was_saved(async_: bool) -> None:
+def test_every_crash_leaves_what_was_saved(async_: bool, joint: bool) -> None:
     """At each act, whatever part of what was not flushed is lost, the last save is there."""
     crashes = states = 0
     with lent() as real:
-        loader, ended = Loader(real), False
+        loader, ended = Loader(real, joint=joint), False
         while not ended:
             root = real / f"disk {crashes}"
             root.mkdir()
             disk = Disk(root)
-            said = saved_until(disk, crashes, async_=async_)
+            said = saved_until(disk, crashes, async_=async_, joint=joint)
             ended, crashes = not disk.off, crashes + 1
             for tree in every_left(disk):
                 states += 1
@@ -115,7 +116,7 @@ def test_every_crash_leaves_what_was_saved(async_: bool) -> None:
 
 
 @by_way
-def test_every_error_is_told_or_harmless(async_: bool) -> None:
+def test_every_error_is_told_or_harmless(async_: bool, joint: bool) -> None:
     """At each act of a save, an error leaves it there whole, or not there and said to fail.
 
     What fails may be tried again at once.
@@ -128,11 +129,11 @@ def test_every_error_is_told_or_harmless(async_: bool) -> None:
             disk = Disk(root)
             with watched(disk):
                 store = af.CheckpointStore(disk.root / "run", keep=9, async_=async_)
-                store.save(state_of(1))
+                store.save(to_save(1, joint=joint))
                 store.wait()
                 planned = len(disk.acts) + at
                 disk.happens[planned] = failing
-                failed = failed_in(store, 2)
+                failed = failed_in(store, 2, joint=joint)
                 if len(disk.acts) <= planned:  # there are no more acts
                     assert not failed
                     break
@@ -142,10 +143,11 @@ def test_every_error_is_told_or_harmless(async_: bool) -> None:
                 left = store.directory.glob(".tmp-step*")
                 assert all(path.suffix == ".talk" for path in left)
                 if failed:
-                    assert not failed_in(store, 2)
+                    assert not failed_in(store, 2, joint=joint)
                 store.close()
             for step in store.steps:
-                assert is_of(store.directory / f"step-{step:08d}", step)
+                folder = store.directory / f"step-{step:08d}"
+                assert is_of(folder, step, joint=joint)
     assert at > 10
     assert told > 5
 

@@ -19,7 +19,7 @@ from accelfn.checkpoint import commit, disk, files, keep, store
 from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.laws.disks import Disk, lent, watched
-from tests.laws.states import base, is_of, state_of
+from tests.laws.states import base, is_of, state_of, to_save
 
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "ValueError: boom": lambda: ValueError("boom"),
@@ -50,13 +50,20 @@ def causes(error: BaseException | None) -> list[BaseException]:
     what=st.sampled_from(sorted(PLACES)),
     error=st.sampled_from(sorted(ERRORS)),
     async_=st.booleans(),
+    joint=st.booleans(),
 )
-@example(size=1, rank=0, what="write its file", error="OSError", async_=False)
-@example(size=2, rank=0, what="read it back", error="bad", async_=True)
-@example(size=2, rank=0, what="read it back", error="SystemExit: 3", async_=True)
-@example(size=2, rank=1, what="divide", error="ValueError: boom", async_=True)
+@example(
+    size=1, rank=0, what="write its file", error="OSError", async_=False, joint=False
+)
+@example(size=2, rank=0, what="read it back", error="bad", async_=True, joint=False)
+@example(
+    size=2, rank=0, what="read it back", error="SystemExit: 3", async_=True, joint=False
+)
+@example(
+    size=2, rank=1, what="divide", error="ValueError: boom", async_=True, joint=False
+)
 def test_a_save_names_whose_error_it_was(
-    size: int, rank: int, what: str, error: str, async_: bool
+    size: int, rank: int, what: str, error: str, async_: bool, joint: bool
 ) -> None:
     """B2: any error on a rank is told to all with its kind, and that rank has it as cause.
 
@@ -82,7 +89,7 @@ def test_a_save_names_whose_error_it_was(
     def train(world: af.World) -> None:
         with af.CheckpointStore(root, async_=async_) as saved:
             with pytest.raises(af.CheckpointWriteError) as caught:  # noqa: PT012 - either
-                saved.save(state_of(1, world))
+                saved.save(to_save(1, world, joint=joint))
                 saved.wait()
             told.append(str(caught.value))
             assert (raised in causes(caught.value)) == (world.rank == rank)
@@ -93,7 +100,7 @@ def test_a_save_names_whose_error_it_was(
             if world.is_main:
                 patches.close()
             gather_text("", world, label="mended")
-            saved.save(state_of(2, world))
+            saved.save(to_save(2, world, joint=joint))
         assert saved.steps[-1] == 2
 
     with lent() as root, ExitStack() as patches:

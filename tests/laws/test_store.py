@@ -27,7 +27,7 @@ from accelfn.checkpoint.lock import Lock
 from accelfn.collectives import gather_text
 from accelfn.testing import Terminate, simulate
 from tests.laws.disks import Disk, lent, watched
-from tests.laws.states import base, is_of, state_of
+from tests.laws.states import base, is_of, state_of, to_save
 from tests.strategies import Run, differences, runs, tensors
 
 REASONS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO]
@@ -53,23 +53,24 @@ def failing(disk: Disk, number: int, *, stays: bool) -> Callable[[str], None]:
     number=st.sampled_from(REASONS),
     stays=st.booleans(),
     async_=st.booleans(),
+    joint=st.booleans(),
 )
 def test_a_save_that_fails_fails_on_all_ranks(
-    size: int, at: int, number: int, stays: bool, async_: bool
+    size: int, at: int, number: int, stays: bool, async_: bool, joint: bool
 ) -> None:
     """A full or broken disk: all are told why, what was there stays, training goes on."""
     said: list[str] = []
 
     def train(world: af.World) -> None:
         with af.CheckpointStore(disk.root, keep=2, async_=async_) as store:
-            store.save(state_of(1, world))
+            store.save(to_save(1, world, joint=joint))
             store.wait()
             if world.is_main:
                 happens = failing(disk, number, stays=stays)
                 disk.happens[len(disk.acts) + at] = happens
             gather_text("", world, label="planned")
             try:
-                store.save(state_of(2, world))
+                store.save(to_save(2, world, joint=joint))
                 store.wait()
             except af.CheckpointWriteError as error:
                 said.append(str(error))
@@ -82,11 +83,11 @@ def test_a_save_that_fails_fails_on_all_ranks(
                     left = {p.name for p in disk.root.glob(".tmp-*step*")}
                     assert stays or left == set()
             gather_text("", world, label="looked")
-            store.save(state_of(3, world))
+            store.save(to_save(3, world, joint=joint))
             store.wait()
             if world.is_main:
                 assert store.steps == ((1, 3) if said else (2, 3))
-                assert is_of(store.latest, 3)
+                assert is_of(store.latest, 3, joint=joint)
 
     base()  # which no simulated rank could make
     with lent() as root:

@@ -67,7 +67,7 @@ def of_ranks(folder, world):
     )
     step = af.make_step(lambda model, batch: model(batch).square().mean())
     state, _ = step(state, torch.full((2, 2), world.rank + 1.0))
-    job = save_of({"": state}, folder)
+    job = save_of(state, folder)
     place = Slice((6,), (3 * world.rank,), (3,))
     contents = attrs.evolve(
         contents_of(state, "write", metrics={"loss": math.inf, "acc": 0.25}),

@@ -463,7 +463,7 @@ def test_what_a_slot_has_not_is_exported_as_it_is_trained(tmp_path):
 def of_slices(folder, world):
     """Save a state of which each rank holds a half of each matrix."""
     state = fresh(world=world)
-    job, contents = save_of({"": state}, folder), contents_of(state, "write")
+    job, contents = save_of(state, folder), contents_of(state, "write")
     slices = {
         name: Slice.even(tensor.shape, 0, world.rank, world.size)
         for name, tensor in contents.tensors.items()
