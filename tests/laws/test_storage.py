@@ -170,9 +170,10 @@ def test_what_is_loaded_is_saved_alike(run: Run, setup: tuple, updates: int) -> 
     size=st.sampled_from([1, 2]),
     data=st.data(),
     how=st.sampled_from(["flip", "cut", "add", "remove"]),
+    joint=st.booleans(),
 )
 def test_any_change_of_a_file_is_noticed(
-    size: int, data: st.DataObject, how: str
+    size: int, data: st.DataObject, how: str, joint: bool
 ) -> None:
     """One bit flipped, a tail cut off or added, a file gone: load refuses on each rank."""
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
@@ -181,11 +182,12 @@ def test_any_change_of_a_file_is_noticed(
 
         def save(world: af.World) -> Found:
             state, _ = run.train(run.state(world))
-            af.save(state, saved)
+            af.save({"one": state} if joint else state, saved)
             return tensors(state)
 
         expected = simulate(size, save)
-        path = data.draw(st.sampled_from(sorted(saved.iterdir())), label="file")
+        paths = sorted(path for path in saved.rglob("*") if path.is_file())
+        path = data.draw(st.sampled_from(paths), label="file")
         content = bytearray(path.read_bytes())
         at = data.draw(st.integers(0, len(content) - 1), label="byte")
         match how:
@@ -201,8 +203,11 @@ def test_any_change_of_a_file_is_noticed(
             path.write_bytes(content)
 
         def load(world: af.World) -> bool:
+            fresh = run.state(world)
             try:
-                loaded = tensors(af.load(run.state(world), saved))
+                given = {"one": fresh} if joint else fresh
+                found = af.load(given, saved)
+                loaded = tensors(found["one"] if joint else found)
             except af.CheckpointError as error:
                 assert path.name in str(error)  # noqa: PT017 - either of two ways is right
                 return False
@@ -253,17 +258,23 @@ def test_whoever_reads_notices_a_change(
         simulate(size, read)
 
 
+def named(names: tuple[str, ...], states: list[af.TrainState]) -> Any:
+    """Return states by name, to be saved together; one that is called "" is alone."""
+    return dict(zip(names, states, strict=True)) if any(names) else states[0]
+
+
 class _Killed(BaseException):
     """The process is gone."""
 
 
 @given(
     size=st.sampled_from([1, 2]),
-    at=st.integers(0, 16),
+    at=st.integers(0, 24),
     kind=st.sampled_from(["plain", "norm"]),
+    names=st.sampled_from([("",), ("one", "two")]),
 )
 def test_a_save_that_is_cut_off_leaves_nothing_or_all(
-    size: int, at: int, kind: str
+    size: int, at: int, kind: str, names: tuple[str, ...]
 ) -> None:
     """Killed at any opening, flush or rename, no checkpoint is there, or a whole one."""
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
@@ -279,13 +290,16 @@ def test_a_save_that_is_cut_off_leaves_nothing_or_all(
 
         return acts
 
-    def save(world: af.World) -> Found:
+    def save(world: af.World) -> list[Found]:
         state, _ = run.train(run.state(world))
-        af.save(state, saved)
-        return tensors(state)
+        other, _ = run.train(run.state(world), 0)
+        states = [state, other][: len(names)]
+        af.save(named(names, states), saved)
+        return list(map(tensors, states))
 
-    def load(world: af.World) -> Found:
-        return tensors(af.load(run.state(world), saved))
+    def load(world: af.World) -> list[Found]:
+        found = af.load(named(names, [run.state(world)] * len(names)), saved)
+        return [tensors(found[name] if name else found) for name in names]
 
     with folder() as saved:
         with (
@@ -307,11 +321,13 @@ def test_a_save_that_is_cut_off_leaves_nothing_or_all(
             expected = simulate(size, save)
             found = simulate(size, load)
         for one, two in zip(expected, found, strict=True):
-            assert differences(one, two) == []
+            assert list(map(differences, one, two)) == [[]] * len(one)
 
 
-@given(size=st.sampled_from([1, 2, 3]))
-def test_everything_is_on_the_disk_before_it_has_its_name(size: int) -> None:
+@given(size=st.sampled_from([1, 2, 3]), joint=st.booleans())
+def test_everything_is_on_the_disk_before_it_has_its_name(
+    size: int, joint: bool
+) -> None:
     """When the directory is renamed, each file in it, and it itself, was flushed."""
     setup = af.chain(af.shard_data(), af.local_sgd(sync_every=2))
     run = Run(n=12, updates=1, setup=setup, dyadic=False, loss="squared")
@@ -327,16 +343,20 @@ def test_everything_is_on_the_disk_before_it_has_its_name(size: int) -> None:
         flushed.add(identity(os.fstat(handle)))
 
     def checking(source: Path, target: Path) -> Path:
-        for path in [source, *source.iterdir()]:
+        for path in [source, *source.rglob("*")]:
             assert identity(path.stat()) in flushed
         named.append(target)
         return rename(source, target)
+
+    def save(world: af.World) -> None:
+        state, _ = run.train(run.state(world))
+        af.save({"one": state, "two": state} if joint else state, saved)
 
     with (
         folder() as saved,
         mock.patch.object(os, "fsync", noting),
         mock.patch.object(Path, "rename", checking),
     ):
-        simulate(size, lambda world: af.save(run.train(run.state(world))[0], saved))
+        simulate(size, save)
         assert named == [saved]
         assert identity(saved.parent.stat()) in flushed

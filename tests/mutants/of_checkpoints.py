@@ -103,7 +103,7 @@ disk.remove(save.partial)
         test_store_calls.test_a_store_is_what_was_saved_and_kept,
         store.CheckpointStore.restore,
         """\
-self._wait(state.world)
+self._wait(world)
 →
 
 """,

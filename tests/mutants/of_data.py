@@ -255,21 +255,23 @@ if not merging:
         test_storage.test_a_save_that_is_cut_off_leaves_nothing_or_all,
         commit.write,
         """\
-        disk.write(save.partial / NAME, [manifest.to_bytes()])
-        disk.flush(save.partial)
+        if "" not in digests:
+            disk.write(save.partial / NAME, [joint_bytes(digests)])
+            disk.flush(save.partial)
         disk.rename(save.partial, save.final)
 →
         disk.rename(save.partial, save.final)
-        disk.write(save.final / NAME, [manifest.to_bytes()])
-        disk.flush(save.final)
+        if "" not in digests:
+            disk.write(save.final / NAME, [joint_bytes(digests)])
+            disk.flush(save.final)
 """,
     ),
     Mutant(
         "L52: a checkpoint has its name before the other ranks have written their files",
         test_faults.test_a_save_in_which_a_rank_fails_leaves_nothing_or_all,
         commit.write,
-        'written = save.agreed(exchange, "write its file", write_file)'
-        ' → written = save.agreed(exchange, "write its file", write_file)'
+        'texts = save.agreed(exchange, "write its file", write_file)'
+        ' → texts = save.agreed(exchange, "write its file", write_file)'
         " if save.rank else [write_file()] * save.size",
     ),
     Mutant(

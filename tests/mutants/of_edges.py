@@ -100,7 +100,7 @@ MUTANTS = [
         test_disk.test_every_error_is_told_or_harmless,
         disk.rename,
         "new.rename(path) → pass",
-        args={"async_": False},
+        args={"async_": False, "joint": False},
     ),
     Mutant(
         "L22: a part of a given model that has buffers and no parameters can be used",

@@ -234,7 +234,7 @@ MUTANTS = [
         "each rank restores the newest state that it sees itself",
         test_checkpoint.test_all_ranks_restore_what_rank_0_sees,
         store.CheckpointStore.restore,
-        'broadcast_object(found, state.world, label="store: restore") → self._listed()',
+        'broadcast_object(found, world, label="store: restore") → self._listed()',
         args={"step": None},
     ),
     Mutant(

@@ -148,8 +148,8 @@ MUTANTS = [
     Mutant(
         "a truth counts as a weight of 1",
         tests.test_totals_and_weights_are_numbers,
-        metrics._is_scalar,
-        " and value.dtype is not torch.bool → ",
+        metrics.is_scalar,
+        "value.dtype is not torch.bool and  → ",
         args={"weight": 2, "aux": {"size": tests.FALSE}},
     ),
     Mutant(

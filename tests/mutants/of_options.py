@@ -34,8 +34,8 @@ OF_CHECKPOINTS = [
         "L41: what of a checkpoint is asked for is loaded from a file that has changed",
         test_storage.test_whoever_reads_notices_a_change,
         load_part,
-        "source = _opened(state, folder, verify=verify)"
-        " → source = _opened(state, folder, verify=False)",
+        "read_manifest(folder), folder, verify=verify)"
+        " → read_manifest(folder), folder, verify=False)",
     ),
     Mutant(
         "L45: a store does not hear what may differ in the data",

@@ -332,7 +332,7 @@ MUTANTS = [
         "L3: a mean of nobody's is no number",
         WEIGHT,
         averages._average_bucket_,
-        "_may_be_zero(weight) and not is_positive(flat[-1]) → False",
+        "_may_be_zero(weight) and not is_positive(flat[-1].real) → False",
     ),
     Mutant(
         "L3: the rest of a large tensor is not averaged",

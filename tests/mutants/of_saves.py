@@ -129,9 +129,9 @@ MUTANTS = [
         test_ended_saves.test_no_interrupt_lets_saves_write_over_each_other,
         store.CheckpointStore.save,
         """\
-under_way.writing = Writing(job, contents[0], retain, patience=patience)
+under_way.writing = Writing(job, contents, retain, patience=patience)
 →
-(begun := Writing(job, contents[0], retain, patience=patience)).start()
+(begun := Writing(job, contents, retain, patience=patience)).start()
             under_way.writing = begun
 """,
     ),

@@ -22,14 +22,14 @@ OF_CRASHES = [
         test_disk.test_every_crash_leaves_what_was_saved,
         disk.make,
         "flush(directory.parent) → pass",
-        args={"async_": False},
+        args={"async_": False, "joint": False},
     ),
     Mutant(
         "L52: a save is said to be there before its name lasts",
         test_disk.test_every_crash_leaves_what_was_saved,
         disk.rename,
         "flush(new.parent) → pass",
-        args={"async_": True},
+        args={"async_": True, "joint": False},
     ),
     Mutant(
         "L52: what interrupted saves have left is not removed by the next",
