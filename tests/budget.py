@@ -80,6 +80,7 @@ _NUMBERS = {
         "laws.test_resume::test_ranks_resume_bitwise",
         "laws.test_resume::test_sums_are_taken_alike_after_a_cut",
         "laws.test_running::test_ranks_end_together",
+        "laws.test_storage::test_states_that_are_saved_together_are_what_each_alone_is",
         "laws.test_tensor_parallel::test_an_update_is_skipped_on_all_ranks_or_none",
         "laws.test_traffic::test_local_sgd_sends_what_ddp_sends_divided_by_its_period",
         "laws.test_with_world::test_a_state_that_is_moved_was_saved_and_loaded",

@@ -2,6 +2,7 @@
 """A checkpoint holds every bit, is there whole or not at all, and notices what changed."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -360,3 +361,67 @@ def test_everything_is_on_the_disk_before_it_has_its_name(
         simulate(size, save)
         assert named == [saved]
         assert identity(saved.parent.stat()) in flushed
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    """Return what is in a folder's files, by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+SETUPS = {
+    "ddp": (af.wrap_ddp(), af.ema(0.5)),
+    "local": (af.local_sgd(sync_every=2),),
+    "fsdp": (af.wrap_fsdp(), af.ema(0.5)),
+}
+KINDS = st.sampled_from(sorted(SETUPS))
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    kinds=st.tuples(KINDS, KINDS),
+    updates=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    mixed=st.sampled_from(["one", "two"]),
+)
+def test_states_that_are_saved_together_are_what_each_alone_is(
+    sizes: tuple[int, int],
+    kinds: tuple[str, str],
+    updates: tuple[int, int],
+    mixed: str,
+) -> None:
+    """Files and loaded values are those of each alone; moments of two saves never mix."""
+    runs = {
+        name: Run(n=12, setup=af.chain(af.shard_data(), *SETUPS[kind]), dyadic=False)
+        for name, kind in zip(("one", "two"), kinds, strict=True)
+    }
+
+    def fresh(world: af.World) -> dict[str, af.TrainState]:
+        return {name: run.state(world) for name, run in runs.items()}
+
+    def save(world: af.World) -> None:
+        states = fresh(world)
+        for more in (0, 1):
+            for (name, run), count in zip(runs.items(), updates, strict=True):
+                states[name], _ = run.train(states[name], more or count)
+            af.save(states, root / f"both {more}")
+            for name, state in states.items():
+                af.save(state, root / f"{name} {more}")
+
+    def load(world: af.World) -> None:
+        found = af.load(fresh(world), root / "both 0")
+        for name, state in fresh(world).items():
+            alone = af.load(state, root / f"{name} 0")
+            assert differences(tensors(alone), tensors(found[name])) == []
+            assert (alone.step, alone.cursor) == (found[name].step, found[name].cursor)
+
+    def refuse(world: af.World) -> None:
+        with pytest.raises(af.CheckpointCorruptError, match=f"{mixed}/manifest.json"):
+            af.load(fresh(world), root / "both 0")
+
+    with lent() as root:
+        simulate(sizes[0], save)
+        for name in runs:
+            assert bytes_in(root / f"{name} 0") == bytes_in(root / "both 0" / name)
+        simulate(sizes[1], load)
+        shutil.rmtree(root / "both 0" / mixed)
+        shutil.copytree(root / "both 1" / mixed, root / "both 0" / mixed)
+        simulate(sizes[1], refuse)

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.manifest import read_manifest
+from accelfn.checkpoint.manifest import read_manifests
 from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.laws.disks import lent
@@ -109,6 +109,14 @@ def state_of(number: int, step: int, world: af.World) -> af.TrainState:
     return attrs.evolve(state, step=step, params=params)
 
 
+def together(state: af.TrainState, *, joint: bool) -> Any:
+    """Return a state, or two that are saved together."""
+    if not joint:
+        return state
+    params = {n: p * 2 if p.requires_grad else p for n, p in state.params.items()}
+    return {"one": state, "two": attrs.evolve(state, params=params)}
+
+
 LOSSES = st.sampled_from([None, math.nan, -1.0, 1.0, 1.0, 2.0, math.inf])
 OPTIONS = st.builds(
     Options,
@@ -132,24 +140,28 @@ CALLS = st.one_of(
     options=OPTIONS,
     calls=st.lists(st.tuples(CALLS, st.booleans()), min_size=1, max_size=7),
     size=st.sampled_from([1, 1, 2, 3]),
+    joint=st.booleans(),
 )
 @example(  # a step that is no truth
     options=Options(None, None, "min", None, "write", async_=False),
     calls=[(Save(0, None), True), (Save(1, None), True)],
     size=1,
+    joint=False,
 )
 def test_a_store_is_what_was_saved_and_kept(
-    options: Options, calls: list[tuple[Any, bool]], size: int
+    options: Options, calls: list[tuple[Any, bool]], size: int, joint: bool
 ) -> None:
     """After any calls: its steps, the newest, the best, what each restores to, what is due."""
 
     def rank(world: af.World) -> None:
         store, model = options.open(root), Model(options)
-        first = state_of(-1, 0, world)
+        first = together(state_of(-1, 0, world), joint=joint)
         for number, (call, waits) in enumerate(calls):
             match call:
                 case Save():
-                    saved(store, model, call, number, world)
+                    state = state_of(number, call.step, world)
+                    given_ = together(state, joint=joint)
+                    saved(store, model, call, number, given_)
                 case Again():
                     store.close()
                     model.options, model.is_new = call.options, True
@@ -172,11 +184,10 @@ def test_a_store_is_what_was_saved_and_kept(
 
 
 def saved(
-    store: af.CheckpointStore, model: Model, call: Save, number: int, world: af.World
+    store: af.CheckpointStore, model: Model, call: Save, number: int, state: Any
 ) -> None:
     """Save, where the step is not there yet; else all ranks are told."""
-    state = state_of(number, call.step, world)
-    due(store, model, state)
+    due(store, model, state, call.step)
     metrics = None if call.loss is None else {"loss": call.loss, "other": 0.0}
     if model.save(call, number):
         assert store.save(state, metrics=metrics).name == f"step-{call.step:08d}"
@@ -185,17 +196,17 @@ def saved(
         store.save(state, metrics=metrics)
 
 
-def due(store: af.CheckpointStore, model: Model, state: af.TrainState) -> None:
+def due(store: af.CheckpointStore, model: Model, state: Any, step: int) -> None:
     every = model.options.every
     if every is None:
         with pytest.raises(af.ArgumentError, match="every="):
             store.due(state)
     else:
-        assert store.due(state) == (state.step > 0 and state.step % every == 0)
+        assert store.due(state) == (step > 0 and step % every == 0)
 
 
 def restored(
-    store: af.CheckpointStore, model: Model, first: af.TrainState, step: int | None
+    store: af.CheckpointStore, model: Model, first: Any, step: int | None
 ) -> None:
     """Restore a step, or the newest, and compare it with what was saved."""
     if step is None and not model.there:
@@ -206,10 +217,14 @@ def restored(
             store.restore(first, step=step)
         return
     chosen = max(model.there) if step is None else step
-    found = store.restore(first, step=step)
-    assert found.step == chosen
-    expected = state_of(model.there[chosen][0], chosen, first.world)
-    assert differences(tensors(expected), tensors(found)) == []
+    found, joint = store.restore(first, step=step), isinstance(first, dict)
+    world = first["one"].world if joint else first.world
+    state = state_of(model.there[chosen][0], chosen, world)
+    expected = together(state, joint=joint)
+    pairs = [(expected[n], found[n]) for n in first] if joint else [(expected, found)]
+    for one, two in pairs:
+        assert two.step == chosen
+        assert differences(tensors(one), tensors(two)) == []
 
 
 def agrees(store: af.CheckpointStore, model: Model) -> None:
@@ -219,8 +234,9 @@ def agrees(store: af.CheckpointStore, model: Model) -> None:
     name = f"step-{steps[-1]:08d}" if steps else None
     assert (store.latest and store.latest.name) == name
     for step, (_, _, frozen) in model.there.items():
-        manifest = read_manifest(store.directory / f"step-{step:08d}")
-        assert bool(manifest.kept) == (frozen == "hash")
+        manifests = read_manifests(store.directory / f"step-{step:08d}")
+        for manifest in manifests.values():
+            assert bool(manifest.kept) == (frozen == "hash")
     if model.options.keep_best is None:
         with pytest.raises(af.ArgumentError, match="keep_best="):
             _ = store.best

@@ -2,7 +2,7 @@
 """Bugs in who reads which samples, and in what a checkpoint keeps."""
 
 from accelfn.base import codec
-from accelfn.checkpoint import commit, disk, elastic, fields, files
+from accelfn.checkpoint import commit, disk, elastic, fields, files, manifest
 from accelfn.checkpoint.hashing import Hashing
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.data import cut, epoch, fetch, permutation, plan, readers, reading, sources
@@ -249,6 +249,12 @@ if not merging:
         test_storage.test_any_change_of_a_file_is_noticed,
         Manifest.from_bytes.__func__,
         "_compare(data, FORMATS[version]) → pass",
+    ),
+    Mutant(
+        "L41: states that were saved at two moments are loaded as if together",
+        test_storage.test_states_that_are_saved_together_are_what_each_alone_is,
+        manifest.read_manifest,
+        "digests[name] not in (None, WRITTEN.of(data)) → False",
     ),
     Mutant(
         "L52: a checkpoint has its name before all that is in it is written",

@@ -234,6 +234,89 @@ def test_leftover_of_an_interrupted_save(tmp_path):
     assert values(make()) == values(af.load(fresh(), tmp_path / "saved"))
 
 
+# States that are saved together.
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Return the directory of two states that were saved together."""
+    af.save({"actor": make(), "critic": make(seed=1)}, tmp_path / "both")
+    return tmp_path / "both"
+
+
+TOGETHER = {
+    "alone": lambda both: af.load(fresh(), both),
+    "one": lambda both: af.load({"actor": fresh()}, both),
+    "other names": lambda both: af.load({"actor": fresh(), "judge": fresh()}, both),
+    "a part of it": lambda both: af.load(fresh(), both / "actor"),
+    "fields": lambda both: af.load_part(fresh(), both, "params"),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_states_saved_together_are_loaded_together(both, case):
+    """Another number or other names of states is an error with the code to write."""
+    code = f'af.load({{"actor": ..., "critic": ...}}, {str(both)!r})'
+    with pytest.raises(af.CheckpointError, match="it has actor, critic") as caught:
+        TOGETHER[case](both)
+    assert code in str(caught.value)
+    assert f"af.load_part(state, {str(both / 'actor')!r}, only)" in str(caught.value)
+
+
+def test_fields_of_one_of_several_states(both):
+    """`load_part` takes the directory of one of them, as the error says."""
+    found = af.load_part(fresh(), both / "critic", ["params", "buffers"]).state
+    whole = af.load({"actor": fresh(), "critic": fresh()}, both)["critic"]
+    for unit in ("params", "buffers"):
+        assert values(whole)[unit] == values(found)[unit]
+
+
+def test_a_lone_state_is_loaded_alone(saved):
+    """Several states by name are no way to load one that was saved alone."""
+    code = re.escape(f"it has one state. Load it with af.load(state, {str(saved)!r}).")
+    with pytest.raises(af.CheckpointError, match=f"expected actor, and {code}"):
+        af.load({"actor": fresh()}, saved)
+
+
+CALLS_WITH_STATES = {
+    "af.save": af.save,
+    "af.load": af.load,
+    "store.save": lambda states, path: af.CheckpointStore(path).save(states),
+    "store.restore": lambda states, path: af.CheckpointStore(path).restore(states),
+    "store.due": lambda states, path: af.CheckpointStore(path, every=1).due(states),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_WITH_STATES)
+@pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", 3, None])
+def test_names_of_states_are_words(call, name, tmp_path):
+    """They are directories' names; nothing else is taken, nor no state at all."""
+    with pytest.raises(af.ArgumentError, match=rf"{call}.*not a state's name"):
+        CALLS_WITH_STATES[call]({"actor": make(), name: make()}, tmp_path / "runs")
+    with pytest.raises(af.ArgumentError, match=rf"{call}.*not a state's name"):
+        CALLS_WITH_STATES[call]({}, tmp_path / "runs")
+    with pytest.raises(af.ArgumentError, match=rf"{call}.*expected a TrainState"):
+        CALLS_WITH_STATES[call]({"actor": make(), "critic": net()}, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("call", CALLS_WITH_STATES)
+def test_states_of_several_worlds_are_rejected(call, tmp_path):
+    """On every rank, before anything is written."""
+
+    def fn(world):
+        setup = af.shard_data()
+        pair = world.split(size=2)
+        states = {
+            "actor": fresh(setup=setup, world=world),
+            "critic": fresh(setup=setup, world=pair),
+        }
+        with pytest.raises(af.WorldError, match=f"{call}.*actor, critic are in diff"):
+            CALLS_WITH_STATES[call](states, tmp_path / "runs")
+
+    simulate(4, fn)
+    assert not list(tmp_path.glob("runs/step*")) + list(tmp_path.glob("runs/*.json"))
+
+
 # Loading what does not fit.
 
 

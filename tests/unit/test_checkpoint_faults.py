@@ -142,6 +142,34 @@ def test_a_seal_made_here_is_right(saved):
     assert values(made()) == values(af.load(fresh(), saved))
 
 
+STATES = {
+    "outside": lambda states: {"../saved": states["one"]},
+    "absolute": lambda states: {"/": states["one"]},
+    "no names": lambda _: {},
+    "no table": lambda states: [*states],
+    "another digest": lambda _: {"one": "0" * 64},
+    "no digest": lambda _: {"one": 10**12},
+    "nothing": lambda _: {"one": None},
+    "deep": lambda _: {"one": json.loads("[" * 500 + "]" * 500)},
+    "gone": lambda states: {**states, "two": states["one"]},
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_states_that_were_not_saved_together(case, tmp_path):
+    """What names them is looked at first, whatever its digest, by whoever reads it."""
+    folder = tmp_path / "step-00000001"
+    af.save({"one": made()}, folder)
+    reseal(folder, dict)
+    assert values(af.load({"one": fresh()}, folder)["one"]) == values(made())
+    reseal(folder, lambda plain: plain.update(states=STATES[case](plain["states"])))
+    with pytest.raises(af.CheckpointError, match=re.escape(str(folder))):
+        af.load({"one": fresh()}, folder)
+    with pytest.raises(af.CheckpointError, match=re.escape(str(folder))):
+        keep.verify(folder)
+    assert keep.best_of(tmp_path, "loss", "min") == []
+
+
 # C5, C22: directories.
 
 

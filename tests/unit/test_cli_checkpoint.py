@@ -148,6 +148,28 @@ def test_ls_has_a_row_for_each(store, capsys):
         assert row[1:3] == [f"{size / 1000:.1f}", "kB"]
 
 
+def test_states_that_were_saved_together(tmp_path, capsys):
+    """`ls` names them, `verify` reads all, `show` takes the directory of one."""
+    folder = tmp_path / "runs"
+    with af.CheckpointStore(folder) as kept:
+        kept.save({"actor": made(), "critic": fresh()}, metrics={"loss": 0.5})
+    saved = folder / "step-00000001"
+    _, rows, _ = run(capsys, "ls", folder)
+    size = sum(p.stat().st_size for p in saved.rglob("*") if p.is_file())
+    assert f"1  {size / 1000:.1f} kB" in rows[1]
+    assert rows[1].endswith("yes  loss 0.5  actor, critic")
+    assert "actor" in refused(capsys, "show", folder)
+    code, rows, _ = run(capsys, "show", saved / "critic")
+    assert (code, rows[2].split()) == (0, ["step", "0"])
+    code, rows, _ = run(capsys, "verify", folder)
+    assert (code, len(rows)) == (0, 3)
+    with (saved / "critic" / "rank-00000.safetensors").open("ab") as file:
+        file.truncate(100)
+    code, rows, _ = run(capsys, "verify", saved)
+    assert (code, [": whole" in row for row in rows]) == (1, [True, True, False])
+    assert " no " in run(capsys, "ls", folder)[1][1]
+
+
 def test_ls_says_what_is_not_whole(store, capsys):
     """A file that is cut off or gone is named; what an interrupted save left is, too."""
     with (store / "step-00000001" / "rank-00000.safetensors").open("ab") as file:
