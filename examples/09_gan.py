@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One idea more: two states, a loss each, and one step of your own that updates both.
+"""One idea more: two states, a loss each, one step that updates both, and one checkpoint.
 
 A generator learns a tilted ring of points from a critic that learns to tell its points from
-true ones (Goodfellow et al. 2014, with the penalty of Mescheder et al. 2018).
+true ones (Goodfellow et al. 2014, with the penalty of Mescheder et al. 2018). A store saves
+both states as one, so a run that is killed resumes with a pair of the same moment.
 """
 
 from functools import partial
@@ -16,7 +17,8 @@ import accelfn as af
 
 TILT = torch.tensor([[1.0, 0.0], [0.8, 0.6]])
 PENALTY = 0.1
-Pair = tuple[af.TrainState, af.TrainState]
+FOLDER = "gan-checkpoints"  # delete it to begin anew
+Pair = dict[str, af.TrainState]
 
 
 def ring(count: int) -> Tensor:
@@ -55,10 +57,10 @@ critic_step, generator_step = map(af.make_step, (critic_loss, generator_loss))
 
 def gan_step(states: Pair, batch: af.Batch) -> Pair:
     """Update the critic, then the generator; each sees the other as it is, frozen."""
-    generator, critic = states
+    generator, critic = states["generator"], states["critic"]
     critic, _ = critic_step(critic, batch, af.frozen(generator, at="train"))
     generator, _ = generator_step(generator, batch.value, af.frozen(critic, at="train"))
-    return generator, critic
+    return {"generator": generator, "critic": critic}
 
 
 def train(world: af.World, epochs: int = 40) -> Tensor:
@@ -67,12 +69,18 @@ def train(world: af.World, epochs: int = 40) -> Tensor:
     setup = af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.99))
     create = partial(af.TrainState.create, optimizer=adam, setup=setup, world=world)
     data = af.Data((ring(4096),), batch_size=128, shuffle=True)
-    generator = create(model=partial(net, 2, 2), name="generator")
-    critic = create(model=partial(net, 2, 1), data=data, name="critic")
-    for batch in af.batches(critic, epochs=epochs):
-        generator, critic = gan_step((generator, critic), batch)
-    with af.rng(generator, "look", shared=True):
-        return af.frozen(generator)(torch.randn(4096, 2))
+    states = {
+        "generator": create(model=partial(net, 2, 2), name="generator"),
+        "critic": create(model=partial(net, 2, 1), data=data, name="critic"),
+    }
+    with af.CheckpointStore(FOLDER, every=320) as store:
+        states = store.restore(states)
+        for batch in af.batches(states["critic"], epochs=epochs):
+            states = gan_step(states, batch)
+            if store.due(states):
+                store.save(states)
+    with af.rng(states["generator"], "look", shared=True):
+        return af.frozen(states["generator"])(torch.randn(4096, 2))
 
 
 if __name__ == "__main__":
