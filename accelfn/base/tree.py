@@ -251,6 +251,16 @@ def _is_container(tree: Any) -> bool:
     return isinstance(tree, (Mapping, tuple, list)) or bool(_fields(type(tree)))
 
 
+def rows(tree: Any, start: int, stop: int) -> Any:
+    """Return the tree with these rows of its tensors; what has no rows stays."""
+    return tree_map(
+        lambda leaf: (
+            leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+        ),
+        tree,
+    )
+
+
 def num_rows(tree: Any) -> int:
     """Return how many samples a plain batch holds: the common size of dim 0.
 

@@ -2,6 +2,7 @@
 """`Batch`: what one step consumes, with the place it has in the data."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn, TypeAlias
 
 import attrs
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accelfn.base import words
+from accelfn.base import tree, words
 from accelfn.base.words import foreign
 from accelfn.data.cursor import Cursor
 from accelfn.data.permutation import Indices
@@ -117,6 +118,33 @@ class Batch:
             )
             for i in range(len(self.micro_batches))
         ]
+
+    def zip(self, *extras: Any) -> "Batch":
+        """Return the batch with tensors that belong to its samples: (value, *extras).
+
+        They are cut with it into micro-batches.
+
+        Args:
+            extras: trees of tensors with a row for each of this rank's samples, in the order
+                of `indices`, which has the stand-in of an empty share too.
+
+        Raises:
+            BatchError: there are more rows, or fewer.
+        """
+        sizes = [len(each) for each in self.parts_indices]
+        for extra in extras:
+            if tree.num_rows(extra) != sum(sizes):
+                msg = (
+                    f"batch.zip: an extra has {tree.num_rows(extra)} rows; expected one for each"
+                    f" of the {sum(sizes)} samples of this rank: table[batch.indices]."
+                )
+                raise BatchError(msg)
+        spans = pairwise([0, *accumulate(sizes)])
+        values = tuple(
+            (value, *(tree.rows(extra, *span) for extra in extras))
+            for value, span in zip(self.micro_batches, spans, strict=True)
+        )
+        return attrs.evolve(self, micro_batches=values)
 
     def __repr__(self) -> str:
         """Show its place, not its tensors."""

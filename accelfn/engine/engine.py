@@ -30,7 +30,7 @@ from accelfn.engine.home import Home
 from accelfn.engine.module.synced_norm import buffers_of_all_ranks, norm_order
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
-from accelfn.engine.read_loss import ReadLoss, Samples
+from accelfn.engine.read_loss import ReadLoss, Samples, say_what_tokens_weigh
 from accelfn.engine.runner import LossFunction, Runner
 from accelfn.engine.strangers import warn_of_strangers
 from accelfn.errors import GradsError
@@ -92,6 +92,8 @@ class Engine:
         # a step that asks nobody is the shorter
         self._left_out = None if collate is None else LeftOut()
         self._counters: Counters | None = Counters.of_modules(module)
+        kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
+        self._token_looks = 4 if "PreTrainedModel" in kinds else 0
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
@@ -116,6 +118,9 @@ class Engine:
             warn_of_strangers(read.scalar, known)
         if self._left_out is not None and read.is_mean and not samples.lone:
             self._left_out.look(samples.value, samples.known, "The loss")
+        if self._token_looks and read.is_mean and not samples.lone:
+            self._token_looks -= 1
+            say_what_tokens_weigh(samples.value)
         if self._counters is not None and not self._counters.look():
             self._counters = None
 

@@ -2,7 +2,7 @@
 """What a loss function returned, checked and in one form."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
@@ -15,6 +15,8 @@ from accelfn.data import Batch
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
 from accelfn.state.metrics import Loss, Number, WeightedSum, check_whole, own
 
+_IGNORED = -100
+"""The label that Transformers leaves out of a loss."""
 _MANY = 4
 """Features that a batch may well have: inputs, targets, a mask, weights."""
 
@@ -107,6 +109,19 @@ def _say_what_rows_are(value: Any, rows: int) -> None:
             f" and counts for {rows} samples beside other batches. If it is a list of samples,"
             " stack them: torch.stack(samples), or torch.utils.data.default_collate(samples);"
             " or return af.Loss(total, weight) from the loss function."
+        )
+
+
+def say_what_tokens_weigh(batch: Any) -> None:
+    """Tell of labels that are left out of a mean over tokens, which a model has taken itself."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
+        advise(
+            "A Transformers model's own loss is a mean over the labels that are not -100, and"
+            " counts here for the number of samples, so training depends on how ranks and"
+            " micro-batches share them. Return kept = (batch['labels'][:, 1:] != -100).sum();"
+            " af.Loss(model(**batch).loss * kept, kept), without [:, 1:] where labels are not"
+            " shifted."
         )
 
 

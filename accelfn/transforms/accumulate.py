@@ -11,7 +11,7 @@ from accelfn.base import tree
 from accelfn.base.arguments import integer, is_integer
 from accelfn.base.calling import called
 from accelfn.data import Batch, Plan
-from accelfn.data.cut import Span, even_part
+from accelfn.data.cut import even_part
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, BatchError
 from accelfn.state.grads import Grads
@@ -95,6 +95,8 @@ class accumulate:
             sync: bool = True,
         ) -> tuple[Metrics, Grads]:
             *others, last = self._parts(batch)
+            if extras and others and isinstance(batch, Batch):
+                self._refuse_rows(extras, sum(map(len, batch.parts_indices)))
             total = Metrics({})
             for part in others:
                 metrics, into = inner(state, part, *extras, into=into, sync=False)
@@ -107,6 +109,20 @@ class accumulate:
     def _parts(self, batch: Any) -> Sequence[Any]:
         """Return the micro-batches."""
         return batch.parts() if isinstance(batch, Batch) else self._listed(batch)
+
+    def _refuse_rows(self, extras: tuple[Any, ...], num_samples: int) -> None:
+        """Refuse an extra with a row for each sample, all of which each part would get."""
+        for extra in extras:
+            leaves = () if isinstance(extra, Mapping) else tree.tensor_leaves(extra)
+            rows = {len(leaf) if leaf.ndim else None for leaf in leaves}
+            if rows == {num_samples}:
+                msg = (
+                    f"step(state, batch, extra): under {self!r} each micro-batch gets all of"
+                    f" an extra, and this one has {num_samples} rows, as many as this rank has"
+                    " samples. Write step(state, batch.zip(extra)): the loss gets (value, extra),"
+                    " cut together. If its rows are not samples, give it in a dict."
+                )
+                raise BatchError(msg)
 
     def _listed(self, value: Any) -> Sequence[Any]:
         wanted = self.num_micro_batches
@@ -170,14 +186,4 @@ def micro_batches(value: Any, num: int) -> list[Any]:
             " can be made."
         )
         raise BatchError(msg)
-
-    def rows_of(part: Span) -> Any:
-        cut = slice(*part)
-        return tree.tree_map(
-            lambda leaf: (
-                leaf[cut] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
-            ),
-            value,
-        )
-
-    return [rows_of(even_part((0, rows), i, num)) for i in range(num)]
+    return [tree.rows(value, *even_part((0, rows), i, num)) for i in range(num)]

@@ -310,3 +310,40 @@ def test_real_ranks_gather_uneven_shares() -> None:
     alone = trained(af.World.single(device="cpu"), contrastive, None, 23, 23)
     for found in run_ranks(2, trained, contrastive, UNUSED, 23, 23):
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
+@given(ranks=st.integers(1, 4), parts=st.integers(1, 3), n=st.integers(1, 12))
+@settings(max_examples=max(8, settings().max_examples // 10))
+def test_tensors_of_samples_are_cut_with_them(ranks: int, parts: int, n: int) -> None:
+    """`batch.zip` gives each micro-batch the rows of its own samples."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        x, (weight, target) = batch
+        return (weight * (model(x) - target).square().sum(1)).mean()
+
+    def train(world: af.World, parts: int) -> torch.Tensor:
+        split = af.accumulate(num_micro_batches=parts)
+        state = split(linear(world, af.Data(ROWS[:n], batch_size=5, shuffle=True)))
+        step = af.make_step(loss)
+        for batch in af.batches(state, epochs=1):
+            at = batch.indices
+            extra = (ROWS[at, 0].square(), ROWS[at, 1:4])
+            state, _ = step(state, batch.zip(extra))
+        return state.params["weight"].clone()
+
+    (alone,) = simulate(1, lambda world: train(world, 1))
+    for found in simulate(ranks, lambda world: train(world, parts)):
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_an_extra_of_samples_is_refused_in_micro_batches() -> None:
+    """Each of them would get all its rows; the error shows the line to write."""
+    split = af.accumulate(num_micro_batches=2)
+    state = split(linear(af.World.single(device="cpu"), af.Data(ROWS, batch_size=6)))
+    step = af.make_step(lambda model, x, _: model(x).square().mean())
+    batch = next(iter(af.batches(state)))
+    with pytest.raises(af.BatchError, match=r"batch\.zip\(extra\)"):
+        step(state, batch, (ROWS[:6], ROWS[:6, 0]))
+    with pytest.raises(af.BatchError, match="5 rows; expected one for each of the 6"):
+        batch.zip(ROWS[:5])
+    assert step(state, batch, {"table": ROWS[:6]})[0].step == 1

@@ -653,3 +653,43 @@ def test_metrics_of_one_rank_are_told(given, async_, tmp_path):
         for path in tmp_path.glob("step-*")
     ]
     assert kept.keys() == (given[0] or {}).keys()
+
+
+class PreTrainedModel(nn.Linear):
+    """A model that computes its loss as those of Transformers do."""
+
+    def forward(self, inputs, labels):
+        return nn.functional.cross_entropy(super().forward(inputs), labels)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "parts", "weighed", "told"),
+    [
+        (True, 2, False, True),
+        (True, 1, False, False),
+        (False, 2, False, False),
+        (True, 2, True, False),
+    ],
+)
+def test_a_mean_over_labels_that_a_model_took_is_told(ignored, parts, weighed, told):
+    """Where labels are left out of it, and other micro-batches or ranks have others."""
+    labels = torch.arange(12) % 2
+    labels[3:5] = -100 if ignored else 0
+
+    def loss(model, batch):
+        kept = (batch["labels"] != -100).sum()
+        mean = model(**batch)
+        return af.Loss(mean * kept, kept) if weighed else mean
+
+    state = af.TrainState.create(
+        model=lambda: PreTrainedModel(2, 2),
+        optimizer=SGD,
+        data=af.Data({"inputs": INPUTS, "labels": labels}, batch_size=6),
+        setup=af.accumulate(num_micro_batches=parts),
+    )
+    step = af.make_step(loss)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in af.batches(state, epochs=1):
+            state, _ = step(state, batch)
+    assert any("-100" in str(each.message) for each in caught) == told
