@@ -77,9 +77,18 @@ class Differences:
 
 
 def differences(
-    saved: Mapping[str, torch.Tensor], current: Mapping[str, torch.Tensor]
+    saved: Mapping[str, torch.Tensor],
+    current: Mapping[str, torch.Tensor],
+    *,
+    is_laid: bool = False,
 ) -> Differences:
-    """Return how saved tensors differ from those of a state."""
+    """Return how saved tensors differ from those of a state.
+
+    Args:
+        saved: by name.
+        current: those of the state.
+        is_laid: whether a DTensor of the state is one among the saved tensors too.
+    """
     both = [name for name in current if name in saved]
     return Differences(
         missing=tuple(name for name in current if name not in saved),
@@ -89,7 +98,7 @@ def differences(
             f" {tuple(current[n].shape)} {current[n].dtype}"
             for n in both
             if saved[n].shape != current[n].shape
-            or is_shard(saved[n]) != is_shard(current[n])
+            or (is_laid and is_shard(saved[n]) != is_shard(current[n]))
         },
         dtypes={
             n: f"saved as {saved[n].dtype}, expected {current[n].dtype}"
@@ -196,7 +205,7 @@ def check_values(
         return  # `kept_of` names these
     params = {n: p for n, p in state.params.items() if n not in manifest.kept}
     for field, current in (("params", params), ("buffers", state.buffers)):
-        found = differences(saved[field], current)
+        found = differences(saved[field], current, is_laid=True)
         if found:
             msg = (
                 f"{found.told(f'{where}: {field}')}\nLoad into a state of the model that was"

@@ -199,7 +199,7 @@ def _compared(
     field: str, saved: Mapping[str, Any], places: Mapping[str, Any]
 ) -> compare.Differences:
     if field in ("params", "buffers"):
-        return compare.differences(saved, places)
+        return compare.differences(saved, places, is_laid=True)
     return compare.Differences(
         missing=tuple(name for name in places if name not in saved),
         unexpected=tuple(name for name in saved if name not in places),

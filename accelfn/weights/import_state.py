@@ -50,7 +50,9 @@ def import_state(
 
     Slots of transforms begin anew, as an average does, with what was imported. `step` is how
     many updates the optimizer has counted, or what a distributed checkpoint has as `step`, or
-    how many updates DeepSpeed took where its optimizer does not count.
+    how many updates DeepSpeed took where its optimizer does not count. If the optimizer counts
+    another number for some parameters, `step` is the largest, and an `af.Warning` says so. If
+    nothing counts, `step` stays the state's, and is `missing`.
     Where the samples stood is nothing that others save as accelfn does: `cursor` and `seed`
     stay the state's.
 
@@ -198,13 +200,20 @@ def _read(
     fields = {**current, "params": params, "buffers": buffers}
     if opt_state:
         fields["opt_state"] = opt_state
-    counts = {float(each["step"]) for each in opt_state.values() if "step" in each}
-    step = int(counts.pop()) if found.step is None and len(counts) == 1 else found.step
+    counts = [int(each["step"]) for each in opt_state.values() if "step" in each]
+    step = max(counts, default=None) if found.step is None else found.step
     if step is not None:
         fields["step"], fields["num_skipped"] = step, 0
+    if found.step is None and len({*counts}) > 1:
+        advise(
+            f"af.import_state: {folder} counts {min(counts)} to {max(counts)} updates of the"
+            f" parameters, as if some were thawed later. state.step is the largest, {step},"
+            " which is what a schedule needs if a parameter was trained from the beginning."
+        )
     missing = [
         *(n for n in asked if n not in weights),
         *([] if opt_state else ["opt_state"]),
+        *([] if step is not None else ["step"]),
     ]
     report = Loaded(
         state=state,

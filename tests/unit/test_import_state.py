@@ -202,12 +202,23 @@ def test_weights_of_no_parameter_are_told_and_left(tmp_path, strict):
     assert report.state.step == 1
 
 
+def test_a_layer_that_was_thawed_later_counts_fewer_updates(tmp_path):
+    """`step` is the largest count of updates, and a warning has both numbers."""
+
+    of_accelerate(
+        tmp_path, lambda held: held["state"][0].update(step=torch.tensor(5.0))
+    )
+    with pytest.warns(af.Warning, match=r"counts 1 to 5 updates.*largest, 5"):
+        state = af.import_state(create(), tmp_path).state
+    assert state.step == 5
+
+
 def test_weights_alone_are_said_to_be(tmp_path):
     """Without an optimizer its state begins anew, and the report has it missing."""
     state = create()
     af.export_model(state, tmp_path / "out")
     report = af.import_state(create(seed=1), tmp_path / "out")
-    assert report.missing == ("opt_state",)
+    assert report.missing == ("opt_state", "step")
     assert report.state.opt_state == {}
     assert torch.equal(report.state.params["first.bias"], state.params["first.bias"])
 
