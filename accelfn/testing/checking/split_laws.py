@@ -2,8 +2,8 @@
 """Whether training depends on how an update is split: over ranks, micro-batches or rows."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -37,19 +37,8 @@ _FAR = 0.4
 """How far, of the way, methods may go otherwise that send a part of a gradient later."""
 
 
-class Around(Protocol):
-    """Returns the whole setup around some transforms."""
-
-    def __call__(
-        self,
-        members: Sequence[Any],
-        *,
-        outside: Any = ...,
-        shares: Any = ...,
-        engine: Any = ...,
-    ) -> chain:
-        """Take what splits an update, where it is not the usual."""
-        ...
+Around: TypeAlias = Callable[..., chain]
+"""Returns the whole setup around some transforms, of other parts where they are given."""
 
 
 def split_law(members: Sequence[Any], around: Around) -> Law:

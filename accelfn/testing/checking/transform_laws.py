@@ -19,7 +19,7 @@ from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
 from accelfn.testing.checking.acting import Acted, acted, idle
 from accelfn.testing.checking.fact_laws import fact_law
-from accelfn.testing.checking.fresh import FreshCall
+from accelfn.testing.checking.fresh import call_anew, freeze
 from accelfn.testing.checking.laws import (
     COMMON,
     REMEMBER,
@@ -124,13 +124,13 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     check_sizes("check_transform", sizes)
     if updates is not None:
         check_integer("check_transform", "updates", updates, 1, "a number of updates")
-    last = attrs.evolve(problems[-1], seed=problems[-1].seed + 1)
-    anew = FreshCall.of(partial(_histories, members, last, max(sizes)))
+    other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
+    anew = freeze(partial(_histories, members, other, max(sizes)))
     laws["acts"], number = _acting(members, problems, max(sizes), updates)
     subjects = [
         _subject(members, each, size, number) for each in problems for size in sizes
     ]
-    here = _subject(members, last, max(sizes), number)
+    here = _subject(members, other, max(sizes), number)
     laws["new_process"] = _new_process(anew, here)
     for name, law in laws.items():
         broken = first_broken(law, [here] if name == "new_process" else subjects)
@@ -151,7 +151,7 @@ def _histories(
     return _subject(members, problem, size, updates).histories()
 
 
-def _new_process(anew: FreshCall, here: Subject) -> Law:
+def _new_process(anew: bytes, here: Subject) -> Law:
     """Return the law that a run in a new process is the same as one after many others.
 
     The problem is another than all before it, and only its first run in a process can tell.
@@ -160,7 +160,7 @@ def _new_process(anew: FreshCall, here: Subject) -> Law:
     def law(subject: Subject) -> str | None:
         del subject
         try:
-            wanted = anew.result(here.updates)
+            wanted = call_anew(anew, here.updates)
         except RankError as error:
             return f"in a new process, the run raised {error}"
         broken = differ(

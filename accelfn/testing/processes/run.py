@@ -155,10 +155,11 @@ def _how_it_ended(code: int | None) -> str:
     return f"The process was ended by {name}.{gloo if name == 'SIGABRT' else ''}"
 
 
-class _Pool:
+class Pool:
     """The processes of one world, which wait for programs."""
 
     def __init__(self, size: int) -> None:
+        """Start them."""
         self._folder = tempfile.TemporaryDirectory(prefix="accelfn-ranks-")
         store = str(Path(self._folder.name) / "store")
         self._ranks: list[RankProcess] = []
@@ -225,16 +226,16 @@ def _report(failed: Mapping[int, Answer], size: int) -> str:
 
 _STARTING = threading.Lock()
 """Held while the caller's main module is out of sight."""
-_POOLS: dict[int, _Pool] = {}
+_POOLS: dict[int, Pool] = {}
 _LOCK = threading.Lock()
 """Held while a program runs: a pool has one set of pipes."""
 
 
-def _pool(size: int) -> _Pool:
+def _pool(size: int) -> Pool:
     pool = _POOLS.get(size)
     if pool is None or not pool.is_idle():
         _end(size)
-        pool = _POOLS[size] = _Pool(size)
+        pool = _POOLS[size] = Pool(size)
     return pool
 
 
