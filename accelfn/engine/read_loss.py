@@ -210,8 +210,9 @@ def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
     if not scalar.requires_grad:
         msg = (
             f"The loss that {qualname(loss_fn)} returned has no gradient: it does not"
-            " depend on a trainable parameter. Was it detached, computed under"
-            " no_grad, or rebuilt from numbers?"
+            " depend on a trainable parameter. Was it detached, computed under no_grad, or"
+            " rebuilt from numbers? If no sample of a batch counts, run the model on none"
+            " and return af.Loss(model(x[:0]).sum(), weight=0), not a constant."
         )
         raise LossError(msg)
     value = scalar.detach()

@@ -81,7 +81,7 @@ MUTANTS = [
         "L49: a parameter that no rank used is looked for where nothing has a value",
         _ALIKE,
         fsdp.FSDPRunner._reduced,
-        "if self.expects_unused and not sums.is_meta: → if self.expects_unused:",
+        "if may_miss and not sums.is_meta: → if may_miss:",
         args={"way": "fsdp, unused"},
     ),
     Mutant(

@@ -372,6 +372,35 @@ def test_a_part_of_an_earlier_micro_batch_stays():
             assert torch.allclose(param, three[name], atol=1e-6)
 
 
+@pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
+def test_every_rank_raises_what_one_left_out(wrap):
+    """Before its optimizer runs, in the last micro-batch too; some are named, the rest counted."""
+    errors: list[Exception] = []
+
+    def loss(net: nn.Module, batch: tuple[torch.Tensor, int]) -> torch.Tensor:
+        return net(*batch).square().mean()
+
+    def fn(world: af.World) -> None:
+        several = af.accumulate(num_micro_batches=2)
+        state = begun(world, wrap(), several, model=partial(Net, 5))
+        before = {n: local(p).clone() for n, p in state.params.items()}
+        whole, part = (rows(world), 5), (rows(world), 1 if world.rank else 5)
+        try:
+            af.make_step(loss)(
+                state, [whole, part] if wrap is af.wrap_ddp else [part] * 2
+            )
+        except af.Error as error:
+            errors.append(error)
+            assert all(
+                torch.equal(local(p), before[n]) for n, p in state.params.items()
+            )
+            raise
+
+    with pytest.raises(af.UnusedParametersError, match=r"^8 param.* and 3 more\. "):
+        in_two(fn)
+    assert len(errors) == 2
+
+
 class Either(nn.Module):
     """A unit of two layers, of which a batch needs the first, or both."""
 
