@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `accelfn checkpoint` says of checkpoints, from their files alone, without a model."""
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-import attrs
-import torch
-
 from accelfn.base import paths
 from accelfn.checkpoint import commit, compare, disk, files
-from accelfn.checkpoint.contents import Place, Tensor, facts, leaves
 from accelfn.checkpoint.elastic import Source
 from accelfn.checkpoint.keep import name_of, steps_in
 from accelfn.checkpoint.manifest import NAME, Manifest, read_manifest, read_manifests
@@ -74,33 +69,6 @@ def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
     return str(step), size, age, "yes", "  ".join(filter(None, what))
 
 
-def show(directory: str, *, as_json: bool = False) -> tuple[list[str], int]:
-    """Return what a checkpoint holds."""
-    folder = _folder(directory)
-    manifest = read_manifest(folder)
-    tensors = {
-        _path(place): leaf
-        for place, leaf in leaves(manifest, 0)
-        if isinstance(leaf, Tensor)
-    }
-    plain = {"directory": str(folder), "format": manifest.format, **facts(manifest)}
-    plain["differing"] = list(manifest.differs)  # units of which each rank has its own
-    if as_json:
-        plain["kept"] = dict(manifest.kept)
-        plain["tensors"] = {name: attrs.asdict(each) for name, each in tensors.items()}
-        return [json.dumps(plain, indent=1)], 0
-    once = {each.name: each.size for each in tensors.values()}
-    rows = [f"{name:11} {_told(value)}" for name, value in plain.items()]
-    rows.append(f"{'tensors':11} {len(once)}, {_bytes(sum(once.values()))}")
-    width, seen = max(map(len, tensors), default=0), dict[str, str]()
-    for path, each in tensors.items():
-        first = seen.setdefault(each.name, path)
-        what = f"{each}  {_bytes(each.size)}{_where(each, manifest)}"
-        rows.append(f"  {path:{width}}  {f'is {first}' if first != path else what}")
-    rows += [f"  {name}  its {manifest.algorithm.name} alone" for name in manifest.kept]
-    return rows, 0
-
-
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     """Return whether every byte of a checkpoint, or of all of a store, is as it was saved."""
     store = Path(directory)
@@ -135,111 +103,6 @@ def _verified(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
 
 def _size(manifest: Manifest) -> int:
     return sum(file.size for file in manifest.files.values())
-
-
-def diff(first: str, second: str, *, bar: Bar) -> tuple[list[str], int]:
-    """Return how two checkpoints differ."""
-    names = first, second
-    folders = [_folder(name) for name in names]
-    manifests = [read_manifest(folder) for folder in folders]
-    one, other = manifests
-    rows = list(_differing(facts(one), facts(other), names))
-    for rank in range(max(one.world_size, other.world_size)):
-        prefix = f"rank {rank}: " if rank else ""
-        tables = [dict(leaves(manifest, rank)) for manifest in manifests]
-        tensors = (t for each in tables for t in each.values() if isinstance(t, Tensor))
-        with bar(f"rank {rank}", sum(each.size for each in tensors)) as told:
-            left, right = (
-                _Side(*each, rank=rank, told=told)
-                for each in zip(folders, manifests, tables, strict=True)
-            )
-            rows += [prefix + row for row in _compared(left, right, names)]
-    rows += _kept_differing(one, other, names)
-    return rows, int(bool(rows))
-
-
-def _kept_differing(
-    one: Manifest, other: Manifest, names: tuple[str, str]
-) -> Iterator[str]:
-    """Say which frozen parameters differ of which digests alone were kept."""
-    both = {*one.kept} & {*other.kept}
-    if both and one.algorithm != other.algorithm:
-        kinds = f"{one.algorithm.name} and {other.algorithm.name}"
-        yield f"kept: {len(both)} digests are {kinds}, which cannot be compared"
-        both = set[str]()
-    left, right = (
-        {
-            f"kept.{n}": v
-            for n, v in each.kept.items()
-            if n in both or n not in twin.kept
-        }
-        for each, twin in ((one, other), (other, one))
-    )
-    yield from _differing(left, right, names)
-
-
-@attrs.frozen
-class _Side:
-    """One of two checkpoints, as one rank has it."""
-
-    folder: Path
-    manifest: Manifest
-    leaves: Mapping[Place, Any]
-    rank: int
-    told: files.Told
-
-    def read(self, tensor: Tensor) -> torch.Tensor:
-        source = Source(
-            folder=self.folder,
-            manifest=self.manifest,
-            rank=self.rank,
-            verify=False,
-            told=self.told,
-        )
-        return source.tensors({tensor.name})[tensor.name]
-
-
-def _compared(one: _Side, other: _Side, names: tuple[str, str]) -> Iterator[str]:
-    for place in dict.fromkeys((*one.leaves, *other.leaves)):
-        path = _path(place)
-        sides = [side for side in (one, other) if place in side.leaves]
-        if len(sides) < 2:
-            yield f"{path}: only in {names[0] if sides[0] is one else names[1]}"
-            continue
-        left, right = one.leaves[place], other.leaves[place]
-        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-            if repr(left) != repr(right):  # so that nan is nan, and 0.0 is not -0.0
-                yield f"{path}: {_told(left)}, {_told(right)}"
-            continue
-        how = [f"{left}, {right}"] if str(left) != str(right) else []
-        if left.shape == right.shape:
-            how += _distance(one.read(left), other.read(right))
-        if how:
-            yield f"{path}: {', '.join(how)}"
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> list[str]:
-    """Return the largest absolute difference, unless all is the same, bitwise."""
-    if one.dtype == other.dtype and files.bytes_of(one) == files.bytes_of(other):
-        return []
-    if not one.numel():
-        return []
-    is_complex = one.is_complex() or other.is_complex()
-    wide = torch.complex128 if is_complex else torch.float64
-    left, right = one.to(wide), other.to(wide)
-    same = (left == right) | (left.isnan() & right.isnan())
-    apart = (left - right).abs().masked_fill(same, 0.0)
-    return [f"largest difference {float(apart.max()):.6g}"]
-
-
-def _differing(
-    one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]
-) -> Iterator[str]:
-    for name in dict.fromkeys((*one, *other)):
-        if name not in one or name not in other:
-            yield f"{name}: only in {names[name not in one]}"
-        elif repr(one[name]) != repr(other[name]):
-            yield f"{name}: {_told(one[name])}, {_told(other[name])}"
 
 
 def export(
@@ -327,42 +190,6 @@ def _folder(directory: str) -> Path:
     folder = Path(directory)
     steps = () if paths.exists(folder / NAME) else steps_in(folder)
     return folder / name_of(steps[-1]) if steps else folder
-
-
-def _where(tensor: Tensor, manifest: Manifest) -> str:
-    if tensor.name in manifest.sharded:
-        copies = " of each copy" if tensor.name in manifest.differing else ""
-        return f"  in {len(tensor.files)} slices{copies}"
-    return "  of each rank" if tensor.name in manifest.per_rank else ""
-
-
-_CURSOR = ("epoch", "samples", "memory")
-
-
-def _path(place: Place) -> str:
-    """Return where something stands, on one line."""
-    unit, *keys = place
-    if unit == "cursor" and keys:
-        keys[0] = _CURSOR[keys[0]]
-    words = [key if isinstance(key, str) and key else f"[{key!r}]" for key in keys]
-    path = ".".join([unit, *words]).replace(".[", "[")
-    return path if path.isprintable() else ascii(path)
-
-
-def _told(value: Any) -> str:
-    """Return plain data on one line."""
-    if isinstance(value, Tensor):
-        return str(value)
-    if isinstance(value, dict):
-        return _listed(cast("dict[str, Any]", value)) or "none"
-    if isinstance(value, list):
-        return ", ".join(map(_told, cast("list[Any]", value))) or "none"
-    text = "none" if value is None else str(value)
-    return text if text.isprintable() else ascii(text)
-
-
-def _listed(items: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_told(value)}" for name, value in items.items())
 
 
 def _bytes(count: float) -> str:

@@ -97,7 +97,7 @@ def _checkpoint(words: argparse.Namespace) -> int:
     from accelfn.track.progress import bar_of_bytes  # noqa: PLC0415  as above
 
     given = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
-    if words.act in ("verify", "diff", "export"):  # which read all of it
+    if words.act in ("verify", "export"):  # which read all of it
         given["bar"] = bar_of_bytes
     try:
         rows, code = getattr(command, words.act)(**given)

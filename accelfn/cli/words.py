@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     replay.add_argument("directory", help="where the ranks left their bundles")
     checkpoint = commands.add_parser(
         "checkpoint",
-        help="list, show, verify, compare or export checkpoints",
+        help="list, verify or export checkpoints",
         description="Say what is in checkpoints, from their files alone.",
         allow_abbrev=False,
     )
@@ -172,8 +172,6 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 _PATHS = {
     "STORE": "a directory of checkpoints",
     "DIR": "a checkpoint, or a store: then its newest, or to verify all of them",
-    "A": "a checkpoint, or a store: then its newest",
-    "B": "another",
     "OUT": "does not exist yet",
 }
 
@@ -190,18 +188,10 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
         return made
 
     add("ls", "list the checkpoints of a store", directory="STORE")
-    show = add("show", "show what a checkpoint holds", directory="DIR")
-    show.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
     add(
         "verify",
         "compare all bytes with their digests; exit code 1 if one differs",
         directory="DIR",
-    )
-    add(
-        "diff",
-        "show how two checkpoints differ; exit code 1 if they do",
-        first="A",
-        second="B",
     )
     export = add(
         "export",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that a reader of the code alone planted, and that no test found."""
 
-from accelfn.checkpoint import command, fields, hashing
+from accelfn.checkpoint import fields, hashing
 from accelfn.collectives import replicas
 from accelfn.data import epoch, reading, sources
 from accelfn.engine import untaken
@@ -108,12 +108,6 @@ MUTANTS = [
         unit.test_a_first_loss_that_is_nan_is_told_as_such,
         tensor_parallel._check,
         "told[:, 0].nan_to_num(), told[:1, 0].nan_to_num() → told[:, 0], told[:1, 0]",
-    ),
-    Mutant(
-        "differences are told as 32 bits see them",
-        unit.test_a_difference_is_told_as_small_as_it_is,
-        command._distance,
-        "else torch.float64 → else torch.float32",
     ),
     Mutant(
         "torch's launcher fills in names without braces",

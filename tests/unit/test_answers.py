@@ -81,13 +81,13 @@ def test_verify_looks_at_all_and_forgets_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_store_is_its_newest_checkpoint(tmp_path: Path) -> None:
-    """To show and to compare; a list of it has a row for each, in order."""
+    """To export; a list of it has a row for each, in order."""
     store = store_of(tmp_path / "runs", 3)
-    code, rows, _ = answer("checkpoint", "show", "--json", store)
-    assert (code, json.loads("\n".join(rows))["step"]) == (0, 3)
-    newest = store / "step-00000003"
-    assert answer("checkpoint", "diff", store, newest) == (0, [], [])
-    code, (_, *rows), _ = answer("checkpoint", "ls", store)
+    for name, folder in (("a", store), ("b", store / "step-00000003")):
+        assert answer("checkpoint", "export", folder, tmp_path / name)[0] == 0
+    first, second = (tmp_path / name / "model.safetensors" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+    _, (_, *rows), _ = answer("checkpoint", "ls", store)
     cells = [row.split() for row in rows]
     assert [row[0] for row in cells] == ["1", "2", "3"]
     assert {row[5] for row in cells} == {"yes"}
@@ -107,29 +107,6 @@ def test_ls_tells_what_is_cut_off(tmp_path: Path) -> None:
     assert "rank-00000.safetensors has 100 bytes" in first
     assert second.split()[5] == "yes"
     assert left.startswith(".tmp-step-00000009 ")
-
-
-def test_diff_has_every_difference(tmp_path: Path) -> None:
-    """The largest of tensors; what only one has; NaN is NaN; the exit code is 1."""
-    (state,) = states(1)
-    nan = torch.tensor([torch.nan, 1.0])
-    slots = [
-        {"far": torch.tensor([1.0, 2.0, 3.0]), "nan": nan, "gone": 1, "value": 0.0},
-        {"far": torch.tensor([1.0, 1.5, 3.25]), "nan": nan + 1, "value": -0.0},
-    ]
-    for name, slot in zip("ab", slots, strict=True):
-        af.save(state.with_slot("mine", slot), tmp_path / name)
-    names = tmp_path / "a", tmp_path / "b"
-    code, rows, _ = answer("checkpoint", "diff", *names)
-    assert code == 1
-    assert rows == [
-        "slots.mine.far: largest difference 0.5",
-        "slots.mine.nan: largest difference 1",
-        f"slots.mine.gone: only in {names[0]}",
-        "slots.mine.value: 0.0, -0.0",
-    ]
-    rows = answer("checkpoint", "diff", *reversed(names))[1]
-    assert f"slots.mine.gone: only in {names[0]}" in rows
 
 
 def test_an_export_is_what_a_model_would_save(tmp_path: Path) -> None:

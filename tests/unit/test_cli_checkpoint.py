@@ -2,9 +2,7 @@
 """`accelfn checkpoint`: what it says of checkpoints is what is in them."""
 
 import errno
-import hashlib
 import io
-import json
 import os
 import random
 import shutil
@@ -102,10 +100,10 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("act", ["verify", "diff", "export"])
+@pytest.mark.parametrize("act", ["verify", "export"])
 def test_a_bar_shows_what_was_read(act, store, tmp_path, capsys, monkeypatch):
     """On a terminal, to the last byte; elsewhere nothing is written."""
-    second = {"verify": [], "diff": [store]}.get(act, [tmp_path / "first"])
+    second = [] if act == "verify" else [tmp_path / "first"]
     assert run(capsys, act, store, *second)[2] == ""
     counts: list[tuple[float, float | None]] = []
     advance = Progress.advance
@@ -118,7 +116,7 @@ def test_a_bar_shows_what_was_read(act, store, tmp_path, capsys, monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
-    second = {"verify": [], "diff": [store]}.get(act, [tmp_path / "second"])
+    second = [] if act == "verify" else [tmp_path / "second"]
     assert main(["checkpoint", act, *map(str, [store, *second])]) == 0
     assert shown.getvalue()
     done, total = counts[-1]
@@ -149,7 +147,7 @@ def test_ls_has_a_row_for_each(store, capsys):
 
 
 def test_states_that_were_saved_together(tmp_path, capsys):
-    """`ls` names them, `verify` reads all, `show` takes the directory of one."""
+    """`ls` names them, `verify` reads all, `export` takes the directory of one."""
     folder = tmp_path / "runs"
     with af.CheckpointStore(folder) as kept:
         kept.save({"actor": made(), "critic": fresh()}, metrics={"loss": 0.5})
@@ -158,9 +156,8 @@ def test_states_that_were_saved_together(tmp_path, capsys):
     size = sum(p.stat().st_size for p in saved.rglob("*") if p.is_file())
     assert f"1  {size / 1000:.1f} kB" in rows[1]
     assert rows[1].endswith("yes  loss 0.5  actor, critic")
-    assert "actor" in refused(capsys, "show", folder)
-    code, rows, _ = run(capsys, "show", saved / "critic")
-    assert (code, rows[2].split()) == (0, ["step", "0"])
+    assert "actor" in refused(capsys, "export", folder, tmp_path / "out")
+    assert run(capsys, "export", saved / "critic", tmp_path / "out")[0] == 0
     code, rows, _ = run(capsys, "verify", folder)
     assert (code, len(rows)) == (0, 3)
     with (saved / "critic" / "rank-00000.safetensors").open("ab") as file:
@@ -183,78 +180,6 @@ def test_ls_says_what_is_not_whole(store, capsys):
     assert "missing: ['rank-00000.safetensors']" in rows[2]
     assert " yes " in rows[3]
     assert rows[4].startswith(".tmp-step-00000004 is being written, or was left")
-
-
-# show
-
-
-def test_show_has_all_of_the_manifest(capsys):
-    """Facts and every tensor with dtype, shape and size; a tensor that is another says so."""
-    code, rows, _ = run(capsys, "show", ONE)
-    assert code == 0
-    facts = {row.split()[0]: row.split(maxsplit=1)[1] for row in rows if row[0] != " "}
-    assert facts["directory"] == str(ONE)
-    assert facts["format"] == "2"
-    assert facts["step"] == "2"
-    assert facts["ranks"] == "1"
-    assert facts["optimizer"] == "torch.optim.adamw.AdamW"
-    assert facts["transforms"] == "ema"
-    assert "samples 12" in facts["data"]
-    assert facts["differing"] == facts["metrics"] == "none"
-    tensors = {
-        row.split("  ")[1]: " ".join(row.split()) for row in rows if row[0] == " "
-    }
-    assert tensors["params.first.weight"].endswith("float32 (3, 3) 36 B")
-    assert tensors["slots.mine.empty"].endswith("int16 (0, 3) 0 B")
-    assert tensors["slots.mine.shared[1][0]"].endswith("is slots.mine.shared[0]")
-    stored = read_manifest(ONE).files["rank-00000.safetensors"]
-    assert facts["tensors"].startswith(f"{len(stored.tensors)}, ")
-
-
-def test_show_as_json(capsys):
-    """The same as JSON; sizes add up to the files' data."""
-    code, rows, _ = run(capsys, "show", "--json", TWO)
-    plain = json.loads("\n".join(rows))
-    assert code == 0
-    assert (plain["step"], plain["ranks"]) == (2, 2)
-    assert "params" in plain["differing"]
-    assert plain["tensors"]["params.first.weight"] == {
-        "name": "params.first.weight",
-        "dtype": "float32",
-        "shape": [3, 3],
-        "size": 36,
-        "files": ["rank-00000.safetensors"],
-    }
-    code, rows, _ = run(capsys, "show", "--json", ONE)
-    tensors = json.loads("\n".join(rows))["tensors"].values()
-    sizes = {each["name"]: each["size"] for each in tensors}
-    file = read_manifest(ONE).files["rank-00000.safetensors"]
-    begin = min(each.begin for each in file.tensors.values())
-    assert sum(sizes.values()) == file.size - begin
-
-
-def test_show_of_ranks_that_differ(capsys):
-    """Tensors of which each rank has its own are marked."""
-    _, rows, _ = run(capsys, "show", TWO)
-    (row,) = [row for row in rows if row.startswith("  params.first.weight ")]
-    assert row.endswith("of each rank")
-
-
-def test_show_of_names_that_are_no_text(tmp_path, capsys):
-    """Whatever a name is, it stands on one line, and sends nothing to the terminal."""
-    slot = {"a\nb": torch.ones(1), "\x1b[31m": torch.ones(1), 7: {"": torch.ones(1)}}
-    af.save(made().with_slot("mine", slot), tmp_path / "saved")
-    _, rows, _ = run(capsys, "show", tmp_path / "saved")
-    assert all(row.isprintable() for row in rows)
-    assert any("slots.mine[7]['']" in row for row in rows)
-    (file,) = read_manifest(tmp_path / "saved").files.values()
-    assert len(file.tensors) == sum(row.startswith("  ") for row in rows)
-
-
-def test_show_of_a_store_is_of_its_newest(store, capsys):
-    """A store stands for its newest checkpoint."""
-    _, rows, _ = run(capsys, "show", store)
-    assert "step        3" in rows
 
 
 # verify
@@ -297,151 +222,6 @@ def test_verify_of_a_manifest_that_has_changed(store, capsys):
     assert code == 1
     assert [row.endswith("whole") for row in rows] == [True, True, False, True, True]
     assert str(path) in rows[2]
-
-
-# diff
-
-
-@pytest.mark.parametrize("folder", [ONE, TWO])
-def test_diff_of_the_same(folder, capsys):
-    """Nothing is said of a checkpoint and itself, NaN and all."""
-    assert run(capsys, "diff", folder, folder) == (0, [], "")
-
-
-def test_diff_has_the_largest_difference(tmp_path, capsys):
-    """Of tensors of one shape the largest difference is told, of bits alone too."""
-    first = made(seed=1)
-    slot = {
-        "far": torch.tensor([1.0, 2.0, 3.0]),
-        "bits": torch.tensor([0.0]),
-        "nan": torch.tensor([1.0, torch.nan]),
-        "inf": torch.tensor([1.0, torch.inf]),
-        "dtype": torch.tensor([1.0]),
-        "shape": torch.zeros(2, 3),
-        "int": torch.tensor([3], dtype=torch.uint8),
-        "complex": torch.tensor([3 + 4j]),
-        "gone": 1,
-        "value": [1, {"x": "y"}],
-        "same": torch.tensor([torch.nan]),
-    }
-    other = {
-        **slot,
-        "far": torch.tensor([1.0, 1.5, 3.25]),
-        "bits": torch.tensor([-0.0]),
-        "nan": torch.tensor([torch.nan, torch.nan]),
-        "inf": torch.tensor([1.5, torch.inf]),
-        "dtype": torch.tensor([2.0], dtype=torch.bfloat16),
-        "shape": torch.zeros(3, 2),
-        "int": torch.tensor([255], dtype=torch.uint8),
-        "complex": torch.tensor([0j]),
-        "value": [1, {"x": "z"}],
-        "new": torch.ones(1),
-    }
-    del other["gone"]
-    af.save(first.with_slot("mine", slot), tmp_path / "a")
-    af.save(first.with_slot("mine", other), tmp_path / "b")
-    code, rows, err = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
-    assert (code, err) == (1, "")
-    assert rows == [
-        "slots.mine.far: largest difference 0.5",
-        "slots.mine.bits: largest difference 0",
-        "slots.mine.nan: largest difference nan",
-        "slots.mine.inf: largest difference 0.5",
-        "slots.mine.dtype: float32 (1,), bfloat16 (1,), largest difference 1",
-        "slots.mine.shape: float32 (2, 3), float32 (3, 2)",
-        "slots.mine.int: largest difference 252",
-        "slots.mine.complex: largest difference 5",
-        f"slots.mine.gone: only in {tmp_path / 'a'}",
-        "slots.mine.value[1].x: y, z",
-        f"slots.mine.new: only in {tmp_path / 'b'}",
-    ]
-
-
-def test_diff_of_what_has_no_distance(tmp_path, capsys):
-    """Tensors without elements, a tensor and a number, objects with a state: told with both."""
-
-    def scheduler(gamma):
-        optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
-
-    for name, gamma, slot in (
-        (
-            "a",
-            0.5,
-            {"empty": torch.empty(0), "kind": torch.ones(2), "n": 1, "list": []},
-        ),
-        ("b", 0.25, {"empty": torch.empty(0).double(), "kind": 3, "n": 1, "list": [1]}),
-    ):
-        held = {**slot, "object": scheduler(gamma)}
-        af.save(made(seed=1).with_slot("mine", held), tmp_path / name)
-    code, rows, err = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
-    assert (code, err) == (1, "")
-    assert [row for row in rows if "object" not in row] == [
-        "slots.mine.empty: float32 (0,), float64 (0,)",
-        "slots.mine.kind: float32 (2,), 3",
-        f"slots.mine.list: only in {tmp_path / 'a'}",
-        f"slots.mine.list[0]: only in {tmp_path / 'b'}",
-    ]
-    assert [row for row in rows if "object" in row] == [
-        "slots.mine.object.gamma: 0.5, 0.25"
-    ]
-
-
-def test_diff_of_frozen_parameters_that_differ(tmp_path, capsys):
-    """Of those kept by their hash alone, the name and both hashes."""
-    for name, value in (("a", 1.0), ("b", 2.0)):
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
-        model[1].requires_grad_(False)  # noqa: FBT003 - torch's own way
-        nn.init.constant_(model[1].weight, value)
-        state = af.TrainState.create(
-            model=lambda model=model: model, optimizer=partial(torch.optim.SGD, lr=0.1)
-        )
-        af.save(state, tmp_path / name, frozen="hash")
-    _, rows, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
-    (row,) = [row for row in rows if row.startswith("kept.")]
-    assert row.startswith("kept.1.weight: ")
-    assert len({*row.partition(": ")[2].split(", ")}) == 2
-
-
-def test_diff_of_facts(store, capsys):
-    """Steps, metrics, optimizers, worlds and positions that differ are told with both."""
-    _, rows, _ = run(capsys, "diff", store / "step-00000002", store)
-    assert rows[0] == "step: 2, 3"
-    assert rows[1] == "metrics: loss 0.25, loss 0.2"
-    assert any(row.startswith("params.body.weight: largest difference") for row in rows)
-    _, rows, _ = run(capsys, "diff", ONE, TWO)
-    assert rows[:2] == ["ranks: 1, 2", "transforms: ema, ema, local_sgd"]
-    assert f"rank 1: params.first.weight: only in {TWO}" in rows
-
-
-def test_diff_of_frozen_parameters_kept_by_hash(tmp_path, capsys):
-    """Parameters that are there by their hash alone are told."""
-    state = golden.fresh(af.World.single())
-    af.save(state, tmp_path / "a")
-    af.save(state, tmp_path / "b", frozen="hash")
-    code, rows, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1
-    only_a, only_b = (f": only in {tmp_path / name}" for name in "ab")
-    assert rows == [f"params.frozen{only_a}", f"kept.frozen{only_b}"]
-
-
-def test_diff_of_hashes_of_two_kinds(tmp_path, capsys):
-    """Frozen parameters that two formats keep by their hash are said to be beyond comparing."""
-    old, new = tmp_path / "old", tmp_path / "new"
-    shutil.copytree(golden.FOLDER.parent / "format-1" / "one-rank", old)
-    said = json.loads((old / "manifest.json").read_text())
-    del said["sha256"]
-    said["kept"] = {"frozen": "0" * 64, "gone": "1" * 64}
-    text = json.dumps(said, indent=1).encode().removeprefix(b"{\n")
-    seal = hashlib.sha256(text).hexdigest().encode()
-    (old / "manifest.json").write_bytes(b'{\n "sha256": "%s",\n' % seal + text)
-    af.save(golden.fresh(af.World.single()), new, frozen="hash")
-    code, rows, _ = run(capsys, "diff", old, new)
-    assert code == 1
-    assert [row for row in rows if row.startswith("kept")] == [
-        "kept: 1 digests are SHA-256 and BLAKE3, which cannot be compared",
-        f"kept.gone: only in {old}",
-    ]
 
 
 # export
@@ -507,14 +287,8 @@ def of_slices(folder, world):
 
 
 def test_sharded_tensors(tmp_path, capsys):
-    """They are shown whole, compared whole and exported whole."""
+    """They are exported whole."""
     state = simulate(2, partial(of_slices, tmp_path / "sharded"))[0]
-    simulate(2, lambda world: af.save(fresh(world=world), tmp_path / "whole"))
-    _, rows, _ = run(capsys, "show", tmp_path / "sharded")
-    (row,) = [row for row in rows if row.startswith("  params.body.weight ")]
-    assert row.split(maxsplit=1)[1].strip() == "float32 (4, 3)  48 B  in 2 slices"
-    found = run(capsys, "diff", tmp_path / "sharded", tmp_path / "whole")
-    assert found == (0, [], "")
     run(capsys, "export", tmp_path / "sharded", tmp_path / "out")
     tensors = safetensors.torch.load(as_exported(tmp_path / "out"))
     assert torch.equal(state.params["body.weight"], tensors["body.weight"])
@@ -547,9 +321,6 @@ def test_copies_that_train_apart(tmp_path, capsys):
             af.save(state, tmp_path / name)
 
     simulate(4, save, axes={"dp_replicate": 2, "dp_shard": 2})
-    _, rows, _ = run(capsys, "show", tmp_path / "apart")
-    (row,) = [row for row in rows if row.startswith("  params.weight ")]
-    assert row.endswith("  in 2 slices of each copy")
     said = refused(capsys, "export", tmp_path / "apart", tmp_path / "out")
     assert "ranks differ in params.bias, params.weight" in said
     run(capsys, "export", tmp_path / "alike", tmp_path / "out")
@@ -598,7 +369,7 @@ def test_export_of_a_file_that_has_changed(tmp_path, capsys):
 # What is no checkpoint, and no command.
 
 
-@pytest.mark.parametrize("act", ["ls", "show", "verify", "diff", "export"])
+@pytest.mark.parametrize("act", ["ls", "verify", "export"])
 @pytest.mark.parametrize("kind", ["nothing", "a directory", "a file"])
 def test_where_there_is_no_checkpoint(act, kind, tmp_path, capsys):
     """A path without one is named on one line, with exit code 2."""
@@ -607,7 +378,7 @@ def test_where_there_is_no_checkpoint(act, kind, tmp_path, capsys):
         path.mkdir()
     if kind == "a file":
         path.touch()
-    others = {"diff": [ONE], "export": [tmp_path / "out"]}.get(act, [])
+    others = [tmp_path / "out"] if act == "export" else []
     if (act, kind) == ("verify", "a file"):
         code, rows, _ = run(capsys, act, path)
         assert code == 1
@@ -617,7 +388,7 @@ def test_where_there_is_no_checkpoint(act, kind, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["drop"], ["ls"], ["diff", "a"], ["show", "a", "b"]]
+    "words", [[], ["drop"], ["ls"], ["export", "a"], ["verify", "a", "b"]]
 )
 def test_mistakes_in_the_command_line(words, capsys):
     """Other words are refused with exit code 2 and the usage."""
@@ -629,7 +400,7 @@ def test_mistakes_in_the_command_line(words, capsys):
 
 def test_as_a_process():
     """The exit code is the process's."""
-    words = ["-m", "accelfn", "checkpoint", "diff", ONE, TWO]
+    words = ["-m", "accelfn", "checkpoint", "verify", ONE]
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         capture_output=True,
@@ -637,5 +408,5 @@ def test_as_a_process():
         timeout=HANGS,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("ranks: 1, 2\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{ONE / 'manifest.json'}: whole\n")

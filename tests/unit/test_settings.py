@@ -52,7 +52,10 @@ def refused(capsys, *words):
         ("launch --num_machines=2", "--num_machines; did you mean --num-machines?"),
         ("env --jsn", "env: unknown option --jsn; did you mean --json?"),
         ("config --foo", "config: unknown option --foo; see accelfn config --help."),
-        ("checkpoint show a --jso", "show: unknown option --jso; did you mean --json?"),
+        (
+            "checkpoint export a b --slo",
+            "export: unknown option --slo; did you mean --slot?",
+        ),
         ("--foo env", "accelfn: unknown option --foo; see accelfn --help."),
     ],
 )
