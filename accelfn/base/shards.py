@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,6 +23,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def have_shards(tensors: Iterable[Any]) -> bool:
     """Whether one of them is a DTensor."""
     return any(map(is_shard, tensors))
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, or a rank's part of it, is of a class made of other tensors."""
+    return is_traceable_wrapper_subclass(local(tensor))
 
 
 def is_shard(tensor: Any) -> bool:

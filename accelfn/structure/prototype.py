@@ -95,6 +95,7 @@ def prototype_of(
         raise OptimizerError(msg)
     for part in parts_of(optimizer):
         _refuse_inner(part)
+        _refuse_wrappers(part)
         _refuse_closure(part)
         _check_rates(part)
     names = {id(param): name for name, param in module.named_parameters()}
@@ -311,6 +312,23 @@ def _refuse_inner(optimizer: Optimizer) -> None:
                 " one that is not wrapped; for several side by side, use af.partition."
             )
             raise OptimizerError(msg)
+
+
+def _refuse_wrappers(optimizer: Optimizer) -> None:
+    """Refuse torchao's optimizers of 8 and 4 bits before they train for long."""
+    kind = type(optimizer)
+    makes = getattr(kind, "_subclass_zeros", None)
+    # the base class of torchao's optimizers only says that others make such tensors
+    if makes is not None and not makes.__qualname__.startswith("_AdamBase."):
+        raise OptimizerError(wrapper_error(kind.__name__))
+
+
+def wrapper_error(kind: str) -> str:
+    """Return the error of an optimizer with a state of wrapper tensors."""
+    return (
+        f"{kind} keeps its state in a tensor class whose values no checkpoint can hold. Use one"
+        " with plain tensors: torch.optim.AdamW, or bitsandbytes.optim.AdamW8bit for 8 bits."
+    )
 
 
 def _check_rates(optimizer: Optimizer) -> None:

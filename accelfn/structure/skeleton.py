@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn.base import draws
 from accelfn.base.arguments import why_not
+from accelfn.base.shards import is_wrapper
 from accelfn.errors import ModelError, StateError
 from accelfn.structure.given import refuse_given, seal_model
 from accelfn.structure.overlap import refuse_overlap
@@ -230,7 +231,14 @@ def _refuse_sparse_buffers(module: nn.Module) -> None:
 def skeleton_of(module: nn.Module) -> Skeleton:
     """Return the structure of a module; the module is left as it is."""
     memo: dict[int, Any] = {}
-    for param in module.parameters():
+    for name, param in module.named_parameters():
+        if is_wrapper(param):
+            msg = (
+                f"{type(module).__name__}: {name} is a {type(param).__name__}, a tensor class"
+                " whose values no checkpoint can hold. Give plain parameters; to compute in 8"
+                ' bits, add af.autocast("fp8") to the setup.'
+            )
+            raise ModelError(msg)
         memo[id(param)] = parameter_like(param, torch.empty_like(param, device="meta"))
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
+from accelfn.base.shards import is_wrapper
 from accelfn.engine.counters import Counters
 from accelfn.engine.optimizer.fused_adam import FusedAdam
 from accelfn.engine.optimizer.versions import Versions
@@ -26,6 +27,7 @@ from accelfn.structure.prototype import (
     Assignments,
     group_key,
     named_state,
+    wrapper_error,
 )
 
 State: TypeAlias = dict[str, dict[str, Any]]
@@ -229,6 +231,8 @@ class LiveOptimizer:
             or entries != self._num_entries
             or OTHERS in self._state
         ):
+            if entries != self._num_entries:
+                self._check_entries()
             self._state = self._named()
             self._num_entries = entries
             self._versions = None  # it knows not all of them
@@ -325,6 +329,18 @@ class LiveOptimizer:
                     self._changed[i][key] = expected[key] = value
                     found = True
         return found
+
+    def _check_entries(self) -> None:
+        """Raise if an entry cannot be saved, at the update that makes it.
+
+        Raises:
+            OptimizerError: it is of a tensor class whose values no checkpoint can hold.
+        """
+        for entry in cast("dict[Any, Any]", self._torch.state).values():
+            if any(
+                isinstance(v, torch.Tensor) and is_wrapper(v) for v in entry.values()
+            ):
+                raise OptimizerError(wrapper_error(type(self._torch).__name__))
 
     def _named(self) -> State:
         named = named_state(self._torch, self._names)
