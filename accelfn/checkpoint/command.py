@@ -60,8 +60,8 @@ def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
         for name, file in manifest.files.items():
             found = (folder / state / name).stat().st_size
             if found != file.size:
-                where = Path(state, name)
-                why = f"{where} has {found} bytes, the manifest says {file.size}"
+                where = f"{Path(state, name)} has {found} bytes"
+                why = f"{where}, the manifest says {file.size}"
                 return str(step), size, age, "no", why
     metrics = next(iter(manifests.values())).metrics
     short = (f"{name} {value:.6g}" for name, value in metrics.items())

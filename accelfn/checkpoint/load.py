@@ -59,7 +59,7 @@ def load(
             saved; the differences are listed, with the nearest names.
         ArgumentError: an option is none of these words.
     """
-    states = states_of("af.load(state, directory)", state)
+    _, states = states_of("af.load(state, directory)", state)
     check_path("af.load", directory, "state, ")
     folder = Path(directory)
 

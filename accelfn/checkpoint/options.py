@@ -24,8 +24,8 @@ Given: TypeAlias = TrainState | Mapping[str, TrainState]
 States = TypeVar("States", TrainState, dict[str, TrainState])
 
 
-def states_of(call: str, given: object) -> dict[str, TrainState]:
-    """Return the states that a call was given by name; "" is that of a lone one.
+def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainState]]:
+    """Return the first state that a call was given, and all by name; "" is a lone one's.
 
     Raises:
         ArgumentError: it was given something else, or a name that is none.
@@ -52,7 +52,7 @@ def states_of(call: str, given: object) -> dict[str, TrainState]:
             " world=world, the same World."
         )
         raise WorldError(msg)
-    return states
+    return next(iter(states.values())), states
 
 
 def check_path(call: str, directory: object, before: str = "") -> None:

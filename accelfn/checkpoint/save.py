@@ -56,10 +56,9 @@ def save(
         CheckpointWriteError: on every rank, if any rank could not write; the reason is named
             and nothing is left under the directory's name.
     """
-    states = states_of("af.save(state, directory)", state)
+    first, states = states_of("af.save(state, directory)", state)
     check_frozen(frozen)
     check_path("af.save", directory, "state, ")
-    first = next(iter(states.values()))
     job, exchange = save_of(first, Path(directory)), exchange_of(first, "save")
     contents: dict[str, Contents] = {}
 

@@ -156,7 +156,7 @@ class CheckpointStore:
         Raises:
             ArgumentError: the store was made without `every`.
         """
-        state = _first(states_of("store.due(state)", state))
+        state, _ = states_of("store.due(state)", state)
         if self.every is None:
             msg = "CheckpointStore.due: say how often, with every=; or save without asking."
             raise ArgumentError(msg)
@@ -187,8 +187,8 @@ class CheckpointStore:
             PeerFailedError: a rank has failed, left or did not arrive in time.
             DirectoryInUseError: another job writes to this directory.
         """
-        states = states_of("store.save(state)", state)
-        state, numbers = _first(states), numbers_of(metrics)
+        state, states = states_of("store.save(state)", state)
+        numbers = numbers_of(metrics)
         under_way = self._under_way
         before = under_way.world
         earlier = self._ended(state.world)
@@ -250,7 +250,7 @@ class CheckpointStore:
             CheckpointError: it cannot be loaded, or there is none of that step; the newest
                 that is whole is named.
         """
-        world = _first(states_of("store.restore(state)", state)).world
+        world = states_of("store.restore(state)", state)[0].world
         self._wait(world)
         found = self._listed() if world.is_main else None
         steps = broadcast_object(found, world, label="store: restore")
@@ -396,8 +396,3 @@ class CheckpointStore:
             what = "There is none yet" if newest is None else f"The newest is {newest}"
         parts = (part.removesuffix(".") for part in (str(error), more, what) if part)
         return type(error)(" ".join(f"{part}." for part in parts))
-
-
-def _first(states: Mapping[str, TrainState]) -> TrainState:
-    """Return the state whose step and world are those of a save."""
-    return next(iter(states.values()))

@@ -317,10 +317,7 @@ def check_params(
     for name in aliases.keys() & given.keys():
         one, two = given[aliases[name]], given[name]
         if one is not two and not torch.equal(one, two):
-            msg = (
-                f"with_params: {name!r} and {aliases[name]!r} are one tied parameter and have"
-                " different values. Give the same for both, or the first name alone."
-            )
+            msg = f"with_params: {name!r} is tied to {aliases[name]!r}, and has other values."
             raise StateError(msg)
 
 
