@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`regroup`: a state goes on in the world of all ranks that are there."""
 
+from typing import Any
+
 from accelfn.base import tree
 from accelfn.base.arguments import why_not
 from accelfn.base.calling import called
@@ -10,7 +12,6 @@ from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 from accelfn.state.argument import check_state
 from accelfn.state.state import TrainState
 from accelfn.world import World
-from accelfn.world.connection import Regrouping
 
 _CALL = "af.regroup(state)"
 
@@ -101,7 +102,7 @@ def _check(restore: object, state: TrainState) -> None:
         raise ArgumentError(msg)
 
 
-def _regrouping_of(world: World) -> Regrouping:
+def _regrouping_of(world: World) -> Any:
     """Return how the ranks of a world meet anew.
 
     Raises:

@@ -16,7 +16,7 @@ from accelfn.launching.file import find, read
 from accelfn.launching.machines import Plan
 from accelfn.launching.options import COMMAND_LINE, OPTIONS, checked, flag
 from accelfn.launching.script import launch_script, planned, say
-from accelfn.launching.settings import Settings
+from accelfn.launching.settings import DEFAULT, Settings
 
 if TYPE_CHECKING:
     import argparse
@@ -153,7 +153,10 @@ def _say_whose(args: Sequence[str], script: str) -> None:
 
 def _say_from_file(chosen: Settings) -> None:
     """Say what a file has set: whoever wrote it says how this run starts, and where."""
-    rows = [(name, each) for name, each in chosen.by_name.items() if each.is_from_file]
+    others = {COMMAND_LINE, DEFAULT}
+    rows = [
+        (n, each) for n, each in chosen.by_name.items() if each.source not in others
+    ]
     if rows:
         said = ", ".join(f"{name}={each.value}" for name, each in rows)
         say(f"{said} ({Path(rows[0][1].source).absolute()}).")

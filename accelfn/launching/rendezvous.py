@@ -75,8 +75,11 @@ class NumberedRendezvous(RendezvousHandler):
     @property
     def store(self) -> TCPStore:
         """The store at which machines have met, and ranks of the first attempt do."""
+        host, count = self._host, self._machines.most
+        if self._agents is None and self._rank == 0:
+            self._agents = self._opened(self._port, size=count)
         if self._agents is None:
-            self._agents = self._meet()
+            self._agents = TCPStore(host, self._port, count, timeout=self._timeout)
         return self._agents
 
     @property
@@ -97,13 +100,6 @@ class NumberedRendezvous(RendezvousHandler):
             self._machines.most,
             RendezvousStoreInfo(self._host, port),
         )
-
-    def _meet(self) -> TCPStore:
-        """Return the store of the launchers, once all are there."""
-        count = self._machines.most
-        if self._rank == 0:
-            return self._opened(self._port, size=count)
-        return TCPStore(self._host, self._port, count, timeout=self._timeout)
 
     def _opened(self, port: int, size: int | None = None) -> TCPStore:
         is_local = self._machines.most == 1

@@ -100,10 +100,8 @@ def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) ->
         say(f"{_trusted(plan.machines)}.")
     variables = _variables(plan)
     for name, (value, why) in variables.items():
-        if why not in (_ALONE, _ASKED, _MAY_GO) and (name, value) != (
-            "OMP_NUM_THREADS",
-            "1",
-        ):
+        is_usual = f"{name}={value}" == "OMP_NUM_THREADS=1"
+        if why not in (_ALONE, _ASKED, _MAY_GO) and not is_usual:
             say(f"{name}={value} ({why}).")
     lent = {name: value for name, (value, _) in variables.items()}
     with (

@@ -35,11 +35,6 @@ class Setting:
     value: Any
     source: str
 
-    @property
-    def is_from_file(self) -> bool:
-        """Whether a file gave it."""
-        return self.source not in (COMMAND_LINE, DEFAULT)
-
 
 @frozen
 class Settings:

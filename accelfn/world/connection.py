@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,23 +27,6 @@ _SETTLES = 0.05
 """Seconds: on a busy machine, until each thread has had its turn."""
 
 
-class Regrouping(Protocol):
-    """How the ranks of an elastic run make another world of those that are there."""
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this rank was started while others trained, and is not of their world yet."""
-        ...
-
-    def is_awaited(self) -> bool:
-        """Whether a newcomer waits to come in."""
-        ...
-
-    def meet(self, world: Any) -> Any:
-        """Wait for all ranks that are left, and return their next world."""
-        ...
-
-
 class Connection:
     """What joins the ranks, until the world is closed.
 
@@ -54,8 +37,9 @@ class Connection:
         group: torch's process group, until then.
         activity: what this rank is doing.
         roll_call: by which ranks that fail tell each other how, in a world of `from_env`.
-        simulated: what simulated ranks can do besides, `testing.simulation.ranks`; None of others.
-        regrouping: how the ranks make another world, in an elastic run.
+        simulated: what simulated ranks can do besides (`testing.simulation.ranks`); else None.
+        regrouping: how the ranks make another world, in an elastic run: a
+            `world.regrouping.Launched`, or of simulated ranks what they can do besides.
         parts: what joins the ranks along some of the world's axes, by their names, and those
             of parts that it was split into, by how.
         mesh: torch's record of the axes, once it was asked for.
@@ -75,7 +59,7 @@ class Connection:
         activity: Activity | None = None,
         roll_call: RollCall | None = None,
         simulated: Any = None,
-        regrouping: Regrouping | None = None,
+        regrouping: Any = None,
     ) -> None:
         """Take a process group, or None in a world of 1."""
         if group is not None and not isinstance(group, dist.ProcessGroup):

@@ -86,10 +86,10 @@ class Meeting:
             return "the launcher" if self.place.has_store else "rank 0"
         # the waiting thread has the other connection
         store = cast("Any", self.store).clone()
-        counts = enumerate(_counts(store, self.place.size))
-        late = [rank for rank, count in counts if not count]
-        late = late or list_unjoined(store, self.place.size)
-        return f"rank {', '.join(str(r) for r in late if r != self.place.rank)}"
+        rank, size = self.place.rank, self.place.size
+        late = [each for each, count in enumerate(_counts(store, size)) if not count]
+        late = [each for each in late or list_unjoined(store, size) if each != rank]
+        return f"rank {', '.join(map(str, late))}"
 
 
 def check_backend(backend: str | None) -> None:

@@ -4,7 +4,6 @@
 from collections.abc import Mapping
 
 import torch
-from attrs import frozen
 
 from accelfn.base.arguments import check_seconds
 from accelfn.errors import PeerFailedError
@@ -26,24 +25,6 @@ _CALL = "World.from_env"
 _ALONE = Place(launcher="none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0)
 
 
-@frozen(kw_only=True)
-class Opened:
-    """What a process has of its world, once it has met the others.
-
-    Attributes:
-        place: its own; that of one process where no launcher has started it, or where the
-            others have yet to let it in.
-        device: where its tensors live.
-        axes: the sizes of the world's axes by name.
-        connection: what joins the ranks.
-    """
-
-    place: Place
-    device: torch.device
-    axes: Mapping[str, int]
-    connection: Connection
-
-
 def open_world(
     env: Environment,
     *,
@@ -51,8 +32,13 @@ def open_world(
     backend: str | None,
     device: str | torch.device | None,
     axes: Mapping[str, int] | None,
-) -> Opened:
+) -> tuple[Place, torch.device, Mapping[str, int], Connection]:
     """Join the ranks that the environment describes; the arguments are those of `from_env`.
+
+    Returns:
+        This process's place, which is that of one process where no launcher has started it,
+        or where the others have yet to let it in; the device for its tensors; the sizes of
+        the world's axes by name; and what joins the ranks.
 
     Raises:
         ArgumentError, WorldError, PeerFailedError: as `from_env`.
@@ -65,16 +51,14 @@ def open_world(
     if place is None or place.is_alone:
         refuse_open_group()
         chosen = chosen_device(device, local_rank=0)
-        return Opened(
-            place=_ALONE, device=chosen, axes=sizes, connection=Connection(None)
-        )
+        return _ALONE, chosen, sizes, Connection(None)
     chosen = chosen_device(device, local_rank=place.local_rank)
     regrouping = regrouping_of(
         env, place, backend=backend, device=chosen, timeout=timeout
     )
     if regrouping is not None and regrouping.is_newcomer:
         alone = Connection(None, regrouping=regrouping)
-        return Opened(place=_ALONE, device=chosen, axes={}, connection=alone)
+        return _ALONE, chosen, {}, alone
     with Meeting(place, timeout) as meeting:
         connection, is_ours = join(meeting, backend=backend, device=chosen)
         if is_ours:
@@ -91,7 +75,7 @@ def open_world(
             _begin(connection, meeting.seconds_left)
     if meeting.opens_in_time:
         connection.set_timeout(timeout)
-    return Opened(place=place, device=chosen, axes=sizes, connection=connection)
+    return place, chosen, sizes, connection
 
 
 def _begin(connection: Connection, timeout: float) -> None:

@@ -136,7 +136,7 @@ def regrouping_of(
 
 
 class Launched:
-    """A process of an elastic launch: a `Regrouping`.
+    """A process of an elastic launch, and how it makes another world with the others.
 
     Attributes:
         is_newcomer: whether it is in no world with others yet.

@@ -60,10 +60,10 @@ def name_error(kind: str, text: str) -> str:
     """
     first, _, rest = text.partition("\n")
     if first.startswith("Caught ") and rest.startswith("Original "):
-        _, _, last = rest.rpartition("Traceback (most recent call last):\n")
+        last = rest.rpartition("Traceback (most recent call last):\n")[2]
         causes = [line for line in last.splitlines() if not line.startswith(" ")]
-        _, _, where = first.rstrip(".").partition(" in ")
-        return f"{causes[0]} (in {where})" if causes else f"{kind}: {first}"
+        if causes:
+            return f"{causes[0]} (in {first.rstrip('.').partition(' in ')[2]})"
     return f"{kind}: {first}" if first else kind
 
 

@@ -179,20 +179,19 @@ class World:
         """
         from accelfn.world.opening import open_world  # noqa: PLC0415
 
-        opened = open_world(
+        place, own_device, sizes, connection = open_world(
             os.environ, timeout=timeout, backend=backend, device=device, axes=axes
         )
-        place = opened.place
         return cls(
             rank=place.rank,
             size=place.size,
             local_rank=place.local_rank,
             local_size=place.local_size,
             node_rank=place.node_rank,
-            device=opened.device,
+            device=own_device,
             checked=checked,
-            axes=opened.axes,
-            group=opened.connection,
+            axes=sizes,
+            group=connection,
         )
 
     def followed(self, rank: int, size: int, connection: Connection) -> "World":

@@ -151,7 +151,7 @@ class _Run:
 
 @attrs.frozen
 class _Room:
-    """Where a group's ranks stand together, as one sees it: `Simulated`, and `Regrouping`."""
+    """Where a group's ranks stand together, as one sees it: what joins simulated ranks can do."""
 
     _run: _Run
     group: SimulatedGroup
