@@ -63,5 +63,8 @@ def warn_of_parts(world: World) -> None:
 def _counts(world: World, label: str) -> Sequence[int | None]:
     """Return how many samples of a loss each share has; nothing outside of one."""
     check_world(label, world)
-    samples = world.connection.activity.samples
-    return () if samples is None or world.size == 1 else samples.counts()
+    activity = world.connection.activity
+    if activity.samples is None or world.size == 1:
+        return ()
+    activity.has_coupled = True
+    return activity.samples.counts()

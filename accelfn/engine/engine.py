@@ -27,7 +27,7 @@ from accelfn.engine.buffers import Buffers
 from accelfn.engine.counters import Counters
 from accelfn.engine.elsewhere import refuse_elsewhere
 from accelfn.engine.home import Home
-from accelfn.engine.module.synced_norm import buffers_of_all_ranks, norm_order
+from accelfn.engine.module.synced_norm import norm_buffers, norm_order
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples, say_what_tokens_weigh
@@ -76,7 +76,8 @@ class Engine:
         self._bound: tuple[object, object, object] = (None, None, None)
         self._key_of: tuple[int | None, int] = (None, 0)
         self._buffers = Buffers(module)
-        self._of_all_ranks = buffers_of_all_ranks(module)
+        self._of_all_ranks = norm_buffers(module, synced=True)
+        self._of_this_rank = norm_buffers(module, synced=False)
         # gradients that lie in the home now, not yet applied
         self._live: Mapping[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
@@ -156,7 +157,7 @@ class Engine:
         compression = self._compression if sync else None
         profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
-            self._activity.samples = samples
+            self._activity.samples, self._activity.has_coupled = samples, False
             key, kept = self._key(state), _buffers_of(into, samples)
             self._buffers.begin(kept)
             if compression is not None:
@@ -186,8 +187,7 @@ class Engine:
         finally:
             self._activity.samples = outer
         if samples.known == 0:
-            of_all = {n: t for n, t in written.items() if n in self._of_all_ranks}
-            written = {**kept, **of_all}
+            written = self._of_others(written, kept)
         self._live_buffers = written
         weight = read.weight if before is None else before.divisor + read.weight
         taken = Taken(
@@ -214,6 +214,15 @@ class Engine:
         if may_be_kept:
             self.hand_out()
         return Metrics(read.sums), grads
+
+    def _of_others(
+        self, written: dict[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the buffers after a stand-in: those written that hold all ranks' samples."""
+        names = self._of_all_ranks
+        if self._activity.has_coupled:  # as a center that a loss moves
+            names = written.keys() - self._of_this_rank
+        return {**kept, **{n: written[n] for n in written.keys() & names}}
 
     def hand_out(self) -> None:
         """Let the gradients that were just taken be tensors that their holder may keep.

@@ -26,6 +26,7 @@ class Activity:
         is_between: whether that update is over.
         num_updates: how many it has ended.
         samples: of the loss that the rank computes now, an `engine.read_loss.Samples`.
+        has_coupled: whether a collective of this loss saw samples of several ranks.
         trail: the latest collectives, each with its update.
         on_update: called with the update that begins, if anybody must be.
         before_call: called with a label and a world before each collective of a loss, if
@@ -35,7 +36,14 @@ class Activity:
     """
 
     __slots__ = (
-        *("before_call", "is_between", "label", "num_updates", "on_close"),
+        *(
+            "before_call",
+            "has_coupled",
+            "is_between",
+            "label",
+            "num_updates",
+            "on_close",
+        ),
         *("on_update", "samples", "step", "structure", "trail"),
     )
 
@@ -45,6 +53,7 @@ class Activity:
         self.structure: str | None = None
         self.step: int | None = None
         self.samples: Any = None
+        self.has_coupled = False
         self.is_between = False
         self.num_updates = 0
         self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)

@@ -105,6 +105,7 @@ def centered(world: af.World) -> Loss:
 
 LOSSES = [contrastive, masked, variance, balance, summed, centered]
 UNUSED = af.wrap_ddp(find_unused_parameters=True)
+OWN_BUFFERS = af.wrap_ddp(find_unused_parameters=True, forward_sync_buffers=False)
 Found = tuple[list[float], dict[str, torch.Tensor], dict[str, float]]
 
 
@@ -134,7 +135,8 @@ def trained(
     make=st.sampled_from(LOSSES),
     setup=st.sampled_from(
         [
-            af.wrap_ddp(find_unused_parameters=True),
+            UNUSED,
+            OWN_BUFFERS,
             af.wrap_fsdp(find_unused_parameters=True),
         ]
     ),
@@ -144,6 +146,7 @@ def trained(
 )
 @example(contrastive, UNUSED, 4, 11, 8)
 @example(contrastive, UNUSED, 2, 23, 23)
+@example(centered, OWN_BUFFERS, 4, 11, 8)
 def test_coupled_losses_train_as_on_one_process(
     make: Callable[[af.World], Loss], setup: Any, ranks: int, n: int, size: int
 ) -> None:

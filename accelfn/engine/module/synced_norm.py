@@ -268,11 +268,11 @@ def norm_order(module: nn.Module) -> NormOrder | None:
     return NormOrder(found[0].ranks, {each.label: each.take_part for each in found})
 
 
-def buffers_of_all_ranks(module: nn.Module) -> frozenset[str]:
-    """Return the names of buffers that hold what all ranks saw, whatever this one did."""
+def norm_buffers(module: nn.Module, *, synced: bool) -> frozenset[str]:
+    """Return the names of running statistics: of all ranks' samples, or of a rank's own."""
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()
-        if _SYNCED in vars(owner)
+        if isinstance(owner, BatchNorm) and (_SYNCED in vars(owner)) == synced
         for key in owner._buffers  # pyright: ignore[reportPrivateUsage]
     )
