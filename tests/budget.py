@@ -195,7 +195,7 @@ _NUMBERS = {
         "laws.test_plateau::test_what_was_observed_is_saved",
         "laws.test_post_local::test_a_run_goes_on_before_and_after_the_switch",
         "laws.test_post_local::test_until_the_switch_ranks_are_one_and_then_apart",
-        "laws.test_profiling::test_all_of_a_step_is_told",
+        "laws.test_profiling::test_each_part_of_a_step_has_a_span",
         "laws.test_purity::test_the_caller_s_autocast_changes_nothing",
         "laws.test_purity::test_the_same_step_twice_on_ranks",
         "laws.test_random_setups::test_it_trains_what_a_plain_loop_trains",

@@ -16,7 +16,6 @@ from accelfn.base.calling import called
 from accelfn.base.contexts import is_profiled
 from accelfn.collectives.agreed import check_world
 from accelfn.errors import ArgumentError, WorldError
-from accelfn.loop.breakdown import Breakdown, breakdown
 from accelfn.world import World
 
 _ONE_A_PROCESS = threading.Lock()
@@ -91,18 +90,6 @@ class Profiler:
             raise ArgumentError(msg)
         return self._torch.key_averages(group_by_input_shape, group_by_stack_n)
 
-    def breakdown(self) -> Breakdown:
-        """Return where the time of a step went, by accelfn's own spans; print it.
-
-        Times are those of the host, with what the profiler costs. An accelerator computes on
-        after a call has returned, and a span ends with the call.
-
-        Raises:
-            ArgumentError: no step is written yet, or none with the host's activity.
-        """
-        self._check_written("breakdown()")
-        return breakdown(self._torch.events() or [])
-
     def _check_written(self, call: str) -> None:
         if not self.is_written:
             msg = (
@@ -166,8 +153,7 @@ def profile(
 
     Yields:
         A record with `step()` and with `path`, the file that this rank writes. Once that is
-        written, `breakdown()` tells where a step's time went, and `key_averages()` has torch's
-        sums an operation.
+        written, `key_averages()` has torch's sums for each operation and each span of accelfn.
 
     Law: the steps compute what they compute without it, bitwise.
 
@@ -188,7 +174,7 @@ def profile(
             for batch in af.batches(state, epochs=1):
                 state, metrics = step(state, batch)
                 profiler.step()
-        af.print_once(world, profiler.breakdown())
+        af.print_once(world, profiler.key_averages().table(sort_by="cpu_time_total"))
         ```
     """
     for name, value, least in (

@@ -8,7 +8,7 @@ from accelfn.data import epoch, stream
 from accelfn.engine import agreement, buffers, compression, engine
 from accelfn.engine.optimizer import live_optimizer, versions
 from accelfn.engine.zero import places
-from accelfn.loop import batches, breakdown, evaluate, memory_use
+from accelfn.loop import batches, evaluate, memory_use
 from accelfn.outer import fragments
 from accelfn.state import alike, hyper, metrics, views
 from accelfn.state.grads import Grads
@@ -37,7 +37,6 @@ from tests.laws import (
     test_loops_of_nothing,
     test_memory,
     test_norms,
-    test_profiling,
     test_purity,
     test_replicas,
     test_schedule_advice,
@@ -151,21 +150,7 @@ OF_NORMS = [
     ),
 ]
 
-SPANS = test_profiling.test_a_spans_time_is_what_no_span_in_it_took
-
 OF_LOOPS = [
-    Mutant(
-        "L43: a span that begins where another ends lies in it",
-        SPANS,
-        breakdown.breakdown,
-        "open_spans[-1].time_range.end <= start → open_spans[-1].time_range.end < start",
-    ),
-    Mutant(
-        "L43: of spans that begin together the inner one is the outer one's",
-        SPANS,
-        breakdown.breakdown,
-        "-each.time_range.end → each.time_range.end",
-    ),
     Mutant(
         'L21: ranks along "tp" evaluate the same model by other draws',
         test_layer_draws.test_ranks_that_compute_the_same_draw_the_same,
