@@ -22,6 +22,7 @@ from accelfn.checkpoint.slices import Slice, assembled, tile
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.weights.boxes import read_box
 from accelfn.weights.pieces import Found, Piece
+from accelfn.weights.torch_files import is_stored_zip
 
 METADATA = ".metadata"
 _LARGEST = 1_000_000_000
@@ -98,6 +99,7 @@ class _Chunk:
 
 
 def _loaded(window: "_Window", device: str) -> torch.Tensor:
+    is_stored_zip(cast("Any", window))
     window.seek(0)
     return torch.load(cast("Any", window), map_location=device, weights_only=True)
 

@@ -11,7 +11,7 @@ import threading
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -127,7 +127,8 @@ def loaded(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
     """
     stands = torch.serialization.safe_globals([(_Shut, name) for name in shut])
     try:
-        mapped = zipfile.is_zipfile(file)
+        with file.open("rb") as stream:
+            mapped = is_stored_zip(stream)
         with _ONE, stands:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
@@ -144,6 +145,23 @@ def loaded(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
     except Exception as error:  # bytes at random end in any of them
         msg = f"{file} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
+
+
+def is_stored_zip(stream: IO[bytes]) -> bool:
+    """Return whether torch reads a file as a zip.
+
+    Raises:
+        ValueError: it has compressed parts. torch writes none, and 1 MB could hold gigabytes.
+    """
+    stream.seek(0)
+    if stream.read(4) != b"PK\3\4":
+        return False
+    for part in zipfile.ZipFile(stream).infolist():
+        if part.compress_type != zipfile.ZIP_STORED:
+            name = part.filename[:80]
+            msg = f"{name!r} in it is compressed, as torch.save never writes it"
+            raise ValueError(msg)
+    return True
 
 
 def _brought(file: Path) -> set[str]:

@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import struct
+import zipfile
 from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
@@ -754,6 +755,22 @@ def test_a_file_of_torch_that_is_cut_off_is_refused(tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(af.CheckpointError, match=re.escape(str(path))):
             af.import_torch_weights(nn.Linear(2, 2), path)
+
+
+@pytest.mark.parametrize("parts", ["all", "pickle"])
+def test_a_compressed_zip_is_refused_by_its_directory(parts, tmp_path):
+    """torch compresses nothing, and reads what others did into all memory."""
+    torch.save({"weight": torch.zeros(1000), "bias": torch.zeros(1)}, tmp_path / "a.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as plain,
+        zipfile.ZipFile(tmp_path / "b.pt", "w") as packed,
+    ):
+        for name in plain.namelist():
+            is_packed = parts == "all" or name.endswith("data.pkl")
+            kind = zipfile.ZIP_DEFLATED if is_packed else zipfile.ZIP_STORED
+            packed.writestr(name, plain.read(name), kind)
+    with pytest.raises(af.CheckpointCorruptError, match=r"b\.pt.*is compressed"):
+        af.import_torch_weights(nn.Linear(1000, 1), tmp_path / "b.pt")
 
 
 def test_a_tensor_is_read_where_the_index_says(tmp_path):

@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import re
 import tempfile
 from contextlib import suppress
 from functools import partial
@@ -418,6 +419,16 @@ def test_what_was_written_through_something_is_refused(tmp_path):
             info.transform_descriptors = ["zstd"]
     (folder / ".metadata").write_bytes(pickle.dumps(records))
     assert "'model.first.bias' was written through ['zstd']" in refused(folder)
+
+
+def test_a_compressed_piece_is_refused(tmp_path):
+    """A piece of a distributed checkpoint that was compressed is not read into memory."""
+    _, folder = saved(tmp_path)
+    for path in folder.glob("*.distcp"):
+        # in the directories of zips, how each part is compressed
+        method = re.compile(b"(PK\x01\x02.{6})\x00", re.DOTALL)
+        path.write_bytes(method.sub(b"\\1\x08", path.read_bytes()))
+    assert "is compressed, as torch.save never writes it" in refused(folder)
 
 
 def test_ranks_that_have_nothing_of_a_tensor_read_nothing(tmp_path):
