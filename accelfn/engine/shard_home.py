@@ -33,6 +33,7 @@ from accelfn.engine.module.scores import whole
 from accelfn.engine.module.units import ROOT
 from accelfn.engine.parts import Parts, parameter
 from accelfn.engine.unit_order import UnitOrder
+from accelfn.errors import LossError
 from accelfn.state.grads import Grads
 
 # torch's FSDP has no public names for where it keeps a parameter
@@ -68,6 +69,21 @@ class Noting(FSDPParam):
 
 class Unit(FSDPParamGroup):
     """A unit that is reduced if this rank has a gradient of it, then with all its parameters."""
+
+    def pre_backward(self, *args: Any) -> None:
+        """Gather it for a backward pass that nothing differentiates.
+
+        Raises:
+            LossError: something does; torch would reduce values that are not there any more.
+        """
+        if torch.is_grad_enabled():
+            msg = (
+                "The loss calls torch.autograd.grad(create_graph=True), as a gradient penalty"
+                " does, and af.wrap_fsdp cannot run such a double backward. Train this model"
+                " with af.wrap_ddp(), or leave the penalty out."
+            )
+            raise LossError(msg)
+        super().pre_backward(*args)
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients; parameters that took no part have zeros."""

@@ -311,6 +311,27 @@ def test_options_that_are_none_are_refused(options, words):
         af.wrap_fsdp(**options)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_double_backward_is_rejected(reshard):
+    """A gradient penalty is named; gradients that nothing differentiates are right."""
+
+    def loss(net: nn.Module, x: torch.Tensor, *, twice: bool) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=twice)
+        return net(x + grad).square().mean()
+
+    def fn(world: af.World, *, twice: bool) -> dict[str, torch.Tensor]:
+        state = begun(world, af.wrap_fsdp(reshard_after_forward=reshard))
+        step = af.make_step(partial(loss, twice=twice))
+        return af.full_params(step(state, torch.eye(4))[0])
+
+    with pytest.raises(af.LossError, match="double backward.*af.wrap_ddp"):
+        in_two(fn, twice=True)
+    (alone,) = simulate(1, partial(fn, twice=False))
+    for found in in_two(fn, twice=False):
+        assert all(torch.allclose(p, found[name]) for name, p in alone.items())
+
+
 def test_another_method_of_a_unit_is_refused():
     """Its parameters were not gathered."""
 
