@@ -246,7 +246,7 @@ def _not_met(machines: Machines, error: Exception) -> LaunchError:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _as_template(arg: str) -> str:

@@ -36,7 +36,8 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     if machines.rank is not None:
         return NumberedRendezvous(machines, machines.rank)
     host, port = machines.where
-    timeout = timedelta(seconds=machines.join_seconds)
+    seconds = int(machines.join_seconds)
+    timeout = timedelta(seconds=seconds)
     store = None
     if machines.is_here:
         with suppress(DistError):  # another launcher of this machine has opened it
@@ -50,7 +51,9 @@ def handler_of(machines: Machines) -> RendezvousHandler:
         machines.fewest,
         machines.most,
         local_addr=machines.address,
-        join_timeout=int(machines.join_seconds),
+        join_timeout=seconds,
+        # of which the fewest wait for more: torch's half minute may be all of it
+        last_call_timeout=max(1, min(30, seconds // 2)),
     )
     backend = C10dRendezvousBackend(store, machines.run_id)
     return create_handler(store, backend, params)

@@ -71,6 +71,19 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(
     assert len(kept) == 2
 
 
+def test_the_fewest_machines_begin_before_they_give_up() -> None:
+    """They wait for more no longer than they wait at all, and not torch's half minute."""
+    machines = Machines.meeting_at(
+        "127.0.0.1", free_port(), counts=(1, 2), join_seconds=4
+    )
+    handler = handler_of(machines)
+    try:
+        found = handler.next_rendezvous()
+    finally:
+        handler.shutdown()
+    assert (found.rank, found.world_size) == (0, 1)
+
+
 def test_a_name_of_several_machines_is_no_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
