@@ -45,13 +45,13 @@ def read(file: Path) -> dict[str, Any]:
     """Return the settings that a file has.
 
     Raises:
-        LaunchError: it is no TOML, or has a name or a value that none may have; or it says
+        LaunchError: the file is not TOML, or has an unknown name or a wrong value; or it says
             where machines meet, and another user can write it.
     """
     try:
         with file.open("rb") as opened:
             about = os.fstat(opened.fileno())
-            tables = tomllib.loads(_bounded(opened.read(_MOST_BYTES + 1)))
+            tables = tomllib.loads(_decode_bounded(opened.read(_MOST_BYTES + 1)))
     except (OSError, ValueError) as error:
         msg = f"{file} cannot be read: {error}."
         raise LaunchError(msg) from error
@@ -79,7 +79,7 @@ def read(file: Path) -> dict[str, Any]:
     return {name: checked(name, value, str(file)) for name, value in settings.items()}
 
 
-def _bounded(data: bytes) -> str:
+def _decode_bounded(data: bytes) -> str:
     """Return a text that is neither long nor deep: the parser's memory grows with both."""
     brackets = data.count(b"[") + data.count(b"{")
     dots = max(line.count(b".") for line in data.split(b"\n"))

@@ -94,15 +94,15 @@ class Machines:
 
 @frozen(kw_only=True)
 class Plan:
-    """What a launch starts on this machine.
+    """The processes that a launch starts on this machine, and their options.
 
     Attributes:
         nproc: how many processes; at least 1.
         machines: those of the run; default this one alone.
         max_restarts: how often all ranks start again after one has failed.
         axes: of the ranks' world, as text.
-        least: how many ranks may go on where others were killed, whose places others take;
-            they meet anew in `af.regroup`. None: none may.
+        least: how many ranks must be left if others are killed, so that the run continues;
+            new processes replace the killed ones in `af.regroup`. None: the run ends.
     """
 
     nproc: int

@@ -38,7 +38,7 @@ def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _whole(text: str) -> int:
+def _parse_count(text: str) -> int:
     """Return the number that a text is; -1 where it is none, or has many digits."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
@@ -46,13 +46,13 @@ def _whole(text: str) -> int:
 def _is_range(value: object, most: int) -> bool:
     if not isinstance(value, str):
         return _is_whole(value, 1, most)
-    numbers = [_whole(part) for part in value.split(":")]
+    numbers = [_parse_count(part) for part in value.split(":")]
     return len(numbers) == 2 and 1 <= numbers[0] <= numbers[1] <= most
 
 
 def _is_endpoint(value: object) -> bool:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    return host != "" and _is_whole(_whole(port), 1, _LAST_PORT)
+    return host != "" and _is_whole(_parse_count(port), 1, _LAST_PORT)
 
 
 def _number(text: str) -> int | float | str:

@@ -2,9 +2,9 @@
 """Where the launchers of a run meet: numbered machines here, others as torch does it.
 
 Numbered machines tell each other a port, as text. torch's dynamic rendezvous keeps its state
-as a pickle, so whoever can reach its store runs code in every launcher. It also gives the ranks
-of a second attempt the store of the first, in which they find the addresses of processes that
-are gone (torch 2.13). Numbered machines have a store for each attempt.
+as a pickle, so everybody who can reach its store can run code in every launcher. It also gives
+the ranks of a second attempt the store of the first, with the addresses of processes that are
+gone (torch 2.13). Numbered machines have a store for each attempt.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def handler_of(machines: Machines) -> RendezvousHandler:
         machines.most,
         local_addr=machines.address,
         join_timeout=seconds,
-        # of which the fewest wait for more: torch's half minute may be all of it
+        # the fewest wait for more only a part of it; torch's half minute may be all of it
         last_call_timeout=max(1, min(30, seconds // 2)),
     )
     backend = C10dRendezvousBackend(store, machines.run_id)
@@ -80,7 +80,7 @@ class NumberedRendezvous(RendezvousHandler):
         """The store at which machines have met, and ranks of the first attempt do."""
         host, count = self._host, self._machines.most
         if self._agents is None and self._rank == 0:
-            self._agents = self._opened(self._port, size=count)
+            self._agents = self._open_store(self._port, size=count)
         if self._agents is None:
             self._agents = TCPStore(host, self._port, count, timeout=self._timeout)
         return self._agents
@@ -104,14 +104,14 @@ class NumberedRendezvous(RendezvousHandler):
             RendezvousStoreInfo(self._host, port),
         )
 
-    def _opened(self, port: int, size: int | None = None) -> TCPStore:
+    def _open_store(self, port: int, size: int | None = None) -> TCPStore:
         is_local = self._machines.most == 1
         return open_store(self._host, port, self._timeout, size=size, is_local=is_local)
 
     def _port_of(self, attempt: str, agents: TCPStore) -> int:
         """Return where ranks of a later attempt meet, which machine 0 says."""
         if self._rank == 0:
-            self._ranks = self._opened(0)
+            self._ranks = self._open_store(0)
             agents.set(attempt, str(self._ranks.port))
         return int(agents.get(attempt))
 

@@ -97,7 +97,7 @@ def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) ->
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
     if plan.machines.rank is None:
-        say(f"{_trusted(plan.machines)}.")
+        say(f"{_describe_trust(plan.machines)}.")
     variables = _variables(plan)
     for name, (value, why) in variables.items():
         is_usual = f"{name}={value}" == "OMP_NUM_THREADS=1"
@@ -196,7 +196,7 @@ def planned(plan: Plan) -> list[str]:
         counts = f"{machines.fewest} to {machines.most}"
         lines.append(f"meets {counts} machines at {machines.endpoint}")
     if machines.rank is None:
-        lines.append(_trusted(machines))
+        lines.append(_describe_trust(machines))
     if plan.least is not None:
         lines.append(
             f"goes on where ranks are killed, as long as {plan.least} are left"
@@ -207,7 +207,7 @@ def planned(plan: Plan) -> list[str]:
     ]
 
 
-def _trusted(machines: Machines) -> str:
+def _describe_trust(machines: Machines) -> str:
     """Return in words who can run code in a launch whose machines meet dynamically."""
     return (
         f"machines unpickle records at {machines.endpoint}: whoever can reach that port runs"

@@ -33,7 +33,7 @@ def open_store(
     On an address of the loopback no other machine reaches it.
 
     Args:
-        host: this machine, as others are told to reach it.
+        host: the address of this machine for the others.
         port: where it listens.
         timeout: of the store.
         size: how many processes to wait for; default none.

@@ -38,7 +38,7 @@ class Meeting:
     Attributes:
         place: this rank's.
         timeout: seconds from the start of the meeting to its deadline.
-        store: at which the ranks meet, once this rank has reached it.
+        store: the ranks meet here, once this rank has reached it.
         opens_in_time: whether the deadline holds for process groups too. Else they open
             with their own timeout, because torch could not change it afterwards.
     """
@@ -77,11 +77,11 @@ class Meeting:
             RuntimeError
         ):  # the store is gone, and the waiting thread says so
             sys.stderr.write(
-                f"accelfn: rank {place.rank} of {place.size} waits for {self._awaited()} at"
+                f"accelfn: rank {place.rank} of {place.size} waits for {self._name_awaited()} at"
                 f" {place.address}:{place.port}, for {self.seconds_left:.0f} s more.\n"
             )
 
-    def _awaited(self) -> str:
+    def _name_awaited(self) -> str:
         if self.store is None:
             return "the launcher" if self.place.has_store else "rank 0"
         # the waiting thread has the other connection
