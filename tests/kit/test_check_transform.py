@@ -65,8 +65,21 @@ class Momentum:
         return grads.with_tensors(moved), {**slot, **copies}
 
 
+@af.transform
+class NoisyInputs:
+    """Draws in the loss, others for each rank: as it may."""
+
+    def loss(self, loss_fn):
+        def noisy(model, batch, *extras):
+            inputs, targets = batch
+            inputs = inputs + torch.randn_like(inputs) / 8
+            return loss_fn(model, (inputs, targets), *extras)
+
+        return noisy
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [SharedNoise(), Momentum()], ids=repr)
+@pytest.mark.parametrize("kept", [SharedNoise(), Momentum(), NoisyInputs()], ids=repr)
 def test_a_users_transform_keeps_the_laws(kept: Any) -> None:
     check_transform(kept, sizes=(1, 2))
 
@@ -819,6 +832,14 @@ class LosesPrecision:
         return grads.map(lambda g: g / 2), {"norm": norm}
 
 
+@af.transform
+class DecaysAll:
+    """Changes parameters that are not trained."""
+
+    def after_update(self, state, slot, update):
+        return state.with_params({n: p / 2 for n, p in state.params.items()}), slot
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "law", "told"),
@@ -839,6 +860,7 @@ class LosesPrecision:
         (MergesTheFirst(), "merges_all", "whatever rank 1 has in ['owed']"),
         (MovesAtOnce(), "skips_whole", "['seen']: 1.0 and 2.0, difference 1"),
         (CountsLooks(), "evaluates_purely", "In hyper, which state.lrs asks, change"),
+        (DecaysAll(), "keeps_frozen", "frozen: 3 of 3 elements differ, the first at"),
         (LosesPrecision(), "own_slot", "['norm'] was of torch.float64, and is of"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,

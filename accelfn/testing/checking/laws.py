@@ -48,6 +48,22 @@ def trains(subject: Subject) -> str | None:
     )
 
 
+def keeps_frozen(subject: Subject) -> str | None:
+    """Parameters that are not trained stay as they are."""
+
+    def rank(world: World) -> str | None:
+        state = subject.start(world)
+        names = state.params.keys() - set(state.trainable)
+        frozen = {name: state.params[name].clone() for name in names}
+        for after, _ in subject.advance(state, 0, subject.updates):
+            state = after
+        return first_difference(frozen, {name: state.params[name] for name in names})
+
+    broken = next(filter(None, simulate(subject.size, rank)), None)
+    advice = "Change those of state.trainable alone."
+    return f"it changes a frozen parameter, {broken} {advice}" if broken else None
+
+
 def forks_apart(subject: Subject) -> str | None:
     """A copy trains as its original does, while a twin of it trains, in turns, elsewhere."""
     plain = [history[:-1] for history in subject.plain]

@@ -26,6 +26,7 @@ from accelfn.testing.checking.laws import (
     Law,
     differ,
     first_broken,
+    keeps_frozen,
     trains,
 )
 from accelfn.testing.checking.method_laws import method_laws, skips_once
@@ -66,6 +67,7 @@ def check_transform(
     | `shares` | by `data`, ranks together read each sample of a batch once |
     | `skips_whole` | a skipped update leaves parameters, optimizer and slots as they were |
     | `trains` | parameters change |
+    | `keeps_frozen` | parameters that are not trained stay as they are |
     | `merges_all` | what any rank has in an entry that it tells `by_rank` has a say in `merge` |
     | `passes_on` | what wraps a loss or `value_and_grad` passes on extras, `into=` and `sync=` |
     | `evaluates_purely` | `eval_params` and `hyper` between updates change nothing of the run |
@@ -113,7 +115,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     given_up = chain(*members).gives_up()
     laws = {**_own_laws(members), **COMMON}
     # what other laws explain better comes last
-    for name in ("loads_anywhere", "merges_all", "splits_alike"):
+    for name in ("loads_anywhere", "keeps_frozen", "merges_all", "splits_alike"):
         if name in laws:
             laws[name] = laws.pop(name)
     known = sorted({*laws, "acts", "new_process"})
@@ -289,6 +291,7 @@ def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
         "splits_alike": split_law(members, _setup),
         **method_laws(members, _setup),
         "trains": trains,
+        "keeps_frozen": keeps_frozen,
         "facts": fact_law(members, _setup),
     }
 
