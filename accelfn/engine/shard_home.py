@@ -70,7 +70,7 @@ class Noting(FSDPParam):
 class Unit(FSDPParamGroup):
     """A unit that is reduced if this rank has a gradient of it, then with all its parameters."""
 
-    def pre_backward(self, *args: Any) -> None:
+    def pre_backward(self, default_prefetch: Any, *unused: Any) -> None:
         """Gather it for a backward pass that nothing differentiates.
 
         Raises:
@@ -83,7 +83,7 @@ class Unit(FSDPParamGroup):
                 " with af.wrap_ddp(), or leave the penalty out."
             )
             raise LossError(msg)
-        super().pre_backward(*args)
+        super().pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients; parameters that took no part have zeros."""
