@@ -33,7 +33,6 @@ from accelfn.data.fingerprint import bytes_of, form_of, places_of, sample_at
 from accelfn.data.mixed import Joined
 from accelfn.data.orders.order import Sequential, Shuffled
 from accelfn.data.sources import Items, Rows, Source
-from accelfn.data.zipped import Zipped
 from accelfn.errors import ReplicaMismatchError
 from accelfn.world import World
 
@@ -200,13 +199,8 @@ def _looked_at(
     source: Source, part: str
 ) -> Iterator[tuple[str, dict[str, list[str | None]]]]:
     """Yield what is seen of each dataset that a source is made of."""
-    if isinstance(source, (Zipped, Joined)):
-        named = (
-            source.parts.items()
-            if isinstance(source, Zipped)
-            else enumerate(source.parts)
-        )
-        for name, each in named:
+    if isinstance(source, Joined):
+        for name, each in enumerate(source.parts):
             yield from _looked_at(each, f"{part}dataset {name}, ")
         return
     found = {

@@ -48,7 +48,6 @@ from accelfn.data.readers import assembled
 from accelfn.data.reading import Reading, pairs_of
 from accelfn.data.sources import Source, source_of
 from accelfn.data.stream import first_state, is_stream
-from accelfn.data.zipped import Side, Zipped, zipped
 from accelfn.errors import ArgumentError, DataError, LengthError
 
 if TYPE_CHECKING:
@@ -178,47 +177,6 @@ class Data:
 
     @classmethod
     @called
-    def zip(
-        cls,
-        *,
-        batch_size: Any,
-        shuffle: bool = False,
-        remainder: str = "short",
-        collate: Collate | None = None,
-        num_workers: int = 0,
-        timeout: float = 300.0,
-        **datasets: Any,
-    ) -> Self:
-        """Return data whose samples are dicts, with a sample of each dataset by name.
-
-        An epoch is as long as the longest; the others begin again. With `shuffle`, each has
-        an order of its own, for data that are not paired (labelled and not, say). A batch's
-        `indices` have a column for each.
-
-        Example:
-            >>> data = Data.zip(a=torch.arange(4), b=torch.arange(2), batch_size=3)
-            >>> data.epoch(seed=0).order(np.arange(4)).tolist()
-            [[0, 0], [1, 1], [2, 0], [3, 1]]
-        """
-        if isinstance(batch_size, budget):
-            msg = (
-                f"af.Data.zip(batch_size={batch_size!r}): samples of several datasets have"
-                " no one cost; expected an integer."
-            )
-            raise ArgumentError(msg)
-        source, order = zipped(datasets, shuffle=shuffle)
-        return cls(
-            source,
-            batch_size=batch_size,
-            order=order,
-            remainder=remainder,
-            collate=collate,
-            num_workers=num_workers,
-            timeout=timeout,
-        )
-
-    @classmethod
-    @called
     def from_loader(
         cls,
         loader: "DataLoader[Any]",
@@ -246,12 +204,12 @@ class Data:
     @property
     def is_stream(self) -> bool:
         """Whether it is read from front to back, and not by index."""
-        return not isinstance(self.dataset, _SOURCES) and is_stream(self.dataset)
+        return not isinstance(self.dataset, Joined) and is_stream(self.dataset)
 
     @cached_property
     def source(self) -> Source:
         """How samples are read, by index."""
-        if isinstance(self.dataset, _SOURCES):
+        if isinstance(self.dataset, Joined):
             return self.dataset
         return source_of(self.dataset)
 
@@ -372,7 +330,7 @@ class Data:
             batch_size=size,
             batch_sampler=None,
             shuffle=False,
-            order=self.order.in_order() if isinstance(self.order, Side) else None,
+            order=None,
             remainder="short",
         )
 
@@ -396,6 +354,3 @@ class Data:
             check_stream_start(self, start)
         elif start.samples:
             check_sample(start, self._cut(start.epoch, seed))
-
-
-_SOURCES = (Joined, Zipped)

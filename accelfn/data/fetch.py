@@ -53,9 +53,8 @@ class Fetch:
             return self.source.batch(task.indices, nothing)
         with draws.seeded() as drawing:
 
-            def begin(place: int, part: int = 0) -> None:
-                key = draws.fold(task.key, task.first + place)
-                drawing.begin(draws.fold(key, part) if part else key)
+            def begin(place: int) -> None:
+                drawing.begin(draws.fold(task.key, task.first + place))
 
             if self.collate is None:
                 return self.source.batch(task.indices, begin)
@@ -63,5 +62,5 @@ class Fetch:
             return collated(self.collate, samples, task.indices)
 
 
-def nothing(_place: int, _part: int = 0) -> None:
+def nothing(_place: int) -> None:
     """Set no generator: nothing draws."""

@@ -11,7 +11,6 @@ import torch
 from accelfn.base import draws, tree
 from accelfn.data.described import Described
 from accelfn.data.sources import Source
-from accelfn.data.zipped import Zipped
 from accelfn.errors import DataError
 
 _PROBES = 8
@@ -32,7 +31,7 @@ def form_of(data: Described) -> dict[str, Any]:
     return form | {"samples": len(data), "order": order}
 
 
-def fingerprint_of(source: Source, part: str | None = None) -> str:
+def fingerprint_of(source: Source) -> str:
     """Return a hash of a few samples, read twice; those that differ are left out.
 
     Cost: eight samples are read twice, once for each `Data` that is saved.
@@ -41,29 +40,23 @@ def fingerprint_of(source: Source, part: str | None = None) -> str:
         DataError: one cannot be read; without it, these would be other data.
     """
     digest = hashlib.sha256()
-    if isinstance(source, Zipped):
-        for name, inside in source.parts.items():
-            digest.update(fingerprint_of(inside, name).encode())
-        return digest.hexdigest()[:16]
     for place in places_of(source):
         try:
             first, again = (_hash_of(sample_at(source, place)) for _ in range(2))
         except Exception as error:
-            raise _unread(place, part, error) from error
+            raise _unread(place, error) from error
         if first == again:
             digest.update(first)
     return digest.hexdigest()[:16]
 
 
-def _unread(place: int, part: str | None, error: Exception) -> DataError:
+def _unread(place: int, error: Exception) -> DataError:
     """Return an error that says which sample cannot be read, and what to do."""
-    of = "" if part is None else f" of {part!r}"
-    name = ' Or give af.Data(fingerprint="a name of the data"), and none is read.'
     return DataError(
-        f"sample {place}{of} of the dataset cannot be read, and a run that is resumed knows"
+        f"sample {place} of the dataset cannot be read, and a run that is resumed knows"
         f" its data by a hash of some samples, of which this is one:"
         f" {type(error).__name__}: {error}. Try again if it can be read now."
-        f"{name if part is None else ''}"
+        ' Or give af.Data(fingerprint="a name of the data"), and none is read.'
     )
 
 
@@ -77,7 +70,7 @@ def sample_at(source: Source, place: int) -> Any:
     """Return a sample; what it draws from default generators is the same each time."""
     with draws.seeded() as drawing:
 
-        def begin(_place: int, _part: int = 0) -> None:
+        def begin(_place: int) -> None:
             drawing.begin(0)
 
         begin(0)

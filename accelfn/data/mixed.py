@@ -88,9 +88,7 @@ class Joined:
         for number, here, own in self._by_part(indices):
             part = self.parts[number]
             with within(f"dataset {number} of the mix"):
-                samples = part.samples(
-                    own, lambda i, _=0, here=here: begin(int(here[i]))
-                )
+                samples = part.samples(own, lambda i, here=here: begin(int(here[i])))
             for place, sample in zip(here.tolist(), samples, strict=True):
                 found[place] = sample
         return found

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -29,13 +29,8 @@ from accelfn.data.length import promised_length
 from accelfn.data.permutation import Indices
 from accelfn.errors import DataError
 
-
-class Begin(Protocol):
-    """Called before a sample is read."""
-
-    def __call__(self, place: int, part: int = 0, /) -> object:
-        """Take its place in the micro-batch; of datasets side by side, the number too."""
-        ...
+Begin: TypeAlias = Callable[[int], object]
+"""Called before a sample is read, with its place in the micro-batch."""
 
 
 class Source(Protocol):

@@ -344,10 +344,6 @@ def through_two(make: Callable[..., af.Data], place: Place) -> Any:
     return (which % 32).tolist()
 
 
-def zipped(**options: Any) -> af.Data:
-    return af.Data.zip(a=list(range(32)), b=list(range(32)), **options)
-
-
 def mixed(**options: Any) -> af.Data:
     return af.Data.mix([range(32), range(32)], weights=[1, 1], **options)
 
@@ -515,12 +511,6 @@ ROWS = [
         draws=ends_by_cost,
         apart="seed epoch",
         at="data.epoch.epoch_of",
-    ),
-    Row(
-        name="zipped",
-        draws=partial(through_two, zipped),
-        apart="seed epoch index",
-        at="data.zipped.Side.of_epoch",
     ),
     Row(
         name="mixed",

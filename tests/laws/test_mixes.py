@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several datasets in one order: mixes by share, and zips."""
+"""Several datasets in one order, by share."""
 
 from functools import partial
 from typing import Any
@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils.data import default_collate
 
 import accelfn as af
 from accelfn.base import tree
 from accelfn.testing import simulate
-from tests.laws.reading import REMAINDERS, Drawing, read
+from tests.laws.reading import REMAINDERS, read
 from tests.laws.test_orders import SEEDS, order_of
-from tests.laws.worlds import single
 
 
 @given(
@@ -77,107 +75,36 @@ def test_mixes_go_through_each_dataset(
 
 
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
-    shuffle=st.booleans(),
-    size=st.integers(1, 4),
-    seed=SEEDS,
-)
-def test_zips_go_through_each_dataset(
-    lengths: list[int], shuffle: bool, size: int, seed: int
-) -> None:
-    """Each named dataset comes in an order of its own, again and again; values fit indices."""
-    sets = {f"d{which}": torch.arange(n) for which, n in enumerate(lengths)}
-    data = af.Data.zip(**sets, batch_size=4, shuffle=shuffle)
-    assert len(data) == max(lengths)
-
-    def rows(world: af.World) -> list[dict[str, list[int]]]:
-        batches = read(world, data, epochs=3, seed=seed)
-        found = []
-        for batch in batches:
-            columns = {name: batch.value[name].tolist() for name in sets}
-            assert torch.stack(list(batch.value.values()), 1).equal(batch.indices)
-            kept = (~batch.filler).nonzero().reshape(-1).tolist()
-            found.append({name: [c[i] for i in kept] for name, c in columns.items()})
-        return found
-
-    ranks = list(simulate(size, rows))
-    for name, values in sets.items():
-        n = len(values)
-        its = [
-            i
-            for update in zip(*ranks, strict=True)
-            for part in update
-            for i in part[name]
-        ]
-        assert len(its) == 3 * len(data)
-        passes = [its[i : i + n] for i in range(0, len(its) - n + 1, n)]
-        assert all(sorted(each) == list(range(n)) for each in passes)
-        if not shuffle:
-            assert its == [i % n for i in range(len(its))]
-
-
-def test_zipped_shuffles_differ() -> None:
-    """Shuffled datasets of one length that are zipped have different orders."""
-    data = af.Data.zip(a=range(40), b=range(40), batch_size=4, shuffle=True)
-    rows = order_of(data, seed=0)
-    assert [a for a, _ in rows] != [b for _, b in rows]
-
-
-@given(n=st.integers(1, 6), batch_size=st.integers(1, 4), seed=st.integers(0, 9))
-def test_zipped_datasets_draw_apart(n: int, batch_size: int, seed: int) -> None:
-    """No two samples side by side have one draw, and a collate that is torch's changes none."""
-
-    def batches(collate: Any) -> list[dict[str, Any]]:
-        sets = {"a": Drawing(n), "b": Drawing(n)}
-        data = af.Data.zip(**sets, batch_size=batch_size, collate=collate)
-        read_ = read(single(), data, epochs=1, seed=seed)
-        return [{k: v.tolist() for k, v in b.value.items()} for b in read_]
-
-    found = batches(None)
-    assert found == batches(default_collate)
-    for batch in found:
-        for one, other in zip(batch["a"], batch["b"], strict=True):
-            assert one[0] == other[0]
-            assert one[1:] != other[1:]
-
-
-@given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    is_mix=st.booleans(),
     shuffle=st.booleans(),
     batch_size=st.integers(1, 4),
     size=st.integers(1, 3),
 )
 def test_they_are_evaluated_in_their_own_order(
-    lengths: list[int], is_mix: bool, shuffle: bool, batch_size: int, size: int
+    lengths: list[int], shuffle: bool, batch_size: int, size: int
 ) -> None:
-    """A zip goes side by side through its datasets, a mix through one after the other."""
-    sets = {f"d{which}": torch.arange(n) for which, n in enumerate(lengths)}
-    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle}
-    if is_mix:
-        weights = [1.0] * len(sets)
-        data = af.Data.mix([*sets.values()], weights=weights, **options)
-        expected = [[i] for n in lengths for i in range(n)]
-    else:
-        data = af.Data.zip(**sets, **options)
-        expected = [[i % n for n in lengths] for i in range(max(lengths))]
+    """A mix is evaluated on one dataset after the other, however it is trained."""
+    data = af.Data.mix(
+        [torch.arange(n) for n in lengths],
+        weights=[1.0] * len(lengths),
+        batch_size=batch_size,
+        shuffle=shuffle,
+    )
+    expected = [i for n in lengths for i in range(n)]
 
-    def columns(_: Any, batch: Any) -> torch.Tensor:
-        return torch.stack([*batch.values()] if isinstance(batch, dict) else [batch], 1)
-
-    def first(net: Any, batch: Any) -> torch.Tensor:
-        return columns(net, batch)[:, 0].double().mean()
-
-    def evaluated(world: af.World) -> tuple[list[list[int]], float]:
+    def evaluated(world: af.World) -> tuple[list[int], float]:
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(1, 1), optimizer=torch.optim.SGD, world=world
         )
-        found = [each.tolist() for each in af.predict(state, data, columns)]
-        return found, af.evaluate(state, data, first)["first"]
+        found = [int(each) for each in af.predict(state, data, lambda _, batch: batch)]
+        return found, af.evaluate(state, data, mean_of)["mean_of"]
+
+    def mean_of(_: Any, batch: torch.Tensor) -> torch.Tensor:
+        return batch.double().mean()
 
     for found, mean in simulate(size, evaluated):
         assert found == expected
-        assert abs(mean - sum(row[0] for row in expected) / len(expected)) < 1e-9
+        assert abs(mean - sum(expected) / len(expected)) < 1e-9
 
 
 def as_lists(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -194,7 +121,7 @@ def as_lists(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     num_workers=st.integers(0, 2),
     size=st.integers(1, 3),
 )
-def test_options_of_zips_and_mixes_are_those_of_data(
+def test_options_of_a_mix_are_those_of_data(
     n: int,
     batch_size: int,
     remainder: str,
@@ -203,7 +130,7 @@ def test_options_of_zips_and_mixes_are_those_of_data(
     num_workers: int,
     size: int,
 ) -> None:
-    """A zip, or a mix, of one dataset is that dataset, whatever it is told."""
+    """A mix of one dataset is that dataset, with any options."""
     assume(remainder != "drop" or batch_size <= n)
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -214,10 +141,7 @@ def test_options_of_zips_and_mixes_are_those_of_data(
     }
     rows = torch.arange(n)
     whole = af.Data({"a": rows}, **options)
-    made = [
-        af.Data.zip(a=rows, **options),
-        af.Data.mix([{"a": rows}], **options),
-    ]
+    mix = af.Data.mix([{"a": rows}], **options)
 
     def rank(world: af.World, data: af.Data) -> list[Any]:
         data = attrs.evolve(data, num_workers=0)
@@ -229,9 +153,8 @@ def test_options_of_zips_and_mixes_are_those_of_data(
         told = [(b.weights, b.filler.tolist(), b.start, b.cursor) for b in batches]
         return [values, told]
 
-    for data in made:
-        told = [(each.num_workers, each.timeout) for each in (whole, data)]
-        assert told[0] == told[1]
-        assert list(simulate(size, partial(rank, data=whole))) == list(
-            simulate(size, partial(rank, data=data))
-        )
+    told = [(each.num_workers, each.timeout) for each in (whole, mix)]
+    assert told[0] == told[1]
+    assert list(simulate(size, partial(rank, data=whole))) == list(
+        simulate(size, partial(rank, data=mix))
+    )

@@ -20,7 +20,6 @@ from torch.utils.data import (
 )
 
 import accelfn as af
-from accelfn.data.zipped import Zipped
 from accelfn.testing import simulate
 from tests.laws.reading import REMAINDERS, in_legs, joined, own, plain, read
 from tests.laws.worlds import single
@@ -119,13 +118,6 @@ KINDS: dict[str, Callable[[int, int, list[int]], af.Data]] = {
         shuffle=True,
         batch_size=size,
     ),
-    "zip": lambda n, size, _: af.Data.zip(
-        a=torch.arange(n),
-        b=torch.arange(5),
-        batch_size=size,
-        shuffle=True,
-        collate=lambda rows: torch.tensor([[int(row["a"])] for row in rows]),
-    ),
 }
 
 
@@ -192,8 +184,7 @@ def test_every_order_is_evaluated_on_each_sample_once(data: af.Data, size: int) 
         )
         return [int(each) for each in seen], float(counted["loss"])
 
-    shown = data.source.parts["a"] if isinstance(data.source, Zipped) else data.source
-    n = len(shown)
+    n = len(data.source)
     for seen, mean in simulate(size, rank):
         assert mean == pytest.approx(sum(seen) / len(data.source))
         assert seen[:n] == list(range(n))

@@ -298,18 +298,13 @@ def test_draws_are_of_a_place(data: af.Data, size: int, parts: int) -> None:
     lengths=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     size=st.integers(1, 3),
     ambient=st.integers(0, 3),
-    zipped=st.booleans(),
 )
 def test_draws_beside_data_that_draw_nothing(
-    lengths: tuple[int, int], size: int, ambient: int, *, zipped: bool
+    lengths: tuple[int, int], size: int, ambient: int
 ) -> None:
-    """In a mix with tensors, or beside them, augmentation draws from a place's key alone."""
+    """In a mix with tensors, augmentation draws from a place's key alone."""
     drawn, plainly = Drawing(lengths[0]), torch.ones(lengths[1], 4).double()
-    options = {"batch_size": 4, "shuffle": True}
-    if zipped:
-        data = af.Data.zip(a=drawn, b=plainly, collate=rows_of, **options)
-    else:
-        data = af.Data.mix([drawn, plainly], **options)
+    data = af.Data.mix([drawn, plainly], batch_size=4, shuffle=True)
 
     def rows(world: af.World) -> list[Any]:
         torch.manual_seed(ambient)
@@ -323,8 +318,3 @@ def test_draws_beside_data_that_draw_nothing(
     ranks = list(simulate(size, rows))
     updates = zip(*ranks, strict=True)
     assert [[row for part in parts for row in part] for parts in updates] == expected
-
-
-def rows_of(samples: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Collate dicts as rows."""
-    return torch.stack([torch.cat([each["a"], each["b"]]) for each in samples])

@@ -66,18 +66,11 @@ KINDS: dict[str, Callable[[list[int]], Any]] = {
 }
 
 
-def beside(dataset: Any, **options: Any) -> af.Data:
-    """Return data of a dataset and of another beside it."""
-    names = {"number": dataset, "other": torch.arange(3.0)[:, None]}
-    return af.Data.zip(**names, **options)
-
-
 MADE: dict[str, Callable[..., af.Data]] = {
     "alone": af.Data,
     "mixed": lambda dataset, **options: af.Data.mix(
         [torch.arange(3.0)[:, None], dataset], **options
     ),
-    "beside": beside,
 }
 
 

@@ -4,7 +4,6 @@
 from accelfn.checkpoint import elastic
 from accelfn.checkpoint.hashing import Hashing
 from accelfn.data.stream import Stream
-from accelfn.data.zipped import Zipped
 from accelfn.engine.ddp import DDPRunner
 from accelfn.placing import plan
 from accelfn.testing.checking import laws
@@ -13,7 +12,6 @@ from accelfn.world import meeting
 from tests.kit import test_check_step
 from tests.laws import (
     test_in_backward,
-    test_mixes,
     test_resume,
     test_streams,
     test_traffic,
@@ -35,12 +33,6 @@ MUTANTS = [
         elastic._averaging,
         "(set(manifest.differs) - with_mean) | apart → set(manifest.differs) - with_mean",
         args={"size": 3},
-    ),
-    Mutant(
-        "L50: datasets that are zipped have one another's draws",
-        test_mixes.test_zipped_datasets_draw_apart,
-        Zipped.batch,
-        "_of_part(begin, i) → begin",
     ),
     Mutant(
         "L35: a batch of a stream is filled up with what came since it was resumed",

@@ -6,7 +6,6 @@ from accelfn.data.mixed import Mixed
 from accelfn.data.orders import samplers
 from accelfn.data.orders.buckets import bucketed
 from accelfn.data.sharded import Sharded
-from accelfn.data.zipped import Side
 from accelfn.engine.compression import LowRank
 from accelfn.engine.module import apart
 from accelfn.loop import evaluate
@@ -71,12 +70,6 @@ MUTANTS = [
         "L50: the batches of a budget come in the same order in every epoch",
         epoch.epoch_of,
         'draws.key(seed, "batches", number) → draws.key(seed, "batches")',
-    ),
-    _of(
-        "zipped",
-        "L50: datasets of one length that are zipped are shuffled alike",
-        Side.of_epoch,
-        'self.names[which] → ""',
     ),
     _of(
         "mixed",

@@ -55,8 +55,7 @@ MUTANTS = [
         "L36: an order that repeats samples has them count twice in an evaluation",
         test_orders.test_every_order_is_evaluated_on_each_sample_once,
         dataset.Data.in_order,
-        "order=self.order.in_order() if isinstance(self.order, Side) else None"
-        " → order=self.order",
+        "order=None → order=self.order",
     ),
     Mutant(
         "L40: batches lie across the windows that were sorted, and mix lengths",

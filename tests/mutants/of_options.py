@@ -19,7 +19,6 @@ from tests.laws import (
     test_import_state,
     test_launch_calls,
     test_memory,
-    test_mixes,
     test_storage,
     test_store_calls,
     test_streams,
@@ -77,18 +76,6 @@ OF_DATA = [
         test_streams.test_a_stream_is_evaluated_on_each_sample_once,
         Data.in_order,
         'object.__setattr__(data, "first", self.first) → pass',
-    ),
-    Mutant(
-        "L36: datasets side by side do not hear what becomes of a short batch",
-        test_mixes.test_options_of_zips_and_mixes_are_those_of_data,
-        Data.zip.__func__,
-        "remainder=remainder, → ",
-    ),
-    Mutant(
-        "L36: datasets side by side wait for their workers as long as others do",
-        test_mixes.test_options_of_zips_and_mixes_are_those_of_data,
-        Data.zip.__func__,
-        "timeout=timeout, → ",
     ),
     Mutant(
         "L36: updates are counted as those of another seed",

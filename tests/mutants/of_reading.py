@@ -18,7 +18,6 @@ from accelfn.data import (
     sharded,
     stream,
     workers,
-    zipped,
 )
 from accelfn.data.lockstep import _batch, _together
 from accelfn.data.orders import buckets, order, samplers, weights
@@ -136,18 +135,6 @@ OF_ORDERS = [
         test_mixes.test_mixes_go_through_each_dataset,
         mixed.Mixed.of_epoch,
         "start + np.arange(len(places)) → np.arange(len(places))",
-    ),
-    Mutant(
-        "L35: the rest of a shorter dataset is not seen",
-        test_mixes.test_zips_go_through_each_dataset,
-        zipped.Side.of_epoch,
-        "through = positions + epoch * n → through = positions",
-    ),
-    Mutant(
-        "L40: shuffled datasets that are zipped stay paired",
-        test_mixes.test_zipped_shuffles_differ,
-        zipped.Side.of_epoch,
-        'draws.key(seed, "zip", self.names[which]) → draws.key(seed, "zip")',
     ),
     Mutant(
         "L38: a user's order is that of the first epoch",

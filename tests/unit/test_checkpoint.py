@@ -808,9 +808,9 @@ def test_a_sample_that_cannot_be_read_is_told(tmp_path_factory, at, times):
 
 
 def test_a_fingerprint_is_of_samples_that_can_be_read():
-    """A11: of data that are zipped the dataset is named, too; data with a name need none."""
-    data = af.Data.zip(batch_size=2, left=[1, 2], right=Unreadable(7, 9))
-    with pytest.raises(af.DataError, match="sample 7 of 'right' of the dataset"):
+    """A11: the sample that cannot be read is named; data with a name need none."""
+    data = af.Data(Unreadable(7, 9), batch_size=2)
+    with pytest.raises(af.DataError, match="sample 7 of the dataset"):
         _ = data.facts
     named = af.Data(Unreadable(7, 9), batch_size=2, fingerprint="crawl")
     assert named.facts["fingerprint"] == "crawl"

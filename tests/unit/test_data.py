@@ -583,24 +583,6 @@ def test_what_samples_of_a_mix_draw(lengths, size, batch_size):
         assert found == expected
 
 
-def test_datasets_side_by_side_draw_apart():
-    """What one dataset draws for a row is not what another does; each is what it was alone."""
-
-    class Noise(torch.utils.data.Dataset):
-        def __len__(self):
-            return 6
-
-        def __getitem__(self, index):
-            return torch.rand(2), np.random.rand()  # noqa: NPY002 - datasets draw from it
-
-    data = af.Data.zip(a=Noise(), b=Noise(), batch_size=3)
-    seen = [batch.value for batch in af.batches(make(data), epochs=1)]
-    drawn = [torch.cat([each[name][0] for each in seen]) for name in "ab"]
-    assert len(torch.cat(drawn).unique()) == 24
-    doubles = [torch.cat([each[name][1] for each in seen]) for name in "ab"]
-    assert len(torch.cat(doubles).unique()) == 12
-
-
 class Counted(Dataset):
     """Knows how often each of its samples was read."""
 

@@ -150,9 +150,6 @@ COUNTS = {
     "af.Cursor(epoch=)": Count(lambda n: af.Cursor(n, 0), 0),
     "af.Cursor(samples=)": Count(lambda n: af.Cursor(0, n), 0),
     "af.Data.num_updates(epochs)": Count(DATA(batch_size=2).num_updates, 0),
-    "af.Data.zip(num_workers=)": Count(
-        lambda n: af.Data.zip(a=[1, 2], b=[3], batch_size=1, num_workers=n), 0
-    ),
     "af.Plan(world_rank=)": Count(lambda n: af.Plan(world_rank=n), 0),
     "af.Plan(world_size=)": Count(lambda n: af.Plan(world_size=n), 1),
     "af.Plan(rank=)": Count(lambda n: af.Plan(rank=n, num_shares=9), 0),

@@ -465,11 +465,3 @@ def test_a_function_whose_signature_nobody_knows_is_called():
     """Some that are written in C have none, and are taken as they are."""
     named = af.Data(X, batch_size=4, collate=lambda _: "training")
     assert af.evaluate(STATE, named, getattr) == {"getattr": 0.0}
-
-
-def test_datasets_side_by_side_are_predicted_in_their_order():
-    """Each from its own beginning, though training shuffles them; the shorter begins anew."""
-    pairs = af.Data.zip(long=X, short=Y[:3], batch_size=4, shuffle=True)
-    found = list(af.predict(STATE, pairs, lambda _, batch: batch))
-    assert torch.equal(torch.stack([each["long"] for each in found]), X)
-    assert [int(each["short"]) for each in found] == [int(Y[i % 3]) for i in range(11)]

@@ -299,26 +299,6 @@ def test_weights_of_a_mix(weights):
     assert "mixed 1:3" in repr(data)
 
 
-ZIPS = {
-    "got lengths {}": (af.DataError, {}),
-    "'b': 0}": (af.DataError, {"a": X, "b": []}),
-    "Stream cannot be read by index": (af.DataError, {"a": Stream()}),
-    "no one cost; expected an integer": (
-        af.ArgumentError,
-        {"a": X, "batch_size": af.budget(ONES, limit=2)},
-    ),
-}
-
-
-@pytest.mark.parametrize("words", ZIPS)
-def test_zips_that_cannot_be(words):
-    """What cannot be put side by side is refused with what was given."""
-    kind, options = ZIPS[words]
-    with pytest.raises(kind) as error:
-        af.Data.zip(**{"batch_size": 2, **options})
-    assert words in str(error.value)
-
-
 def test_a_budget_has_no_one_number_of_updates():
     """It may differ from epoch to epoch; the refusal names the question that has an answer."""
     data = af.Data(X, batch_size=af.budget(range(1, 11), limit=20), shuffle=True)

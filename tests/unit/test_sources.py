@@ -450,7 +450,7 @@ COLLATES = [None, torch.utils.data.default_collate]
     picked=st.lists(st.permutations(range(6)), max_size=3),
     bad=st.integers(0, 5),
     batch_size=st.integers(1, 6),
-    beside=st.sampled_from(["nothing", "mix", "zip"]),
+    beside=st.sampled_from(["nothing", "mix"]),
     collate=st.sampled_from(COLLATES),
 )
 def test_a_sample_that_cannot_be_read_is_named(
@@ -464,14 +464,12 @@ def test_a_sample_that_cannot_be_read_is_named(
     data = {
         "nothing": lambda: af.Data(dataset, **options),
         "mix": lambda: af.Data.mix([Gap(), dataset], **options),
-        "zip": lambda: af.Data.zip(one=Gap(), other=dataset, **options),
     }[beside]()
     with pytest.raises(KeyError) as error:
         list(af.batches(make(data), epochs=2))
-    which = {"mix": "dataset 1 of the mix", "zip": "dataset 'other' of the zip"}
     assert [note for note in error.value.__notes__ if "simulated" not in note] == [
         f"This was raised by Gap[{bad}]: the sample at dataset index {place}.",
-        *([f"That is {which[beside]}."] if beside in which else []),
+        *(["That is dataset 1 of the mix."] if beside == "mix" else []),
     ]
 
 
@@ -526,12 +524,9 @@ DRAWING = {
     "tensors": (lambda: af.Data(X, batch_size=4), False),
     "table": (lambda: af.Data(pa.table({"x": X[:, 0].numpy()}), batch_size=4), False),
     "mix of tensors": (lambda: af.Data.mix([X, X], batch_size=4), False),
-    "zip of tensors": (lambda: af.Data.zip(a=X, b=X, batch_size=4), False),
     "items": (lambda: af.Data(Noisy(), batch_size=4), True),
     "mix, first items": (lambda: af.Data.mix([Noisy(), X[:, :1]], batch_size=4), True),
     "mix, then items": (lambda: af.Data.mix([X[:, :1], Noisy()], batch_size=4), True),
-    "zip, first items": (lambda: af.Data.zip(a=Noisy(), b=X, batch_size=4), True),
-    "zip, then items": (lambda: af.Data.zip(a=X, b=Noisy(), batch_size=4), True),
     "collate": (lambda: af.Data(X, batch_size=4, collate=len), True),
 }
 
