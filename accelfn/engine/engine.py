@@ -117,11 +117,12 @@ class Engine:
             self._looked_at.add(code)
             known = {id(p) for p in self._home.params.values()}
             warn_of_strangers(read.scalar, known)
-        if self._left_out is not None and read.is_mean and not samples.lone:
-            self._left_out.look(samples.value, samples.known, "The loss")
-        if self._token_looks and read.is_mean and not samples.lone:
-            self._token_looks -= 1
-            say_what_tokens_weigh(samples.value)
+        if read.is_mean and not samples.lone:
+            if self._left_out is not None:
+                self._left_out.look(samples.value, samples.known, "The loss")
+            if self._token_looks:
+                self._token_looks -= 1
+                say_what_tokens_weigh(samples.value)
         if self._counters is not None and not self._counters.look():
             self._counters = None
 

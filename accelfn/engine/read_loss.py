@@ -73,13 +73,12 @@ class Samples:
         return [share[cast("Batch", batch).part] for share in shares]
 
     def with_weight(self, device: torch.device) -> "Samples":
-        """Return them with a number for each row as the last extra: 1, or 0 for a stand-in."""
-        try:
-            rows = tree.num_rows(self.value)
-        except BatchError:
-            if self.known is None:
-                raise
-            rows = max(self.known, 1)
+        """Return them with a number for each row as the last extra: 1, or 0 for a stand-in.
+
+        Raises:
+            BatchError: its tensors differ in their number of rows.
+        """
+        rows = tree.num_rows(self.value)
         weight = torch.full((rows,), float(self.known != 0), device=device)
         return attrs.evolve(self, extras=(*self.extras, weight))
 

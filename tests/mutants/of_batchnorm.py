@@ -40,8 +40,8 @@ MUTANTS = [
     Mutant(
         "L2: a rank whose share is empty keeps its running statistics",
         test_sync_batchnorm.test_running_statistics_agree,
-        engine.Engine.value_and_grad,
-        "written = {**kept, **of_all} → written = {**kept}",
+        engine.Engine._of_others,
+        "names = self._of_all_ranks → names = set()",
     ),
     Mutant(
         "L4: ranks do not meet in batch normalisation at all",

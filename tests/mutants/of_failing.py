@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "L7: the sample that stands in for an empty share is in the running statistics",
         test_gradients.test_a_stand_in_is_in_no_buffer,
-        engine.Engine.value_and_grad,
-        "written = {**kept, **of_all} → pass",
+        engine.Engine._of_others,
+        "names = self._of_all_ranks → names = written.keys()",
     ),
     Mutant(
         "L26: a gradient that a transform left out is the one that the backward pass left",
