@@ -45,30 +45,14 @@ from accelfn.state.grads import Grads
 _ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
-class Noting(FSDPParam):
-    """A parameter of torch's FSDP that notes whether a backward pass came by it.
+class Unit(FSDPParamGroup):
+    """A unit that is reduced if this rank has a gradient of it, then with all its parameters.
 
-    Where none did, torch asks it for zeros in place of a gradient, for all ranks reduce
-    alike. It asks after each use of a unit: what was reduced after one is zeros after another.
+    Attributes:
+        came: the parameters of which a backward pass had a gradient.
     """
 
-    is_used: bool
-
-    @property
-    def unsharded_grad_data(self) -> torch.Tensor:
-        """The gradient of this pass."""
-        self.is_used = True
-        return super().unsharded_grad_data
-
-    @property
-    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
-        """The gradient of this pass and of those before it."""
-        self.is_used = True
-        return super().unsharded_accumulated_grad_data
-
-
-class Unit(FSDPParamGroup):
-    """A unit that is reduced if this rank has a gradient of it, then with all its parameters."""
+    came: set[FSDPParam]
 
     def pre_backward(self, default_prefetch: Any, *unused: Any) -> None:
         """Gather it for a backward pass that nothing differentiates.
@@ -87,8 +71,9 @@ class Unit(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients; parameters that took no part have zeros."""
-        found = (_whole_gradient(each) is not None for each in self.fsdp_params)
-        self.reduce_scatter_unused_params = any(found)
+        came = [each for each in self.fsdp_params if _whole_gradient(each) is not None]
+        self.came.update(came)
+        self.reduce_scatter_unused_params = bool(came)
         super().post_backward(*unused)
 
 
@@ -218,7 +203,8 @@ class ShardHome:
         }
         self._is_inner = splitter.mesh != self._layout.mesh
         self.whole = {name: inside[name] for name in whole}
-        self._split: dict[str, Noting] = {}
+        self._split: dict[str, FSDPParam] = {}
+        self._came = set[FSDPParam]()
         self.order: UnitOrder
         self.shows = Parts(self._split, self.params, params)
 
@@ -234,11 +220,11 @@ class ShardHome:
         is_meta = self._splitter.device.type == "meta"
         for unit in units.values():
             unit.__class__ = Valueless if is_meta else Unit
+            cast("Unit", unit).came = self._came
             for param in unit.fsdp_params:
                 info = param._module_info
                 name = self._places[id(info.module), info.param_name]
-                param.__class__ = Noting
-                self._split[name] = cast("Noting", param)
+                self._split[name] = param
         for name, param in self._split.items():
             held = _held(param, shards.local(self.shows.state[name]))
             trained = self.params[name].requires_grad
@@ -294,15 +280,14 @@ class ShardHome:
 
     def note_none(self) -> None:
         """Begin a backward pass, which has come by no parameter yet."""
-        for split in self._split.values():
-            split.is_used = False
+        self._came.clear()
 
     def used(self) -> dict[str, bool]:
         """Return of each trained parameter whether this rank's pass came by it."""
         return {
             name: param.grad is not None
             if name in self.whole
-            else self._split[name].is_used
+            else self._split[name] in self._came
             for name, param in self.trained.items()
         }
 

@@ -12,15 +12,18 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
     DefaultAllocMixin,
-    DefaultReduceScatter,
     foreach_reduce,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from accelfn.collectives.call_order import CallOrder
-from accelfn.engine.unit_crossing import Gather, ReduceScatter
+from accelfn.engine.unit_crossing import (
+    gather,
+    gather_by_gloo,
+    reduce_scatter,
+    reduce_scatter_by_gloo,
+)
 from accelfn.world import World
 
 # torch's FSDP has no public names for what a unit is made of
@@ -30,8 +33,8 @@ from accelfn.world import World
 class Ordered(DefaultAllocMixin):
     """A collective of a unit that waits for its turn."""
 
-    def __init__(self, reach: Callable[[], None], make: Callable[..., Any]) -> None:
-        """Take what waits, and what makes the collective."""
+    def __init__(self, reach: Callable[[], object], make: Callable[..., Any]) -> None:
+        """Take what waits for the turn, and what makes the collective."""
         self._reach, self._make = reach, make
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,19 +50,19 @@ class UnitOrder(CallOrder):
         self, ranks: World, units: Mapping[str, FSDPParamGroup], *, by_gloo: bool
     ) -> None:
         """Take the ranks that share units, and the units by name, in an order of all ranks."""
-        self._gather: Any = Gather() if by_gloo else DefaultAllGather()
-        self._reduce: Any = ReduceScatter() if by_gloo else DefaultReduceScatter()
+        self._gather: Any = gather_by_gloo if by_gloo else gather
+        self._reduce: Any = Ordered(
+            tuple, reduce_scatter_by_gloo if by_gloo else reduce_scatter
+        )
         self._reduced: list[FSDPParamGroup] = []
         calls: dict[str, Callable[[], object]] = {}
         unit: Any
         for name, unit in units.items():
-            gather, reduce = f"FSDP gather {name}", f"FSDP reduce {name}"
-            calls[gather] = partial(self._gather_rows, unit)
-            calls[reduce] = partial(self._reduce_zeros, unit)
-            reach = partial(self.reach, gather)
-            unit._all_gather_comm = Ordered(reach, self._gather)
-            reach = partial(self.reach, reduce)
-            unit._reduce_scatter_comm = Ordered(reach, self._reduce)
+            first, then = f"FSDP gather {name}", f"FSDP reduce {name}"
+            calls[first] = partial(self._gather_rows, unit)
+            calls[then] = partial(self._reduce_zeros, unit)
+            unit._all_gather_comm = Ordered(partial(self.reach, first), self._gather)
+            unit._reduce_scatter_comm = Ordered(partial(self.reach, then), self._reduce)
         super().__init__(ranks, calls)
 
     def end(self, note: int = 0) -> list[int]:

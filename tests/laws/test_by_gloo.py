@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-)
 
 import accelfn as af
-from accelfn.engine.unit_crossing import Gather, ReduceScatter
+from accelfn.engine.unit_crossing import (
+    gather,
+    gather_by_gloo,
+    reduce_scatter,
+    reduce_scatter_by_gloo,
+)
 from accelfn.engine.zero.reducing import reduce_by_gloo
 from accelfn.testing import simulate
 
@@ -33,10 +34,11 @@ def test_a_unit_is_gathered(
     def program(world: af.World) -> None:
         mine = torch.arange(count, dtype=dtype) + 8 * world.rank
         found: list[torch.Tensor] = []
-        for gather in (Gather(), DefaultAllGather()):
-            whole = gather.allocate((ranks * count,), dtype=dtype, device=mine.device)
+        for make in (gather_by_gloo, gather):
+            whole = torch.empty(ranks * count, dtype=dtype)
             part = whole[world.rank * count :][:count].copy_(mine)
-            work: Any = gather(whole, part, world.group, async_op=early)
+            group: Any = world.group
+            work: Any = make(whole, part, group, async_op=early)
             if early:
                 assert work is not None
                 work.wait()
@@ -56,10 +58,11 @@ def test_gradients_are_reduced(
         numbers = torch.arange(ranks * count, dtype=dtype)
         given = numbers * (1 + world.rank) - 4 * world.rank
         found: list[torch.Tensor] = []
-        for reduce in (ReduceScatter(), DefaultReduceScatter()):
+        for reduce in (reduce_scatter_by_gloo, reduce_scatter):
             before = given.clone()
-            part = reduce.allocate((count,), dtype=dtype, device=given.device)
-            work: Any = reduce(part, before, world.group, op, async_op=early)
+            part = torch.empty(count, dtype=dtype)
+            group: Any = world.group
+            work: Any = reduce(part, before, group, op=op, async_op=early)
             if early:
                 work.wait()
             assert torch.equal(before, given)

@@ -2,7 +2,7 @@
 """Bugs in what crosses by all-to-all, where Gloo joins the ranks."""
 
 from accelfn.collectives import by_gloo
-from accelfn.engine.unit_crossing import Gather, ReduceScatter
+from accelfn.engine.unit_crossing import gather_by_gloo, reduce_scatter_by_gloo
 from accelfn.engine.zero import reducing
 from tests.laws import test_by_gloo as laws
 from tests.mutants.mutant import Mutant
@@ -21,8 +21,8 @@ MUTANTS = [
     Mutant(
         "L49: who asks for a unit early has no work to wait for",
         GATHERED,
-        Gather.__call__,
-        "if async_op: → if False:",
+        gather_by_gloo,
+        'if how.get("async_op"): → if False:',
     ),
     Mutant(
         "L49: a rank keeps its own gradients of its part",
@@ -33,13 +33,13 @@ MUTANTS = [
     Mutant(
         "L49: a mean over ranks is their sum",
         REDUCED,
-        ReduceScatter.__call__,
+        reduce_scatter_by_gloo,
         "output_tensor.div_(group.size()) → pass",
     ),
     Mutant(
         "L49: the largest of all ranks is their sum",
         REDUCED,
-        ReduceScatter.__call__,
+        reduce_scatter_by_gloo,
         "op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) → False",
     ),
     Mutant(

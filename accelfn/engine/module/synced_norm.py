@@ -83,8 +83,11 @@ class SyncedNorm:
         )
         if given.is_cpu and count == 1:
             size = given.size()
-            msg = f"Expected more than 1 value per channel when training, got input size {size}"
-            raise ValueError(msg)  # what torch says of a whole batch like this
+            msg = (  # what torch says of a whole batch like this
+                "Expected more than 1 value per channel when training, got input size"
+                f" {size}, and no value from other ranks in {self.label!r}"
+            )
+            raise ValueError(msg)
         if layer.training and layer.track_running_stats:
             self._track(count, mean, var)
         return cast("torch.Tensor", normed)
