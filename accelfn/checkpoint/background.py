@@ -209,8 +209,18 @@ class Writing:
         _mine.writings.add(self)
 
     def start(self) -> None:
-        """Begin to write."""
-        threading.Thread(target=self._run, name="accelfn-save").start()
+        """Begin to write; without a thread, `join` returns the error."""
+        try:
+            threading.Thread(target=self._run, name="accelfn-save").start()
+        except RuntimeError as error:
+            self._begun.acquire(blocking=False)
+            why = CheckpointWriteError(
+                f"no thread can be started to write it ({error}). Give the store async_=False,"
+                " or raise the limit of threads (ulimit -u)."
+            )
+            self._error = self._alone(why)
+            self._talk.end(str(self._error))
+            self._done.set()
 
     def join(self) -> BaseException | None:
         """Wait for the end, and return the error with which it ended.

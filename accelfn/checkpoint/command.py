@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -32,7 +32,11 @@ def ls(directory: str) -> tuple[list[str], int]:
         msg = f"{store} has no checkpoints, which are called {name_of(0)} and so on."
         raise CheckpointError(msg)
     table = [("step", "size", "age", "whole", "metrics")]
-    table += [_row(store, step) for step in steps]
+    for step in steps:
+        with suppress(FileNotFoundError):
+            row = _row(store, step)
+            if disk.is_there(store / name_of(step)):  # its run may remove it meanwhile
+                table.append(row)
     widths = [max(len(row[i]) for row in table) for i in range(4)]
     rows = [
         "  ".join(
@@ -76,9 +80,11 @@ def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     folders = [store / name_of(step) for step in steps] or [store]
     rows, code = list[str](), 0
     for folder in folders:
-        for row, is_whole in _verified(folder, bar):
-            rows.append(row)
-            code = code if is_whole else 1
+        found = [*_verified(folder, bar)]
+        if steps and not disk.is_there(folder):
+            found = [(f"{folder} was removed by its run while it was read", True)]
+        rows += [row for row, _ in found]
+        code = code if all(is_whole for _, is_whole in found) else 1
     return rows, code
 
 

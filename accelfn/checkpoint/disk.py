@@ -38,6 +38,9 @@ _WRITE = 2
 def make(directory: Path) -> None:
     """Make a directory and its parents where they are not there, and let them last."""
     if not paths.is_directory(directory):
+        if directory.is_symlink():
+            what = f"a link to {directory.readlink()}, which is not a directory"
+            raise NotADirectoryError(errno.ENOTDIR, what, str(directory))
         make(directory.parent)
         directory.mkdir(exist_ok=True)
         flush(directory.parent)

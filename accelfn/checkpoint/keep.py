@@ -3,14 +3,14 @@
 
 import math
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accelfn.base import paths
 from accelfn.checkpoint import disk, files
 from accelfn.checkpoint.manifest import NAME, read_manifests
-from accelfn.errors import CheckpointError
+from accelfn.errors import CheckpointCorruptError, CheckpointError
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 
@@ -35,6 +35,49 @@ def steps_in(directory: Path) -> tuple[int, ...]:
         and paths.is_file(path / NAME)
     ]
     return tuple(sorted(found))
+
+
+def broken_after(directory: Path, step: int) -> Path | None:
+    """Return the newest path with the name of a later step that is not a checkpoint."""
+    found = [
+        (int(match[1]), path)
+        for path in directory.iterdir()
+        if (match := _STEP.fullmatch(path.name)) and not paths.is_file(path / NAME)
+    ]
+    newest, path = max(found, default=(step, None))
+    return path if newest > step else None
+
+
+def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
+    """Return the newest of some steps whose checkpoint is as it was written.
+
+    Cost: one reading of it, and of those that are not.
+    """
+    for step in sorted(steps, reverse=True):
+        with suppress(CheckpointError):
+            verify(directory / name_of(step))
+            return step
+    return None
+
+
+@contextmanager
+def explain_removal(folder: Path | None) -> Generator[None]:
+    """Let an error of a checkpoint that was removed while it was read say so.
+
+    Raises:
+        CheckpointError: it was removed.
+    """
+    try:
+        yield
+    except (CheckpointCorruptError, FileNotFoundError) as error:
+        if folder is None or disk.is_there(folder):
+            raise
+        msg = (
+            f"{folder} was removed while it was read, as a run removes the older checkpoints of"
+            f" its store. Load the newest: af.CheckpointStore({str(folder.parent)!r})"
+            ".restore(state)."
+        )
+        raise CheckpointError(msg) from error
 
 
 def verify(folder: Path) -> None:

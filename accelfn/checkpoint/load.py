@@ -12,7 +12,7 @@ from accelfn.base.calling import called
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.elastic import Source, source_of
 from accelfn.checkpoint.fields import with_fields
-from accelfn.checkpoint.keep import check_no_store
+from accelfn.checkpoint.keep import check_no_store, explain_removal
 from accelfn.checkpoint.manifest import check_not_joint, read_manifest
 from accelfn.checkpoint.options import States, check_path, states_of
 from accelfn.checkpoint.partial import Loaded, Wanted, kept_of, taken
@@ -93,13 +93,14 @@ def restored(
     """
 
     def read() -> tuple[Source, dict[str, Any]]:
-        source = opened()
-        compare.check_transforms(state, source.manifest, where)
-        compare.check_optimizer(state, source.manifest, where)
-        compare.check_allowed(state, source.manifest, allow)
-        compare.check_data(state, source.manifest, where, allow)
-        compare.check_values(state, source.outline(), source.manifest, where, allow)
-        return source, source.fields()
+        with explain_removal(where if isinstance(where, Path) else None):
+            source = opened()
+            compare.check_transforms(state, source.manifest, where)
+            compare.check_optimizer(state, source.manifest, where)
+            compare.check_allowed(state, source.manifest, allow)
+            compare.check_data(state, source.manifest, where, allow)
+            compare.check_values(state, source.outline(), source.manifest, where, allow)
+            return source, source.fields()
 
     source, saved = together(state, read)
     saved["params"] = {**saved["params"], **kept_of(source, state)}

@@ -122,7 +122,7 @@ class Manifest:
             plain = _table(json.loads(data, object_pairs_hook=_each_once))
             version = plain.pop("format")
             if type(version) is not int:
-                raise ValueError(f"its format is {version!r}")  # noqa: TRY301, TRY003, EM102
+                raise ValueError(f"its format is {grammar.quote(version)}")  # noqa: TRY301, TRY003, EM102
             if version in FORMATS:
                 _compare(data, FORMATS[version])
                 del plain[FORMATS[version].word]
@@ -453,7 +453,8 @@ def _lines(value: Any, depth: int = 0) -> str:
 def _table(plain: Any) -> dict[str, Any]:
     """Return JSON that is an object with a format, as a manifest is."""
     if not isinstance(plain, dict) or "format" not in plain:
-        lacks = "an object without one" if isinstance(plain, dict) else repr(plain)[:80]
+        is_object = isinstance(plain, dict)
+        lacks = "an object without one" if is_object else grammar.quote(plain)
         msg = f'expected a JSON object with "format", and found {lacks}'
         raise ValueError(msg)
     return cast("dict[str, Any]", plain)

@@ -38,9 +38,10 @@ from accelfn.checkpoint.options import (
 from accelfn.checkpoint.retention import Retention
 from accelfn.checkpoint.save import contents_of, exchange_of, save_of
 from accelfn.checkpoint.under_way import UnderWay
-from accelfn.collectives import broadcast_object
+from accelfn.collectives import broadcast_object, gather_text
 from accelfn.errors import (
     ArgumentError,
+    CheckpointCorruptError,
     CheckpointError,
     CheckpointWriteError,
     DirectoryInUseError,
@@ -123,7 +124,17 @@ class CheckpointStore:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that are there, in rising order."""
+        """The steps that are there, in rising order.
+
+        Raises:
+            CheckpointError: the directory was deleted since the store was made.
+        """
+        if not paths.is_directory(self.directory):
+            msg = (
+                f"{self.directory} was deleted since the CheckpointStore was made, with the"
+                " checkpoints in it. Make the store anew to begin again."
+            )
+            raise CheckpointError(msg)
         return keeping.steps_in(self.directory)
 
     @property
@@ -252,24 +263,21 @@ class CheckpointStore:
         """
         world = states_of("store.restore(state)", state)[0].world
         self._wait(world)
-        found = self._listed() if world.is_main else None
-        steps = broadcast_object(found, world, label="store: restore")
-        if isinstance(steps, str):
-            msg = f"{self.directory} cannot be looked through: {steps}"
-            raise CheckpointError(msg)
-        if step is not None and step not in steps:
-            msg = f"{self.directory} has no checkpoint of step {step}; it has {steps}."
-            raise CheckpointError(msg)
-        if not steps:
-            return state
-        chosen = steps[-1] if step is None else step
-        try:
-            return load(state, self.directory / keeping.name_of(chosen), allow=allow)
-        except CheckpointError as error:
-            others = [each for each in steps if each < chosen]
-            if others:
-                error.add_note(f"An older one is that of step {others[-1]}.")
-            raise
+        steps = self._steps_on_all(world, step)
+        while steps:
+            chosen = steps[-1] if step is None else step
+            outcome, is_gone = self._load(state, world, chosen, allow)
+            if is_gone and step is None:
+                steps = self._steps_on_all(world, step)
+                if steps and steps[-1] != chosen:
+                    continue  # the run of the store has saved a newer one
+            if not isinstance(outcome, CheckpointError):
+                return outcome
+            older = [each for each in steps if each < chosen]
+            if older and isinstance(outcome, CheckpointCorruptError):
+                outcome.add_note(self._way_on(older))
+            raise outcome
+        return state
 
     def close(self) -> None:
         """Wait for what is under way, and let other jobs write to the directory."""
@@ -350,12 +358,64 @@ class CheckpointStore:
             self._release()
         return self._under_way.goes_on_in(now, error)
 
-    def _listed(self) -> list[int] | str:
-        """Return the steps that are there, or why nobody can tell."""
+    def _steps_on_all(self, world: "World", step: int | None) -> list[int]:
+        """Return the steps that rank 0 sees; a collective.
+
+        Raises:
+            CheckpointError: it can't see them, or the wanted one is missing.
+        """
+        found = self._listed(step) if world.is_main else None
+        steps = broadcast_object(found, world, label="store: restore")
+        if isinstance(steps, str):
+            msg = f"{self.directory} cannot be looked through: {steps}"
+            raise CheckpointError(msg)
+        if step is not None and step not in steps:
+            msg = f"{self.directory} has no checkpoint of step {step}; it has {steps}."
+            raise CheckpointError(msg)
+        return steps
+
+    def _load(
+        self, state: States, world: "World", step: int, allow: Sequence[str]
+    ) -> tuple[States | CheckpointError, bool]:
+        """Return a loaded state or an error, and whether a rank found nothing; a collective."""
+        folder = self.directory / keeping.name_of(step)
+        outcome: States | CheckpointError
         try:
-            return list(self.steps)
-        except OSError as error:
+            outcome = load(state, folder, allow=allow)
+        except CheckpointError as error:
+            outcome = error
+        is_gone = isinstance(outcome, CheckpointError) and not disk.is_there(folder)
+        texts = gather_text("gone" if is_gone else "", world, label="store: restored")
+        return outcome, any(texts)
+
+    def _listed(self, step: int | None) -> list[int] | str:
+        """Return the steps that are there, or why none can be restored.
+
+        Args:
+            step: that is wanted; None is the newest.
+        """
+        try:
+            steps = list(self.steps)
+            newest = steps[-1] if steps else -1
+            broken = keeping.broken_after(self.directory, newest)
+        except (OSError, CheckpointError) as error:
             return commit.told(error)
+        if broken is None or step is not None:
+            return steps
+        what = "has no manifest.json"
+        if broken.is_symlink():
+            what = f"is a broken link to {broken.readlink()}"
+        return f"{broken} {what}, and is newer than all others. {self._way_on(steps)}"
+
+    def _way_on(self, steps: Sequence[int]) -> str:
+        """Return how to continue from the newest whole checkpoint of these."""
+        whole = keeping.newest_whole(self.directory, steps)
+        if whole is None:
+            return "No older checkpoint is whole: remove it to begin again."
+        return (
+            f"The newest whole checkpoint is that of step {whole}: continue from it with"
+            f" store.restore(state, step={whole})."
+        )
 
     def _take_lock(self) -> None:
         if self._lock is None:
@@ -390,7 +450,7 @@ class CheckpointStore:
         """Return an error that says which checkpoint is the newest, as far as it is known."""
         try:
             newest = self.latest
-        except OSError as failed:
+        except (OSError, CheckpointError) as failed:
             what = f"Which checkpoints there are cannot be told ({commit.told(failed)})"
         else:
             what = "There is none yet" if newest is None else f"The newest is {newest}"

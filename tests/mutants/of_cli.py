@@ -13,16 +13,16 @@ MUTANTS = [
         "accelfn checkpoint verify exits with 0 if what it reads last is whole",
         test_answers.test_verify_looks_at_all_and_forgets_no_loss,
         command.verify,
-        "code = code if is_whole else 1 → code = 0 if is_whole else 1",
+        "code = code if all( → code = 0 if all(",
     ),
     Mutant(
         "accelfn checkpoint verify says nothing of what comes after a corrupt file",
         test_answers.test_verify_looks_at_all_and_forgets_no_loss,
         command.verify,
         """\
-            code = code if is_whole else 1
+        code = code if all(is_whole for _, is_whole in found) else 1
 →
-            code = code if is_whole else 1
+        code = code if all(is_whole for _, is_whole in found) else 1
         if code:
             break
 """,

@@ -233,14 +233,14 @@ MUTANTS = [
     Mutant(
         "each rank restores the newest state that it sees itself",
         test_checkpoint.test_all_ranks_restore_what_rank_0_sees,
-        store.CheckpointStore.restore,
-        'broadcast_object(found, world, label="store: restore") → self._listed()',
+        store.CheckpointStore._steps_on_all,
+        'broadcast_object(found, world, label="store: restore") → self._listed(step)',
         args={"step": None},
     ),
     Mutant(
         "a rank restores the step that was asked for where it sees it, or refuses alone",
         test_checkpoint.test_all_ranks_restore_what_rank_0_sees,
-        store.CheckpointStore.restore,
+        store.CheckpointStore._steps_on_all,
         "step is not None and step not in steps: → step is not None and step not in self.steps:",
         args={"step": 2},
     ),

@@ -39,8 +39,8 @@ OF_CHECKPOINTS = [
     Mutant(
         "L45: a store does not hear what may differ in the data",
         test_store_calls.test_data_may_differ_in_what_is_allowed,
-        CheckpointStore.restore,
-        "keeping.name_of(chosen), allow=allow) → keeping.name_of(chosen))",
+        CheckpointStore._load,
+        "load(state, folder, allow=allow) → load(state, folder)",
     ),
     Mutant(
         "L45: a place in the data is loaded into other ones, if any difference is allowed",

@@ -80,7 +80,7 @@ MUTANTS = [
         "L54: a disk that cannot be listed hides why a save failed",
         test_failing_saves.test_a_disk_that_breaks_fails_saves,
         store.CheckpointStore._with_newest,
-        "except OSError as failed: → except ZeroDivisionError as failed:",
+        "except (OSError, CheckpointError) as → except ZeroDivisionError as",
     ),
     Mutant(
         "L54: the mode of a directory that cannot be read hides that it cannot",
