@@ -403,13 +403,13 @@ ROWS = [
         name="evaluate",
         draws=on_rank(in_evaluation(evaluated)),
         apart="seed name rank call",
-        at="loop.evaluate._Lent.__init__ loop.evaluate._Lent.quietly",
+        at="loop.evaluate._Lent.__init__ loop.evaluate._Lent._quietly",
     ),
     Row(
         name="predict",
         draws=on_rank(in_evaluation(predicted)),
         apart="seed name rank call",
-        at="loop.evaluate._Lent.__init__ loop.evaluate._Lent.quietly",
+        at="loop.evaluate._Lent.__init__ loop.evaluate._Lent._quietly",
     ),
     Row(
         name="a user's, by rank",
