@@ -19,7 +19,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 WITH_TESTS = (
     *(
         "-e",
-        ".[testing,examples,tensorboard,wandb,comet,mlflow,report,docs,fp8,megatron]",
+        ".[testing,examples,tensorboard,wandb,comet,mlflow,docs,fp8,megatron]",
     ),
     *("sybil", "schedulefree", "lomo-optim", "pytest-xdist"),
     "openmpi",  # its mpirun

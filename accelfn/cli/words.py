@@ -78,11 +78,6 @@ def _add_traffic(commands: Any) -> None:
     traffic.add_argument(
         "--link", metavar="MBIT,MS", help="bandwidth and latency: seconds an update"
     )
-    traffic.add_argument(
-        "--draw",
-        metavar="FILE",
-        help="a chart of time against bandwidth, as .svg or .png",
-    )
 
 
 _SHORT = {"nproc": "-n"}  # as of mpirun and srun

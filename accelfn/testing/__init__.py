@@ -31,7 +31,6 @@ from accelfn.testing.simulation.faults import (
     Terminate,
 )
 from accelfn.testing.simulation.plan import Run
-from accelfn.testing.traffic.chart import draw_traffic
 from accelfn.testing.traffic.link import Link
 from accelfn.testing.traffic.traffic import Traffic, communication
 
@@ -66,7 +65,6 @@ __all__ = [
     "communication",
     "compare_loops",
     "crash_bundles",
-    "draw_traffic",
     "quantities",
     "replay",
     "run_processes",

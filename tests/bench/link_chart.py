@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from draw_traffic import draw_traffic
 from models import adamw, in_turn, loss_fn, mlp
 
 import accelfn as af
-from accelfn.testing import Link, communication, draw_traffic
+from accelfn.testing import Link, communication
 
 DOCS = Path(__file__).parents[2] / "docs"
 OVER_TCP = 1.5 * 66 / 1448

@@ -2,16 +2,14 @@
 """Traffic as a table and as a chart, and what is refused."""
 
 import re
-import sys
 from functools import partial
-from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.testing import Link, Traffic, communication, draw_traffic, simulate
+from accelfn.testing import Link, communication, simulate
 
 LINK = Link(latency=0.001, bandwidth=125_000, overhead=0.068)
 
@@ -98,17 +96,6 @@ def test_what_is_no_link_is_refused(make, says: str) -> None:
         (lambda t: t.bytes(2, algorithm="star"), "'ring', 'tree', 'gloo'"),
         (lambda t: t.seconds(LINK, ranks=2, compute=-1), "compute=-1"),
         (lambda t: t.seconds(LINK, ranks=2, overlap=2), "from 0 to 1"),
-        (lambda _: draw_traffic({}, "x.svg", ranks=2, link=LINK), "no method"),
-        (
-            lambda t: draw_traffic({"a": t}, "x.svg", ranks=2, link=LINK, megabits=[]),
-            "no bandwidth",
-        ),
-        (
-            lambda t: draw_traffic(
-                {"a": t}, "x.svg", ranks=2, link=LINK, measured={"b": {1: 2}}
-            ),
-            "'b' is no method",
-        ),
     ],
 )
 def test_what_traffic_cannot_tell_is_refused(call, says: str) -> None:
@@ -134,50 +121,3 @@ def test_a_simulated_link_is_not_measured() -> None:
         simulate(2, Link.measured)
     with pytest.raises(af.WorldError, match="one rank has no links"):
         Link.measured(af.World.single(device="cpu"))
-
-
-def test_a_chart_says_in_words_what_it_shows(tmp_path) -> None:
-    """Each method at both ends and what was measured, as title and description of the SVG."""
-    pytest.importorskip("matplotlib")
-    methods: dict[str, Traffic] = {
-        "DDP": communication(program),
-        "local_sgd(2)": communication(
-            partial(program, setup=af.local_sgd(sync_every=2))
-        ),
-    }
-    path = tmp_path / "chart.svg"
-    words = draw_traffic(
-        methods,
-        path,
-        ranks=2,
-        link=LINK,
-        megabits=[1, 10],
-        measured={"DDP": {1: 2.5}},
-    )
-    assert words == (
-        "Milliseconds an update against the bandwidth of the link, on 2 ranks. "
-        "At 1 Mbit/s: DDP 2.21, local_sgd(2) 1.1. "
-        "At 10 Mbit/s: DDP 2.02, local_sgd(2) 1.01. "
-        "Measured at 1 Mbit/s: DDP 2.5."
-    )
-    svg = "{http://www.w3.org/2000/svg}"
-    root = ET.fromstring(path.read_text())  # noqa: S314 - it is the chart's own
-    assert root.get("role") == "img"
-    assert root.find(f"{svg}desc").text == words
-    written = path.read_text()
-    assert "local_sgd(2)" in written.partition("</desc>")[2]
-    draw_traffic(methods, path, ranks=2, link=LINK, megabits=[1, 10])
-    first = path.read_bytes()
-    draw_traffic(methods, path, ranks=2, link=LINK, megabits=[1, 10])
-    assert first == path.read_bytes()
-    draw_traffic(methods, tmp_path / "chart.png", ranks=2, link=LINK)
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path) -> None:
-    """The extra that brings it is named."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(af.ArgumentError, match=re.escape("accelfn[report]")):
-        draw_traffic(
-            {"a": communication(nothing)}, tmp_path / "x.svg", ranks=2, link=LINK
-        )

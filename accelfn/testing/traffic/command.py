@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelfn traffic`: what programs of a file send, as tables and as a chart."""
+"""`accelfn traffic`: what programs of a file send, as tables."""
 
 import importlib.util
 import sys
@@ -11,7 +11,6 @@ from typing import Any
 
 from accelfn.base import paths
 from accelfn.errors import ArgumentError
-from accelfn.testing.traffic.chart import draw_traffic
 from accelfn.testing.traffic.link import Link
 from accelfn.testing.traffic.traffic import communication
 from accelfn.world import World
@@ -22,25 +21,19 @@ _MEGABIT = 125_000
 _TCP = 0.068  # of a byte: headers over Ethernet's frames, and what says that they came
 
 
-def foresee(
-    programs: Sequence[str], *, ranks: str, link: str | None, draw: str | None
-) -> Iterator[str]:
-    """Yield a table a program, and last what a chart of them all says in words.
+def foresee(programs: Sequence[str], *, ranks: str, link: str | None) -> Iterator[str]:
+    """Yield a table for each program.
 
     Args:
         programs: of each `FILE.py:FUNCTION` or `MODULE:FUNCTION`; the function takes a world.
         ranks: numbers with commas between them.
         link: megabits a second, and milliseconds of latency, with a comma between them.
-        draw: where the chart is written; it is of the last number of ranks.
 
     Raises:
         ArgumentError: a word is not of this form, or there is no such function; or as
             `communication`.
     """
     sizes, joined = _sizes(ranks), None if link is None else _link(link)
-    if draw is not None and joined is None:
-        msg = f"--draw {draw} needs --link MBIT,MS, whose latency counts at each bandwidth."
-        raise ArgumentError(msg)
     twice = {name for name in programs if programs.count(name) > 1}
     if twice:
         msg = f"{min(twice)} is there twice; name each program once."
@@ -49,8 +42,6 @@ def foresee(
     found = {name: communication(program) for name, program in named.items()}
     for name, traffic in found.items():
         yield f"{name}\n{traffic.table(sizes, link=joined)}\n"
-    if draw is not None and joined is not None:
-        yield draw_traffic(found, draw, ranks=sizes[-1], link=joined)
 
 
 def _sizes(ranks: str) -> list[int]:

@@ -7,19 +7,17 @@ lines apart; what the chart shows is also said in words, in the picture and to t
 
 import os
 from collections.abc import Iterable, Mapping
-from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
 import attrs
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
-from accelfn.base.calling import called
-from accelfn.errors import ArgumentError
+from accelfn.testing import Link, Traffic
 from accelfn.testing.simulation.wire import Algorithm
-from accelfn.testing.traffic.link import Link
-from accelfn.testing.traffic.traffic import Traffic
 
 _MEGABIT = 125_000
 _COLOURS = "#0072b2", "#b34700", "#00735a", "#8a3a6b", "#4d4d4d", "#000000"
@@ -27,7 +25,6 @@ _DASHES = "-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3))
 _MARKERS = "o", "s", "^", "D", "v", "P"
 
 
-@called
 def draw_traffic(
     methods: Mapping[str, Traffic],
     path: str | os.PathLike[str],
@@ -56,21 +53,8 @@ def draw_traffic(
         measured: by method and megabits a second, milliseconds that were measured. They are
             drawn as single marks.
 
-    Raises:
-        ArgumentError: there is no method or no bandwidth, or nothing was foreseen of what was
-            measured; matplotlib is not installed (extra `accelfn[report]`); or as
-            `Traffic.seconds`.
     """
     widths, marks = list(megabits), {} if measured is None else measured
-    if not methods or not widths:
-        what = "method" if not methods else "bandwidth"
-        msg = f"draw_traffic: there is no {what} to draw; expected at least one."
-        raise ArgumentError(msg)
-    unknown = [name for name in marks if name not in methods]
-    if unknown:
-        known = ", ".join(map(repr, methods))
-        msg = f"draw_traffic(measured=...): {unknown[0]!r} is no method; there are {known}."
-        raise ArgumentError(msg)
 
     def milliseconds(traffic: Traffic, width: float) -> float:
         one = attrs.evolve(link, bandwidth=width * _MEGABIT)
@@ -116,9 +100,8 @@ def _save(
     lines: Mapping[str, Mapping[float, float]],
     marks: Mapping[str, Mapping[float, float]],
 ) -> None:
-    figure, context = _matplotlib()
-    with context({"svg.fonttype": "none", "svg.hashsalt": "accelfn"}):
-        drawn = figure(figsize=(8, 4.5), layout="constrained")
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "accelfn"}):
+        drawn = Figure(figsize=(8, 4.5), layout="constrained")
         _draw(drawn.add_subplot(), lines, marks)
         kind = path.suffix.removeprefix(".") or "svg"
         # without a date the same traffic gives the same file
@@ -126,21 +109,6 @@ def _save(
         drawn.savefig(path, format=kind, facecolor="white", metadata=told)
     if kind == "svg":
         _tell(path, title, words)
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    """Return what makes a figure, and what changes settings for a while."""
-    try:
-        return (
-            import_module("matplotlib.figure").Figure,
-            import_module("matplotlib").rc_context,
-        )
-    except ImportError as error:
-        msg = (
-            f"draw_traffic: pictures are matplotlib's, which is not to be had ({error})."
-            " Install it: pip install 'accelfn[report]'."
-        )
-        raise ArgumentError(msg) from error
 
 
 def _draw(
