@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, Self, TypeAlias, cast
 
 import attrs
 import torch
+from blake3 import blake3
 
 from accelfn.base import large_pages
 from accelfn.checkpoint import disk
-from accelfn.checkpoint.digest import WRITTEN, Algorithm
 from accelfn.checkpoint.hashing import Hashing
 from accelfn.errors import CheckpointCorruptError
 
@@ -90,57 +90,49 @@ class File:
         digest: of the whole file.
         header_digest: of what stands before the first tensor.
         tensors: by name, in the order in which they lie in the file.
-        algorithm: of its digests.
     """
 
     size: int
     digest: str
     header_digest: str
     tensors: Mapping[str, Entry]
-    algorithm: Algorithm = WRITTEN
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data, in which digests are called by their algorithm."""
-        word = self.algorithm.word
+        """Return it as plain data, with digests under the name of their algorithm."""
         return {
             "size": self.size,
-            word: self.digest,
-            f"header_{word}": self.header_digest,
+            "blake3": self.digest,
+            "header_blake3": self.header_digest,
             "tensors": {
                 name: {
                     "dtype": each.dtype,
                     "shape": each.shape,
                     "begin": each.begin,
                     "end": each.end,
-                    word: each.digest,
+                    "blake3": each.digest,
                 }
                 for name, each in self.tensors.items()
             },
         }
 
     @classmethod
-    def from_plain(
-        cls, plain: Mapping[str, Any], algorithm: Algorithm = WRITTEN
-    ) -> Self:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return what `to_plain` was called on.
 
         Raises:
             ValueError: its tensors are none, or do not fill the file.
         """
-        word = algorithm.word
         tensors = {
             name: Entry(
                 each["dtype"],
                 tuple(each["shape"]),
                 each["begin"],
                 each["end"],
-                each[word],
+                each["blake3"],
             )
             for name, each in plain["tensors"].items()
         }
-        file = cls(
-            plain["size"], plain[word], plain[f"header_{word}"], tensors, algorithm
-        )
+        file = cls(plain["size"], plain["blake3"], plain["header_blake3"], tensors)
         at = min((each.begin for each in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:
             msg = f"its header is said to have {at} bytes"
@@ -275,7 +267,7 @@ def _read_verified(
     stream.seek(0)
     begin = min((each.begin for each in file.tensors.values()), default=file.size)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
-        hashing = Hashing(pool, path, file.algorithm)
+        hashing = Hashing(pool, path)
 
         def fill(values: memoryview, what: str, expected: str | None) -> None:
             read_into(stream, values)
@@ -300,7 +292,7 @@ def _read_verified(
 
 def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
     """Return the digest of a file up to the end of its header, and of each tensor."""
-    digest = WRITTEN.begin(header)
+    digest = blake3(header)
     found = [digest.hexdigest()]
     for each in values:
         digest.update(each)
@@ -329,13 +321,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast("Any", flat.view(torch.uint8).numpy()))
 
 
-def digests(
-    tensors: Mapping[str, torch.Tensor], algorithm: Algorithm = WRITTEN
-) -> dict[str, str]:
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the digest of each tensor's dtype, shape and values."""
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
-        digest = algorithm.begin(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest = blake3(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(bytes_of(tensor))
         found[name] = digest.hexdigest()
     return found

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, cast
 
 from accelfn.base.codec import DEEPEST
-from accelfn.checkpoint.digest import FORMATS, Algorithm
 from accelfn.checkpoint.files import DTYPES, File, bytes_in
 from accelfn.checkpoint.slices import Slice, of_copies, tile
 
@@ -46,14 +45,14 @@ def _refuse(expected: str, found: object) -> NoReturn:
     raise _UnexpectedError(expected, found)
 
 
-def check(plain: Any, algorithm: Algorithm) -> None:
-    """Refuse what no save has written, with digests by this algorithm.
+def check(plain: Any) -> None:
+    """Refuse what no save has written.
 
     Raises:
         ValueError: it says where what was found, and what is expected there.
     """
     try:
-        _manifest[algorithm.word](plain)
+        _manifest(plain)
     except _UnexpectedError as error:
         place = ".".join(reversed(error.place))
         msg = f"{place[:200] or 'it'} is {error.text}"
@@ -285,48 +284,42 @@ _UNITS: dict[str, Rule] = {
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
 _SHAPE = _each(_count)
-_file = {
-    each.word: _record(
-        size=_count,
-        tensors=_table(
-            _record(
-                dtype=_DTYPE,
-                shape=_SHAPE,
-                begin=_count,
-                end=_count,
-                **{each.word: _digest},
-            )
-        ),
-        **{each.word: _digest, f"header_{each.word}": _digest},
-    )
-    for each in FORMATS.values()
-}
-_manifest = {
-    word: _record(
-        step=_count,
-        world_size=_count,
-        optimizer=_TEXT,
-        transforms=_each(_TEXT),
-        data=_facts,
-        trees=_all_units,
-        trees_by_rank=_each(_units),
-        per_rank=_each(_TEXT),
-        copies=_each(_count),
-        sharded=_table(
-            _record(
-                dtype=_DTYPE,
-                shape=_SHAPE,
-                slices=_table(_record(offset=_SHAPE, size=_SHAPE)),
-            )
-        ),
-        definition=_definition,
-        metrics=_table(_number),
-        kept=_table(_digest),
-        persistent=_each(_TEXT),
-        files=_table(file),
-    )
-    for word, file in _file.items()
-}
+_manifest = _record(
+    blake3=_digest,
+    format=_count,
+    step=_count,
+    world_size=_count,
+    optimizer=_TEXT,
+    transforms=_each(_TEXT),
+    data=_facts,
+    trees=_all_units,
+    trees_by_rank=_each(_units),
+    per_rank=_each(_TEXT),
+    copies=_each(_count),
+    sharded=_table(
+        _record(
+            dtype=_DTYPE,
+            shape=_SHAPE,
+            slices=_table(_record(offset=_SHAPE, size=_SHAPE)),
+        )
+    ),
+    definition=_definition,
+    metrics=_table(_number),
+    kept=_table(_digest),
+    persistent=_each(_TEXT),
+    files=_table(
+        _record(
+            size=_count,
+            blake3=_digest,
+            header_blake3=_digest,
+            tensors=_table(
+                _record(
+                    dtype=_DTYPE, shape=_SHAPE, begin=_count, end=_count, blake3=_digest
+                )
+            ),
+        )
+    ),
+)
 
 
 def check_joint(plain: Any) -> None:

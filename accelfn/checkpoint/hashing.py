@@ -5,7 +5,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from accelfn.checkpoint.digest import Algorithm
+from blake3 import blake3
+
 from accelfn.errors import CheckpointCorruptError
 
 _TOGETHER = 1 << 20
@@ -17,12 +18,9 @@ _AHEAD = 2
 class Hashing:
     """Hashes what was read of a file in another thread, many small tensors at once."""
 
-    def __init__(
-        self, pool: ThreadPoolExecutor, path: Path, algorithm: Algorithm
-    ) -> None:
-        """Take the thread, the file's path, and by what it was digested."""
-        self._pool, self._path, self._name = pool, path, algorithm.name
-        self._digest = algorithm.begin(b"")
+    def __init__(self, pool: ThreadPoolExecutor, path: Path) -> None:
+        """Take the thread and the file's path."""
+        self._pool, self._path, self._digest = pool, path, blake3()
         self._read: list[tuple[memoryview, str, str | None]] = []
         self._num_bytes = 0
         self._under_way: deque[Future[str | None]] = deque()
@@ -61,7 +59,7 @@ class Hashing:
         what = self._under_way.popleft().result()
         if what is not None:
             msg = (
-                f"{self._path} is not what was saved: {what} differs in its {self._name}."
+                f"{self._path} is not what was saved: {what} differs in its BLAKE3."
                 " Load another checkpoint."
             )
             raise CheckpointCorruptError(msg)

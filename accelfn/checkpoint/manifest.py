@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import attrs
+from blake3 import blake3
 
 from accelfn.base import paths
 from accelfn.base.codec import Table, decode, encode, tensors_in
 from accelfn.checkpoint import disk, grammar
-from accelfn.checkpoint.digest import FORMAT, FORMATS, WRITTEN, Algorithm
 from accelfn.checkpoint.files import DTYPES, File
 from accelfn.checkpoint.others import checkpoints_near, reader_of
 from accelfn.checkpoint.slices import of_copies
@@ -35,7 +35,8 @@ _DEPTH = 4
 """Tables in tables that are broken into lines."""
 _JOINT = re.compile(rb'\{\n "[a-z0-9]+": "[^"\n]*",\n "format": 3,\n')
 """How the file begins that names states that were saved together."""
-_SEAL = re.compile(rb'\{\n "([a-z0-9]+)": "([0-9a-f]{64})",\n')
+_SEAL = re.compile(rb'\{\n "blake3": "([0-9a-f]{64})",\n')
+FORMAT = 2
 
 
 @attrs.frozen(kw_only=True)
@@ -62,7 +63,6 @@ class Manifest:
         files: by name.
         definition: `frozen`, the parameters that are not trained, and `options` of transforms
             as code; None if an earlier version wrote it.
-        format: by which its digests were made.
     """
 
     step: int
@@ -80,7 +80,6 @@ class Manifest:
     files: Mapping[str, File]
     copies: tuple[int, ...] = ()
     definition: Mapping[str, Any] | None = None
-    format: int = FORMAT
 
     def to_bytes(self) -> bytes:
         """Return it as JSON, with a digest of it on its second line.
@@ -93,7 +92,7 @@ class Manifest:
             if not fields[name]:
                 del fields[name]
         plain = {
-            "format": fields.pop("format"),
+            "format": FORMAT,
             **fields,
             "metrics": {n: encode(v, Table()) for n, v in self.metrics.items()},
             "files": {name: file.to_plain() for name, file in self.files.items()},
@@ -107,7 +106,7 @@ class Manifest:
         except ValueError as error:
             msg = f"its manifest could not be read: {error}. Store long lists as a tensor."
             raise CheckpointError(msg) from error
-        return _sealed(said, self.algorithm)
+        return _sealed(said)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -120,40 +119,35 @@ class Manifest:
         try:
             _check_density(data)
             plain = _table(json.loads(data, object_pairs_hook=_each_once))
-            version = plain.pop("format")
+            version = plain["format"]
             if type(version) is not int:
                 raise ValueError(f"its format is {grammar.quote(version)}")  # noqa: TRY301, TRY003, EM102
-            if version in FORMATS:
-                _compare(data, FORMATS[version])
-                del plain[FORMATS[version].word]
-                return cls._of(plain, version)
+            if version == FORMAT:
+                _compare(data)
+                return cls._of(plain)
         except (ValueError, RecursionError) as error:
             msg = f"it is no manifest of a checkpoint: {error}"
             raise CheckpointCorruptError(msg) from error
-        known = " and ".join(map(str, FORMATS))
         msg = (
-            f"it has format {version}; this version of accelfn reads {known}. Load it with"
+            f"it has format {version}; this version of accelfn reads {FORMAT}. Load it with"
             " the version that wrote it, or a newer one."
         )
         raise CheckpointError(msg)
 
     @classmethod
-    def _of(cls, plain: dict[str, Any], version: int) -> Self:
+    def _of(cls, plain: dict[str, Any]) -> Self:
         plain.setdefault("copies", [])
         plain.setdefault("definition", None)
-        algorithm = FORMATS[version]
-        grammar.check(plain, algorithm)
-        files = {
-            name: File.from_plain(each, algorithm)
-            for name, each in plain.pop("files").items()
-        }
+        grammar.check(plain)
+        del plain["blake3"], plain["format"]
+        files = {n: File.from_plain(each) for n, each in plain.pop("files").items()}
         grammar.check_files(plain["world_size"], files)
         grammar.check_copies(plain["copies"], plain["world_size"])
         grammar.check_sharded(plain["sharded"], files, plain["copies"])
         for name in ("transforms", "trees_by_rank", "per_rank", "persistent", "copies"):
             plain[name] = tuple(plain[name])
         metrics = {n: float(decode(v, {})) for n, v in plain.pop("metrics").items()}
-        manifest = cls(**plain, metrics=metrics, files=files, format=version)
+        manifest = cls(**plain, metrics=metrics, files=files)
         manifest._check_tensors()
         return manifest
 
@@ -202,11 +196,6 @@ class Manifest:
             msg = f"it names a tensor {tensor[:80]!r} that no file has."
             raise CheckpointCorruptError(msg)
         return first
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """By what its digests were made."""
-        return FORMATS[self.format]
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
@@ -317,7 +306,7 @@ def read_manifest(
         raise _of_others(folder, digests, names)
     folder /= name
     data, path = _read(folder), folder / NAME
-    if digests[name] not in (None, WRITTEN.of(data)):
+    if digests[name] not in (None, blake3(data).hexdigest()):
         msg = f"{path} is not the one that was saved with the others. Load another checkpoint."
         raise CheckpointCorruptError(msg)
     try:
@@ -360,7 +349,7 @@ def digests_in(folder: Path) -> dict[str, str | None]:
         return {"": None}
     try:
         _check_density(data)
-        _compare(data, WRITTEN)
+        _compare(data)
         plain = _table(json.loads(data, object_pairs_hook=_each_once))
         grammar.check_joint(plain)
     except (ValueError, RecursionError, CheckpointCorruptError) as error:
@@ -372,7 +361,7 @@ def digests_in(folder: Path) -> dict[str, str | None]:
 def joint_bytes(digests: Mapping[str, str]) -> bytes:
     """Return what says that states were saved together, given their manifests' digests."""
     plain = {"format": 3, "states": dict(digests)}
-    return _sealed(_lines(plain).encode().removeprefix(b"{\n"), WRITTEN)
+    return _sealed(_lines(plain).encode().removeprefix(b"{\n"))
 
 
 def check_not_joint(folder: Path) -> None:
@@ -435,9 +424,9 @@ def _read(folder: Path) -> bytes:
         raise CheckpointCorruptError(msg) from error
 
 
-def _sealed(said: bytes, algorithm: Algorithm) -> bytes:
+def _sealed(said: bytes) -> bytes:
     """Return lines of JSON with their digest before them."""
-    return f'{{\n "{algorithm.word}": "{algorithm.of(said)}",\n'.encode() + said
+    return f'{{\n "blake3": "{blake3(said).hexdigest()}",\n'.encode() + said
 
 
 def _lines(value: Any, depth: int = 0) -> str:
@@ -472,16 +461,15 @@ def _check_density(data: bytes) -> None:
         raise ValueError(msg)
 
 
-def _compare(data: bytes, algorithm: Algorithm) -> None:
+def _compare(data: bytes) -> None:
     """Refuse a manifest that is not what its digest says.
 
     Raises:
         CheckpointCorruptError: it is not.
     """
     seal = _SEAL.match(data)
-    expected = (algorithm.word, algorithm.of(data[seal.end() :])) if seal else None
-    if seal is None or (seal[1].decode(), seal[2].decode()) != expected:
-        msg = f"it is not what was saved: its {algorithm.name} differs. Load another checkpoint."
+    if seal is None or seal[1].decode() != blake3(data[seal.end() :]).hexdigest():
+        msg = "it is not what was saved: its BLAKE3 differs. Load another checkpoint."
         raise CheckpointCorruptError(msg)
 
 

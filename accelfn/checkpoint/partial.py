@@ -217,11 +217,11 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the state has others.
     """
-    kept, algorithm = source.manifest.kept, source.manifest.algorithm
+    kept = source.manifest.kept
     here = {n: p for n, p in state.params.items() if n in kept}
-    found = digests({n: p for n, p in here.items() if not is_shard(p)}, algorithm)
+    found = digests({n: p for n, p in here.items() if not is_shard(p)})
     for some in by_calls(here, state.world, label="compare frozen parameters"):
-        found |= digests(some, algorithm)
+        found |= digests(some)
     changed = [n for n in here if found[n] != kept[n]]
     if changed or here.keys() != kept.keys():
         gone = sorted(kept.keys() - here.keys())

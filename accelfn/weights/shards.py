@@ -13,7 +13,6 @@ import torch
 from accelfn.base import paths
 from accelfn.base.arguments import is_integer
 from accelfn.checkpoint import disk, files
-from accelfn.checkpoint.digest import WRITTEN
 from accelfn.checkpoint.others import reader_of
 from accelfn.checkpoint.slices import Slice
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
@@ -266,7 +265,7 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
             raise CheckpointError(msg)
     listed = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     tensors = {name: _entry(entry, first) for name, entry in listed}
-    blank = {WRITTEN.word: "", f"header_{WRITTEN.word}": ""}
+    blank = {"blake3": "", "header_blake3": ""}
     file = files.File.from_plain({"size": size, **blank, "tensors": tensors})
     if min((each.begin for each in file.tensors.values()), default=first) != first:
         msg = "its tensors do not begin behind its header"
@@ -284,7 +283,7 @@ def _entry(entry: Mapping[str, Any], first: int) -> dict[str, Any]:
         "shape": entry["shape"],
         "begin": first + begin,
         "end": first + end,
-        WRITTEN.word: "",
+        "blake3": "",
     }
 
 

@@ -17,8 +17,7 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 
-FOLDERS = tuple(Path(__file__).parent / f"format-{number}" for number in (1, 2))
-FOLDER = FOLDERS[-1]
+FOLDER = Path(__file__).parent / "format-2"
 CASES = {"one-rank": 1, "two-ranks": 2}
 FIELDS = (
     "params",
