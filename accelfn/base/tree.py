@@ -253,12 +253,12 @@ def _is_container(tree: Any) -> bool:
 
 def rows(tree: Any, start: int, stop: int) -> Any:
     """Return the tree with these rows of its tensors; what has no rows stays."""
-    return tree_map(
-        lambda leaf: (
-            leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
-        ),
-        tree,
-    )
+
+    def cut(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim
+        return leaf[start:stop] if has_rows else leaf
+
+    return tree_map(cut, tree)
 
 
 def num_rows(tree: Any) -> int:

@@ -30,16 +30,9 @@ class _Gather(torch.autograd.Function):
     """An all-gather whose backward pass sums, over the ranks, the gradients of a part."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        mine: torch.Tensor,
-        counts: Sequence[int],
-        worlds: tuple[World, World],
-        label: str,
-    ) -> torch.Tensor:
-        ready, world = worlds
-        ctx.counts, ctx.world, ctx.label = counts, world, label
-        return all_gather_rows([mine], [counts], ready, label=label)[0]
+    def forward(ctx: Any, mine: torch.Tensor, *told: Any) -> torch.Tensor:
+        ctx.counts, (ready, ctx.world), ctx.label = told
+        return all_gather_rows([mine], [ctx.counts], ready, label=ctx.label)[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
@@ -53,14 +46,8 @@ class _SumOfMine(torch.autograd.Function):
     """This rank's rows of the sum over the ranks; what an all-gather is the transpose of."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        everyone: torch.Tensor,
-        counts: Sequence[int],
-        world: World,
-        label: str,
-    ) -> torch.Tensor:
-        ctx.counts, ctx.world, ctx.label = counts, world, label
+    def forward(ctx: Any, everyone: torch.Tensor, *told: Any) -> torch.Tensor:
+        counts, world, label = ctx.counts, ctx.world, ctx.label = told
         ready = agreed(world, "gather(grad=True).backward", label, everyone)
         (total,) = reduced([everyone], ready, "sum", label)
         return total.split(list(counts))[world.rank].clone()

@@ -132,13 +132,13 @@ class Batch:
             BatchError: there are more rows, or fewer.
         """
         sizes = [len(each) for each in self.parts_indices]
-        for extra in extras:
-            if tree.num_rows(extra) != sum(sizes):
-                msg = (
-                    f"batch.zip: an extra has {tree.num_rows(extra)} rows; expected one for each"
-                    f" of the {sum(sizes)} samples of this rank: table[batch.indices]."
-                )
-                raise BatchError(msg)
+        found, wanted = {tree.num_rows(each) for each in extras}, sum(sizes)
+        if found != {wanted}:
+            msg = (
+                f"batch.zip: the extras have {sorted(found)} rows; expected one for each of"
+                f" this rank's {wanted} samples, as in table[batch.indices]."
+            )
+            raise BatchError(msg)
         spans = pairwise([0, *accumulate(sizes)])
         values = tuple(
             (value, *(tree.rows(extra, *span) for extra in extras))

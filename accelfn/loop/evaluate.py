@@ -169,14 +169,7 @@ class _Lent:
             return engine_of(self._state).lend(params, buffers)
         return lent(definition, params, buffers)
 
-    def run(
-        self,
-        fn: EvaluateFunction,
-        batch: Batch,
-        extras: tuple[Any, ...],
-        *,
-        weighed: bool,
-    ) -> Any:
+    def run(self, fn: Any, batch: Batch, extras: Any, *, weighed: bool) -> Any:
         """Return what a function gives of a batch, quietly."""
         known, world = batch.weights[0], self._state.world
         flags = False, False, True, True, weighed

@@ -173,7 +173,8 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
 
 def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     """Return the gradient function as the setup's transforms wrap it."""
-    composed = _innermost(wrap_loss(loss_fn, setup), setup, is_weighed(loss_fn))
+    weighed = is_weighed(loss_fn)
+    composed = _innermost(wrap_loss(loss_fn, setup), setup, weighed=weighed)
     for each in reversed(setup.owners["value_and_grad"]):
         composed = each.value_and_grad(composed)
         _check_function(each, "value_and_grad", composed)
@@ -219,12 +220,8 @@ def _check_function(owner: object, field: str, returned: object) -> None:
     )
 
 
-def _innermost(
-    loss_fn: LossFunction,
-    setup: chain,
-    weighed: bool,  # noqa: FBT001 - of the loss function
-) -> ValueAndGrad:
-    stays_local = "stays" in setup.facts
+def _innermost(loss_fn: LossFunction, setup: chain, *, weighed: bool) -> ValueAndGrad:
+    stays_local, has_engine = "stays" in setup.facts, bool(setup.owners["engine"])
     is_scaled = bool(setup.owners["loss_scale"])
     is_wrapped = bool(setup.owners["value_and_grad"])
     judged = "judges_finite" in setup.facts
@@ -242,10 +239,7 @@ def _innermost(
             _check_into(state, into)
         is_lone = not setup.reduces and (
             world.loss.size == 1
-            or (
-                stays_local
-                and (not setup.owners["engine"] or state.definition.copy.size == 1)
-            )
+            or (stays_local and (not has_engine or state.definition.copy.size == 1))
         )
         lone = into is None and sync and is_lone
         value, known, given, begins = batch, None, None, into is None

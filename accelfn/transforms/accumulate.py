@@ -114,13 +114,12 @@ class accumulate:
         """Refuse an extra with a row for each sample, all of which each part would get."""
         for extra in extras:
             leaves = () if isinstance(extra, Mapping) else tree.tensor_leaves(extra)
-            rows = {len(leaf) if leaf.ndim else None for leaf in leaves}
-            if rows == {num_samples}:
+            if {leaf.shape[:1] for leaf in leaves} == {torch.Size([num_samples])}:
                 msg = (
-                    f"step(state, batch, extra): under {self!r} each micro-batch gets all of"
-                    f" an extra, and this one has {num_samples} rows, as many as this rank has"
-                    " samples. Write step(state, batch.zip(extra)): the loss gets (value, extra),"
-                    " cut together. If its rows are not samples, give it in a dict."
+                    f"step(state, batch, extra): under {self!r} each micro-batch gets all"
+                    f" {num_samples} rows, one for each sample of this rank. Write step(state,"
+                    " batch.zip(extra)), and the loss gets (value, extra), cut together; or give"
+                    " an extra with other rows in a dict."
                 )
                 raise BatchError(msg)
 

@@ -154,9 +154,8 @@ class compress:
         del state
         return {"iter": 0, "error": {}, "q": {}}
 
-    def merge(self, slots: Sequence[Slot], world: World) -> tuple[list[float], Slot]:
+    def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
         """Give every rank the mean of what was left out, so the mean stays what it was."""
-        del world  # it is a part of the mean gradient on any number of ranks
         first, count = slots[0], len(slots)
         errors = {
             name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count

@@ -216,9 +216,8 @@ class diloco:
             local(state.params[name]).copy_(local(each))
         return state, {**slot, "since": state.step}
 
-    def merge(self, slots: Sequence[Slot], world: World) -> tuple[list[float], Slot]:
+    def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
         """Begin at the mean of ranks, with the mean of what they saw and what they remember."""
-        del world
         first, count = slots[0], len(slots)
         seen = [[float(each) for each in slot["weights"]] for slot in slots]
         error = {

@@ -170,9 +170,8 @@ class local_sgd:
             self._average_(self._averaged(state, ranks), slot["weight"], ranks)
         return state, self._begun(state)
 
-    def merge(self, slots: Sequence[Slot], world: World) -> tuple[list[float], Slot]:
+    def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
         """Average by the weight of what each rank has seen; go on as after an average."""
-        del world
         weights = [float(slot["weight"]) for slot in slots]
         merged = {**slots[0], "weight": 0}
         if self.neighbours:
