@@ -296,7 +296,7 @@ def read_manifest(
         names: of all that are expected in it.
 
     Raises:
-        CheckpointError: there is none, one of another format, or of states of other names.
+        CheckpointError: the folder has no checkpoint, or one with another format or other states.
         CheckpointCorruptError: it has changed, or files are missing or too many.
     """
     digests = digests_in(folder)
@@ -338,10 +338,10 @@ def read_manifests(folder: Path) -> dict[str, Manifest]:
 def digests_in(folder: Path) -> dict[str, str | None]:
     """Return the digests of the manifests of states that were saved together, by name.
 
-    Of a lone state the name is "", and there is none.
+    A lone state has the name "" and no digest here.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: the folder has no checkpoint.
         CheckpointCorruptError: it has changed.
     """
     data = _read(folder)
@@ -372,7 +372,7 @@ def check_not_joint(folder: Path) -> None:
     """
     parent, name = folder.absolute().parent, folder.absolute().name
     digests = dict[str, str | None]()
-    with suppress(CheckpointError):  # most have other things beside them
+    with suppress(CheckpointError):  # most folders have other neighbors
         digests = digests_in(parent)
     if name in digests:
         raise _of_others(parent, digests, [name])

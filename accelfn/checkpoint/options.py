@@ -28,8 +28,8 @@ def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainStat
     """Return the first state that a call was given, and all by name; "" is a lone one's.
 
     Raises:
-        ArgumentError: it was given something else, or a name that is none.
-        StateDonatedError: one of them was given away.
+        ArgumentError: it was given something else, or a name with other characters.
+        StateDonatedError: a step has taken one of them.
         WorldError: they are in different worlds.
     """
     states: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}

@@ -25,7 +25,7 @@ _PLATEAU = (
 )
 
 _BY_COUNT = (
-    "It is no LRScheduler of torch's, as those of timm are none. Use"
+    "It is not an LRScheduler of torch's, like all schedulers of timm. Use"
     " af.schedules.warmup_cosine(num_warmup, num_updates) or another of af.schedules, or"
     " let the factory return an LRScheduler of yours, whose get_lr calls"
     " step_update(self.last_epoch) of this one and returns the groups' lr."
