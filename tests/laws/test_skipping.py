@@ -384,3 +384,66 @@ def test_a_device_that_skips_by_itself_does_as_the_host(
         assert differences(one[0], two[0]) == []
         assert one[1:3] == two[1:3]
         assert (one[3], two[3]) == (False, True)
+
+
+class OverflowsIn(torch.autograd.Function):
+    """Leaves a model's output as it is, and gives one column of it an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, column: int | None) -> torch.Tensor:
+        ctx.column = column
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.clone()
+        if ctx.column is not None:
+            grad[:, ctx.column] = math.inf
+        return grad, None
+
+
+@given(
+    columns=st.lists(st.none() | st.integers(0, 4), min_size=1, max_size=5),
+    rank=st.integers(0, 3),
+    who=SKIPPING,
+    split=st.sampled_from([af.wrap_fsdp(), af.wrap_ddp()]),
+    micro=st.integers(1, 2),
+    size=st.integers(2, 4),
+)
+def test_an_overflow_in_rows_of_one_rank_skips_the_update_of_all(
+    columns: list[int | None],
+    rank: int,
+    who: Any,
+    split: Any,
+    micro: int,
+    size: int,
+) -> None:
+    """Under wrap_fsdp one rank alone has the rows that are not finite; its loss is finite."""
+
+    def run(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(2, 5),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.25),
+            data=af.Data(torch.ones(16, 2), batch_size=8),
+            setup=af.chain(
+                af.accumulate(num_micro_batches=micro), af.shard_data(), split, who
+            ),
+            world=world,
+        )
+
+        def loss_fn(module: nn.Module, batch: Any, column: int | None) -> torch.Tensor:
+            own = column if world.rank == rank % size else None
+            return OverflowsIn.apply(module(batch), own).square().mean()
+
+        step, taken = af.make_step(loss_fn), 0
+        for column, batch in zip(columns, af.batches(state), strict=False):
+            before = af.full_params(state)
+            state, _ = step(state, batch, column)
+            after = af.full_params(state)
+            taken += column is None
+            assert (state.step, state.num_skipped) == (taken, state.num_tried - taken)
+            same = all(torch.equal(before[name], after[name]) for name in before)
+            assert same == (column is not None)
+            assert all(bool(each.isfinite().all()) for each in after.values())
+
+    simulate(size, run)

@@ -7,10 +7,12 @@ from accelfn.collectives import averages, few_bits
 from accelfn.data import mixed
 from accelfn.engine import buffers
 from accelfn.state import grads
+from accelfn.step import stages
 from accelfn.testing.comparing import differences
 from accelfn.transforms import precision
 from accelfn.world import slurm
 from tests.mutants.mutant import Mutant
+from tests.unit import test_buffers, test_plain_slots
 from tests.unit import test_seen_by_nobody as tests
 
 MUTANTS = [
@@ -53,6 +55,19 @@ MUTANTS = [
         tests.test_an_overflow_in_one_rank_s_part_skips_the_update_of_all,
         precision.autocast.grads,
         "if not update.replicated: → if not grads.reduced:",
+    ),
+    Mutant(
+        "a buffer that was assigned in a pass changes with what it was set to",
+        test_buffers.test_what_the_forward_pass_assigns_to_a_buffer_is_copied,
+        buffers.Buffers._take,
+        "current.detach().clone() → current.detach()",
+        args={"case": "the weight"},
+    ),
+    Mutant(
+        "a slot may have tensors that updates write into",
+        test_plain_slots.test_a_slot_of_the_state_s_own_tensors_is_refused,
+        stages._check_slots,
+        "if count & (count - 1) == 0: → if False:",
     ),
     Mutant(
         "a buffer that was assigned in a pass is the caller's tensor in the next",

@@ -4,7 +4,7 @@
 import torch
 
 from accelfn.testing import bundle
-from accelfn.testing.checking import equivalence, laws, method_laws
+from accelfn.testing.checking import equivalence, laws, method_laws, split_laws
 from accelfn.testing.comparing import differences, loops, snapshot, states
 from accelfn.testing.processes import differential, run
 from accelfn.testing.simulation import (
@@ -331,6 +331,39 @@ MUTANTS = [
         method_laws._loads_anywhere,
         "for size in {1, subject.size + 1}: → for size in {subject.size + 1}:",
         args={"planted": test_check_transform.NotOnFewer(), "law": "loads_anywhere"},
+    ),
+    Mutant(
+        "check_transform passes one that takes a norm of a rank's rows",
+        test_check_transform.test_what_depends_on_how_it_is_run_is_told,
+        split_laws._ways,
+        'splits - {"data"}: → splits - {"data"} and False:',
+        args={
+            "planted": test_check_transform.NormOfItsRows(),
+            "law": "splits_alike",
+            "told": "under wrap_fsdp",
+        },
+    ),
+    Mutant(
+        "check_transform compares a run of one rank with none of several",
+        test_check_transform.test_what_depends_on_how_it_is_run_is_told,
+        split_laws._differ,
+        'return f"{where} on rank {rank}: {each[0]}" → return None',
+        args={
+            "planted": test_check_transform.RateByRanks(),
+            "law": "splits_alike",
+            "told": "with their shares",
+        },
+    ),
+    Mutant(
+        "check_transform passes one that writes into its slot before a skip",
+        test_check_transform.test_what_depends_on_how_it_is_run_is_told,
+        method_laws.skips_once.grads,
+        "update.num_tried == 1 → False",
+        args={
+            "planted": test_check_transform.MovesAtOnce(),
+            "law": "skips_whole",
+            "told": "['seen']: 1.0 and 2.0, difference 1",
+        },
     ),
     Mutant(
         "check_transform passes one whose evaluation has fewer parameters",
