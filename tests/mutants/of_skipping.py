@@ -19,7 +19,7 @@ MUTANTS = [
         " → _power_of_2(weight.float())",
     ),
     Mutant(
-        "an overflow in one rank's rows of the gradients is skipped by that rank alone",
+        "L18: an overflow in one rank's rows of the gradients is skipped by that rank alone",
         test_skipping.test_an_overflow_in_rows_of_one_rank_skips_the_update_of_all,
         precision.autocast.grads,
         "if not update.replicated: → if not grads.reduced:",

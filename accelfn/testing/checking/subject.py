@@ -87,6 +87,12 @@ class Subject:
 
     def cut(self, at: int, folder: Path) -> list[History]:
         """Return each rank's history, saved and loaded after some updates."""
+        heads = self.saved(at, folder)
+        tails = self.resumed(at, folder)
+        return [head + tail for head, tail in zip(heads, tails, strict=True)]
+
+    def saved(self, at: int, folder: Path) -> list[History]:
+        """Return each rank's history of the first updates, and save the states after them."""
 
         def rank(world: World) -> History:
             states = self.start(world)
@@ -96,9 +102,18 @@ class Subject:
                 history.append(held(states, metrics))
             for name, state in leaves(states):
                 save(state, folder / name)
-            paths = (folder / name for name, _ in leaves(states))
-            again = tree.tree_map(lambda new: load(new, next(paths)), self.start(world))
-            return history + self._whole(again, at, self.updates - at)
+            return history
+
+        return list(self._simulated(rank))
+
+    def resumed(self, at: int, folder: Path) -> list[History]:
+        """Return each rank's history from saved states on."""
+
+        def rank(world: World) -> History:
+            start = self.start(world)
+            paths = (folder / name for name, _ in leaves(start))
+            again = tree.tree_map(lambda new: load(new, next(paths)), start)
+            return self._whole(again, at, self.updates - at)
 
         return list(self._simulated(rank))
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_transform`: the laws that every transform keeps, held against one of them."""
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -85,7 +87,7 @@ entries that it tells `by_rank` |
     | `resumes` | saved and loaded after any update, the run goes on bit by bit |
     | `splits_alike` | the result is that of one rank that takes each update whole, up to \
 rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
-    | `new_process` | a run in a new process is the same as one after many others |
+    | `new_process` | a run that is saved goes on alike in a new process |
     | `facts` | what it tells is so: it draws nothing, recomputes, judges what is finite |
     | `acts` | each method has done something by then, or nothing was seen of it |
 
@@ -127,7 +129,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     if updates is not None:
         check_integer("check_transform", "updates", updates, 1, "a number of updates")
     other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
-    anew = freeze(partial(_histories, members, other, max(sizes)))
+    anew = freeze(partial(_resumed, members, other, max(sizes)))
     laws["acts"], number = _acting(members, problems, max(sizes), updates)
     subjects = [
         _subject(members, each, size, number) for each in problems for size in sizes
@@ -147,29 +149,29 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
             raise LawError(msg)
 
 
-def _histories(
-    members: Sequence[Any], problem: Problem, size: int, updates: int
+def _resumed(
+    members: Sequence[Any], problem: Problem, size: int, updates: int, folder: Path
 ) -> list[History]:
-    return _subject(members, problem, size, updates).histories()
+    return _subject(members, problem, size, updates).resumed(1, folder)
 
 
 def _new_process(anew: bytes, here: Subject) -> Law:
-    """Return the law that a run in a new process is the same as one after many others.
+    """Return the law that a run goes on in a new process as it does in this one.
 
-    The problem is another than all before it, and only its first run in a process can tell.
+    The problem is another than all before it, and only the first run in a process can tell.
     """
 
     def law(subject: Subject) -> str | None:
         del subject
-        try:
-            wanted = call_anew(anew, here.updates)
-        except RankError as error:
-            return f"in a new process, the run raised {error}"
-        broken = differ(
-            wanted,
-            here.plain,
-            "a run in a new process, and the same run in this one, after others,",
-        )
+        with tempfile.TemporaryDirectory() as name:
+            heads = here.saved(1, Path(name))
+            try:
+                tails = call_anew(anew, here.updates, Path(name))
+            except RankError as error:
+                return f"loaded in a new process, the run raised {error}"
+        resumed = [head + tail for head, tail in zip(heads, tails, strict=True)]
+        said = "a run that goes on in a new process, and one that does so here,"
+        broken = differ(resumed, here.plain, said)
         return f"{broken} {REMEMBER}" if broken else None
 
     return law
