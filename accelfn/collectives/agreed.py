@@ -55,7 +55,7 @@ def agreed(
     """
     check_world(label, world)
     connection = world.connection
-    await_turn(f"{kind} {label}", world)
+    await_turn(label if label == kind else f"{kind} {label}", world)
     # alone a rank makes no call, which would take this for its own
     if connection.simulated is not None and world.size > 1:
         connection.activity.structure = tree.outline(values, partial(_star, grad=grad))

@@ -422,6 +422,49 @@ def test_every_rank_raises_what_one_left_out(wrap):
     assert len(errors) == 2
 
 
+def test_every_rank_raises_where_one_makes_a_collective():
+    """A unit can be gathered for others alone; `af.reduce` needs all ranks."""
+    errors: list[str] = []
+
+    def loss(net: nn.Module, batch: tuple[torch.Tensor, af.World]) -> torch.Tensor:
+        x, world = batch
+        if world.is_main:
+            af.reduce(torch.ones(()), world)
+        return net(x).square().mean()
+
+    def fn(world: af.World) -> None:
+        try:
+            af.make_step(loss)(begun(world), (rows(world), world))
+        except af.CollectiveMismatchError as error:
+            errors.append(str(error))
+            raise
+
+    with pytest.raises(af.CollectiveMismatchError):
+        in_two(fn)
+    assert len(errors) == 2
+    for error in errors:
+        assert "rank 0 calls 'reduce'; rank 1 ends its pass." in error
+
+
+def test_ranks_predict_in_different_numbers_of_calls():
+    """As a loop that generates does: units are gathered for whoever still needs them."""
+
+    def fn(world: af.World) -> list[torch.Tensor]:
+        state = begun(world, model=partial(Net, 3))
+        held_out = torch.arange(16.0).view(4, 4) / 16
+
+        def predict(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(1 + int(4 * x[0, 0])):
+                x = net(x)
+            return x
+
+        return [*af.predict(state, af.Data(held_out, batch_size=world.size), predict)]
+
+    (alone,) = simulate(1, fn)
+    for found in in_two(fn):
+        torch.testing.assert_close(found, alone)
+
+
 class Either(nn.Module):
     """A unit of two layers, of which a batch needs the first, or both."""
 
