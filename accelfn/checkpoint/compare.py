@@ -3,7 +3,6 @@
 
 import difflib
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,25 +12,32 @@ import torch
 
 from accelfn.base.advice import advise
 from accelfn.base.codec import Held, has_state
-from accelfn.base.pending import Pending
 from accelfn.base.shards import is_shard
 from accelfn.checkpoint.grammar import quote
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import definition_of, optimizer_name
 from accelfn.errors import ArgumentError, CheckpointError
 from accelfn.state.state import TrainState
-from accelfn.structure.prototype import OTHERS, entries_of
+from accelfn.structure.prototype import OTHERS, entries_of, group_key
 
 _SHOWN = 10
 _LONG = 200
 """Characters of a name that are shown: a file may have names of any length."""
 _MEANT = ("trainable", "options", "opt_state", "slots")
 """What `allow` takes besides the facts of the data."""
-_CONTINUE = {
-    "trainable": "write state.with_trainable(predicate) after the load, as the run did",
-    "options": "give the transforms the options that were saved",
+_CHANGES = {
+    "params.": (
+        "trainable",
+        "trained",
+        "write state.with_trainable(predicate) after the load, as the run did",
+    ),
+    "setup.": (
+        "options",
+        "absent",
+        "give the transforms the options that were saved",
+    ),
 }
-_GROUP = re.compile(r"<group ([0-9]{1,9})>")
+"""By prefix in a manifest's definition: the word of `allow`, the default, and what to write."""
 
 
 @attrs.frozen
@@ -236,81 +242,65 @@ def _misfits_of_slots(state: TrainState, saved: Mapping[str, Any]) -> Iterator[s
 
 def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield how entries differ from the state's, or from those that torch would make."""
-    definition, is_cut = state.definition, state.definition.layout is not None
+    definition = state.definition
     made = entries_of(definition.optimizer, definition.skeleton) if saved else {}
     groups = definition.optimizer.param_groups
+    known = {group_key(i): group for i, group in enumerate(groups)}
     for name, entry in saved.items():
-        match, param = _GROUP.fullmatch(name), state.params.get(name)
-        path = name[:_LONG]
-        if match is not None:
-            group = dict(*groups[int(match[1]) :][:1])
-            if not group:
-                yield f"{path}: the optimizer has {len(groups)} parameter groups"
-            for key in entry.keys() & group:
-                yield from _misfits(entry[key], _number(group[key]), f"{path}.{key}")
-        elif param is not None:
-            current = {**made.get(name, {}), **state.opt_state.get(name, {})}
-            for key, value in current.items():
-                is_like = _form(value) == _form(param)
-                expected = param if is_like else value  # it lies as the parameter does
-                # an optimizer that reads parts of a parameter may keep a part of another shape
-                if key not in entry:
-                    yield f"{path}.{key}: missing"
-                elif not is_cut or is_like or not getattr(value, "shape", ()):
-                    yield from _misfits(entry[key], expected, f"{path}.{key}")
-        elif name != OTHERS:
-            yield f"{path}: the model has no such parameter"
+        if name in known:
+            expected = {key: known[name].get(key) for key in entry}
+        elif name in state.params:
+            kept = {**made.get(name, {}), **state.opt_state.get(name, {})}
+            expected = {key: _laid(state, name, each) for key, each in kept.items()}
+        elif name == OTHERS:
+            continue
+        else:
+            expected = None
+            yield f"{name[:_LONG]}: the optimizer has no such parameter or group"
+        yield from _misfits(entry, expected, name[:_LONG])
 
 
-def _form(value: object) -> tuple[torch.Size, torch.dtype] | None:
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
-
-
-def _number(value: object) -> object:
-    """Return a number for a tensor of one number: optimizers take both as an option."""
-    is_one = isinstance(value, torch.Tensor) and value.numel() == 1
-    return 0.0 if is_one else value
+def _laid(state: TrainState, name: str, value: Any) -> Any:
+    """Return a value like a parameter as the parameter lies; None may be anything."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    param = state.params[name]
+    if (value.shape, value.dtype) == (param.shape, param.dtype):
+        return param
+    # an optimizer that reads parts of a parameter may keep a tensor of another shape
+    return value if state.definition.layout is None else None
 
 
 def _misfits(saved: Any, current: Any, path: str) -> Iterator[str]:
     """Yield where kinds or shapes differ; a value may begin as None and get another kind."""
-    if isinstance(current, Pending) and isinstance(saved, Pending):
-        saved, current = saved.wait(), current.wait()
     if isinstance(current, Mapping) and isinstance(saved, Mapping):
         for key, value in cast("Mapping[Any, Any]", current).items():
             inside = f"{path}.{key}"[:_LONG]
-            if key in saved:
-                yield from _misfits(saved[key], value, inside)
-            else:
+            if key not in saved:
                 yield f"{inside}: missing"
+            else:
+                yield from _misfits(saved[key], value, inside)
     elif isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)):
         for i, pair in enumerate(zip(saved, current, strict=False)):
             yield from _misfits(*pair, f"{path}[{i}]"[:_LONG])
-    elif current is not None and not _is_alike(saved, current):
-        yield f"{path}: saved as {_kind(saved)}, expected {_kind(current)}"
-
-
-def _is_alike(saved: Any, current: Any) -> bool:
-    if isinstance(current, torch.Tensor):
-        # torch counts updates in float64 or float32, as its default dtype and kernel say
-        return isinstance(saved, torch.Tensor) and (
-            (_form(saved) == _form(current) and is_shard(saved) == is_shard(current))
-            or (
-                saved.shape == current.shape == torch.Size()
-                and saved.is_floating_point() == current.is_floating_point()
-            )
-        )
-    if isinstance(current, (bool, int, float)):
-        return isinstance(saved, (bool, int, float, torch.Tensor))
-    if isinstance(current, (str, Mapping, list, tuple)):
-        return isinstance(saved, type(current))
-    return isinstance(saved, Held) == has_state(current)
+    elif current is not None:
+        one, other = _kind(saved), _kind(current)
+        became_tensor = other == "a number" and one.startswith("a lone")
+        if one != other and not became_tensor:
+            yield f"{path}: saved as {one}, expected {other}"
 
 
 def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and not value.dim():
+        # torch counts updates in float64 or float32, as its default dtype and kernel say
+        return "a lone float" if value.is_floating_point() else "a lone integer"
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype}"
-    return "an object" if isinstance(value, Held) else type(value).__name__
+        split = " in parts" if is_shard(value) else ""
+        return f"{tuple(value.shape)} {value.dtype}{split}"
+    if isinstance(value, (bool, int, float)):
+        return "a number"
+    is_object = isinstance(value, Held) or has_state(value)
+    return "an object" if is_object else type(value).__name__
 
 
 def warn_of_changes(
@@ -320,23 +310,17 @@ def warn_of_changes(
     saved, now = manifest.definition, definition_of(state)
     if saved is None:
         return
-    rows = dict[str, list[str]](trainable=[], options=[])
-    before, after = {*saved["frozen"]}, {*now["frozen"]}
-    for how, names in (
-        ("trained, now frozen", after - before),
-        ("frozen, now trained", before - after),
-    ):
-        if names:
-            rows["trainable"].append(f"{how}: {some(sorted(names))}")
-    for name in dict.fromkeys((*saved["options"], *now["options"])):
-        old, new = (each["options"].get(name, "absent") for each in (saved, now))
-        if old != new:
-            rows["options"].append(f"{name[:_LONG]}: {old[:_LONG]}, now {new[:_LONG]}")
-    meant = tuple(each for each, found in rows.items() if found and each not in allow)
-    if meant:
-        listed = "\n".join(f"  {row}" for each in meant for row in rows[each][:_SHOWN])
+    rows, ways = list[str](), dict[str, str]()
+    for begin, (word, default, way) in _CHANGES.items():
+        for name in dict.fromkeys((*saved, *now)):
+            old, new = (each.get(name, default)[:_LONG] for each in (saved, now))
+            if name.startswith(begin) and old != new and word not in allow:
+                rows.append(f"  {name[:_LONG]}: {old}, now {new}")
+                ways[word] = way
+    if rows:
+        listed = "\n".join(rows[:_SHOWN])
         advise(
             f"{where} was saved by a run that trained otherwise:\n{listed}\nTo continue that"
-            f" run, {' and '.join(_CONTINUE[each] for each in meant)}. If the difference is"
-            f" meant, write af.load(..., allow={meant!r})."
+            f" run, {' and '.join(ways.values())}. If the difference is meant, write"
+            f" af.load(..., allow={(*ways,)!r})."
         )

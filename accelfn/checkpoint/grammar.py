@@ -247,7 +247,7 @@ def _facts(value: Any) -> None:
 
 def _definition(value: Any) -> None:
     if value is not None:
-        _record(frozen=_each(_TEXT), options=_table(_TEXT))(value)
+        _table(_TEXT)(value)
 
 
 def _units(value: Any) -> None:

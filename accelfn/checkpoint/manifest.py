@@ -61,8 +61,8 @@ class Manifest:
         kept: digests of the frozen parameters that were not written.
         persistent: the buffers that belong in an exported model.
         files: by name.
-        definition: `frozen`, the parameters that are not trained, and `options` of transforms
-            as code; None if an earlier version wrote it.
+        definition: the parameters that are "frozen", and options of transforms as code; None
+            if an earlier version wrote it.
     """
 
     step: int
@@ -79,7 +79,7 @@ class Manifest:
     persistent: tuple[str, ...]
     files: Mapping[str, File]
     copies: tuple[int, ...] = ()
-    definition: Mapping[str, Any] | None = None
+    definition: Mapping[str, str] | None = None
 
     def to_bytes(self) -> bytes:
         """Return it as JSON, with a digest of it on its second line.
@@ -89,7 +89,7 @@ class Manifest:
         """
         fields = attrs.asdict(self, recurse=False)
         for name in ("copies", "definition"):
-            if not fields[name]:
+            if fields[name] in ((), None):
                 del fields[name]
         plain = {
             "format": FORMAT,

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from accelfn.base.calling import called
 from accelfn.checkpoint import commit, files
@@ -121,19 +120,17 @@ def contents_of(
     )
 
 
-def definition_of(state: TrainState) -> dict[str, Any]:
+def definition_of(state: TrainState) -> dict[str, str]:
     """Return the facts of a definition that change what the next update computes."""
-    trained = {*state.trainable}
+    frozen = state.params.keys() - {*state.trainable}
     acting = ("init", "grads", "hyper", "after_update")
-    return {
-        "frozen": [name for name in state.params if name not in trained],
-        "options": {
-            each.name: _ADDRESS.sub("", repr(each))[:_SHOWN]
-            for each in state.setup
-            if any(has_field(each, field) for field in acting)
-            and not has_field(each, "layout")
-        },
+    options = {
+        f"setup.{each.name}": _ADDRESS.sub("", repr(each))[:_SHOWN]
+        for each in state.setup
+        if any(has_field(each, field) for field in acting)
+        and not has_field(each, "layout")
     }
+    return {**{f"params.{name}": "frozen" for name in sorted(frozen)}, **options}
 
 
 def optimizer_name(state: TrainState) -> str:
