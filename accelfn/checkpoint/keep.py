@@ -61,7 +61,7 @@ def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
 
 
 @contextmanager
-def explain_removal(folder: Path | None) -> Generator[None]:
+def explain_removal(folder: Path) -> Generator[None]:
     """Let an error of a checkpoint that was removed while it was read say so.
 
     Raises:
@@ -70,7 +70,7 @@ def explain_removal(folder: Path | None) -> Generator[None]:
     try:
         yield
     except (CheckpointCorruptError, FileNotFoundError) as error:
-        if folder is None or disk.is_there(folder):
+        if disk.is_there(folder):
             raise
         msg = (
             f"{folder} was removed while it was read, as a run removes the older checkpoints of"

@@ -70,10 +70,11 @@ def load(
         return source_of(states[name], manifest, folder / name, verify=verify)
 
     words = _several(allow)
-    made = {
-        name: restored(each, folder / name, partial(opened, name), words)
-        for name, each in states.items()
-    }
+    with explain_removal(folder):
+        made = {
+            name: restored(each, folder / name, partial(opened, name), words)
+            for name, each in states.items()
+        }
     return cast("States", made.get("", made))
 
 
@@ -93,14 +94,13 @@ def restored(
     """
 
     def read() -> tuple[Source, dict[str, Any]]:
-        with explain_removal(where if isinstance(where, Path) else None):
-            source = opened()
-            compare.check_transforms(state, source.manifest, where)
-            compare.check_optimizer(state, source.manifest, where)
-            compare.check_allowed(state, source.manifest, allow)
-            compare.check_data(state, source.manifest, where, allow)
-            compare.check_values(state, source.outline(), source.manifest, where, allow)
-            return source, source.fields()
+        source = opened()
+        compare.check_transforms(state, source.manifest, where)
+        compare.check_optimizer(state, source.manifest, where)
+        compare.check_allowed(state, source.manifest, allow)
+        compare.check_data(state, source.manifest, where, allow)
+        compare.check_values(state, source.outline(), source.manifest, where, allow)
+        return source, source.fields()
 
     source, saved = together(state, read)
     saved["params"] = {**saved["params"], **kept_of(source, state)}

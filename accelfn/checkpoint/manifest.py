@@ -305,7 +305,8 @@ def read_manifest(
             read_manifest(folder)  # one that has changed may be of several states
         raise _of_others(folder, digests, names)
     folder /= name
-    data, path = _read(folder), folder / NAME
+    missing_error = CheckpointCorruptError if name else CheckpointError
+    data, path = _read(folder, missing_error), folder / NAME
     if digests[name] not in (None, blake3(data).hexdigest()):
         msg = f"{path} is not the one that was saved with the others. Load another checkpoint."
         raise CheckpointCorruptError(msg)
@@ -393,10 +394,12 @@ def _of_others(
     )
 
 
-def _read(folder: Path) -> bytes:
+def _read(
+    folder: Path, missing_error: type[CheckpointError] = CheckpointError
+) -> bytes:
     """Return what is in the manifest's file of a directory.
 
-    Raises: as `read_manifest`.
+    Raises: as `read_manifest`; `missing_error` if the file is missing.
     """
     path = folder / NAME
     try:
@@ -415,7 +418,7 @@ def _read(folder: Path) -> bytes:
         )
         way = reader_of(folder) or checkpoints_near(folder, NAME)
         msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
-        raise CheckpointError(msg) from error
+        raise missing_error(msg) from error
     except NotADirectoryError as error:
         msg = f"{folder} is a file, and no checkpoint's directory.{reader_of(folder)}"
         raise CheckpointCorruptError(msg) from error

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -269,6 +270,22 @@ def test_fields_of_one_of_several_states(both):
     whole = af.load({"actor": fresh(), "critic": fresh()}, both)["critic"]
     for unit in ("params", "buffers"):
         assert values(whole)[unit] == values(found)[unit]
+
+
+@pytest.mark.parametrize("gone", ["critic", "critic/manifest.json"])
+def test_a_store_names_an_older_pair(tmp_path, gone):
+    """Where a part of the newest pair is missing, the pair before it is named."""
+    pair = {"actor": make(), "critic": make(seed=1)}
+    with af.CheckpointStore(tmp_path, async_=False) as store:
+        store.save({n: attrs.evolve(state, step=1) for n, state in pair.items()})
+        store.save(pair)
+    path = tmp_path / "step-00000002" / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(af.CheckpointCorruptError, match="critic") as caught:
+        store.restore({"actor": fresh(), "critic": fresh()})
+    assert "step=1" in "".join(caught.value.__notes__)
+    found = store.restore({"actor": fresh(), "critic": fresh()}, step=1)
+    assert values(found["critic"])["params"] == values(pair["critic"])["params"]
 
 
 def test_a_lone_state_is_loaded_alone(saved):
