@@ -213,6 +213,8 @@ class Writing:
         try:
             threading.Thread(target=self._run, name="accelfn-save").start()
         except RuntimeError as error:
+            if "can't start new thread" not in str(error):
+                raise  # an interrupt while threading took its locks
             self._begun.acquire(blocking=False)
             why = CheckpointWriteError(
                 f"no thread can be started to write it ({error}). Give the store async_=False,"

@@ -38,11 +38,13 @@ def steps_in(directory: Path) -> tuple[int, ...]:
 
 
 def broken_after(directory: Path, step: int) -> Path | None:
-    """Return the newest path with the name of a later step that is not a checkpoint."""
+    """Return the newest broken link with the name of a later step's checkpoint."""
     found = [
         (int(match[1]), path)
         for path in directory.iterdir()
-        if (match := _STEP.fullmatch(path.name)) and not paths.is_file(path / NAME)
+        if (match := _STEP.fullmatch(path.name))
+        and path.is_symlink()
+        and not paths.exists(path)
     ]
     newest, path = max(found, default=(step, None))
     return path if newest > step else None

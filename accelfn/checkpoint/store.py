@@ -402,10 +402,8 @@ class CheckpointStore:
             return commit.told(error)
         if broken is None or step is not None:
             return steps
-        what = "has no manifest.json"
-        if broken.is_symlink():
-            what = f"is a broken link to {broken.readlink()}"
-        return f"{broken} {what}, and is newer than all others. {self._way_on(steps)}"
+        link = f"{broken} is a broken link to {broken.readlink()}"
+        return f"{link}, and is newer than all others. {self._way_on(steps)}"
 
     def _way_on(self, steps: Sequence[int]) -> str:
         """Return how to continue from the newest whole checkpoint of these."""
