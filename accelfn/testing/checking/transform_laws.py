@@ -103,7 +103,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
         LawError: it breaks a law, or keeps one that it says it gives up.
         ArgumentError: it is no transform, or gives up a law that is none of these.
 
-    Cost: some 200 runs of four updates, 8 s of one core. Beyond nine updates, it is saved and
+    Cost: some 250 runs of four updates, 9 s of one core. Beyond nine updates, it is saved and
     loaded after ten of them.
 
     Example:
