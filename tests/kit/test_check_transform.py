@@ -254,19 +254,28 @@ class NeedsTheRank:
 
 @af.transform
 class DrawsFromPython:
-    """Draws from the process's own generator."""
+    """Draws from the process's own generator, where none of the state's is at work."""
 
-    def grads(self, grads, slot, update):
-        factor = random.random()  # noqa: S311
-        return grads.map(lambda g: g * factor), slot
+    def value_and_grad(self, inner):
+        def noisy(state, batch, *extras, **how):
+            metrics, grads = inner(state, batch, *extras, **how)
+            factor = 1 + random.random()  # noqa: S311
+            return metrics, grads.map(lambda g: g * factor)
+
+        return noisy
 
 
 @af.transform
 class DrawsFromNumpy:
     """Draws from numpy's."""
 
-    def hyper(self, hyper, slot, update):
-        return {"lr": float(np.random.rand())}, slot  # noqa: NPY002
+    def value_and_grad(self, inner):
+        def noisy(state, batch, *extras, **how):
+            metrics, grads = inner(state, batch, *extras, **how)
+            factor = 1 + float(np.random.rand())  # noqa: NPY002
+            return metrics, grads.map(lambda g: g * factor)
+
+        return noisy
 
 
 @af.transform
@@ -286,9 +295,12 @@ class DrawsOutsideAStream:
 class MovesAGenerator:
     """Throws a draw away."""
 
-    def hyper(self, hyper, slot, update):
-        random.random()  # noqa: S311
-        return {}, slot
+    def value_and_grad(self, inner):
+        def drawing(*given, **how):
+            random.random()  # noqa: S311
+            return inner(*given, **how)
+
+        return drawing
 
 
 @af.transform
