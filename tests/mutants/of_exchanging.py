@@ -57,7 +57,7 @@ MUTANTS = [
         "L10: finalize averages again what has just been averaged",
         test_exchanging.test_what_is_averaged_stays,
         local_sgd.local_sgd.finalize,
-        'if state.step > slot["since"]: → if True:',
+        "if _owes(state, slot): → if True:",
     ),
     Mutant(
         "L2: replicas are compared behind the update after each multiple",

@@ -30,7 +30,7 @@ MUTANTS = [
         "an entry that is to keep the best parameters follows the training, untold",
         tests.test_an_entry_that_follows_the_training_is_told,
         slots.say_what_follows,
-        "if any(map(is_held, _tensors(slot))): → if slot is state:",
+        "if _follows(slot, state): → if slot is state:",
         args={"name": "parameters"},
     ),
     Mutant(

@@ -2,7 +2,6 @@
 """Bugs that show where two things meet, which a stranger chose from the code alone."""
 
 from accelfn.checkpoint import commit, elastic
-from accelfn.data import dataset
 from accelfn.engine import ddp, engine
 from accelfn.engine.optimizer import versions
 from accelfn.launching import config
@@ -21,7 +20,6 @@ from tests.laws import (
     test_definitions,
     test_diloco,
     test_interludes,
-    test_mixes,
     test_placing,
     test_regroup,
 )
@@ -128,12 +126,6 @@ if first:
         method_laws._loads_anywhere,
         "{1, subject.size + 1} → {1}",
         args={"planted": test_check_transform.NotOnMore(), "law": "loads_anywhere"},
-    ),
-    Mutant(
-        "L35: a zip is evaluated in the order in which it is trained",
-        test_mixes.test_they_are_evaluated_in_their_own_order,
-        dataset.Data.in_order,
-        "self.order.in_order() if → self.order if",
     ),
     Mutant(
         "a config of one machine keeps the address of many",
