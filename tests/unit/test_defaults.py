@@ -240,6 +240,7 @@ OTHERS = {
     "af.Data.epoch(number=)": "is the reader's",
     "af.Data.num_updates_of(start=)": "is the reader's",
     "af.TrainState(num_skipped=)": "made by an update",
+    "af.Batch(part=)": "made by the reader",
     "testing.Run(updates=)": "made by a run",
     "af.WeightedSum(unit=)": "any weight",
     "accelfn launch, and its files(num_machines=)": "test_settings",
