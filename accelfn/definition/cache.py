@@ -22,6 +22,9 @@ class Cache:
         is_compared: whether ranks that train together hold the same, and will do the same.
         is_to_compare: whether they are to do so once more, for each was given something.
         saw_a_batch: whether the first batch was looked at.
+        saw_values: whether updates of plain values were told of, where there are data.
+        last_value: the tensors of the last of them, until then.
+        has_shown: whether somebody has seen a state's tensors since the last step.
         has_same_data: whether ranks that train on all samples hold the same.
         compared_sums: whether what a user's `reduce` returned was compared once.
         slot_changes: how often an update gave a transform another slot, by name.
@@ -37,6 +40,9 @@ class Cache:
     is_compared: bool = False
     is_to_compare: bool = False
     saw_a_batch: bool = False
+    saw_values: bool = False
+    last_value: list[Any] = attrs.field(factory=list[Any])
+    has_shown: bool = False
     has_same_data: bool = False
     compared_sums: bool = False
     slot_changes: dict[str, int] = attrs.field(factory=dict[str, int])

@@ -5,6 +5,7 @@ Replicas that all see the same samples agree, and nothing else shows that each d
 of all.
 """
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -58,6 +59,30 @@ def check_first_batch(state: TrainState, batch: Any) -> None:
         advise(said)
 
 
+def warn_of_values(state: TrainState, value: Any) -> None:
+    """Warn of a second update of plain values: a loop that does not move the state's data.
+
+    Values between batches are let be, as a replay of samples, and so is one value that is
+    learned by heart.
+    """
+    cache, cursor = state.definition.cache, state.cursor
+    if cache.saw_values or cursor.epoch or cursor.samples:
+        return
+    before, cache.last_value = cache.last_value, tree.tensor_leaves(value)
+    if not (state.num_tried and before) or all(map(is_, before, cache.last_value)):
+        return
+    cache.last_value = []
+    cache.saw_values = True
+    if state.world.is_main:
+        advise(
+            "step(state, batch) gets values that are no batches of af.batches(state), so the"
+            " state stays at the beginning of its data, and a resumed run reads them again;"
+            " nor does af.shard_data() cut them. Write `for batch in af.batches(state,"
+            " epochs=...):` and step(state, batch, noise) with the batch itself and anything"
+            " else behind it. If a loader of your own is meant, leave out data=."
+        )
+
+
 def _is_whole(batch: Batch) -> bool:
     """Whether this rank has all samples of an update, of which others could have had some."""
     counted = sum(weight or 0 for weight in batch.weights)
@@ -72,17 +97,8 @@ def _has_own_stream(state: TrainState) -> bool:
 def _of_value(state: TrainState, value: Any) -> str | None:
     """Return what is wrong with a plain value where batches are to be cut."""
     size = state.world.batch.size
-    if state.data is not None:
-        return (
-            "step(state, batch) got a value that is no batch of af.batches(state):"
-            f" af.shard_data() does not cut it, so what all {size} ranks read, all train on,"
-            " and the state's cursor stays where it is, so a resumed run begins its data"
-            " again. Write `for batch in af.batches(state, epochs=...):` and give step the"
-            " batch itself; what is to be done with its value belongs into the loss. Where"
-            " each rank reads samples of its own, leave out af.shard_data() and data=."
-        )
-    if not _is_alike(value, state):
-        return None
+    if state.data is not None or not _is_alike(value, state):
+        return None  # `warn_of_values` warns of a value where the state has data
     return (
         f"step(state, batch) got the same value on all {size} ranks: af.shard_data() cuts"
         " batches of af.batches alone, so each rank trains on all samples, which is"

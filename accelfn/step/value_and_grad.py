@@ -18,7 +18,11 @@ from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import check_returned
 from accelfn.definition.transform import chain
 from accelfn.engine.building import engine_of
-from accelfn.engine.first_batch import check_first_batch, check_loaded
+from accelfn.engine.first_batch import (
+    check_first_batch,
+    check_loaded,
+    warn_of_values,
+)
 from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.read_loss import Samples
 from accelfn.engine.runner import LossFunction
@@ -141,6 +145,8 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
             check_first_batch(state, batch)
             composed = _compose(differentiated, state.definition.setup)
             cache.compose(compute, composed)
+        if state.definition.data is not None and not isinstance(batch, Batch):
+            warn_of_values(state, batch)
         if count is not None:
             extras = (*extras, _count(count, state, batch, into))
         return composed(state, batch, *extras, into=into, sync=sync)

@@ -159,6 +159,7 @@ def test_batches_may_be_given() -> None:
 
 
 _plain = af.make_step(reconstruction)
+_noisy = af.make_step(lambda model, batch, noise: reconstruction(model, batch + noise))
 _calls: list[int] = []
 
 
@@ -174,7 +175,7 @@ def counts(state: Any, batch: Any) -> Any:
 
 
 def draws(state: Any, batch: Any) -> Any:
-    return _plain(state, batch.value + torch.randn(()))
+    return _noisy(state, batch, torch.randn(()))
 
 
 def local_only(state: Any, batch: Any) -> Any:

@@ -99,10 +99,10 @@ WAYS = ("batches", "plain", "own plain", "lockstep", "first batches")
 def test_values_that_are_not_cut_are_told(
     size: int, by: str, way: str, *, has_data: bool
 ) -> None:
-    """A4: under `shard_data` a loader's batches are told, once, where all ranks train on all.
+    """A4: values that are no batches of the state's data are told, once, on any ranks.
 
-    That is where the state has data, which it does not take, or the ranks' values are the
-    same. Values that each rank has for itself are let be, and so are values beside batches.
+    Without data they are told if all ranks have the same under `shard_data`, and are let be
+    if each has its own. So are values between batches.
     """
     has_data = has_data or way in ("batches", "first batches")
 
@@ -111,21 +111,27 @@ def test_values_that_are_not_cut_are_told(
         state = create(world, af.chain(af.shard_data(), REDUCED[by]), data)
         step = af.make_step(loss_fn)
         value = X + world.rank if way in ("own plain", "lockstep") else X
-        given: list[Any] = [value, value]
+        given: list[Any] = [value, value.clone()]
         if way == "lockstep":
             given = list(af.lockstep(given, world))
         elif way == "batches":
             given = list(af.batches(state, epochs=1))
         elif way == "first batches":
-            given = [next(iter(af.batches(state))), value]
+            given = [next(iter(af.batches(state))), value, value.clone()]
         for batch in given:
             state, _ = step(state, batch)
 
     told = said(size, rank)
-    if size > 1 and (way == "plain" or (way == "own plain" and has_data)):
+    if has_data and way in ("plain", "own plain"):
         assert len(told) == 1
-        assert "af.batches(state, epochs=...)" in told[0]
-        assert ("cursor stays where it is" in told[0]) == has_data
+        only = told[0]
+        assert "a resumed run reads them again" in only
+        assert "step(state, batch, noise)" in only
+    elif size > 1 and way == "plain":
+        assert len(told) == 1
+        only = told[0]
+        assert "got the same value on all" in only
+        assert "af.batches(state, epochs=...)" in only
     else:
         assert told == []
 

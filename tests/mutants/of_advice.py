@@ -60,10 +60,16 @@ MUTANTS = [
         "_of_value(state, batch) if is_sharded else None → None",
     ),
     Mutant(
+        "L6: values in place of batches of the state's data are told of no more than the first",
+        test_shared_work.test_values_that_are_not_cut_are_told,
+        first_batch.warn_of_values,
+        "all(map(is_, before, cache.last_value)) → True",
+    ),
+    Mutant(
         "L6: values that differ by rank are taken for the same",
         test_shared_work.test_values_that_are_not_cut_are_told,
         first_batch._of_value,
-        "if not _is_alike(value, state): → if False:",
+        "or not _is_alike(value, state): → or False:",
     ),
     Mutant(
         "L6: a batch of a state that was not sharded is taken without a word",

@@ -31,8 +31,8 @@ def square(model, batch):
 
 
 def state_of(model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, **options):
-    data = af.Data(INPUTS, batch_size=4)
-    return af.TrainState.create(model=model, optimizer=optimizer, data=data, **options)
+    options = {"data": af.Data(INPUTS, batch_size=4), **options}
+    return af.TrainState.create(model=model, optimizer=optimizer, **options)
 
 
 @contextmanager
@@ -345,8 +345,8 @@ def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
 
     A copy that was taken before is another training.
     """
-    state, step = state_of(), af.make_step(square)
-    saved, _ = step(state_of(), INPUTS)
+    state, step = state_of(data=None), af.make_step(square)
+    saved, _ = step(state_of(data=None), INPUTS)
     af.save(saved, tmp_path / "saved")
     loaded = af.load(state, tmp_path / "saved")
     assert loaded.step == 1
