@@ -178,7 +178,7 @@ def _with_name(
 
     The class's annotations stay as they are, for to add one there would evaluate all.
     """
-    options = [field for field in fields if field.name != "name"]
+    options = [_by_value(field) for field in fields if field.name != "name"]
     default: Any = snake_case(cls.__name__)
     if "name" in vars(cls):  # and not in a base, which is another transform
         own = [field.default for field in fields if field.name == "name"]
@@ -186,6 +186,26 @@ def _with_name(
     name = attrs.fields(_Named).name.evolve(default=default)
     by_name = [field.evolve(kw_only=True) for field in options[1:]]
     return [*options[:1], *by_name, name]
+
+
+def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
+    """Let an option have lists, dicts and sets of its own, which the user's do not change.
+
+    An option that is not compared, `attrs.field(eq=False)`, is a place for notes and is kept.
+    """
+    if not field.eq:
+        return field
+    given = [] if field.converter is None else [field.converter]
+    return field.evolve(converter=attrs.converters.pipe(*given, _own))
+
+
+def _own(value: Any) -> Any:
+    """Return a value with containers of its own, and what is in them as it is."""
+    if type(value) is dict:
+        return {key: _own(each) for key, each in cast("Any", value).items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_own, value))
+    return value
 
 
 def _apply(self: Transform, state: State) -> State:

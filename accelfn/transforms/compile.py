@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile the loss and its gradients."""
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,9 +98,7 @@ class compile:  # noqa: A001 - what torch calls it
 
     backend: str | Callable[..., Any] = option("inductor", _is_backend)
     mode: str | None = option(None)
-    options: Mapping[str, Any] | None = option(
-        None, converter=copy.deepcopy, hash=False
-    )
+    options: Mapping[str, Any] | None = option(None, hash=False)
     dynamic: bool | None = option(None, attrs.validators.optional(truth()))
     fullgraph: bool = option(default=True, validator=truth())
     regions: Regions | None = option(None, _are_regions)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split the optimizer, the gradients and the model over the ranks with DeepSpeed's ZeRO."""
 
-import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -157,7 +156,7 @@ class wrap_deepspeed:
     }
     stage: Literal[1, 2, 3] = attrs.field(validator=_is_stage)
     config: Mapping[str, Any] = attrs.field(
-        default=_NOTHING, validator=_is_config, converter=copy.deepcopy, hash=False
+        default=_NOTHING, validator=_is_config, hash=False
     )
     accumulate: Literal["whole", "sharded"] = attrs.field(
         default="whole", validator=_is_way

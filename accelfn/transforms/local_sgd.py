@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train ranks apart, and average their parameters every few updates."""
 
-import copy
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -117,7 +116,6 @@ class local_sgd:
     neighbours: Mapping[int, int] = attrs.field(
         default=_NONE,
         validator=_are_parts,
-        converter=copy.deepcopy,  # the user's own may change
         hash=False,
         kw_only=True,
     )
