@@ -32,7 +32,7 @@ from accelfn.engine.optimizer.in_backward import LiveUpdate
 from accelfn.engine.optimizer.takes_updates import TakesUpdates
 from accelfn.engine.read_loss import ReadLoss, Samples, say_what_tokens_weigh
 from accelfn.engine.runner import LossFunction, Runner
-from accelfn.engine.strangers import warn_of_strangers
+from accelfn.engine.strangers import Strangers
 from accelfn.errors import GradsError
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics, Number
@@ -88,7 +88,8 @@ class Engine:
         self._forward = (
             runner.forward if norms is None else norms.around(runner.forward)
         )
-        self._looked_at = set[Any]()
+        self._strangers: dict[Any, Strangers] = {}
+        self._aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         collate = None if state.data is None else state.data.collate
         # a step that asks nobody is the shorter
         self._left_out = None if collate is None else LeftOut()
@@ -98,6 +99,8 @@ class Engine:
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
+        if state.definition.cache.has_shown:
+            _reset_autograd(state)
         params = state._params  # pyright: ignore[reportPrivateUsage]
         buffers = state._buffers  # pyright: ignore[reportPrivateUsage]
         opt_state = state._opt_state  # pyright: ignore[reportPrivateUsage]
@@ -113,10 +116,10 @@ class Engine:
     def _look(self, loss_fn: LossFunction, samples: Samples, read: ReadLoss) -> None:
         """Look through a function's first graph, at what a mean is of, and at what counts."""
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
-        if code not in self._looked_at and self._is_whole:
-            self._looked_at.add(code)
+        strangers = self._strangers.get(code)
+        if strangers is None and self._is_whole:
             known = {id(p) for p in self._home.params.values()}
-            warn_of_strangers(read.scalar, known)
+            strangers = self._strangers[code] = Strangers(read.scalar, known)
         if read.is_mean and not samples.lone:
             if self._left_out is not None:
                 self._left_out.look(samples.value, samples.known, "The loss")
@@ -125,6 +128,8 @@ class Engine:
                 say_what_tokens_weigh(samples.value)
         if self._counters is not None and not self._counters.look():
             self._counters = None
+        if strangers is not None and strangers.leaves:
+            self._aside = strangers.set_aside()
 
     def _begins(self, update: int) -> None:
         """Say at which update this rank is."""
@@ -338,7 +343,12 @@ class Engine:
             mean = lone and read.is_mean
             self.live_update.divide_by(None if mean else never_zero(weight))
             self.live_update.hold()
-        return self._runner.backward(read.scalar, scale, weight)
+        try:
+            return self._runner.backward(read.scalar, scale, weight)
+        finally:
+            for leaf, grad in self._aside:
+                leaf.grad = grad
+            self._aside = []
 
     def _found(
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
@@ -406,6 +416,14 @@ class Engine:
             self.live_update.forget()
         if self._runner.reduces or self.live_update is not None:
             state.definition.cache.engine = None
+
+
+def _reset_autograd(state: TrainState) -> None:
+    """Forget what a user had autograd note of a state's tensors, which the next state has too."""
+    state.definition.cache.has_shown = False
+    params, buffers = state._params, state._buffers  # pyright: ignore[reportPrivateUsage]
+    for each in (*params.values(), *buffers.values()):
+        each.requires_grad, each.grad = False, None
 
 
 def _is_in_bucket(grad: torch.Tensor) -> bool:

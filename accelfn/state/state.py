@@ -186,6 +186,7 @@ class TrainState:
     def _shown(self, field: str) -> Mapping[str, Any]:
         check, values = self.lease.check, getattr(self, f"_{field}")
         check()
+        self.definition.cache.has_shown = True
         return ReadOnly(values, f"state.{field}", words.STATE_WRITES[field], check)
 
     @property

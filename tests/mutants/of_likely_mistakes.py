@@ -74,27 +74,27 @@ MUTANTS = [
     Mutant(
         "of the graph of a loss the end alone is looked at for parameters of nobody",
         tests.test_parameters_of_a_model_that_was_given_away_are_told,
-        strangers._parameters_of,
+        strangers._leaves_of,
         "left += [after for after, _ in node.next_functions] → left = []",
     ),
     Mutant(
         "of several functions of a loss one is looked through for parameters of nobody",
         tests.test_parameters_that_nobody_trains_are_told,
         engine.Engine._look,
-        "if code not in self._looked_at and → if not self._looked_at and",
+        "if strangers is None and → if not self._strangers and",
         args={"size": 1},
     ),
     Mutant(
         "a function of a loss is looked through again and again",
         tests.test_parameters_that_nobody_trains_are_told,
         engine.Engine._look,
-        "self._looked_at.add(code) → pass",
+        "self._strangers[code] = → ",
         args={"size": 1},
     ),
     Mutant(
         "inputs with a gradient are taken for parameters of nobody",
         tests.test_what_reads_a_frozen_model_is_not_told,
-        strangers._parameters_of,
+        strangers.Strangers.__init__,
         "nn.Parameter) → torch.Tensor)",
     ),
     Mutant(
