@@ -852,6 +852,22 @@ class DecaysAll:
         return state.with_params({n: p / 2 for n, p in state.params.items()}), slot
 
 
+@af.transform
+class IgnoresAnOption:
+    """Averages each update, whatever `averaged_every` is."""
+
+    averaged_every: int = 2
+
+    def init(self, state):
+        return {name: param.clone() for name, param in state.params.items()}
+
+    def after_update(self, state, slot, update):
+        return state, {n: s.lerp(state.params[n], 0.5) for n, s in slot.items()}
+
+    def eval_params(self, params, slot, update):
+        return dict(slot), slot
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "law", "told"),
@@ -878,6 +894,7 @@ class DecaysAll:
         (CountsLooks(), "evaluates_purely", "In hyper, which state.lrs asks, change"),
         (DecaysAll(), "keeps_frozen", "frozen: 3 of 3 elements differ, the first at"),
         (LosesPrecision(), "own_slot", "['norm'] was of torch.float64, and is of"),
+        (IgnoresAnOption(), "options_read", "nothing reads IgnoresAnOption().aver"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """When each method of a transform first does something: before that, no law has seen it."""
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import wraps
+from types import CodeType
 from typing import Any, TypeAlias
+
+import attrs
 
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
@@ -61,6 +65,8 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
             for field in _WRAPS
             if has_field(transform, field)
         }
+        if options := _options(transform):
+            methods["__getattribute__"] = _observed_options(transform, options, found)
         return subclassed(transform, methods)
 
     def rank(world: World) -> None:
@@ -94,6 +100,47 @@ def idle(transforms: Any, found: Mapping[str, set[int]], size: int) -> list[str]
         if size > 1 or field not in _OVER_RANKS
     ]
     return [name for name in wanted if name not in found]
+
+
+def unread(transforms: Any, found: Mapping[str, Any]) -> list[str]:
+    """Return the options that have no effect: no method names them, and none was read."""
+    options = [(each, option) for each in transforms for option in _options(each)]
+    wanted = [f"{each!r}.{option}" for each, option in options]
+    return [name for name in wanted if name not in found]
+
+
+def _options(transform: Any) -> list[str]:
+    """Return the options that no method names, which functions outside may read."""
+    kind = type(transform)
+    bodies = [each for cls in kind.__mro__ for each in vars(cls).values()]
+    named = set[str]().union(*map(_names, bodies))
+    options = [each.name for each in attrs.fields(kind) if each.eq and each.init]
+    return [each for each in options if each != "name" and each not in named]
+
+
+def _names(value: Any) -> set[str]:
+    """Return the names and strings in a method or a property, and in functions inside it."""
+    if isinstance(value, str):  # as in getattr(self, "scale")
+        return {value}
+    body = inspect.unwrap(getattr(value, "fget", getattr(value, "func", value)))
+    code = getattr(getattr(body, "__func__", body), "__code__", body)
+    if not isinstance(code, CodeType) or code.co_filename.startswith("<attrs"):
+        return set()
+    return set(code.co_names).union(*map(_names, code.co_consts))
+
+
+def _observed_options(transform: Any, options: list[str], found: Acted) -> Any:
+    """Return the access to attributes, which notes each option that is read."""
+
+    def get(self: Any, name: str) -> Any:
+        if name in options:
+            frame = inspect.currentframe()
+            caller = frame and frame.f_back and frame.f_back.f_code.co_name
+            if caller not in ("_repr", "__eq__", "__hash__"):  # not a use
+                found[f"{transform!r}.{name}"] = {0}
+        return object.__getattribute__(self, name)
+
+    return get
 
 
 def _calls(transform: Any, field: str) -> tuple[bool, ...]:

@@ -19,7 +19,7 @@ from accelfn.errors import ArgumentError, LawError
 from accelfn.state.state import TrainState
 from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
-from accelfn.testing.checking.acting import Acted, acted, idle
+from accelfn.testing.checking.acting import Acted, acted, idle, unread
 from accelfn.testing.checking.fact_laws import fact_law
 from accelfn.testing.checking.fresh import call_anew, freeze
 from accelfn.testing.checking.laws import (
@@ -90,6 +90,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     | `new_process` | a run that is saved goes on alike in a new process |
     | `facts` | what it tells is so: it draws nothing, recomputes, judges what is finite |
     | `acts` | each method has done something by then, or nothing was seen of it |
+    | `options_read` | methods, or functions that they call, read each option |
 
     Args:
         transform: made by `@af.transform`; or a chain.
@@ -120,7 +121,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     for name in ("loads_anywhere", "keeps_frozen", "merges_all", "splits_alike"):
         if name in laws:
             laws[name] = laws.pop(name)
-    known = sorted({*laws, "acts", "new_process"})
+    known = sorted({*laws, "acts", "options_read", "new_process"})
     unknown = sorted(given_up.keys() - set(known))
     if unknown:
         msg = f"{transform!r} gives up {unknown}; the laws are {known}."
@@ -130,7 +131,8 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
         check_integer("check_transform", "updates", updates, 1, "a number of updates")
     other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
     anew = freeze(partial(_resumed, members, other, max(sizes)))
-    laws["acts"], number = _acting(members, problems, max(sizes), updates)
+    acting, number = _acting(members, problems, max(sizes), updates)
+    laws |= acting
     subjects = [
         _subject(members, each, size, number) for each in problems for size in sizes
     ]
@@ -201,8 +203,8 @@ def _acting(
     problems: Sequence[Problem],
     size: int,
     updates: int | None,
-) -> tuple[Law, int]:
-    """Return the law that each method does something, and in how many updates all do."""
+) -> tuple[dict[str, Law], int]:
+    """Return the laws that each method and option does something, and when all have."""
     tried, found, idlers = 0, dict[str, set[int]](), list[str]()
     for tried in _TRIED if updates is None else (updates,):
         for problem in problems:
@@ -238,7 +240,15 @@ def _acting(
             ' {"acts": "it only looks"}.'
         )
 
-    return acts, updates or _enough(found)
+    def options_read(subject: Subject) -> str | None:
+        del subject
+        return next((_UNREAD.format(name) for name in unread(members, found)), None)
+
+    laws: dict[str, Law] = {"acts": acts, "options_read": options_read}
+    return laws, updates or _enough(found)
+
+
+_UNREAD = "nothing reads {}, so that this option has no effect. Use it, or remove it."
 
 
 def _enough(found: Acted) -> int:
