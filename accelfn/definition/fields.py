@@ -54,14 +54,6 @@ _ARGUMENTS = {
 }
 FIELDS = tuple(_ARGUMENTS)
 
-_GONE = {
-    "after_skip": "after_update is called after a skipped update, too, of a class with"
-    ' tells = {"sees_skips": True}; it asks update.skipped, and finds update.grads',
-}
-"""What fields of before 0.2 became."""
-_THIRD = {"state": "update.state", "world": "update.world", "value": "the first"}
-"""What third arguments of before 0.2 became, where there is an update now."""
-
 
 def check_fields(cls: type) -> None:
     """Raise unless the public methods of a class are fields of a transform.
@@ -122,9 +114,6 @@ def check_returned(
 def _check_methods(cls: type) -> None:
     for name, value in vars(cls).items():
         public = not name.startswith("_") and inspect.isfunction(value)
-        if public and name in _GONE:
-            msg = f"{cls.__name__}.{name} is no field of a transform any more: {_GONE[name]}."
-            raise ArgumentError(msg)
         if public and name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -149,11 +138,3 @@ def _check_arguments(cls: type) -> None:
                 f" {', '.join(arguments)}), which it does not take: {error}."
             )
             raise ArgumentError(msg) from error
-        third = [*signature(method).parameters][3:4]
-        if arguments[2:] == ("update",) and third and third[0] in _THIRD:
-            msg = (
-                f"{cls.__name__}.{field} is called as {field}(self, {', '.join(arguments)});"
-                f" its third argument is the update, and {third[0]} is"
-                f" {_THIRD[third[0]]}."
-            )
-            raise ArgumentError(msg)
