@@ -8,8 +8,8 @@ from typing import Any
 from accelfn.base.calling import called
 from accelfn.errors import TrackingError
 from accelfn.track.packages import package, picture
-from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
-from accelfn.track.values import Pixels, Plain, Samples, flat
+from accelfn.track.tracker import IMAGES, Tracker, open_tracker
+from accelfn.track.values import Pixels, Plain, flat
 from accelfn.world import World
 
 _NOTHING_UNASKED = dict.fromkeys(
@@ -52,11 +52,6 @@ class _Comet:
         for name, image in images.items():
             shown = picture(image, extra="comet")
             sent = self.backend.log_image(shown, name=name, step=step)
-            _check(sent, name)
-
-    def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:
-        for name, samples in histograms.items():
-            sent = self.backend.log_histogram_3d(samples, name=name, step=step)
             _check(sent, name)
 
     def close(self, *, failed: bool) -> None:
@@ -104,5 +99,5 @@ def comet(
         "comet",
         lambda: _Comet(project, run_id, **options),
         world=world,
-        accepts=(IMAGES, HISTOGRAMS),
+        accepts=(IMAGES,),
     )

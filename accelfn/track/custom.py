@@ -22,7 +22,7 @@ def custom(
         open_sink: called on rank 0; gives an object with the methods of `af.track.Sink`.
         name: what warnings call it.
         world: that of the run.
-        accepts: what it has beside metrics and hyperparameters: "images", "histograms".
+        accepts: `("images",)` if it takes images too.
 
     Raises:
         TrackingError: it could not be opened.

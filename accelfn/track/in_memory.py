@@ -7,8 +7,8 @@ from typing import Any
 import attrs
 
 from accelfn.base.calling import called
-from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
-from accelfn.track.values import Pixels, Plain, Samples
+from accelfn.track.tracker import IMAGES, Tracker, open_tracker
+from accelfn.track.values import Pixels, Plain
 from accelfn.world import World
 
 
@@ -19,7 +19,6 @@ class Kept:
     metrics: dict[str, dict[int, float]] = attrs.field(factory=dict)
     hyperparameters: dict[str, Plain] = attrs.field(factory=dict)
     images: dict[str, dict[int, Pixels]] = attrs.field(factory=dict)
-    histograms: dict[str, dict[int, Samples]] = attrs.field(factory=dict)
 
 
 class _InMemory:
@@ -34,9 +33,6 @@ class _InMemory:
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         _keep(self.backend.images, images, step)
-
-    def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:
-        _keep(self.backend.histograms, histograms, step)
 
     def close(self, *, failed: bool) -> None:
         """Keep all."""
@@ -57,5 +53,5 @@ def in_memory(*, world: World) -> Tracker:
         >>> tracker.backends["in_memory"].metrics
         {'loss': {1: 0.5}}
     """
-    accepts = (IMAGES, HISTOGRAMS)
+    accepts = (IMAGES,)
     return open_tracker("in_memory", _InMemory, world=world, accepts=accepts)

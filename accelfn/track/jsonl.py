@@ -19,7 +19,7 @@ from typing import Any
 from accelfn.base.calling import called
 from accelfn.errors import ArgumentError, TrackingError
 from accelfn.track.tracker import Tracker, open_tracker
-from accelfn.track.values import Pixels, Plain, Samples, check_step, spelt
+from accelfn.track.values import Pixels, Plain, check_step, spelt
 from accelfn.world import World
 
 FORMAT = 1
@@ -64,9 +64,6 @@ class _Jsonl:
         self._append({"hyperparameters": told, "time": time.time()})
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
-        raise NotImplementedError
-
-    def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:
         raise NotImplementedError
 
     def _append(self, record: Mapping[str, Any]) -> None:

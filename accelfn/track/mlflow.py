@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from accelfn.base.calling import called
 from accelfn.track.packages import package
 from accelfn.track.tracker import IMAGES, Tracker, open_tracker
-from accelfn.track.values import Pixels, Plain, Samples, flat
+from accelfn.track.values import Pixels, Plain, flat
 from accelfn.world import World
 
 _AT_ONCE = 100  # MLflow refuses more parameters in one call
@@ -45,9 +45,6 @@ class _MLflow:
         for name, image in images.items():
             self._client.log_image(self._run, image, key=name, step=step)
 
-    def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:
-        raise NotImplementedError
-
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
@@ -63,7 +60,7 @@ def mlflow(
 ) -> Tracker:
     """Return a tracker that is a run of MLflow; `accelfn[mlflow]`.
 
-    It has no histograms. A parameter is written once: MLflow refuses another value for it. Of
+    A parameter is written once: MLflow refuses another value for it. Of
     a run that goes back to an earlier step it keeps both branches.
 
     Args:

@@ -7,8 +7,8 @@ from typing import Any
 
 from accelfn.base.calling import called
 from accelfn.track.packages import package
-from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
-from accelfn.track.values import Pixels, Plain, Samples, check_step, flat
+from accelfn.track.tracker import IMAGES, Tracker, open_tracker
+from accelfn.track.values import Pixels, Plain, check_step, flat
 from accelfn.world import World
 
 _FLUSH_SECONDS = 10
@@ -40,11 +40,6 @@ class _TensorBoard:
         self._reach(step)
         for name, image in images.items():
             self.backend.add_image(name, image, step, dataformats="HWC")
-
-    def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:
-        self._reach(step)
-        for name, samples in histograms.items():
-            self.backend.add_histogram(name, samples, step)
 
     def _reach(self, step: int) -> None:
         """Tell readers, where the run went back, to drop what they have of later steps."""
@@ -85,5 +80,5 @@ def tensorboard(
         "tensorboard",
         lambda: _TensorBoard(Path(directory), step),
         world=world,
-        accepts=(IMAGES, HISTOGRAMS),
+        accepts=(IMAGES,),
     )

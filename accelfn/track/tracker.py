@@ -25,14 +25,13 @@ from accelfn.world import World
 T = TypeVar("T")
 
 IMAGES = "images"
-HISTOGRAMS = "histograms"
 
 
 class Sink(Protocol):
     """What a backend does with plain values; `af.track.custom` makes a tracker of one.
 
-    `backend` is the backend's own object, for what is its alone. `images` and `histograms`
-    are called where the tracker was made with `accepts=` them. What a method is given is its
+    `backend` is the backend's own object, for what is its alone. `images` is
+    called if the tracker was made with `accepts=("images",)`. What a method is given is its
     own, to keep and to change.
     """
 
@@ -51,10 +50,6 @@ class Sink(Protocol):
 
     def images(self, images: Mapping[str, values.Pixels], step: int) -> None:
         """Take images (height, width, channels) of uint8."""
-        ...
-
-    def histograms(self, histograms: Mapping[str, values.Samples], step: int) -> None:
-        """Take values, of which the backend makes a histogram."""
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -173,27 +168,6 @@ class Tracker:
             what = f"the images of step {step}"
             self._tell(what, read, lambda sink, x: sink.images(x, step), IMAGES, said)
 
-    def histograms(self, histograms: Mapping[str, torch.Tensor], step: int) -> None:
-        """Track the distributions of tensors, by name.
-
-        Values that are not finite have no place in a histogram: it is not tracked then, and
-        the warning that says so counts them.
-
-        Raises:
-            ArgumentError: one is no tensor of real numbers, or empty; or no backend has
-                histograms.
-        """
-        values.check_step(step)
-        values.check_names(HISTOGRAMS, histograms)
-        for name, each in histograms.items():
-            values.check_samples(name, each)
-        if self._goes_on(HISTOGRAMS):
-            read, said = _read(values.samples, histograms, step)
-            what = f"the histograms of step {step}"
-            self._tell(
-                what, read, lambda sink, x: sink.histograms(x, step), HISTOGRAMS, said
-            )
-
     @property
     def backends(self) -> dict[str, Any]:
         """The backends' own objects, by name; of other ranks than 0, none.
@@ -288,8 +262,8 @@ def _warn(told: list[str]) -> None:
 def together(*trackers: Tracker | None) -> Tracker:
     """Return one tracker that tells all of these; closing it closes them.
 
-    Numbers are read from the device once for all. Images and histograms go to those that have
-    them, and are refused where none has. `None` is left out, so a tracker can be made on a
+    Numbers are read from the device once for all. Images go to those that have
+    them, and are refused if none has. `None` is left out, so a tracker can be made on a
     condition; without any it does nothing. `backends` numbers those of one kind: "jsonl" and
     "jsonl 2".
 
@@ -334,9 +308,9 @@ def open_tracker(
     if not isinstance(world, World):
         msg = f"af.track.{name}(world={world!r}): expected the af.World of the run."
         raise ArgumentError(msg)
-    wrong = set(accepts) - {IMAGES, HISTOGRAMS}
+    wrong = set(accepts) - {IMAGES}
     if wrong:
-        msg = f"accepts={accepts!r}: expected '{IMAGES}', '{HISTOGRAMS}' or both."
+        msg = f"accepts={accepts!r}: expected ('{IMAGES}',) or ()."
         raise ArgumentError(msg)
     sink = None
     if world.is_main:

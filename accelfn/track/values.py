@@ -18,7 +18,6 @@ Number: TypeAlias = float | torch.Tensor | np.generic
 """One number, wherever it is: its conversion waits for the device."""
 Pixels: TypeAlias = NDArray[np.uint8]
 """(height, width, channels), with 1, 3 or 4 channels."""
-Samples: TypeAlias = NDArray[np.float64]
 """One axis."""
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
@@ -176,38 +175,6 @@ def pixels(name: str, image: torch.Tensor) -> Pixels:
             raise ArgumentError(msg)
         image = (image * 255).round().to(torch.uint8)
     return image.permute(1, 2, 0).contiguous().numpy()
-
-
-def check_samples(name: str, values: object) -> None:
-    """Refuse what has no histogram.
-
-    Raises:
-        ArgumentError: it is no dense tensor of real numbers, or empty.
-    """
-    if (
-        not isinstance(values, torch.Tensor)
-        or not has_values(values)
-        or not values.numel()
-        or values.is_complex()
-    ):
-        msg = (
-            f"histograms: {name!r}: expected a dense tensor of real numbers, not empty."
-        )
-        raise ArgumentError(msg)
-
-
-def samples(name: str, values: torch.Tensor) -> Samples:
-    """Return the values of a histogram.
-
-    Raises:
-        ArgumentError: some are not finite.
-    """
-    flat = values.detach().to(torch.float64).flatten().cpu()
-    wrong = flat.numel() - int(flat.isfinite().sum())
-    if wrong:
-        msg = f"histograms: {name!r}: {wrong} of {flat.numel()} values are not finite."
-        raise ArgumentError(msg)
-    return flat.numpy()
 
 
 def settings(given: object) -> dict[str, Plain]:

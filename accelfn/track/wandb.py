@@ -7,8 +7,8 @@ from typing import Any
 
 from accelfn.base.calling import called
 from accelfn.track.packages import package, picture
-from accelfn.track.tracker import HISTOGRAMS, IMAGES, Tracker, open_tracker
-from accelfn.track.values import Pixels, Plain, Samples
+from accelfn.track.tracker import IMAGES, Tracker, open_tracker
+from accelfn.track.values import Pixels, Plain
 from accelfn.world import World
 
 
@@ -32,11 +32,6 @@ class _Wandb:
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         wrap = self._wandb.Image
         shown = {n: wrap(picture(each, extra="wandb")) for n, each in images.items()}
-        self.backend.log({**shown, "step": step})
-
-    def histograms(self, histograms: Mapping[str, Samples], step: int) -> None:
-        wrap = self._wandb.Histogram
-        shown = {name: wrap(each) for name, each in histograms.items()}
         self.backend.log({**shown, "step": step})
 
     def close(self, *, failed: bool) -> None:
@@ -81,5 +76,5 @@ def wandb(
         "wandb",
         lambda: _Wandb(offline, **options),
         world=world,
-        accepts=(IMAGES, HISTOGRAMS),
+        accepts=(IMAGES,),
     )

@@ -86,21 +86,15 @@ MUTANTS = [
     ),
     Mutant(
         "tracked floating-point images are darker by one in half of their pixels",
-        test_track.test_images_and_histograms_are_checked_and_converted,
+        test_track.test_images_are_checked_and_converted,
         values.pixels,
         "(image * 255).round().to(torch.uint8) → (image * 255).to(torch.uint8)",
     ),
     Mutant(
         "a floating-point image from 0 to 255 is tracked as noise, and nobody is told",
-        test_track.test_images_and_histograms_are_checked_and_converted,
+        test_track.test_images_are_checked_and_converted,
         values.pixels,
         "low >= 0 and high <= 1 → low >= 0",
-    ),
-    Mutant(
-        "a histogram with an infinite value is tracked, and its backend fails",
-        test_track.test_images_and_histograms_are_checked_and_converted,
-        values.samples,
-        "flat.isfinite().sum() → flat.numel()",
     ),
     Mutant(
         "a hyperparameter is lost whose name as text is another's",

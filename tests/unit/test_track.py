@@ -400,8 +400,8 @@ def test_numbers_of_every_kind_become_floats():
     assert {type(v[1]) for v in found.values()} == {float}
 
 
-def test_images_and_histograms_are_checked_and_converted():
-    """Floating-point images become bytes; values that are not finite are told, not dropped."""
+def test_images_are_checked_and_converted():
+    """Floating-point images become bytes; those of other values are warned of."""
     tracker = af.track.in_memory(world=WORLD)
     tracker.images({"seen": torch.tensor([[[0.0, 0.5, 1.0]]])}, 1)
     kept = tracker.backends["in_memory"]
@@ -412,13 +412,6 @@ def test_images_and_histograms_are_checked_and_converted():
     assert (list(kept.images["seen"]), list(kept.images["too"])) == ([1], [2])
     with pytest.raises(af.ArgumentError, match="channels, height, width"):
         tracker.images({"seen": torch.zeros(2, 2)}, 1)
-    with pytest.warns(af.TrackingWarning, match="1 of 2 values are not finite"):
-        tracker.histograms({"w": torch.tensor([1.0, math.nan]), "v": torch.ones(2)}, 1)
-    assert list(kept.histograms) == ["v"]
-    with pytest.raises(af.ArgumentError, match="not empty"):
-        tracker.histograms({"w": torch.zeros(0)}, 1)
-    with pytest.raises(af.ArgumentError, match="dense tensor"):
-        tracker.histograms({"w": torch.eye(2).to_sparse()}, 1)
 
 
 def test_images_go_to_the_backends_that_have_them(tmp_path):

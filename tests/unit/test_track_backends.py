@@ -55,7 +55,6 @@ def test_tensorboard_reads_what_was_tracked(told):
         "setup": SETUP,
         "lr": 0.1,
         "images": SHAPES,
-        "histogram": 10.0,
     }
 
 
@@ -66,7 +65,6 @@ def test_wandb_holds_what_was_tracked(told):
         "setup": SETUP,
         "lr": 0.1,
         "images": SHAPES,
-        "histogram": 10,
         "exit": 1,
     }
 
@@ -78,7 +76,6 @@ def test_comet_holds_what_was_tracked(told):
         "setup": SETUP,
         "lr": 0.1,
         "images": ["grey", "seen"],
-        "histograms": ["weights"],
         "failed": True,
     }
 

@@ -38,32 +38,25 @@ class Greedy:
     def images(self, images, step):
         images.pop("seen")[:] = 7
 
-    def histograms(self, histograms, step):
-        histograms.pop("w")[:] = 7
-
     def close(self, *, failed):
         """Hold nothing."""
 
 
 def test_no_backend_changes_what_another_gets():
     """Each has a copy of its own, and tensors stay the caller's."""
-    accepts = ("images", "histograms")
+    accepts = ("images",)
     greedy = af.track.custom(Greedy, name="mine", world=WORLD, accepts=accepts)
     memory = af.track.in_memory(world=WORLD)
     image = torch.zeros(1, 1, 2, dtype=torch.uint8)
-    values = torch.zeros(2, dtype=torch.float64)
     with af.track.together(greedy, memory) as tracker:
         tracker({"loss": 0.5}, 1)
         tracker.hyperparameters({"deep": {"lr": 0.1}})
         tracker.images({"seen": image}, 1)
-        tracker.histograms({"w": values}, 1)
     kept = memory.backends["in_memory"]
     assert kept.metrics == {"loss": {1: 0.5}}
     assert kept.hyperparameters == {"deep": {"lr": 0.1}}
     assert not kept.images["seen"][1].any()
-    assert not kept.histograms["w"][1].any()
     assert not image.any()
-    assert not values.any()
 
 
 @pytest.mark.parametrize(
@@ -106,22 +99,18 @@ def test_what_has_no_values_is_refused(kind):
     tracker = af.track.in_memory(world=WORLD)
     with pytest.raises(af.ArgumentError, match="images: 'x' is a tensor of shape"):
         tracker.images({"x": NO_VALUES[kind]}, 1)
-    with pytest.raises(af.ArgumentError, match="histograms: 'x'"):
-        tracker.histograms({"x": NO_VALUES[kind]}, 1)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float8_e5m2, torch.float8_e4m3fn, torch.float16, torch.bfloat16]
 )
 def test_numbers_of_any_size_are_seen(dtype):
-    """Images and histograms may be of any floating-point numbers."""
+    """Images may be of any floating-point numbers."""
     image = torch.tensor([[[0.0, 1.0], [0.5, 0.25]]]).to(dtype)
     tracker = af.track.in_memory(world=WORLD)
     tracker.images({"x": image}, 1)
-    tracker.histograms({"x": image}, 1)
     kept = tracker.backends["in_memory"]
     assert kept.images["x"][1].reshape(-1).tolist() == [0, 255, 128, 64]
-    assert kept.histograms["x"][1].tolist() == [0.0, 1.0, 0.5, 0.25]
 
 
 def test_settings_within_settings_have_the_whole_way_for_a_name():
@@ -144,11 +133,9 @@ def test_settings_within_settings_have_the_whole_way_for_a_name():
 
 @pytest.mark.parametrize("accepts", [("image",), ("images", "videos"), "images"])
 def test_what_no_backend_has_is_not_accepted(accepts):
-    """Anything but images and histograms is refused before the backend is opened."""
+    """Anything but images is refused before the backend is opened."""
     opened = []
-    with pytest.raises(
-        af.ArgumentError, match="accepts=.*: expected 'images', 'histog"
-    ):
+    with pytest.raises(af.ArgumentError, match=r"accepts=.*: expected \('images',\)"):
         af.track.custom(
             lambda: opened.append(1), name="mine", world=WORLD, accepts=accepts
         )

@@ -175,7 +175,7 @@ TRACKER = _each(
     {
         "log add_scalar add_scalars log_metrics": "call it: tracker(values, state.step)",
         "log_images add_image log_image": "write tracker.images(images, state.step)",
-        "add_histogram": "write tracker.histograms(values, state.step)",
+        "add_histogram": "it is tracker.backends['tensorboard'].add_histogram, on rank 0",
         "config store_init_configuration add_hparams log_params": "write"
         " tracker.hyperparameters(values)",
         "finish end_training": "write tracker.close(), or use it as a context manager",
