@@ -49,7 +49,7 @@ class _Kept:
     generators: list[torch.Tensor]
     python: Any
     bits: np.random.BitGenerator
-    normal: dict[str, Any]
+    normal: tuple[int, float]
     dtype: torch.dtype
     attributes: list[Any]
 
