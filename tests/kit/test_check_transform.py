@@ -622,6 +622,14 @@ class SetsPrecision:
         return {"lr": 0.1}, slot
 
 
+@af.transform
+class RateOfTheFirstGroup:
+    """Halves the rate of the first group, for all groups."""
+
+    def hyper(self, hyper, slot, update):
+        return {"lr": hyper.get((0, "lr"), 0.1) / 2}, slot
+
+
 @pytest.fixture(autouse=True)
 def _settings_kept() -> Iterator[None]:
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -644,6 +652,7 @@ def _settings_kept() -> Iterator[None]:
         (AnotherSeed(), "drops_nothing"),
         (FadesAsItIsEvaluated(), "evaluates_purely"),
         (HalvesAtTheEnd(), "owes_once"),
+        (RateOfTheFirstGroup(), "groups_apart"),
         (OneShareForAll(), "shares"),
         (AShareForNobody(), "shares"),
         (ForgetsItsSlot(), "own_slot"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import attrs
@@ -20,11 +21,13 @@ from accelfn.definition.transform import transform as transform_of
 from accelfn.errors import CompositionError, GradsError
 from accelfn.loop.batches import batches
 from accelfn.state.grads import Grads
+from accelfn.state.hyper import laid_over
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
 from accelfn.step.make_step import make_step
+from accelfn.structure.prototype import Hyper
 from accelfn.testing.checking.laws import Law, differ
 from accelfn.testing.checking.reducing import held_to_mean
 from accelfn.testing.checking.subject import Subject, held
@@ -68,6 +71,7 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
         "drops_nothing": ((), told_by(_watched_for_loss)),
         "skips_whole": ((), _skips_whole(members, around)),
         "reduces_to_mean": (("reduce",), told_by(held_to_mean)),
+        "groups_apart": (("hyper",), told_by(_watched_groups)),
         "shares": (("data",), _shares),
         "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
         "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
@@ -175,6 +179,31 @@ def _changed_number(state: TrainState, returned: tuple[TrainState, Any]) -> str 
         if getattr(returned[0], name) != getattr(state, name):
             return f"changes state.{name}, which is the step's own to move."
     return None
+
+
+def _watched_groups(transform: Any, seen: Seen) -> Any:
+    """Return an equal transform that tells where a group's numbers depend on another group's."""
+    method = getattr(type(transform), "hyper", None)
+    if not callable(method):
+        return transform
+
+    @wraps(method)
+    def call(self: Any, hyper: Hyper, slot: Any, update: Update) -> Any:
+        moved = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
+        with torch.random.fork_rng(devices=[]):  # both draw the same numbers
+            other = method(self, MappingProxyType(moved), tree.clone(slot), update)
+        returned = method(self, hyper, slot, update)
+        groups = update.state.definition.optimizer.param_groups
+        one, two = (laid_over(groups, {}, each[0]) for each in (returned, other))
+        if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
+            seen(
+                f"{self!r}.hyper gives parameter group 1 other numbers if group 0 was given"
+                " another learning rate. Set each group's by its own: {(group, name):"
+                " value}."
+            )
+        return returned
+
+    return subclassed(transform, {"hyper": call})
 
 
 def _shares(subject: Subject) -> str | None:

@@ -59,6 +59,16 @@ _OPTIMIZERS = {
 }
 
 
+def _in_groups(make: Callable[[Any], Any], named: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of two parameter groups with unlike learning rates."""
+    *first, last = named
+    return make([{"params": first}, {"params": [last], "lr": 0.02}])
+
+
+def _warmup(update: int) -> float:
+    return min(1.0, (update + 1) / 4)
+
+
 @attrs.frozen
 class Problem:
     """A model, its data and its optimizer; seventeen samples, seven an update.
@@ -70,6 +80,7 @@ class Problem:
         weighted: whether the loss is a weighted total, an `af.Loss`.
         norm: whether the model has batch statistics.
         drop: whether it draws random numbers.
+        grouped: whether a schedule sets the rates of two parameter groups.
         seed: of its parameters, and of the order of its samples.
     """
 
@@ -77,6 +88,7 @@ class Problem:
     weighted: bool = False
     norm: bool = False
     drop: bool = False
+    grouped: bool = False
     seed: int = 1
 
     def state(self, world: World, setup: Callable[[Any], Any] | None) -> TrainState:
@@ -84,9 +96,11 @@ class Problem:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(_ROWS, _IN, generator=generator)
         targets = torch.randn(_ROWS, _OUT, generator=generator)
+        make = _OPTIMIZERS[self.optimizer]
         return TrainState.create(
             model=lambda: _Net(norm=self.norm, drop=self.drop),
-            optimizer=_OPTIMIZERS[self.optimizer],
+            optimizer=partial(_in_groups, make) if self.grouped else make,
+            schedule=_warmup if self.grouped else None,
             data=Data((inputs, targets), batch_size=7, shuffle=True),
             setup=setup,
             world=world,
@@ -120,6 +134,6 @@ class Problem:
 
 PROBLEMS = (
     Problem(),
-    Problem("adamw", weighted=True),
+    Problem("adamw", weighted=True, grouped=True),
     Problem("adamw", norm=True, drop=True),
 )

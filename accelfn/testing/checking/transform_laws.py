@@ -66,6 +66,7 @@ def check_transform(
     | `inputs_unchanged` | a method changes in place its own slot and gradients, no more |
     | `own_slot` | it adds its own slot and no other, and keeps it and its dtypes |
     | `drops_nothing` | no gradient, no parameter, and no number of the state's is lost or moved |
+    | `groups_apart` | `hyper` gives a parameter group nothing that depends on another's rate |
     | `shares` | by `data`, ranks together read each sample of a batch once |
     | `skips_whole` | a skipped update leaves parameters, optimizer and slots as they were |
     | `trains` | parameters change |
