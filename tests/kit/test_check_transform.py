@@ -630,6 +630,22 @@ class RateOfTheFirstGroup:
         return {"lr": hyper.get((0, "lr"), 0.1) / 2}, slot
 
 
+@af.transform
+class EvaluatesTheState:
+    """Evaluates half of the state's parameters, whatever another made of them before."""
+
+    def eval_params(self, params, slot, update):
+        return {n: p / 2 for n, p in update.state.params.items()}, slot
+
+
+@af.transform
+class HalvesTheFirstGrads:
+    """Halves the update's gradients, whatever another made of them before."""
+
+    def grads(self, grads, slot, update):
+        return update.grads.map(lambda g: g / 2), slot
+
+
 @pytest.fixture(autouse=True)
 def _settings_kept() -> Iterator[None]:
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -653,6 +669,8 @@ def _settings_kept() -> Iterator[None]:
         (FadesAsItIsEvaluated(), "evaluates_purely"),
         (HalvesAtTheEnd(), "owes_once"),
         (RateOfTheFirstGroup(), "groups_apart"),
+        (EvaluatesTheState(), "takes_what_it_is_given"),
+        (HalvesTheFirstGrads(), "takes_what_it_is_given"),
         (OneShareForAll(), "shares"),
         (AShareForNobody(), "shares"),
         (ForgetsItsSlot(), "own_slot"),

@@ -72,6 +72,7 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
         "skips_whole": ((), _skips_whole(members, around)),
         "reduces_to_mean": (("reduce",), told_by(held_to_mean)),
         "groups_apart": (("hyper",), told_by(_watched_groups)),
+        "takes_what_it_is_given": (("grads", "eval_params"), told_by(_watched_flow)),
         "shares": (("data",), _shares),
         "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
         "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
@@ -204,6 +205,53 @@ def _watched_groups(transform: Any, seen: Seen) -> Any:
         return returned
 
     return subclassed(transform, {"hyper": call})
+
+
+def _watched_flow(transform: Any, seen: Seen) -> Any:
+    """Return an equal transform that tells where it takes its update's value instead."""
+    methods: dict[str, Callable[..., Any]] = {}
+
+    def watch(field: str, method: Callable[..., Any]) -> None:
+        @wraps(method)
+        def call(self: Any, value: Any, slot: Any, update: Update) -> Any:
+            def result(by: int, at: Update) -> Any:
+                with torch.random.fork_rng(devices=[]):  # all draw the same numbers
+                    returned, _ = method(self, _moved(value, by), tree.clone(slot), at)
+                return dict(getattr(returned, "tensors", returned))
+
+            both = result(2, _with_value(update, _moved(value, 2)))
+            plain, only = result(1, update), result(2, update)
+            if first_difference(only, both) and not first_difference(plain, only):
+                seen(
+                    f"{self!r}.{field} takes what its update has, not its first argument, and"
+                    " so undoes transforms to its left. Work on what it is given."
+                )
+            return method(self, value, slot, update)
+
+        methods[field] = call
+
+    for field in ("grads", "eval_params"):
+        if has_field(transform, field):
+            watch(field, getattr(type(transform), field))
+    return subclassed(transform, methods)
+
+
+def _moved(value: Any, by: int) -> Any:
+    """Return a copy of gradients or parameters, with other numbers unless `by` is 1."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moves = by != 1 and tensor.is_floating_point()
+        return tensor * by + 1 if moves else tensor.clone()
+
+    if isinstance(value, Grads):
+        return value.map(move)
+    return {name: move(tensor) for name, tensor in value.items()}
+
+
+def _with_value(update: Update, value: Any) -> Update:
+    if isinstance(value, Grads):
+        return update.with_grads(value)
+    return attrs.evolve(update, state=attrs.evolve(update.state, params=value))
 
 
 def _shares(subject: Subject) -> str | None:

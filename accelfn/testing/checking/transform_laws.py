@@ -67,6 +67,8 @@ def check_transform(
     | `own_slot` | it adds its own slot and no other, and keeps it and its dtypes |
     | `drops_nothing` | no gradient, no parameter, and no number of the state's is lost or moved |
     | `groups_apart` | `hyper` gives a parameter group nothing that depends on another's rate |
+    | `takes_what_it_is_given` | `grads` and `eval_params` build on their first argument, or \
+replace it: they do not take the update's own |
     | `shares` | by `data`, ranks together read each sample of a batch once |
     | `skips_whole` | a skipped update leaves parameters, optimizer and slots as they were |
     | `trains` | parameters change |
