@@ -818,6 +818,18 @@ class VotesByRanks:
 
 
 @af.transform
+class ForgetsTheRest:
+    """Sends half of each gradient's numbers, and forgets the others."""
+
+    gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "a part is sent"}
+
+    def reduce(self, grads, slot, update):
+        grads = grads.map(lambda g: g * (g.abs() >= g.abs().median()))
+        weight = weight_of(grads, update.world)
+        return grads.with_sums(*af.reduce((grads.tensors, weight), update.world)), slot
+
+
+@af.transform
 class MergesTheFirst:
     """Loads what rank 0 owed, and loses what others did."""
 
@@ -916,6 +928,11 @@ class IgnoresAnOption:
         ),
         (VotesForNothing(), "trains", "no parameter changed in updates 2 to 4"),
         (VotesByRanks(), "splits_alike", "2 ranks that all take the same samples"),
+        (
+            ForgetsTheRest(),
+            "sends_all_later",
+            "over 60 updates with the same gradients",
+        ),
         (MergesTheFirst(), "merges_all", "whatever rank 1 has in ['owed']"),
         (MovesAtOnce(), "skips_whole", "['seen']: 1.0 and 2.0, difference 1"),
         (CountsLooks(), "evaluates_purely", "In hyper, which state.lrs asks, change"),

@@ -87,6 +87,8 @@ replace it: they do not take the update's own |
     | `replicas_agree` | ranks hold the same parameters, optimizer state and slots, but for \
 entries that it tells `by_rank` |
     | `reduces_to_mean` | what `reduce` gives is within 5 % the mean over all ranks, by weight |
+    | `sends_all_later` | if `reduce` gives up `reduces_to_mean`, its results add up, over \
+updates, to the mean's |
     | `resumes` | saved and loaded after any update, the run goes on bit by bit |
     | `splits_alike` | the result is that of one rank that takes each update whole, up to \
 rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
@@ -121,7 +123,10 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     given_up = chain(*members).gives_up()
     laws = {**_own_laws(members), **COMMON}
     # what other laws explain better comes last
-    for name in ("loads_anywhere", "keeps_frozen", "merges_all", "splits_alike"):
+    for name in (
+        *("loads_anywhere", "keeps_frozen", "merges_all"),
+        *("splits_alike", "sends_all_later"),
+    ):
         if name in laws:
             laws[name] = laws.pop(name)
     known = sorted({*laws, "acts", "options_read", "new_process"})
