@@ -61,7 +61,8 @@ class RankInItsSlot:
         return state, {"mine": mine, "all": slot["all"] + 1}
 
     def merge(self, slots: Sequence[Any], world: af.World) -> tuple[list[float], Any]:
-        return [1.0] * len(slots), {**slots[0], "mine": 0}
+        mine = sum(each["mine"] for each in slots)
+        return [1.0] * len(slots), {**slots[0], "mine": mine}
 
 
 @af.transform
@@ -443,31 +444,3 @@ def test_one_that_draws_beside_one_that_does_not() -> None:
         state, _ = step(state, torch.ones(1, 2))
         found.append(state.params["weight"])
     assert all(torch.equal(found[0], each) for each in found)
-
-
-def _taking(*names: str) -> Any:
-    """Return a method that takes arguments of these names."""
-    scope: dict[str, Any] = {}
-    exec(f"def method(self, {', '.join(names)}): ...", scope)  # noqa: S102 - names of ours
-    return scope["method"]
-
-
-OLD = {
-    "after_skip": (("grads", "slot", "state"), "sees_skips"),
-    "grads": (("grads", "slot", "state"), "update.state"),
-    "reduce": (("grads", "slot", "world"), "update.world"),
-    "observe": (("state", "slot", "value"), "value is the first"),
-    "after_update": (("state", "slot"), "slot, update"),
-    "hyper": (("state", "slot"), "hyper, slot, update"),
-    "eval_params": (("state", "slot"), "params, slot, update"),
-    "loss_scale": (("state", "slot"), "scale, slot, update"),
-    "finalize": (("state", "slot"), "state, slot, update"),
-}
-
-
-@pytest.mark.parametrize("field", OLD)
-def test_a_method_in_the_shape_of_before_is_refused(field: str) -> None:
-    """At the class, with what it is called with now."""
-    names, said = OLD[field]
-    with pytest.raises(af.ArgumentError, match=said):
-        af.transform(type("Mine", (), {field: _taking(*names)}))

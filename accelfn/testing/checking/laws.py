@@ -23,7 +23,10 @@ Law: TypeAlias = Callable[[Subject], str | None]
 """Returns how a subject breaks it, or None."""
 
 REMEMBER = "Keep what is remembered in the state, not in an attribute or a closure."
-_DRAW = "Draw inside the loss, or from af.rng(state)."
+_DRAW = (
+    "Draw inside the loss, or from af.rng(state). Transforms that draw do not tell"
+    " draws_nothing."
+)
 
 
 def memory_in_state(subject: Subject) -> str | None:
