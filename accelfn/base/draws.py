@@ -100,14 +100,10 @@ def normal_of_numpy() -> tuple[int, float]:
 
 def put_back_normal_of_numpy(normal: tuple[int, float]) -> None:
     """Let numpy have that number again, which it forgets with its generator."""
-    legacy = cast("Any", mtrand)._rand
-    bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
     has_gauss, gauss = normal
-    state = {"bit_generator": "MT19937", "state": None}
-    try:
-        legacy.set_state({**state, "has_gauss": has_gauss, "gauss": gauss})
-    finally:
-        legacy._bit_generator = bits
+    if has_gauss:
+        state = mtrand.get_state(legacy=False)
+        mtrand.set_state({**state, "has_gauss": has_gauss, "gauss": gauss})
 
 
 def generator_states(device: torch.device) -> list[Any]:
@@ -146,15 +142,16 @@ class seeded(AbstractContextManager["seeded"]):
     def __enter__(self) -> Self:
         """Keep the generators' states, and seed them if there is a seed."""
         held = self._held = _turn.take()
+        self._numpy = mtrand.get_bit_generator()
         try:
             self._saved = _default.get_state()
             if self._others:
                 self._saved_others = [each.get_state() for each in self._others]
             self._python, self._gauss = _save_python(), _python.gauss_next
             self._normal = normal_of_numpy()
-            self._numpy = mtrand.get_bit_generator()
             self._spare = _spares.pop() if _spares else MT19937(0)
-        except BaseException:  # a device that failed, or Ctrl-C
+        except BaseException:  # a device that failed, or Ctrl-C as numpy was asked
+            mtrand.set_bit_generator(self._numpy)
             held.give_back()
             raise
         try:
@@ -189,7 +186,7 @@ class seeded(AbstractContextManager["seeded"]):
             _restore_python(self._python)
             _python.gauss_next = self._gauss
             mtrand.set_bit_generator(self._numpy)
-            if self._normal[0]:  # it forgets the number with its generator
+            if self._normal[0]:
                 put_back_normal_of_numpy(self._normal)
             _spares.append(self._spare)
         finally:

@@ -145,15 +145,16 @@ def rows(length: int = LENGTH) -> Batch:
 
 
 def state_of(
-    world: af.World, model: Any = Attending, setup: Any = SHARING
+    world: af.World, model: Any = Attending, setup: Any = SHARING, **options: Any
 ) -> af.TrainState:
     """Return a state over a dataset of two samples."""
+    options = {"data": af.Data(rows(), batch_size=2), **options}
     return af.TrainState.create(
         model=model,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=af.Data(rows(), batch_size=2),
         setup=setup,
         world=world,
+        **options,
     )
 
 
@@ -274,7 +275,8 @@ def test_what_does_not_count_is_looked_at_later() -> None:
         return af.Loss(loss.total * weight, loss.weight * weight)
 
     def fn(world: af.World) -> None:
-        state, step = state_of(world, Counting), af.make_step(weighed)
+        state = state_of(world, Counting, data=None)
+        step = af.make_step(weighed)
         state, _ = step(state, (*rows(), torch.zeros(())))
         with pytest.raises(LossError, match="not the same in parts"):
             step(state, (*rows(), torch.ones(())))

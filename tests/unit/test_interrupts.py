@@ -90,6 +90,7 @@ def test_a_step_that_was_interrupted_can_be_taken_again(setup):
     again, found, at = 0, 0, 0
     while True:
         state = first.copy()
+        assert state.params  # a step after a look at them is longer, so all are
         try:
             with Interrupting(at):
                 step(state, batch)
