@@ -3,7 +3,6 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +30,7 @@ from accelfn.structure.prototype import Hyper
 from accelfn.testing.checking.laws import Law, differ
 from accelfn.testing.checking.reducing import held_to_mean, sends_all
 from accelfn.testing.checking.subject import Subject, held
-from accelfn.testing.checking.watching import Seen, subclassed, watched
+from accelfn.testing.checking.watching import Seen, intercepted, watched
 from accelfn.testing.comparing.differences import leaves
 from accelfn.testing.comparing.entries import entries, first_difference
 from accelfn.testing.simulate import simulate
@@ -136,29 +135,14 @@ _NUMBERS = ("step", "num_skipped", "cursor", "seed")
 
 def _watched_for_loss(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells of gradients, parameters and numbers it loses."""
-    methods: dict[str, Callable[..., Any]] = {}
-    kind = type(transform)
 
-    def checked(field: str, lost: Callable[[Any, Any], str | None]) -> None:
-        method = getattr(kind, field, None)
-        if not callable(method):
-            return
+    def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
+        returned = method(self, value, *given)
+        if told := _LOST[field](value, returned):
+            seen(f"{self!r}.{field} {told}")
+        return returned
 
-        @wraps(method)
-        def call(self: Any, value: Any, *given: Any) -> Any:
-            returned = method(self, value, *given)
-            told = lost(value, returned)
-            if told:
-                seen(f"{self!r}.{field} {told}")
-            return returned
-
-        methods[field] = call
-
-    checked("grads", _lost_gradient)
-    checked("eval_params", _lost_parameter)
-    checked("after_update", _changed_number)
-    checked("finalize", _changed_number)
-    return subclassed(transform, methods)
+    return intercepted(transform, _LOST, call)
 
 
 def _lost_gradient(grads: Grads, returned: tuple[Grads, Any]) -> str | None:
@@ -187,18 +171,16 @@ def _changed_number(state: TrainState, returned: tuple[TrainState, Any]) -> str 
 
 def _watched_groups(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells where a group's numbers depend on another group's."""
-    method = getattr(type(transform), "hyper", None)
-    if not callable(method):
-        return transform
 
-    @wraps(method)
-    def call(self: Any, hyper: Hyper, slot: Any, update: Update) -> Any:
+    def call(
+        _: str, method: Any, self: Any, hyper: Hyper, slot: Any, update: Update
+    ) -> Any:
         moved = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
         with torch.random.fork_rng(devices=[]):  # both draw the same numbers
             other = method(self, MappingProxyType(moved), tree.clone(slot), update)
         returned = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
-        one, two = (laid_over(groups, {}, each[0]) for each in (returned, other))
+        one, two = laid_over(groups, {}, returned[0]), laid_over(groups, {}, other[0])
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
             seen(
                 f"{self!r}.hyper gives parameter group 1 other numbers if group 0 was given"
@@ -207,36 +189,30 @@ def _watched_groups(transform: Any, seen: Seen) -> Any:
             )
         return returned
 
-    return subclassed(transform, {"hyper": call})
+    return intercepted(transform, ["hyper"], call)
 
 
 def _watched_flow(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells where it takes its update's value instead."""
-    methods: dict[str, Callable[..., Any]] = {}
 
-    def watch(field: str, method: Callable[..., Any]) -> None:
-        @wraps(method)
-        def call(self: Any, value: Any, slot: Any, update: Update) -> Any:
-            def result(by: int, at: Update) -> Any:
-                with torch.random.fork_rng(devices=[]):  # all draw the same numbers
-                    returned, _ = method(self, _moved(value, by), tree.clone(slot), at)
-                return dict(getattr(returned, "tensors", returned))
+    def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
+        slot, update = given
 
-            both = result(2, _with_value(update, _moved(value, 2)))
-            plain, only = result(1, update), result(2, update)
-            if first_difference(only, both) and not first_difference(plain, only):
-                seen(
-                    f"{self!r}.{field} takes what its update has, not its first argument, and"
-                    " so undoes transforms to its left. Work on what it is given."
-                )
-            return method(self, value, slot, update)
+        def result(by: int, at: Update) -> Any:
+            with torch.random.fork_rng(devices=[]):  # all draw the same numbers
+                returned, _ = method(self, _moved(value, by), tree.clone(slot), at)
+            return dict(getattr(returned, "tensors", returned))
 
-        methods[field] = call
+        both = result(2, _with_value(update, _moved(value, 2)))
+        plain, only = result(1, update), result(2, update)
+        if first_difference(only, both) and not first_difference(plain, only):
+            seen(
+                f"{self!r}.{field} takes what its update has, not its first argument, and so"
+                " undoes transforms to its left. Work on what it is given."
+            )
+        return method(self, value, slot, update)
 
-    for field in ("grads", "eval_params"):
-        if has_field(transform, field):
-            watch(field, getattr(type(transform), field))
-    return subclassed(transform, methods)
+    return intercepted(transform, ["grads", "eval_params"], call)
 
 
 def _moved(value: Any, by: int) -> Any:
@@ -255,6 +231,14 @@ def _with_value(update: Update, value: Any) -> Update:
     if isinstance(value, Grads):
         return update.with_grads(value)
     return attrs.evolve(update, state=attrs.evolve(update.state, params=value))
+
+
+_LOST: Mapping[str, Callable[..., str | None]] = {
+    "grads": _lost_gradient,
+    "eval_params": _lost_parameter,
+    "after_update": _changed_number,
+    "finalize": _changed_number,
+}
 
 
 def _shares(subject: Subject) -> str | None:

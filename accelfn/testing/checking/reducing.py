@@ -2,19 +2,17 @@
 """Whether a transform's own `reduce` gives the mean over all ranks: no more, and no less."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from typing import Any
 
 import attrs
 import torch
 
 from accelfn.collectives import reduce
-from accelfn.definition.fields import has_field
 from accelfn.state.grads import Grads, Taken
 from accelfn.state.update import Update, through
 from accelfn.testing.checking.laws import Law
 from accelfn.testing.checking.subject import Subject
-from accelfn.testing.checking.watching import Seen, subclassed
+from accelfn.testing.checking.watching import Seen, intercepted
 from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
@@ -29,15 +27,10 @@ _ROUNDS, _IN_SUM = 60, 0.1
 
 def held_to_mean(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells of what its `reduce` makes of gradients."""
-    if not has_field(transform, "reduce") or transform.reduce is None:
-        return transform
-    methods = {"reduce": _held(type(transform).reduce, seen)}
-    return subclassed(transform, methods)
 
-
-def _held(method: Callable[..., Any], seen: Seen) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: Any, grads: Grads, slot: Any, update: Update) -> Any:
+    def call(
+        _: str, method: Any, self: Any, grads: Grads, slot: Any, update: Update
+    ) -> Any:
         wanted = _mean(grads, update.world)
         returned = method(self, grads, slot, update)
         found: Grads = returned[0]
@@ -55,7 +48,7 @@ def _held(method: Callable[..., Any], seen: Seen) -> Callable[..., Any]:
                 )
         return returned
 
-    return call
+    return intercepted(transform, ["reduce"], call)
 
 
 def sends_all(members: Sequence[Any], around: Callable[..., Any]) -> Law:

@@ -2,7 +2,7 @@
 """A transform watched at work: which of its inputs its methods change."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeAlias, cast
 
 import attrs
@@ -31,12 +31,21 @@ def watched(transform: Any, seen: Seen) -> Any:
     A method may change in place its own slot and the gradients it is given, and after an
     update the tensors of the state; never the state before it, other slots, or a batch.
     """
-    methods: dict[str, Any] = {}
-    for field, watch in _WATCHES.items():
-        method = getattr(type(transform), field, None)
-        if callable(method):
-            methods[field] = watch(field, method, seen)
-    return subclassed(transform, methods)
+
+    def watch(field: str, own: str, function: Any, *given: Any, **named: Any) -> Any:
+        keep = _kept(given, own=own, field=field)
+        returned = function(*given, **named)
+        for name in keep():
+            seen(f"{transform!r}.{field} changed {name} in place. {_NEW}")
+        return returned
+
+    def call(field: str, method: Any, self: Any, *given: Any) -> Any:
+        return watch(field, self.name, partial(method, self), *given)
+
+    def wrap(field: str, method: Any, self: Any, inner: Callable[..., Any]) -> Any:
+        return wraps(inner)(partial(watch, field, "", method(self, inner)))
+
+    return intercepted(intercepted(transform, _METHODS, call), _WRAPPERS, wrap)
 
 
 def subclassed(transform: Any, methods: Mapping[str, Any]) -> Any:
@@ -49,53 +58,27 @@ def subclassed(transform: Any, methods: Mapping[str, Any]) -> Any:
     return made
 
 
-def _watch_method(field: str, method: Callable[..., Any], seen: Seen) -> Any:
-    """Watch a method that is given a state, its slot, or gradients."""
+def intercepted(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -> Any:
+    """Return an equal transform, for whose methods `call(field, method, self, ...)` is called."""
+    kind = type(transform)
 
-    @wraps(method)
-    def call(self: Any, *given: Any) -> Any:
-        keep = _kept(given, own=self.name, field=field)
-        returned = method(self, *given)
-        for name in keep():
-            seen(f"{self!r}.{field} changed {name} in place. {_NEW}")
-        return returned
+    def method_of(field: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def called(self: Any, *given: Any) -> Any:
+            return call(field, method, self, *given)
 
-    return call
+        return called
 
-
-def _watch_wrapper(field: str, method: Callable[..., Any], seen: Seen) -> Any:
-    """Watch the function that a method returns: a loss, or value_and_grad."""
-
-    @wraps(method)
-    def call(self: Any, inner: Callable[..., Any]) -> Any:
-        wrapped = method(self, inner)
-
-        @wraps(inner)
-        def watched_call(*given: Any, **named: Any) -> Any:
-            keep = _kept(given, own="", field=field)
-            returned = wrapped(*given, **named)
-            for name in keep():
-                seen(f"{self!r}.{field} changed {name} in place. {_NEW}")
-            return returned
-
-        return watched_call
-
-    return call
+    methods = {field: getattr(kind, field, None) for field in fields}
+    found = {field: method_of(field, m) for field, m in methods.items() if callable(m)}
+    return subclassed(transform, found)
 
 
-_WATCHES: dict[str, Callable[[str, Callable[..., Any], Seen], Any]] = {
-    "init": _watch_method,
-    "grads": _watch_method,
-    "loss_scale": _watch_method,
-    "hyper": _watch_method,
-    "after_update": _watch_method,
-    "observe": _watch_method,
-    "reduce": _watch_method,
-    "eval_params": _watch_method,
-    "finalize": _watch_method,
-    "loss": _watch_wrapper,
-    "value_and_grad": _watch_wrapper,
-}
+_METHODS = (
+    *("init", "grads", "loss_scale", "hyper", "after_update"),
+    *("observe", "reduce", "eval_params", "finalize"),
+)
+_WRAPPERS = ("loss", "value_and_grad")
 
 
 def _kept(given: Iterable[Any], *, own: str, field: str) -> Callable[[], list[str]]:
@@ -126,15 +109,12 @@ def _guarded(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
         return _of_state(state, own=own, all_but_slots=True)
     if isinstance(value, nn.Module):
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
-    if isinstance(value, Grads) or field in _OWN_ARGUMENTS:
+    if isinstance(value, Grads) or field in _METHODS:
         return {}
     if isinstance(value, Batch):
         value = value.micro_batches
     leaves = tree.tensor_leaves(value)
     return {f"tensor {i} of the batch": leaf for i, leaf in enumerate(leaves)}
-
-
-_OWN_ARGUMENTS = frozenset(_WATCHES) - {"loss", "value_and_grad"}
 
 
 def _of_state(
