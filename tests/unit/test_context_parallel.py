@@ -499,7 +499,7 @@ def test_every_attention_is_between_two_exchanges() -> None:
     """One of query, key and value, and one of the result; both again in the backward pass."""
 
     def fn(world: af.World) -> None:
-        state, step = state_of(world), af.make_step(loss_of_all)
+        state, step = state_of(world, data=None), af.make_step(loss_of_all)
         for _ in range(2):
             state, _ = step(state, rows())
 
