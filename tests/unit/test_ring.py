@@ -235,7 +235,8 @@ def test_keys_go_round_and_gradients_come_home() -> None:
     """Of n ranks n - 1 passes of keys and values each way, and n of their gradients."""
 
     def fn(world: af.World) -> None:
-        state, step = state_of(world, setup=RING), af.make_step(loss_of_all)
+        state = state_of(world, setup=RING, data=None)
+        step = af.make_step(loss_of_all)
         for _ in range(2):
             state, _ = step(state, rows(12))
 

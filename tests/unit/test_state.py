@@ -194,8 +194,8 @@ def test_interrupted_update():
 
 def test_interrupted_update_leaves_forks():
     """A fork taken before an interrupted update goes on as if it had not been."""
-    state = make(optimizer=fuse)
-    fork, witness = state.copy(), make(optimizer=fuse)
+    state = make(optimizer=fuse, data=None)
+    fork, witness = state.copy(), make(optimizer=fuse, data=None)
     before = values(fork)
     with pytest.raises(KeyboardInterrupt):
         STEP(state, X)
@@ -471,7 +471,7 @@ def test_a_copy_keeps_what_is_one_tensor():
 
 def test_every_state_of_a_training_knows_the_newest():
     """Any that came before gives the one that was returned last; of a copy, the copy's own."""
-    states = [make()]
+    states = [make(data=None)]
     other = STEP(states[0].copy(), X[:4])[0]
     aside, _ = STEP(states[0], X[:4], donate=False)
     for _ in range(3):
