@@ -123,7 +123,7 @@ def contents_of(
 def definition_of(state: TrainState) -> dict[str, str]:
     """Return the facts of a definition that change what the next update computes."""
     frozen = state.params.keys() - {*state.trainable}
-    acting = ("init", "grads", "hyper", "after_update")
+    acting = ("grads", "hyper", "after_update", "merge")
     options = {
         f"setup.{each.name}": _ADDRESS.sub("", repr(each))[:_SHOWN]
         for each in state.setup

@@ -801,6 +801,9 @@ def test_what_parts_of_an_optimizer_of_other_options_lack_is_told(
 
     state, _ = STEP(created(amsgrad=False), torch.ones(2, 2))
     af.save(state, tmp_path / "saved")
-    loaded = af.load(created(amsgrad=True), tmp_path / "saved")
+    with pytest.raises(af.CheckpointError, match="max_exp_avg_sq: missing"):
+        af.load(created(amsgrad=True), tmp_path / "saved")
+    allow = ("opt_state",)
+    loaded = af.load(created(amsgrad=True), tmp_path / "saved", allow=allow)
     with pytest.raises(af.OptimizerError, match="lacks 'max_exp_avg_sq'"):
         STEP(loaded, torch.ones(2, 2))
