@@ -914,7 +914,7 @@ class IgnoresAnOption:
         (
             ClipsByItsPart(),
             "splits_alike",
-            "2 ranks with their shares, differ after up",
+            "2 ranks in two micro-batches, differ after",
         ),
         (RootOfTheLoss(), "splits_alike", "elements differ, the first at"),
         (NormOfItsRows(), "splits_alike", "the same run on 2 ranks under wrap_fsdp, "),
