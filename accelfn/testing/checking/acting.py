@@ -3,8 +3,7 @@
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -14,11 +13,10 @@ from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
-from accelfn.state.update import Update
 from accelfn.state.views import eval_params
 from accelfn.step.apply_grads import finalize
 from accelfn.testing.checking.subject import Subject
-from accelfn.testing.checking.watching import subclassed
+from accelfn.testing.checking.watching import intercepted, subclassed
 from accelfn.testing.comparing.differences import leaves
 from accelfn.testing.comparing.entries import entries, first_difference, kept
 from accelfn.testing.simulate import simulate
@@ -27,9 +25,10 @@ from accelfn.world import World
 Acted: TypeAlias = dict[str, set[int]]
 """After which updates each method had done something, by how a message calls it."""
 
-LATER = ("grads", "hyper", "after_update")
-"""Methods that may have nothing to do for many updates; others have at once."""
-_AT_ONCE = ("reduce", "loss_scale", "observe", "eval_params")
+_ACTS = (
+    *("grads", "hyper", "after_update"),
+    *("reduce", "loss_scale", "observe", "eval_params"),
+)
 _WRAPS = ("data", "loss", "value_and_grad", "runner")
 """Methods that return another plan, or function, where they do something."""
 _OVER_RANKS = ("data", "reduce", "runner")
@@ -53,21 +52,10 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
         def note(name: str, rank: int) -> None:
             found.setdefault(name, set()).add(update[rank])
 
-        busy: set[int] = set()
-        kind = type(transform)
-        methods = {
-            field: _observed(field, getattr(kind, field), note, busy)
-            for field in (*LATER, *_AT_ONCE, "finalize")
-            if has_field(transform, field) and callable(getattr(kind, field))
-        }
-        methods |= {
-            field: _observed_wrapper(field, getattr(kind, field), note)
-            for field in _WRAPS
-            if has_field(transform, field)
-        }
-        if options := _options(transform):
-            methods["__getattribute__"] = _observed_options(transform, options, found)
-        return subclassed(transform, methods)
+        get = _observed_options(transform, _options(transform), found)
+        seen = intercepted(transform, (*_ACTS, "finalize"), _observed(note))
+        seen = intercepted(seen, _WRAPS, _observed_wrapper(note))
+        return subclassed(seen, {"__getattribute__": get})
 
     def rank(world: World) -> None:
         world.connection.activity.trail = (
@@ -90,12 +78,10 @@ def idle(transforms: Any, found: Mapping[str, set[int]], size: int) -> list[str]
     `finalize` may owe nothing, and the models here may have nothing that `module` is about;
     `init`, `merge` and `engine` are no changes of something.
     """
-    fields = (*LATER, *_AT_ONCE, *_WRAPS)
     wanted = [
-        method_name(each, field, skipped=skipped)
+        method_name(each, field, skipped=field in _seeing_skips(each))
         for each in transforms
-        for field in fields
-        for skipped in _calls(each, field)
+        for field in (*_ACTS, *_WRAPS)
         if has_field(each, field) and callable(getattr(each, field))
         if size > 1 or field not in _OVER_RANKS
     ]
@@ -143,10 +129,9 @@ def _observed_options(transform: Any, options: list[str], found: Acted) -> Any:
     return get
 
 
-def _calls(transform: Any, field: str) -> tuple[bool, ...]:
-    """Return after which updates a method must do something: skipped ones, or others."""
-    sees = field == "after_update" and "sees_skips" in facts_of(transform)
-    return (True,) if sees else (False,)
+def _seeing_skips(transform: Any) -> Sequence[str]:
+    """Return the methods that must do something after a skipped update."""
+    return ["after_update"] if "sees_skips" in facts_of(transform) else []
 
 
 def method_name(transform: Any, field: str, *, skipped: bool) -> str:
@@ -154,37 +139,29 @@ def method_name(transform: Any, field: str, *, skipped: bool) -> str:
     return f"{transform!r}.{field}{' of a skipped update' if skipped else ''}"
 
 
-def _observed(
-    field: str,
-    method: Callable[..., Any],
-    note: Callable[[str, int], None],
-    busy: set[int],
-) -> Callable[..., Any]:
-    """Return the method, which notes each call from outside that did something."""
+def _observed(note: Callable[[str, int], None]) -> Callable[..., Any]:
+    """Return a call of a method that notes whether it did something, if it is from outside."""
+    busy: set[int] = set()
 
-    @wraps(method)
-    def call(self: Any, value: Any, slot: Any, update: Update) -> Any:
+    def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
+        slot, update = given
         world = update.world
         if world.rank in busy:  # one method of the transform's calls another
             return method(self, value, slot, update)
         busy.add(world.rank)
         # after a skip, without it, the slot of before the update would stay
         kept = update.state.slots.get(self.name) if update.skipped else slot
+        # what ranks only count until they meet is not yet what the method is for
+        counts = field == "after_update" and "apart" in facts_of(self)
         before, talked = (
-            _named(field, value, kept),
+            _named(field, value, kept, counts=counts),
             len(world.connection.activity.trail),
         )
         returned = method(self, value, slot, update)
         busy.discard(world.rank)
         if field == "hyper" and not returned[0]:  # it laid nothing over
             returned = value, returned[1]
-        changed = first_difference(before, _named(field, *returned))
-        if changed and field == "after_update" and "apart" in facts_of(self):
-            # what ranks only count until they meet is not yet what the method is for
-            changed = any(
-                not each.startswith("slot")
-                for each in _differing(before, field, *returned)
-            )
+        changed = first_difference(before, _named(field, *returned, counts=counts))
         changed = changed or (field == "eval_params" and returned[0] is not value)
         if len(world.connection.activity.trail) > talked or changed:
             note(method_name(self, field, skipped=update.skipped), world.rank)
@@ -193,27 +170,10 @@ def _observed(
     return call
 
 
-def _differing(
-    before: Mapping[str, Any], field: str, value: Any, slot: Any
-) -> list[str]:
-    """Return the paths at which something was changed."""
-    after = _named(field, value, slot)
-    return [
-        path
-        for path in {**before, **after}
-        if path not in before
-        or path not in after
-        or first_difference({path: before[path]}, {path: after[path]})
-    ]
+def _observed_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
+    """Return a call of a method that notes whether it returned another thing."""
 
-
-def _observed_wrapper(
-    field: str, method: Callable[..., Any], note: Callable[[str, int], None]
-) -> Callable[..., Any]:
-    """Return the method, which notes each call that returned another thing."""
-
-    @wraps(method)
-    def call(self: Any, inner: Any, *given: Any) -> Any:
+    def call(field: str, method: Any, self: Any, inner: Any, *given: Any) -> Any:
         returned = method(self, inner, *given)
         if returned is not inner and returned != inner:
             note(method_name(self, field, skipped=False), 0)
@@ -222,12 +182,13 @@ def _observed_wrapper(
     return call
 
 
-def _named(field: str, value: Any, slot: Any) -> dict[str, Any]:
-    """Return what a method can change of what it is given, copied, by name."""
-    own = {path: kept(leaf) for path, leaf in leaves("slot", slot)}
+def _named(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str, Any]:
+    """Return what a method can change of what it is given, copied; without what it counts."""
+    found = {path: kept(leaf) for path, leaf in leaves("slot", slot)}
     if isinstance(value, TrainState):
-        return entries(value) | own
-    if isinstance(value, Grads):
+        found = entries(value) | found
+        value = None
+    elif isinstance(value, Grads):
         skip = value.taken.skip
         value = {
             "tensors": value.tensors,
@@ -237,4 +198,5 @@ def _named(field: str, value: Any, slot: Any) -> dict[str, Any]:
         }
     elif field == "hyper":
         value = {str(where): each for where, each in value.items()}
-    return {path: kept(leaf) for path, leaf in leaves(field, value)} | own
+    found |= {path: kept(leaf) for path, leaf in leaves(field, value)}
+    return {n: e for n, e in found.items() if not (counts and n.startswith("slot"))}

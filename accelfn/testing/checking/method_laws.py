@@ -52,14 +52,8 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
 
         def law(subject: Subject) -> str | None:
             seen: list[str] = []
-            tried = around([watch(each, seen.append) for each in members])
-
-            def start(world: World) -> TrainState:
-                begin = subject.begin  # so that init is watched, too
-                assert begin is not None  # noqa: S101 - what is a transform's begins in any setup
-                return begin(world, tried)
-
-            attrs.evolve(subject, start=start).histories()
+            # begun in this setup, so that init is watched, too
+            subject.within(around([watch(m, seen.append) for m in members])).histories()
             return seen[0] if seen else None
 
         return law
@@ -73,13 +67,12 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
         "reduces_to_mean": (("reduce",), told_by(held_to_mean)),
         "groups_apart": (("hyper",), told_by(_watched_groups)),
         "takes_what_it_is_given": (("grads", "eval_params"), told_by(_watched_flow)),
-        "shares": (("data",), _shares),
         "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
         "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
         "owes_once": (("finalize",), _owes_once),
         "merges_all": (("merge",), _merges_all(members)),
         "loads_anywhere": (("init",), _loads_anywhere),
-        "sends_all_later": (("reduce",), sends_all(members, around)),
+        "sends_all_later": (("reduce",), sends_all),
     }
     return {
         name: law
@@ -241,32 +234,6 @@ _LOST: Mapping[str, Callable[..., str | None]] = {
 }
 
 
-def _shares(subject: Subject) -> str | None:
-    """Ranks together read each sample of a batch once, as one rank alone does."""
-
-    def rank(world: World) -> list[list[int]]:
-        state, found = subject.start(world), list[list[int]]()
-        for batch in islice(batches(state), subject.updates):
-            parts = zip(batch.parts_indices, batch.weights, strict=True)
-            found.append([i for rows, w in parts if w != 0 for i in rows.tolist()])
-        return found
-
-    def plain(world: World) -> list[list[int]]:
-        state = subject.start(world).with_setup(chain())
-        found = islice(batches(state), subject.updates)
-        return [batch.indices.tolist() for batch in found]
-
-    (wanted,) = simulate(1, plain)
-    for update, each in enumerate(zip(*simulate(subject.size, rank), strict=True)):
-        read = sorted(index for rows in each for index in rows)
-        if read != sorted(wanted[update]):
-            return (
-                f"in update {update} ranks read the samples {read}, not each of"
-                f" {sorted(wanted[update])} once. Parts of a plan are its batch together."
-            )
-    return None
-
-
 def _skips_whole(members: Sequence[Any], around: Around) -> Law:
     """A skipped update leaves parameters, optimizer and slots as they were."""
     # what is observed between updates moves slots, too
@@ -276,12 +243,11 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
 
     def law(subject: Subject) -> str | None:
         def rank(world: World) -> str | None:
-            assert subject.begin is not None  # noqa: S101 - what is a transform's begins in any setup
             try:
-                setup = around([*members, skips_once()])
+                tried = subject.within(around([*members, skips_once()]))
             except CompositionError:
                 return None  # it goes with no skips
-            states = islice(subject.advance(subject.begin(world, setup), 0, 2), 2)
+            states = islice(tried.advance(tried.start(world), 0, 2), 2)
             before, after = (entries(state, gather=True) for state, _ in states)
             kept = ("params", "opt_state", "slots")
             return first_difference(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a transform's own `reduce` gives the mean over all ranks: no more, and no less."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -10,7 +10,6 @@ import torch
 from accelfn.collectives import reduce
 from accelfn.state.grads import Grads, Taken
 from accelfn.state.update import Update, through
-from accelfn.testing.checking.laws import Law
 from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.watching import Seen, intercepted
 from accelfn.testing.simulate import simulate
@@ -51,44 +50,38 @@ def held_to_mean(transform: Any, seen: Seen) -> Any:
     return intercepted(transform, ["reduce"], call)
 
 
-def sends_all(members: Sequence[Any], around: Callable[..., Any]) -> Law:
-    """Return the law that sums over many updates are those of the weighted mean."""
+def sends_all(subject: Subject) -> str | None:
+    """Sums over many updates are those of the weighted mean."""
 
-    def law(subject: Subject) -> str | None:
-        def rank(world: World) -> float:
-            assert subject.begin is not None  # noqa: S101 - what is a transform's begins in any setup
-            state = subject.begin(world, around(members))
-            generator = torch.Generator().manual_seed(world.rank)
-            weight = 1.0 if world.rank else 9.0
-            shapes = {name: state.params[name].shape for name in state.trainable}
-            totals = {
-                name: weight * torch.randn(shape, generator=generator)
-                for name, shape in shapes.items()
-            }
-            grads = Grads(
-                tensors=totals, taken=Taken(divisor=weight, shows_totals=True)
-            )
-            update = Update(state=state, slots=state.slots, grads=grads)
-            sums = dict.fromkeys(totals, 0.0)
-            for step in range(_ROUNDS):
-                at = attrs.evolve(update, state=attrs.evolve(state, step=step))
-                found, update = through("reduce", grads.map(torch.clone), at, Grads)
-                for name, each in found.tensors.items():
-                    sums[name] = sums[name] + each.double() / found.taken.denominator
-            wanted = {n: m * _ROUNDS for n, m in _mean(grads, world).items()}
-            off = torch.stack([(sums[n] - wanted[n]).norm() for n in wanted]).norm()
-            return float(off / torch.stack([m.norm() for m in wanted.values()]).norm())
+    def rank(world: World) -> float:
+        state = subject.start(world)
+        generator = torch.Generator().manual_seed(world.rank)
+        weight = 1.0 if world.rank else 9.0
+        shapes = {name: state.params[name].shape for name in state.trainable}
+        totals = {
+            name: weight * torch.randn(shape, generator=generator)
+            for name, shape in shapes.items()
+        }
+        grads = Grads(tensors=totals, taken=Taken(divisor=weight, shows_totals=True))
+        update = Update(state=state, slots=state.slots, grads=grads)
+        sums = dict.fromkeys(totals, 0.0)
+        for step in range(_ROUNDS):
+            at = attrs.evolve(update, state=attrs.evolve(state, step=step))
+            found, update = through("reduce", grads.map(torch.clone), at, Grads)
+            for name, each in found.tensors.items():
+                sums[name] = sums[name] + each.double() / found.taken.denominator
+        wanted = {n: m * _ROUNDS for n, m in _mean(grads, world).items()}
+        off = torch.stack([(sums[n] - wanted[n]).norm() for n in wanted]).norm()
+        return float(off / torch.stack([m.norm() for m in wanted.values()]).norm())
 
-        off = max(simulate(subject.size, rank))
-        if off <= _IN_SUM:
-            return None
-        return (
-            f"over {_ROUNDS} updates with the same gradients, what reduce gives is in sum off by"
-            f" {off:.2g} times the weighted mean's. Send later all that an update leaves out,"
-            ' or name it: gives_up = {"sends_all_later": "it is a vote"}.'
-        )
-
-    return law
+    off = max(simulate(subject.size, rank))
+    if off <= _IN_SUM:
+        return None
+    return (
+        f"over {_ROUNDS} updates with the same gradients, what reduce gives is in sum off by"
+        f" {off:.2g} times the weighted mean's. Send later all that an update leaves out,"
+        ' or name it: gives_up = {"sends_all_later": "it is a vote"}.'
+    )
 
 
 def _mean(grads: Grads, world: World) -> Tensors:

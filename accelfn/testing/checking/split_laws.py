@@ -156,10 +156,10 @@ def _histories(
 
     Under another name, a state draws other random numbers.
     """
+    within = subject.within(setup)
 
     def start(world: World) -> TrainState:
-        assert subject.begin is not None  # noqa: S101 - what is a transform's begins in any setup
-        state = subject.begin(world, setup)
+        state = within.start(world)
         name_of = attrs.evolve(state.definition, name=name or state.name)
         return attrs.evolve(state, definition=name_of)
 
@@ -208,12 +208,12 @@ class _Dtypes(TorchDispatchMode):
 
 def _is_coarse(subject: Subject, setup: chain) -> bool:
     """Whether a setup rounds to 16 bits or less, in the first updates."""
+    within = subject.within(setup)
 
     def rank(world: World) -> bool:
-        assert subject.begin is not None  # noqa: S101 - as above
-        state = subject.begin(world, setup)
+        state = within.start(world)
         with _Dtypes() as dtypes:
-            for _ in subject.advance(state, 0, 2):
+            for _ in within.advance(state, 0, 2):
                 pass
         return dtypes.found
 

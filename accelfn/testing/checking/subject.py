@@ -75,6 +75,16 @@ class Subject:
             self._kept.append(self.histories())
         return self._kept[0]
 
+    def within(self, setup: Any) -> "Subject":
+        """Return the same training in another setup."""
+        assert self.begin is not None  # noqa: S101 - what is a transform's begins in any setup
+        begin = self.begin
+
+        def start(world: World) -> States:
+            return begin(world, setup)
+
+        return attrs.evolve(self, start=start)
+
     def histories(
         self, *, seed: int = 0, schedule: Sequence[int] = ()
     ) -> list[History]:

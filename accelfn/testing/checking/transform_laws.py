@@ -69,7 +69,6 @@ def check_transform(
     | `groups_apart` | `hyper` gives a parameter group nothing that depends on another's rate |
     | `takes_what_it_is_given` | `grads` and `eval_params` build on their first argument, or \
 replace it: they do not take the update's own |
-    | `shares` | by `data`, ranks together read each sample of a batch once |
     | `skips_whole` | a skipped update leaves parameters, optimizer and slots as they were |
     | `trains` | parameters change |
     | `keeps_frozen` | parameters that are not trained stay as they are |
