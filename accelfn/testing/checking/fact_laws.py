@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
-import attrs
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -15,7 +14,6 @@ from accelfn.definition.facts import facts_of
 from accelfn.definition.transform import chain
 from accelfn.errors import NonFiniteGradsError
 from accelfn.loop.batches import batches
-from accelfn.state.state import TrainState
 from accelfn.step.make_step import make_step
 from accelfn.testing.checking.laws import Law, differ
 from accelfn.testing.checking.subject import Subject
@@ -52,11 +50,7 @@ def _draws(subject: Subject, members: Sequence[Any], around: Around) -> str | No
         subclassed(each, {"tells": {**facts_of(each), "draws_nothing": False}})
         for each in members
     ]
-
-    def start(world: World) -> TrainState:
-        return subject.start(world).with_setup(around(forced))
-
-    again = attrs.evolve(subject, start=start).histories()
+    again = subject.within(around(forced)).histories()
     said = "a run, and the same run with random numbers for each method,"
     broken = differ(subject.plain, again, said)
     return f"{broken} It draws: do not tell draws_nothing." if broken else None

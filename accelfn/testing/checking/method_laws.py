@@ -2,7 +2,7 @@
 """Laws about single methods of a transform, each held where a transform has the method."""
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.checkpoint import load, save
 from accelfn.definition.facts import facts_of
 from accelfn.definition.fields import has_field
 from accelfn.definition.transform import chain
@@ -349,18 +348,18 @@ def _lost_of_parts(arrived: Sequence[_Arrived]) -> str | None:
 def _evaluates_purely(subject: Subject) -> str | None:
     """Evaluating between updates changes nothing of the run."""
 
-    def rank(world: World) -> list[Mapping[str, Any]]:
-        found: list[Mapping[str, Any]] = []
-        for state, metrics in subject.advance(subject.start(world), 0, subject.updates):
-            found.append(held(state, metrics))
+    def advance(
+        states: TrainState, done: int, number: int
+    ) -> Iterator[tuple[TrainState, Any]]:
+        for state, metrics in subject.advance(states, done, number):
             for _ in range(2):
                 eval_params(state)
                 _ = state.lrs  # which asks hyper
-        return found
+            yield state, metrics
 
-    again = list(simulate(subject.size, rank, sums="ring"))
-    plain = [history[:-1] for history in subject.plain]
-    broken = differ(plain, again, "a run and the same run, evaluated between updates,")
+    again = attrs.evolve(subject, advance=advance).histories()
+    said = "a run and the same run, evaluated between updates,"
+    broken = differ(subject.plain, again, said)
     advice = " Return new tensors from eval_params. In hyper, which state.lrs asks, change nothing."
     return f"{broken}{advice}" if broken else None
 
@@ -429,24 +428,12 @@ def _plus_one(slot: Any, names: Sequence[str]) -> Any:
 
 def _loads_anywhere(subject: Subject) -> str | None:
     """Saved on some ranks, it is loaded on more and on fewer, with the same places in it."""
-
-    def saved(folder: Path, world: World) -> None:
-        state = subject.start(world)
-        for after, _ in subject.advance(state, 0, 2):
-            state = after
-        save(state, folder)
-
-    def loaded(folder: Path, world: World) -> None:
-        state = load(subject.start(world), folder)
-        for after, _ in subject.advance(state, 2, 1):
-            state = after
-
     for size in {1, subject.size + 1}:
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "saved"
-            simulate(subject.size, lambda world, at=path: saved(at, world))
+            subject.saved(2, Path(folder))
             try:
-                simulate(size, lambda world, at=path: loaded(at, world))
+                other = attrs.evolve(subject, size=size, updates=3)
+                other.resumed(2, Path(folder))
             except Exception as error:  # noqa: BLE001 - whatever it is, its own ranks had none
                 return (
                     f"saved on {subject.size} and gone on with on {size}, the run raised"
