@@ -9,7 +9,7 @@ what its own `state_dict()` says; that travels with each batch.
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakValueDictionary
 
 import attrs
@@ -177,7 +177,13 @@ class Opened:
             self._knowing is self._dataset
             and _READERS.get(id(self._dataset)) is not self
         ):
-            self._refuse_two()
+            msg = (
+                f"af.Data({type(self._dataset).__name__}): a second loop reads this stream, and"
+                f" the first continues at sample {self.position} of epoch {self._epoch}, but a"
+                " stream has one state_dict(). Make a dataset for each state, evaluation and"
+                " simulated rank, or copy it before it is read: copy.deepcopy(dataset)."
+            )
+            raise DataError(msg)
         with draws.seeded() as drawing:
             drawing.begin(draws.fold(self._key, self.position))
             try:
@@ -198,16 +204,6 @@ class Opened:
         if self._knowing is None or _is_lossy(self._dataset):
             return None
         return copy.deepcopy(self._knowing.state_dict())
-
-    def _refuse_two(self) -> NoReturn:
-        msg = (
-            f"af.Data({type(self._dataset).__name__}): a second loop reads this stream, and the"
-            f" first continues at sample {self.position} of epoch {self._epoch}. Its"
-            " state_dict() tells one place, so neither could be resumed. Make a dataset for"
-            " each state, evaluation and simulated rank, or copy it before it is read:"
-            " af.Data(copy.deepcopy(dataset), ...)."
-        )
-        raise DataError(msg)
 
     def _read_again(self, count: int) -> None:
         self.position = 0
