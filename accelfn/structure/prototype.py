@@ -238,7 +238,8 @@ def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, 
                 alike.setdefault((i, param.shape, param.dtype), []).append(param)
             group["params"] = [some[0] for key, some in alike.items() if key[0] == i]
             group.update(dict.fromkeys(_KERNELS & group.keys(), False))
-        with suppress(Exception), torch.no_grad():  # entries come before any kernel
+        # entries come before any kernel, and some kernels know no tensors without values
+        with suppress(NotImplementedError, RuntimeError), torch.no_grad():
             bare_step(part)()
         for some in alike.values():
             entry = part.state.get(some[0], {})
