@@ -54,7 +54,7 @@ def ls(directory: str) -> tuple[list[str], int]:
 def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
     folder = store / name_of(step)
     age = _age(time.time() - (folder / NAME).stat().st_mtime)
-    files_in = (each for each in folder.rglob("*") if each.is_file())
+    files_in = filter(paths.is_file, folder.rglob("*"))
     size = _bytes(sum(each.stat().st_size for each in files_in))
     try:
         manifests = read_manifests(folder)

@@ -337,9 +337,9 @@ class LiveOptimizer:
             OptimizerError: it is of a tensor class whose values no checkpoint can hold.
         """
         for entry in cast("dict[Any, Any]", self._torch.state).values():
-            if any(
-                isinstance(v, torch.Tensor) and is_wrapper(v) for v in entry.values()
-            ):
+            # what is of no parameter may be a lone value
+            values = entry.values() if isinstance(entry, dict) else (entry,)
+            if any(isinstance(v, torch.Tensor) and is_wrapper(v) for v in values):
                 raise OptimizerError(wrapper_error(type(self._torch).__name__))
 
     def _named(self) -> State:
