@@ -231,8 +231,7 @@ def test_frozen_in_mid_run(
 )
 def test_freezing_is_requires_grad(optimizer: str, masks: list[frozenset[str]]) -> None:
     """Training what a predicate says is a loop by hand that sets `requires_grad` so."""
-    run = Run(optimizer=optimizer, dyadic=False)
-    state = run.state(single())
+    state = af.TrainState.create(model=model("plain"), optimizer=OPTIMIZERS[optimizer])
     step = af.make_step(lambda net, x: net(x).square().mean())
     with af.bind(state, at="train") as lent:
         net = copy.deepcopy(lent)

@@ -107,7 +107,7 @@ def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> list[M
     """Train to the cut and save, or load and train from there, without what frees gradients."""
     state = setup.state(world, setup.how if first else "plain")
     if not first:
-        state = af.load(state, folder)
+        state = af.load(state, folder, allow=("options",))
     cut = setup.recipe.updates if setup.cut is None else setup.cut
     number = cut if first else setup.recipe.updates - cut
     step, moments = af.make_step(loss_fn), list[Moment]()

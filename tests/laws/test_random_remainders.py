@@ -138,7 +138,8 @@ def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> list[M
     """Train to the cut and save, or load and train from there to the end."""
     state = setup.state(world)
     if not first:
-        state = af.load(state, folder).with_setup(setup.chain(setup.beside[1]))
+        state = af.load(state, folder, allow=("trainable",))
+        state = state.with_setup(setup.chain(setup.beside[1]))
     step, moments = af.make_step(loss_fn), list[Moment]()
     for i in range(setup.cut) if first else range(setup.cut, setup.updates):
         thawed = i not in setup.frozen
