@@ -8,6 +8,7 @@ from accelfn.base import draws
 from accelfn.collectives import trees
 from accelfn.data import (
     cut,
+    dataset,
     dispatch,
     epoch,
     fetch,
@@ -142,6 +143,18 @@ OF_ORDERS = [
         order.Own._called,
         "self.function(seed, epoch, n) → self.function(seed, 0, n)",
     ),
+    Mutant(
+        "L35: a mix is evaluated in the order in which it is trained",
+        test_mixes.test_they_are_evaluated_in_their_own_order,
+        dataset.Data.in_order,
+        "order=None, → ",
+    ),
+    Mutant(
+        "L36: a mix is collated as torch does, whatever it was given",
+        test_mixes.test_options_of_a_mix_are_those_of_data,
+        dataset.Data.mix.__func__,
+        "order=order, **options → order=order, **{**options, 'collate': None}",
+    ),
 ]
 
 OF_STREAMS = [
@@ -239,6 +252,18 @@ count = len(values) and 1
         test_streams.test_a_stream_draws_anew_at_every_place,
         stream.Opened.read,
         "draws.fold(self._key, self.position) → self._key",
+    ),
+    Mutant(
+        "L40: a stream that somebody looked into begins where he left it",
+        test_streams.test_a_stream_of_datasets_that_was_looked_at_comes_whole,
+        stream.first_state,
+        'if hasattr(dataset, "_starting_state_dict"): → if False:',
+    ),
+    Mutant(
+        "L40: a stream without state is refused to a second loop too",
+        test_streams.test_a_stream_with_one_state_is_read_by_one_loop,
+        stream.Opened.read,
+        "self._knowing is self._dataset → True",
     ),
 ]
 

@@ -8,6 +8,7 @@ from accelfn.testing.simulation import sayings
 from tests.laws import (
     test_coupled_losses,
     test_gradients,
+    test_owed,
     test_random_setups,
     test_reducing,
     test_torch_schedules,
@@ -87,5 +88,17 @@ if not sums.reduced:
         test_torch_schedules.test_from_torch_is_the_scheduler_stepped,
         hyper._planned,
         "rates(state.step) → rates(state.num_tried)",
+    ),
+    Mutant(
+        "L2: what a user reduced is divided by one sample too many",
+        test_reducing.test_a_users_sum_in_16_bits,
+        grads.Grads.with_sums,
+        "divisor=_whole_weight(weight), → divisor=_whole_weight(weight) + 1,",
+    ),
+    Mutant(
+        "L8: every rank warns of models that differ as its world is closed",
+        test_owed.test_ranks_that_end_with_other_models_are_told,
+        stages._warn_of_owed,
+        " and state.world.is_main: → :",
     ),
 ]

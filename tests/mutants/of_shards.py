@@ -6,14 +6,15 @@ import torch
 from accelfn.base import shards
 from accelfn.checkpoint import elastic
 from accelfn.definition import cuts, layout
-from accelfn.engine import fsdp, parts, shard_home
-from accelfn.engine.module import units
+from accelfn.engine import fsdp, parts, shard_home, unit_order
+from accelfn.engine.module import synced_norm, units
 from accelfn.engine.optimizer import trial
 from accelfn.loop import evaluate, memory, memory_use
 from accelfn.state import update, values, views
 from accelfn.testing.comparing import differences
 from accelfn.transforms import clip
 from tests.laws import (
+    test_branches,
     test_layouts,
     test_memory,
     test_random_steps,
@@ -339,5 +340,17 @@ MUTANTS = [
         memory._counted,
         "whole if _are_whole(setup) else size.of(gradients) → size.of(gradients)",
         args={"accumulate": "whole", "parts": 1},
+    ),
+    Mutant(
+        "L1: a rank that does not run a unit gives the others zeros for its rows",
+        test_branches.test_ranks_run_other_layers,
+        unit_order.UnitOrder._gather_rows,
+        "part = torch.cat(rows) → part = torch.cat(rows).zero_()",
+    ),
+    Mutant(
+        "L3: layers in branches are normalised by the samples of rank 0",
+        test_branches.test_ranks_normalize_in_other_layers,
+        synced_norm.SyncedNorm.__call__,
+        "counts, self.label) → counts and not self.ranks.rank, self.label)",
     ),
 ]

@@ -4,8 +4,15 @@
 from accelfn import collectives
 from accelfn.base import contexts, draws
 from accelfn.definition import facts, slots
-from accelfn.definition.transform import _apply, _check_chain, _flatten, _repr, chain
-from accelfn.engine import buffers, engine, home
+from accelfn.definition.transform import (
+    _apply,
+    _check_chain,
+    _flatten,
+    _own,
+    _repr,
+    chain,
+)
+from accelfn.engine import buffers, engine, home, strangers
 from accelfn.loop import batches
 from accelfn.state import beginning, grads, hyper, state, update, views
 from accelfn.step import make_step, stages, sync_grads
@@ -17,6 +24,7 @@ from tests.laws import (
     test_dividing,
     test_equivalence,
     test_faults,
+    test_leaks,
     test_parameters,
     test_purity,
     test_randomness,
@@ -458,5 +466,35 @@ for path in state.definition.skeleton.aliases:
         beginning.begin_slots,
         "if owner.name not in slots: → if True:",
         args={"value": ema.ema(0.25, name="other")},
+    ),
+    Mutant(
+        "L50: numpy draws from the half of a key that torch draws from",
+        test_randomness.test_default_generators_draw_apart,
+        draws.seeded.begin,
+        "seed >> 32 & 0xFFFFFFFF → seed & 0xFFFFFFFF",
+    ),
+    Mutant(
+        "L50: Python's generator is taken to be where CPython keeps it",
+        test_randomness.test_pythons_generator_is_found_in_memory_or_asked,
+        draws._memory_of_python,
+        "if (*words, position) == random.getstate()[1]: → if words:",
+    ),
+    Mutant(
+        "L22: a step adds to the gradient of a leaf that the loss captures",
+        test_leaks.test_a_step_adds_to_no_gradient_of_the_caller,
+        strangers.Strangers.set_aside,
+        "each.grad = None → pass",
+    ),
+    Mutant(
+        "L22: the next state's tensors have the gradients that a user gave this one's",
+        test_leaks.test_what_autograd_notes_of_a_state_ends_with_it,
+        engine._reset_autograd,
+        "each.requires_grad, each.grad = False, None → each.requires_grad = False",
+    ),
+    Mutant(
+        "L22: a list in a transform's options is the caller's own",
+        test_leaks.test_an_option_is_what_it_was_when_the_transform_was_made,
+        _own,
+        "return type(value)(map(_own, value)) → return value",
     ),
 ]

@@ -27,6 +27,10 @@ UNTRIED = {
     "test_users_own::test_they_have_every_field": "looks at the tests' own classes",
     "test_users_own::test_they_use_public_names_alone": "looks at the tests' own code",
     "test_ddp::test_a_profiler_sees_ddp_and_changes_nothing": "runs in other processes",
+    "test_forged_manifests::test_a_forged_manifest_is_an_error_or_the_saved_state": (
+        "what is wrongly taken crashes, and a crash finds nothing"
+    ),
+    "test_coupled_losses::test_real_ranks_gather_uneven_shares": "runs in other processes",
 }
 """Laws without a mutant, and why."""
 
