@@ -34,10 +34,8 @@ def into_a_closed_pipe(words, folder, *, unbuffered):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a run and a store of checkpoints."""
-    folder, world = tmp_path_factory.mktemp("here"), af.World.single(device="cpu")
-    with af.track.jsonl(folder / "run.jsonl", world=world) as tracker:
-        tracker({"loss": 1.0}, 1)
+    """Return a folder with a store of checkpoints."""
+    folder = tmp_path_factory.mktemp("here")
     state = linear_state(2)
     with af.CheckpointStore(folder / "store") as store:
         store.save(state)
@@ -54,7 +52,6 @@ def folder(tmp_path_factory):
         (("config", "--default"), "1"),
         (("env",), ""),
         (("checkpoint", "ls", "store"), ""),
-        (("report", "run.jsonl"), ""),
     ],
     ids=" ".join,
 )
