@@ -71,15 +71,12 @@ class LeanDDP(DistributedDataParallel):
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """Return parameters in the order in which, most often, their gradients come."""
-        found: tuple[list[nn.Parameter], list[bool]] = (
-            super()._build_params_for_reducer()
-        )
-        if (
-            self.find_unused_parameters
-        ):  # torch lays buckets out once, and turns them round
-            return found
-        params, are_sparse = found
-        return params[::-1], are_sparse[::-1]
+        params, are_sparse = super()._build_params_for_reducer()
+        if not self.find_unused_parameters:
+            params, are_sparse = params[::-1], are_sparse[::-1]
+        # else torch lays buckets out once, and turns them round
+        self._in_reducer = params
+        return params, are_sparse
 
     def sparse_params(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are sparse."""
@@ -87,13 +84,17 @@ class LeanDDP(DistributedDataParallel):
         return [param for param, is_sparse in found if is_sparse]
 
     def params_missing(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients the last pass waits for in vain."""
+        """Return the parameters whose gradients the last pass waits for in vain.
+
+        Parameters that the loss froze in that pass are left out.
+        """
         try:
             self._check_reducer_finalized()
         except RuntimeError as error:
             found = _INDICES.search(str(error))
-            params, _ = self._build_params_for_reducer()
-            return [params[int(i)] for i in found[1].split()] if found else params
+            params = self._in_reducer
+            missing = [params[int(i)] for i in found[1].split()] if found else params
+            return [param for param in missing if param.requires_grad]
         return []
 
     def lay_out(self) -> None:
