@@ -54,6 +54,7 @@ MUTANTS = [
         test_sync_batchnorm.test_it_costs_two_collectives_a_layer,
         synced_norm.SyncedNorm.__call__,
         "type(layer).forward(layer, given)"
-        " → _Normed.apply(given, None, None, 0.0, self._ranks, True)[0]",
+        " → _Normed.apply("
+        "given, layer.weight, layer.bias, 0.0, self.ranks, True, self.label)[0]",
     ),
 ]
