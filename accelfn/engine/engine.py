@@ -99,7 +99,8 @@ class Engine:
 
     def bind(self, state: TrainState) -> None:
         """Point the machinery at the state's tensors, unless it does already."""
-        if state.definition.cache.has_shown:
+        # what a holder shows is a copy
+        if state.definition.cache.has_shown and self._holder is None:
             _reset_autograd(state)
         params = state._params  # pyright: ignore[reportPrivateUsage]
         buffers = state._buffers  # pyright: ignore[reportPrivateUsage]
