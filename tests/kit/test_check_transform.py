@@ -846,6 +846,37 @@ class MergesTheFirst:
 
 
 @af.transform
+class MergesSums(MergesTheFirst):
+    """Adds up on each rank what all owed, however many there are."""
+
+    def merge(self, slots, world):
+        return [1.0] * len(slots), {"owed": sum(slot["owed"] for slot in slots)}
+
+
+@af.transform
+class SendsTheLargest:
+    """Sends a third of each gradient's numbers, and the others later; loses some in `merge`."""
+
+    gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "the rest is sent later"}
+    tells: ClassVar[dict[str, Any]] = {"by_rank": ("rest",)}
+
+    def init(self, state):
+        return {"rest": {n: torch.zeros_like(state.params[n]) for n in state.trainable}}
+
+    def reduce(self, grads, slot, update):
+        owed = {n: g + slot["rest"][n] for n, g in grads.tensors.items()}
+        sent = {n: o * (o.abs() >= o.abs().quantile(2 / 3)) for n, o in owed.items()}
+        weight = weight_of(grads, update.world)
+        grads = grads.with_sums(*af.reduce((sent, weight), update.world))
+        return grads, {"rest": {n: owed[n] - each for n, each in sent.items()}}
+
+    def merge(self, slots, world):
+        rests = [slot["rest"] for slot in slots]
+        rest = {n: sum(each[n] for each in rests) / len(rests) for n in rests[0]}
+        return [1.0] * len(slots), {"rest": rest}
+
+
+@af.transform
 class MovesAtOnce:
     """Writes into its slot before it is known whether the update is skipped."""
 
@@ -931,9 +962,15 @@ class IgnoresAnOption:
         (
             ForgetsTheRest(),
             "sends_all_later",
-            "over 60 updates with the same gradients",
+            "over 201 updates, what reduce gives is in sum",
+        ),
+        (
+            SendsTheLargest(),
+            "sends_all_later",
+            "the last 200 of them on 1, what reduce",
         ),
         (MergesTheFirst(), "merges_all", "whatever rank 1 has in ['owed']"),
+        (MergesSums(), "merges_all", "of 2 slots that are all alike MergesSums()"),
         (MovesAtOnce(), "skips_whole", "['seen']: 1.0 and 2.0, difference 1"),
         (CountsLooks(), "evaluates_purely", "In hyper, which state.lrs asks, change"),
         (DecaysAll(), "keeps_frozen", "frozen: 3 of 3 elements differ, the first at"),

@@ -30,12 +30,14 @@ from accelfn.testing.checking.laws import Law, differ
 from accelfn.testing.checking.reducing import held_to_mean, sends_all
 from accelfn.testing.checking.subject import Subject, held
 from accelfn.testing.checking.watching import Seen, intercepted, watched
-from accelfn.testing.comparing.differences import leaves
+from accelfn.testing.comparing.differences import Comparison, leaves
 from accelfn.testing.comparing.entries import entries, first_difference
 from accelfn.testing.simulate import simulate
 from accelfn.transforms.accumulate import accumulate
 from accelfn.world import World
 
+_NEAR = Comparison(rtol=1e-4, atol=1e-6)
+"""What numbers that are added up and divided may differ by."""
 Around: TypeAlias = Callable[[Sequence[Any]], chain]
 """Returns the whole setup around some transforms."""
 
@@ -71,7 +73,7 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
         "owes_once": (("finalize",), _owes_once),
         "merges_all": (("merge",), _merges_all(members)),
         "loads_anywhere": (("init",), _loads_anywhere),
-        "sends_all_later": (("reduce",), sends_all),
+        "sends_all_later": (("reduce",), sends_all(members)),
     }
     return {
         name: law
@@ -382,37 +384,59 @@ def _owes_once(subject: Subject) -> str | None:
 
 
 def _merges_all(members: Sequence[Any]) -> Law:
-    """What any rank remembers for itself has a say in what `merge` returns."""
+    """What any rank remembers for itself has its share in what `merge` returns, and no more."""
+    merging = [each for each in members if has_field(each, "merge")]
 
     def law(subject: Subject) -> str | None:
-        def rank(world: World) -> dict[str, Any]:
+        def rank(world: World) -> str | None:
             state = subject.start(world)
             for after, _ in subject.advance(state, 0, subject.updates):
                 state = after
-            return tree.clone(dict(state.slots))
-
-        slots = list(simulate(subject.size, rank))
-        for each in members if subject.size > 1 else ():
-            own = [each_slots.get(each.name) for each_slots in slots]
-            entries_of = facts_of(each).get("by_rank", ())
-            for place in range(subject.size if has_field(each, "merge") else 0):
-                moved = list(own)
-                moved[place] = _plus_one(own[place], entries_of)
-                given = [
-                    dict(leaves("slots", each_slots)) for each_slots in (own, moved)
-                ]
-                found = [
-                    dict(leaves("merge", each.merge(tree.clone(some), World.single())))
-                    for some in (own, moved)
-                ]
-                if first_difference(*given) and not first_difference(*found):
+            for each in merging:
+                own = state.slots[each.name]
+                kept, lost = _shares(each, tree.clone(own), world)
+                if kept:
                     return (
-                        f"{each!r}.merge gives the same, whatever rank {place} has in"
-                        f" {list(entries_of)}: that is lost on another number of ranks."
+                        f"of {world.size} slots that are all alike {each!r}.merge makes another"
+                        f" one for as many ranks: {kept}"
                     )
-        return None
+                if lost is not None:
+                    return (
+                        f"{each!r}.merge gives the same, whatever rank {lost} has in"
+                        f" {list(facts_of(each).get('by_rank', ()))}: that is lost on another"
+                        " number of ranks."
+                    )
+            return None
+
+        return next(filter(None, simulate(subject.size, rank)), None)
 
     return law
+
+
+def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | None]:
+    """Return how what is merged of slots that are alike differs, and whose has no say in it."""
+
+    def merged(slots: list[Any]) -> dict[str, Any]:
+        return dict(leaves("merge", transform.merge(tree.clone(slots), world)[1]))
+
+    alike = [slot] * world.size
+    found = merged(alike)
+    differences = _NEAR.by_name(dict(leaves("merge", slot)), found)
+    kept = next((str(each[0]) for each in differences.values()), None)
+    other = _plus_one(slot, facts_of(transform).get("by_rank", ()))
+    if world.size == 1 or not first_difference(
+        *(dict(leaves("", s)) for s in (slot, other))
+    ):
+        return kept, None
+    moved = (
+        [*alike[:place], other, *alike[place + 1 :]] for place in range(world.size)
+    )
+    same = [
+        place
+        for place, some in enumerate(moved)
+        if not first_difference(found, merged(some))
+    ]
+    return kept, same[0] if same else None
 
 
 def _plus_one(slot: Any, names: Sequence[str]) -> Any:

@@ -1,27 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a transform's own `reduce` gives the mean over all ranks: no more, and no less."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 import torch
+from torch.nn.utils import get_total_norm
 
+from accelfn.base import tree
 from accelfn.collectives import reduce
+from accelfn.definition.fields import has_field
 from accelfn.state.grads import Grads, Taken
+from accelfn.state.state import TrainState
 from accelfn.state.update import Update, through
+from accelfn.testing.checking.laws import Law
 from accelfn.testing.checking.subject import Subject
 from accelfn.testing.checking.watching import Seen, intercepted
 from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
 Tensors = Mapping[str, torch.Tensor]
+_Reduced: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
 
 NEAR = 0.05
 """How far, of its own size, what came of a gradient may be from the mean: bytes may be few."""
 _LABEL = "reduces_to_mean"
-_ROUNDS, _IN_SUM = 60, 0.1
-"""In how many updates all of a gradient has to be sent, up to a part that is owed still."""
+_ROUNDS, _IN_SUM = 200, 0.02
+"""In so many updates after the first, all of its gradients is sent, but for this part."""
+_LARGE, _LITTLE = 10.0, 0.01
+"""How large gradients are at first, and then."""
 
 
 def held_to_mean(transform: Any, seen: Seen) -> Any:
@@ -50,38 +58,62 @@ def held_to_mean(transform: Any, seen: Seen) -> Any:
     return intercepted(transform, ["reduce"], call)
 
 
-def sends_all(subject: Subject) -> str | None:
-    """Sums over many updates are those of the weighted mean."""
+def sends_all(members: Sequence[Any]) -> Law:
+    """Return the law that what an update leaves out is sent later, though ranks join or leave."""
+    merging = [each for each in members if has_field(each, "merge")]
 
-    def rank(world: World) -> float:
-        state = subject.start(world)
-        generator = torch.Generator().manual_seed(world.rank)
-        weight = 1.0 if world.rank else 9.0
-        shapes = {name: state.params[name].shape for name in state.trainable}
-        totals = {
-            name: weight * torch.randn(shape, generator=generator)
-            for name, shape in shapes.items()
-        }
-        grads = Grads(tensors=totals, taken=Taken(divisor=weight, shows_totals=True))
-        update = Update(state=state, slots=state.slots, grads=grads)
-        sums = dict.fromkeys(totals, 0.0)
-        for step in range(_ROUNDS):
-            at = attrs.evolve(update, state=attrs.evolve(state, step=step))
-            found, update = through("reduce", grads.map(torch.clone), at, Grads)
-            for name, each in found.tensors.items():
-                sums[name] = sums[name] + each.double() / found.taken.denominator
-        wanted = {n: m * _ROUNDS for n, m in _mean(grads, world).items()}
-        off = torch.stack([(sums[n] - wanted[n]).norm() for n in wanted]).norm()
-        return float(off / torch.stack([m.norm() for m in wanted.values()]).norm())
+    def law(subject: Subject) -> str | None:
+        def begins(world: World) -> _Reduced:
+            return _reduced(subject.start(world), range(1), _LARGE)
 
-    off = max(simulate(subject.size, rank))
-    if off <= _IN_SUM:
-        return None
-    return (
-        f"over {_ROUNDS} updates with the same gradients, what reduce gives is in sum off by"
-        f" {off:.2g} times the weighted mean's. Send later all that an update leaves out,"
-        ' or name it: gives_up = {"sends_all_later": "it is a vote"}.'
-    )
+        def goes_on(world: World) -> _Reduced:
+            state, saved = subject.start(world), [slots for *_, slots in begun]
+            slots = {} if merging else saved[world.rank]
+            for each in merging:
+                own = tree.clone([slots_of[each.name] for slots_of in saved])
+                slots[each.name] = each.merge(own, world)[1]
+            state = attrs.evolve(state, slots={**state.slots, **slots})
+            return _reduced(state, range(1, 1 + _ROUNDS), _LITTLE)
+
+        begun = simulate(subject.size, begins)
+        size = (1 if subject.size > 1 else 2) if merging else subject.size
+        sums, means, _ = zip(begun[0], simulate(size, goes_on)[0], strict=True)
+        wanted = {n: sum(each[n] for each in means) for n in means[0]}
+        missing = [sum(each[n] for each in sums) - wanted[n] for n in wanted]
+        off = float(get_total_norm(missing) / get_total_norm(wanted.values()))
+        if off <= _IN_SUM:
+            return None
+        moved = f", the last {_ROUNDS} of them on {size}" if merging else ""
+        return (
+            f"over {1 + _ROUNDS} updates{moved}, what reduce gives is in sum off by"
+            f" {off:.2g} times the weighted mean's. Send later all that an update leaves out,"
+            " in merge share it out among the new ranks, or name it:"
+            ' gives_up = {"sends_all_later": "it is a vote"}.'
+        )
+
+    return law
+
+
+def _reduced(state: TrainState, steps: range, size: float) -> _Reduced:
+    """Return the sums of what `reduce` gives, those of the means, and the slots after it."""
+    world = state.world
+    generator = torch.Generator().manual_seed(world.rank)
+    # other weights on each rank, of the same sum on any number of ranks
+    weight = 20.0 * (world.rank + 1) / (world.size * (world.size + 1))
+    totals = {
+        name: size * weight * torch.randn(state.params[name].shape, generator=generator)
+        for name in state.trainable
+    }
+    grads = Grads(tensors=totals, taken=Taken(divisor=weight, shows_totals=True))
+    update = Update(state=state, slots=state.slots, grads=grads)
+    sums = dict.fromkeys(totals, 0.0)
+    for step in steps:
+        at = attrs.evolve(update, state=attrs.evolve(state, step=step))
+        found, update = through("reduce", grads.map(torch.clone), at, Grads)
+        for name, each in found.tensors.items():
+            sums[name] = sums[name] + each.double() / found.taken.denominator
+    means = {name: mean * len(steps) for name, mean in _mean(grads, world).items()}
+    return sums, means, tree.clone(dict(update.slots))
 
 
 def _mean(grads: Grads, world: World) -> Tensors:
