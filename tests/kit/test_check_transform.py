@@ -970,7 +970,7 @@ class IgnoresAnOption:
             "the last 200 of them on 1, what reduce",
         ),
         (MergesTheFirst(), "merges_all", "whatever rank 1 has in ['owed']"),
-        (MergesSums(), "merges_all", "of 2 slots that are all alike MergesSums()"),
+        (MergesSums(), "merges_all", "merge of 2 slots that it made itself"),
         (MovesAtOnce(), "skips_whole", "['seen']: 1.0 and 2.0, difference 1"),
         (CountsLooks(), "evaluates_purely", "In hyper, which state.lrs asks, change"),
         (DecaysAll(), "keeps_frozen", "frozen: 3 of 3 elements differ, the first at"),

@@ -397,8 +397,8 @@ def _merges_all(members: Sequence[Any]) -> Law:
                 kept, lost = _shares(each, tree.clone(own), world)
                 if kept:
                     return (
-                        f"of {world.size} slots that are all alike {each!r}.merge makes another"
-                        f" one for as many ranks: {kept}"
+                        f"{each!r}.merge of {world.size} slots that it made itself, for as many"
+                        f" ranks, gives another one: {kept}"
                     )
                 if lost is not None:
                     return (
@@ -414,29 +414,28 @@ def _merges_all(members: Sequence[Any]) -> Law:
 
 
 def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | None]:
-    """Return how what is merged of slots that are alike differs, and whose has no say in it."""
+    """Return how merging again changes what is merged, and which rank has no say in it."""
 
-    def merged(slots: list[Any]) -> dict[str, Any]:
-        return dict(leaves("merge", transform.merge(tree.clone(slots), world)[1]))
+    def merged(slots: list[Any]) -> Any:
+        return transform.merge(tree.clone(slots), world)
+
+    def named(slot: Any) -> dict[str, Any]:
+        return dict(leaves("merge", slot))
 
     alike = [slot] * world.size
     found = merged(alike)
-    differences = _NEAR.by_name(dict(leaves("merge", slot)), found)
+    differences = _NEAR.by_name(
+        named(found[1]), named(merged([found[1]] * world.size)[1])
+    )
     kept = next((str(each[0]) for each in differences.values()), None)
     other = _plus_one(slot, facts_of(transform).get("by_rank", ()))
-    if world.size == 1 or not first_difference(
-        *(dict(leaves("", s)) for s in (slot, other))
+    for place in range(
+        world.size if first_difference(named(slot), named(other)) else 0
     ):
-        return kept, None
-    moved = (
-        [*alike[:place], other, *alike[place + 1 :]] for place in range(world.size)
-    )
-    same = [
-        place
-        for place, some in enumerate(moved)
-        if not first_difference(found, merged(some))
-    ]
-    return kept, same[0] if same else None
+        moved = [*alike[:place], other, *alike[place + 1 :]]
+        if world.size > 1 and not first_difference(named(found), named(merged(moved))):
+            return kept, place
+    return kept, None
 
 
 def _plus_one(slot: Any, names: Sequence[str]) -> Any:
