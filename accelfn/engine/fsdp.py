@@ -126,8 +126,16 @@ def _explain(error: RuntimeError) -> None:
     """Raise what torch says of parts that meet whole tensors in words of a model.
 
     Raises:
-        LossError: a module of a unit was called otherwise than the unit itself.
+        LossError: a module of a unit was called otherwise than the unit itself, or the loss
+            asked for gradients of its parameters.
     """
+    if "differentiated Tensor" in str(error):
+        msg = (
+            "The loss calls torch.autograd.grad with parameters that af.wrap_fsdp() has split:"
+            " it has no gradients of them before the backward pass. Train this model with"
+            " af.wrap_ddp(), or read the gradients in a transform's grads."
+        )
+        raise LossError(msg) from error
     if "mixed torch.Tensor and DTensor" in str(error):
         msg = (
             "The loss used parameters of a unit that was not gathered: a unit of"

@@ -332,6 +332,21 @@ def test_a_double_backward_is_rejected(reshard):
         assert all(torch.allclose(p, found[name]) for name, p in alone.items())
 
 
+def test_gradients_of_split_parameters_within_the_loss_are_refused():
+    """On all ranks, before anything is trained."""
+
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        mean = net(x).mean()
+        torch.autograd.grad(mean, list(net.parameters()), retain_graph=True)
+        return mean
+
+    def fn(world: af.World) -> None:
+        af.make_step(loss)(begun(world), rows(world))
+
+    with pytest.raises(af.LossError, match="autograd.grad with parameters that"):
+        in_two(fn)
+
+
 def test_another_method_of_a_unit_is_refused():
     """Its parameters were not gathered."""
 
