@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import sys
+from contextlib import suppress
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch.utils.collect_env import get_env_info, pretty_str
 
-from accelfn.base import accelerator
 from accelfn.errors import LaunchError
 from accelfn.launching.file import read
 from accelfn.launching.settings import Settings
@@ -27,50 +23,45 @@ _PACKAGES = (
 )
 # how names begin of variables that change what a run does; what else the environment has is
 # nobody's business
-_VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    "axes": ("ACCELFN_AXES",),
-    "meeting": ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "GLOO_", "NCCL_"),
-    "threads": ("OMP_", "MKL_", "KMP_"),
-    "torch": ("TORCH_", "PYTORCH_", "CUBLAS_WORKSPACE"),
-    "CUDA": ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH"),
-    "SLURM's task": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
-    "SLURM's job": ("SLURM_STEP_", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
-    "Open MPI": ("OMPI_COMM_WORLD_", "PMIX_NAMESPACE"),
-    "MPICH": ("PMI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
-}
+_VARIABLES = (
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_",
+        "ACCELFN_AXES",
+    ),
+    *("TORCH", "PYTORCH_", "GLOO_", "NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH"),
+    *("CUBLAS_WORKSPACE", "OMP_", "MKL_", "KMP_", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_", "SLURM_JOB_ID"),
+    *("SLURM_JOB_NUM_NODES", "OMPI_COMM_WORLD_", "PMI", "MPI_LOCAL"),
+    *("MV2_COMM_WORLD_",),
+)
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def describe(file: Path | None, *, as_json: bool) -> str:
-    """Return this machine, and the settings in force, as text.
+    """Return this machine as torch describes it, packages and the settings in force, as text.
 
     Args:
         file: of the settings; what is wrong with it stands where they would.
         as_json: whether a program reads it.
     """
-    found = _found(file)
+    machine = get_env_info()
+    found: dict[str, dict[str, Any]] = {
+        "packages": _packages(),
+        "variables": _variables(),
+        "settings": _settings(file),
+    }
     if as_json:
-        return json.dumps(found, indent=2) + "\n"
-    lines: list[str] = []
+        return json.dumps({"machine": machine._asdict(), **found}, indent=2) + "\n"
+    lines = [pretty_str(machine)]
     for title, rows in found.items():
         lines.append(title)
         lines += [f"  {name:24}{value}" for name, value in rows.items()] or ["  none"]
     return "\n".join(lines) + "\n"
-
-
-def _found(file: Path | None) -> dict[str, dict[str, Any]]:
-    return {
-        "versions": _versions(),
-        "machine": _machine(),
-        "devices": _devices(),
-        "backends": {
-            name: dist.is_backend_available(name)
-            for name in ("gloo", "nccl", "mpi", "ucc")
-        },
-        "variables": _variables(),
-        "settings": _settings(file),
-    }
 
 
 def _settings(file: Path | None) -> dict[str, str]:
@@ -86,37 +77,17 @@ def _settings(file: Path | None) -> dict[str, str]:
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {"imported from": str(Path(__file__).parents[1])}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return {**found, "cuda": str(torch.version.cuda)}
-
-
-def _machine() -> dict[str, str]:
-    return {
-        "platform": platform.platform(),
-        "executable": sys.executable,
-        "package": str(Path(__file__).parents[1]),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "torch threads": str(torch.get_num_threads()),
-    }
-
-
-def _devices() -> dict[str, str]:
-    kind, count = accelerator.kind(), accelerator.count()
-    named: Any = getattr(torch.get_device_module(kind), "get_device_name", None)
-    names = {f"{kind}:{i}": named(i) if named else kind for i in range(count)}
-    return {"cpu": platform.processor() or platform.machine(), **names}
+    return found
 
 
 def _variables() -> dict[str, str]:
-    shown = tuple(chain.from_iterable(_VARIABLES.values()))
     return {
         name: "(hidden)" if any(each in name for each in _SECRET) else value
         for name, value in sorted(os.environ.items())
-        if name.startswith(shown)
+        if name.startswith(_VARIABLES)
     }
