@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from torch.utils.data import Subset
@@ -26,7 +26,6 @@ from accelfn.collectives import (
     first_difference,
     gather_text,
 )
-from accelfn.data.described import Described
 from accelfn.data.epoch import epoch_of
 from accelfn.data.fetch import nothing
 from accelfn.data.fingerprint import bytes_of, form_of, places_of, sample_at
@@ -35,6 +34,9 @@ from accelfn.data.orders.order import Sequential, Shuffled
 from accelfn.data.sources import Items, Rows, Source
 from accelfn.errors import ReplicaMismatchError
 from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
 
 _BYTES = 1 << 22
 """As much of a dataset made of tensors is compared."""
@@ -79,7 +81,7 @@ class Looks:
             self._reads.append(dict(_looked_at(self._source, "")))
 
 
-def check_readers(data: Described, world: World) -> None:
+def check_readers(data: "Data", world: World) -> None:
     """Raise unless all ranks read alike, where they meet as they read.
 
     A rank that reads otherwise meets the others when its state is built, before its first
@@ -111,14 +113,14 @@ def check_definition_rows(rows: dict[str, str], world: World) -> None:
     )
 
 
-def readers_told(data: Described | None) -> dict[str, str]:
+def readers_told(data: "Data | None") -> dict[str, str]:
     """Return who reads for whom, as ranks tell one another."""
     told = {"sharded": data is not None and data.sharded}
     told["dispatch"] = data is not None and data.dispatch
     return {f"data, {name}": str(value) for name, value in told.items()}
 
 
-def check_alike(data: Described, looks: Looks | None, world: World) -> None:
+def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
     """Raise unless all ranks hold the same samples in the same order, and batch them alike.
 
     Data that name themselves, `fingerprint=`, are compared by name; streams by how they are
@@ -159,7 +161,7 @@ def check_alike(data: Described, looks: Looks | None, world: World) -> None:
         raise ReplicaMismatchError(msg)
 
 
-def are_alike(data: Described, looks: Looks | None, world: World) -> bool:
+def are_alike(data: "Data", looks: Looks | None, world: World) -> bool:
     """Return whether all ranks are seen to hold the same samples; of streams nothing is.
 
     Cost: as `check_alike` where ranks agree.
@@ -169,7 +171,7 @@ def are_alike(data: Described, looks: Looks | None, world: World) -> bool:
     return alike and (looks is not None or data.fingerprint is not None)
 
 
-def _form(data: Described, looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
+def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
     """Return how data is batched, and its name if it has one, instead of its looks."""
     form = {f"data, {name}": str(each) for name, each in form_of(data).items()}
     form |= readers_told(data)
@@ -183,7 +185,7 @@ def _said(form: dict[str, str], looks: Looks | None) -> str:
     return json.dumps([form, looks and looks.seen()])
 
 
-def order_told(data: Described, seed: int) -> dict[str, str]:
+def order_told(data: "Data", seed: int) -> dict[str, str]:
     """Return a digest of the first epoch's order, where more than the seed decides it."""
     pure = type(data.ordering) in (Sequential, Shuffled)
     if data.is_stream or (pure and isinstance(data.batch_size, int)):

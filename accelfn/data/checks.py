@@ -2,7 +2,7 @@
 """What `Data` refuses, as it is made."""
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -12,11 +12,13 @@ from accelfn.base.arguments import integer, is_integer, is_number
 from accelfn.data.budget import budget
 from accelfn.data.cursor import Cursor
 from accelfn.data.cut import REMAINDERS, Cut
-from accelfn.data.described import Described
 from accelfn.data.length import promised_length
 from accelfn.data.orders.samplers import refuse_distributed
 from accelfn.data.stream import stateless
 from accelfn.errors import ArgumentError, BatchError, DataError
+
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
 
 _STREAMS_ONLY = ("sharded", "dispatch", "replay")
 _FEW = 4
@@ -79,7 +81,7 @@ def is_order(value: Any) -> bool:
     return hasattr(value, "of_epoch") and hasattr(value, "num_samples")
 
 
-def check_options(data: Described) -> None:
+def check_options(data: "Data") -> None:
     """Refuse options that cannot be together, whatever the dataset."""
     if data.collate is not None and not callable(data.collate):
         msg = f"af.Data(collate={data.collate!r}): expected a function."
@@ -92,7 +94,7 @@ def check_options(data: Described) -> None:
     _check_batching(data)
 
 
-def check_indexed(data: Described) -> None:
+def check_indexed(data: "Data") -> None:
     """Refuse what does not go with a dataset that is read by index."""
     given = [name for name in _STREAMS_ONLY if getattr(data, name)]
     if given:
@@ -146,7 +148,7 @@ def _check_loader(dataset: Any) -> None:
         raise ArgumentError(msg)
 
 
-def _check_order(data: Described) -> None:
+def _check_order(data: "Data") -> None:
     order: Any = data.order
     is_uncalled = isinstance(order, type) and is_order(order)  # orders.weighted
     if order is None or ((callable(order) or is_order(order)) and not is_uncalled):
@@ -159,7 +161,7 @@ def _check_order(data: Described) -> None:
     raise ArgumentError(msg)
 
 
-def _check_batching(data: Described) -> None:
+def _check_batching(data: "Data") -> None:
     if (data.batch_size is None) == (data.batch_sampler is None):
         neither = data.batch_size is None
         given = (
@@ -199,7 +201,7 @@ def _check_batching(data: Described) -> None:
         raise ArgumentError(msg)
 
 
-def check_stream(data: Described) -> None:
+def check_stream(data: "Data") -> None:
     """Refuse what does not go with a stream."""
     kind = type(data.dataset).__name__
     if isinstance(data.dataset, (set, frozenset)):
@@ -247,7 +249,7 @@ def check_sample(start: Cursor, cut: Cut) -> None:
         raise BatchError(msg)
 
 
-def check_stream_start(data: Described, start: Cursor) -> None:
+def check_stream_start(data: "Data", start: Cursor) -> None:
     """Refuse a cursor at which a stream cannot be put."""
     if start.samples == 0 or start.memory is not None:
         return

@@ -10,7 +10,6 @@ import numpy as np
 from accelfn.base import draws
 from accelfn.data.cursor import Cursor
 from accelfn.data.cut import Cut, EvenCut, Span, UnevenCut
-from accelfn.data.described import Described
 from accelfn.data.orders.order import AtPositions, checked, looked_up
 from accelfn.data.orders.samplers import drawn_once
 from accelfn.data.permutation import Indices, shuffled
@@ -19,6 +18,7 @@ from accelfn.errors import DataError
 
 if TYPE_CHECKING:
     from accelfn.data.budget import budget
+    from accelfn.data.dataset import Data
 
 _FIRST_BLOCK, _BLOCK, _UPDATES = 1_024, 65_536, 2_048
 """This rank's positions, and updates, whose order is computed at once."""
@@ -68,7 +68,7 @@ class Epoch:
         )
 
 
-def epoch_of(data: Described, *, seed: int, number: int) -> Epoch:
+def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
     """Return one pass over the data, for a state of a seed."""
     key, n = draws.key(seed, "data", number), len(data.source)
     if data.batch_sampler is not None:

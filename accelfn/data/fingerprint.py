@@ -3,21 +3,23 @@
 
 import hashlib
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from accelfn.base import draws, tree
-from accelfn.data.described import Described
 from accelfn.data.sources import Source
 from accelfn.errors import DataError
+
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
 
 _PROBES = 8
 """How many samples are read: the first, the last, and between."""
 
 
-def form_of(data: Described) -> dict[str, Any]:
+def form_of(data: "Data") -> dict[str, Any]:
     """Return how data is batched and ordered, as plain data; no sample is read."""
     size = data.batch_size
     form: dict[str, Any] = {

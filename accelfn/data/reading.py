@@ -2,12 +2,12 @@
 """Which reader reads a dataset: by index or as a stream, here or in other processes."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import attrs
 from torch.utils.data import default_collate
 
 from accelfn.data.cursor import Cursor
-from accelfn.data.described import Described
 from accelfn.data.dispatch import read_dispatched
 from accelfn.data.epoch import Portion, epoch_of, portions
 from accelfn.data.fetch import Fetch
@@ -17,6 +17,9 @@ from accelfn.data.sharded import Sharded
 from accelfn.data.stream import Share, Stream, read_stream, say_cost
 from accelfn.data.workers import Place, say_too_many
 from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
 
 
 @attrs.frozen(kw_only=True)
@@ -40,7 +43,7 @@ class Reading:
     update: int = 0
 
 
-def pairs_of(data: Described, reading: Reading) -> Iterator[Pair]:
+def pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
     """Yield what this rank takes of each update, and its values, on the CPU."""
     if reading.world.is_main:
         say_too_many(data.num_workers)
@@ -58,7 +61,7 @@ def pairs_of(data: Described, reading: Reading) -> Iterator[Pair]:
     )
 
 
-def _portions(data: Described, reading: Reading) -> Iterator[Portion]:
+def _portions(data: "Data", reading: Reading) -> Iterator[Portion]:
     start, epochs = reading.start, reading.epochs
     while epochs is None or start.epoch < epochs:
         epoch = epoch_of(data, seed=reading.seed, number=start.epoch)
@@ -66,7 +69,7 @@ def _portions(data: Described, reading: Reading) -> Iterator[Portion]:
         start = Cursor(start.epoch + 1)
 
 
-def _stream_pairs(data: Described, reading: Reading) -> Iterator[Pair]:
+def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
     collate = data.collate or default_collate
     plan, start, epochs = reading.plan, reading.start, reading.epochs
     if data.sharded:

@@ -2,7 +2,7 @@
 """Slots of a state that gets other parameters: an average, or an anchor, may begin with them."""
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,11 +10,13 @@ from accelfn.base import tree
 from accelfn.base.contexts import own_modes
 from accelfn.base.shards import local
 from accelfn.state.beginning import begun
-from accelfn.state.moment import Moment
+
+if TYPE_CHECKING:
+    from accelfn.state.state import TrainState
 
 
 def begun_anew(
-    before: Moment, after: Moment, *, kept: Collection[str] = ()
+    before: "TrainState", after: "TrainState", *, kept: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the slots of a state that has other parameters than the one before.
 
@@ -45,12 +47,12 @@ def begun_anew(
     return slots, going_on
 
 
-def slots_of(before: Moment, after: Moment) -> dict[str, Any]:
+def slots_of(before: "TrainState", after: "TrainState") -> dict[str, Any]:
     """Return the slots of a state that gets other parameters; those of one in training stay."""
     return dict(after.slots) if before.num_tried else begun_anew(before, after)[0]
 
 
-def as_begun(state: Moment) -> list[Any]:
+def as_begun(state: "TrainState") -> list[Any]:
     """Return the transforms whose slots are still as they begin."""
     with own_modes(state.world.device):
         return [

@@ -2,7 +2,7 @@
 """What a state begins with: a model that each rank draws whole, or no more than its part."""
 
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import torch
@@ -26,7 +26,6 @@ from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError
 from accelfn.schedules.rates import bound
 from accelfn.schedules.schedule import Schedule
-from accelfn.state.moment import Moment
 from accelfn.state.shared_draws import shared_draws
 from accelfn.structure.counts import beside
 from accelfn.structure.drawn import bare, drawn
@@ -39,6 +38,9 @@ from accelfn.structure.skeleton import (
     skeleton_of,
 )
 from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.state.state import TrainState
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -120,7 +122,7 @@ def begin(
     return begun, definition
 
 
-def begin_slots(state: Moment, slots: dict[str, Any]) -> None:
+def begin_slots(state: "TrainState", slots: dict[str, Any]) -> None:
     """Add the slots of transforms that have none yet, as they begin in a state."""
     with own_modes(state.world.device):
         for owner in state.setup.owners["init"]:
@@ -130,7 +132,7 @@ def begin_slots(state: Moment, slots: dict[str, Any]) -> None:
                     slots[owner.name] = slot
 
 
-def begun(owner: Any, state: Moment) -> Any:
+def begun(owner: Any, state: "TrainState") -> Any:
     """Return the slot of a transform as it begins in a state, if it has one.
 
     Raises:

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,10 +12,12 @@ from accelfn.base.arguments import is_number
 from accelfn.definition.fields import pair
 from accelfn.errors import OptimizerError
 from accelfn.schedules.advice import advise_of_end
-from accelfn.state.moment import Moment
 from accelfn.state.shared_draws import shared_draws
 from accelfn.state.update import Update
 from accelfn.structure.prototype import STRUCTURE, Assignments, Hyper
+
+if TYPE_CHECKING:
+    from accelfn.state.state import TrainState
 
 
 def planned_for(update: Update) -> tuple[Assignments, Update]:
@@ -64,7 +66,7 @@ def _is_over(planned: Assignments) -> bool:
     return type(rate) is float and rate == 0.0
 
 
-def _notice_end(state: Moment) -> None:
+def _notice_end(state: "TrainState") -> None:
     """Warn of a schedule that is over, and no transform sets a rate."""
     definition = state.definition
     if definition.rates is not None and definition.world.is_main:
@@ -72,12 +74,14 @@ def _notice_end(state: Moment) -> None:
         cache.looks_at = advise_of_end(definition.rates, state.step, cache.looks_at)
 
 
-def of_next_update(state: Moment, slots: Mapping[str, Any]) -> Assignments:
+def of_next_update(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
     """Return all that is set for a state's next update; the rest is the optimizer's own."""
     return _planned(Update(state=state, slots=slots))[0]
 
 
-def rates_of_next_update(state: Moment, slots: Mapping[str, Any]) -> tuple[float, ...]:
+def rates_of_next_update(
+    state: "TrainState", slots: Mapping[str, Any]
+) -> tuple[float, ...]:
     """Return the learning rate of each parameter group in a state's next update."""
     now, groups = of_next_update(state, slots), state.definition.optimizer.param_groups
     return tuple(float(now.get((i, "lr"), g["lr"])) for i, g in enumerate(groups))

@@ -6,15 +6,18 @@ For what is split over the ranks, each draws its part of what one rank would dra
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 from accelfn.base import draws
 from accelfn.base.contexts import NOTHING
 from accelfn.definition.whole_draws import WholeDraws
-from accelfn.state.moment import Moment
+
+if TYPE_CHECKING:
+    from accelfn.state.state import TrainState
 
 
 def shared_draws(
-    state: Moment, field: str, purpose: str | None = None
+    state: "TrainState", field: str, purpose: str | None = None
 ) -> AbstractContextManager[object]:
     """Return a context in which draws are the same on all ranks.
 
@@ -26,7 +29,7 @@ def shared_draws(
     return draws_for(state, purpose or field)
 
 
-def draws_for(state: Moment, purpose: str) -> AbstractContextManager[object]:
+def draws_for(state: "TrainState", purpose: str) -> AbstractContextManager[object]:
     """Return a context in which draws are a function of the state and a purpose, on any rank."""
     definition = state.definition
     keys, name = definition.cache.keys, definition.name

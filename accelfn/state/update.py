@@ -2,7 +2,7 @@
 """`Update`: what a step makes once, and hands down to all that have a say in it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -14,9 +14,11 @@ from accelfn.definition.fields import pair
 from accelfn.errors import ArgumentError
 from accelfn.state.grads import Grads, Taken
 from accelfn.state.metrics import Number
-from accelfn.state.moment import Moment
 from accelfn.state.shared_draws import shared_draws
 from accelfn.world import World
+
+if TYPE_CHECKING:
+    from accelfn.state.state import TrainState
 
 _NONE = Grads(tensors={}, taken=Taken(divisor=0))
 
@@ -36,7 +38,7 @@ class Update:
         skipped: whether the update is left out.
     """
 
-    state: Moment
+    state: "TrainState"
     slots: Mapping[str, Any]
     grads: Grads = _NONE
     skipped: bool = False

@@ -16,7 +16,6 @@ from accelfn.base.shards import computes_on, is_shard, local
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, GradsError, OptimizerError
 from accelfn.state.grads import Grads
-from accelfn.state.moment import Moment
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 
@@ -147,7 +146,7 @@ def _refuse_complex(grads: Grads, owner: object) -> None:
         raise GradsError(msg)
 
 
-def _by_group(grads: Grads, state: Moment) -> dict[str, list[str]]:
+def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
     """Return which gradients belong to each of the optimizer's parameter groups."""
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(meta): name for name, meta in metas}
