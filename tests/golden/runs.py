@@ -1,195 +1,321 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose every bit is written down before a refactoring, and looked at after it.
+"""Golden runs: record the exact bits of many runs, and compare them after a refactoring.
 
-`python -m tests.golden.runs write FILE` draws 200 programs, trains each on 1 to 3 ranks, and
-every example on one process and on two; it writes the programs down as code, beside a digest
-of all that their states and metrics held. `python -m tests.golden.runs compare FILE` trains
-what is written there and names each run that differs. Bits are those of one machine and one
-torch, so no such file is kept.
+`python -m tests.golden.runs write FILE` trains 200 random setups on 1 to 4 simulated ranks and
+runs every example. It saves one checkpoint of each kind to a folder next to FILE. FILE gets
+digests of all results, and the public names and defaults.
+
+`python -m tests.golden.runs compare FILE [WORD]` repeats the runs in FILE, loads the saved
+checkpoints, and prints each difference. WORD selects runs by name or setup. The bits depend on
+the machine and on torch, so FILE is not committed.
 """
 
-import hashlib
 import json
 import os
+import re
 import runpy
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import wraps
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import attrs
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing import simulate, strategies
-from accelfn.testing.comparing.entries import entries
+from accelfn import testing
+from tests.golden import defaults, setups
+from tests.golden.make import FIELDS
+from tests.golden.setups import Setup
+from tests.scripts import run_script
 
-NUM_PROGRAMS = 200
-FOLDER = Path(__file__).parents[2] / "examples"
-Run: TypeAlias = dict[str, Any]
+NUM_SETUPS = 200
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCHED: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(("03", "04", "09", "11", "12", "15"), (2, "")),
+    "16": (2, "cp=2"),
+    "17": (2, "tp=2"),
+    "18": (2, "tp=2"),
+}
+SMALLER = {"22": {"layers": 2}}
+"""Arguments for `main` of an example, the same as in its test."""
+NOISE = r"\d+(\.\d+)? (s|ms|us)\b|/tmp/\S+|0x\w+|:\d{4,5}\b|^\[20.*$|│ +[\d.]+ +│$"
+SAVED: dict[str, tuple[list[int], str, dict[str, Any]]] = {
+    "lone": ([1], "clip_grad_norm", {"max_norm": 1.0}),
+    "joint": ([2, 1], "wrap_ddp", {}),
+    "split": ([2, 1, 3], "wrap_fsdp", {}),
+    "by rank": ([2], "diloco", {"sync_every": 2, "bits": 8}),
+}
+"""World sizes (the first one saves, all load), and a transform with its options."""
+Result: TypeAlias = dict[str, Any]
 
 
-def digest_into(sha: Any, value: Any) -> None:
-    """Feed a tree of tensors and plain data, to the bit."""
-    if isinstance(value, Mapping):
-        for key, leaf in value.items():
-            sha.update(repr(key).encode())
-            digest_into(sha, leaf)
-    elif isinstance(value, (list, tuple)):
-        for leaf in value:
-            digest_into(sha, leaf)
+def update_hash(hasher: Any, value: Any) -> None:
+    """Update a hash with the exact bits of a tree of tensors and plain data."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        hasher.update(f"{value.dtype} {tuple(value.shape)}".encode())
     elif isinstance(value, torch.Tensor):
-        sha.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        sha.update(np.asarray(flat).tobytes())
+        local = value.to_local() if hasattr(value, "to_local") else value
+        flat = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        hasher.update(
+            f"{value.dtype} {tuple(value.shape)} {tuple(local.shape)}".encode()
+        )
+        hasher.update(np.asarray(flat.cpu().view(torch.uint8)).tobytes())
+    elif isinstance(value, Mapping):
+        hasher.update(b"{%d" % len(value))
+        for key in value:
+            update_hash(hasher, key)
+            update_hash(hasher, value[key])
+    elif isinstance(value, (list, tuple)):
+        hasher.update(b"[%d" % len(value))
+        for each in value:
+            update_hash(hasher, each)
+    elif isinstance(value, (bool, int, float, str, bytes, type(None))):
+        hasher.update(repr(value).encode() + b",")
+    elif isinstance(value, af.Pending):  # its values are in a later state
+        hasher.update(b"pending")
+    elif attrs.has(type(value)):
+        update_hash(hasher, attrs.astuple(value, recurse=False))
     else:
-        sha.update(repr(value).encode())
+        msg = f"no bits of a {type(value).__qualname__}"
+        raise TypeError(msg)
 
 
-def digest(*values: Any) -> str:
-    """Return a short name of all bits of some values."""
-    sha = hashlib.sha256()
-    digest_into(sha, values)
-    return sha.hexdigest()[:16]
+def digest(value: Any) -> str:
+    """Return a digest of the exact bits of a value."""
+    hasher = blake2b(digest_size=8)
+    update_hash(hasher, value)
+    return hasher.hexdigest()
 
 
-def drawn_programs() -> list[Run]:
-    """Draw programs and numbers of ranks, each once."""
-    drawn: dict[str, Run] = {}
+def metric_values(metrics: af.Metrics) -> dict[str, float]:
+    """Return the means of an update's metrics."""
+    found = {name: metrics[name] for name in metrics}
+    return {n: 0.0 if each.is_meta else float(each) for n, each in found.items()}
 
-    @seed(0)
-    @settings(
-        max_examples=4 * NUM_PROGRAMS,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
+
+def digest_state(state: af.TrainState) -> dict[str, str]:
+    """Return a digest of each field of a state."""
+    return {field: digest(getattr(state, field)) for field in (*FIELDS, "lrs")}
+
+
+def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> Result:
+    """Train the first half and save, or load and train the second half."""
+    state, step, seen = (
+        setups.create_state(setup, world),
+        setups.build_step(setup),
+        Result(),
     )
-    @given(strategies.programs(updates=st.integers(2, 4)), st.integers(1, 3))
-    def draw(program: Any, ranks: int) -> None:
-        if len(drawn) < NUM_PROGRAMS:
-            code = f"{ranks} ranks: {program!r}"
-            drawn[code] = {"program": repr(program), "ranks": ranks}
-
-    draw()
-    return list(drawn.values())
-
-
-def outcome(run: Run) -> str:
-    """Train a program; return its digest, or the error that it ends with."""
-    known = {name: getattr(strategies, name) for name in dir(strategies)}
-    program = eval(run["program"], {**vars(af), **_names(), **known})  # noqa: S307
-
-    def train(world: af.World) -> str:
-        state, metrics = program.train(program.state(world))
-        return digest(entries(state), [_numbers(update) for update in metrics])
-
-    try:
-        return " ".join(simulate(run["ranks"], train))
-    except (af.Error, RuntimeError, ValueError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    cut = setup["cut"]
+    if not first:
+        state = af.load(state, folder)
+    seen["begins"], seen["metrics"] = digest_state(state), []
+    for batch in islice(af.batches(state), cut if first else setup["updates"] - cut):
+        state, metrics = step(state, batch)
+        seen["metrics"].append(
+            digest([metric_values(metrics), af.mean(metrics, world)])
+        )
+        if any(name == "plateau" for name, _ in setup["chain"]):
+            state = af.observe(state, 1.0)
+    if first:
+        if setup["freezes"]:
+            state = state.with_trainable(lambda name, _: "head" in name)
+        af.save(state, folder)
+    seen |= digest_state(state)
+    held_out = setups.make_data(setup | {"batch_size": 3, "remainder": "short"})
+    seen["evaluate"] = digest(af.evaluate(state, held_out, setups.weighted_loss))
+    seen["predict"] = digest([*af.predict(state, held_out, lambda m, b: m(*b))])
+    seen["end"] = digest(af.full_params(af.finalize(state)))
+    return seen
 
 
-def _names() -> dict[str, Any]:
-    """Return what programs print without `af.`."""
-    from accelfn import schedules
-
-    names = {name: getattr(af, name) for name in dir(af)}
-    factors = {
-        name: getattr(schedules, name) for name in ("constant", "linear", "join")
+def run_safely(run: Callable[[Path], Result]) -> Result:
+    """Return the result of a run, or its error, with accelfn's warnings."""
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        folder = Path(temporary).resolve()
+        try:
+            found = run(folder)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            said = re.sub(NOISE, "", str(error).replace(str(folder), "FOLDER"))
+            found = {"raises": f"{type(error).__name__}: {said}"}
+    messages = {
+        str(each.message) for each in caught if issubclass(each.category, af.Warning)
     }
-    return {**names, **factors, "af": af, "torch": torch, "inf": float("inf")}
+    return found | {"warnings": sorted(re.sub(NOISE, "", each) for each in messages)}
 
 
-def _numbers(metrics: af.Metrics) -> dict[str, float]:
-    return {name: float(metrics[name]) for name in metrics}
+def run_setup(setup: Setup, folder: Path) -> Result:
+    """Train a setup, save and load in the middle, often on another number of ranks."""
+    found: Result = {}
+    for half, size in enumerate(setup["sizes"]):
+        run = partial(train, setup, folder / "saved", first=not half)
+        axes = setup["axes"] if size == setup["sizes"][0] else {}
+        ranks = testing.simulate(size, run, sums=setup["sums"], axes=axes)
+        found[f"half {half}"] = ranks.results
+        if not half:
+            found["files"] = digest(read_files(folder / "saved"))
+    return found
 
 
-def record_example(script: str, folder: str) -> None:
-    """Run a script; write down a digest of each update that it takes, a file a process."""
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each file in a folder."""
+    every = sorted(each for each in folder.rglob("*") if each.is_file())
+    return {str(each.relative_to(folder)): each.read_bytes() for each in every}
+
+
+def run_example(script: Path, folder: Path) -> Result:
+    """Run an example; return its output without times and paths, and a digest of its steps."""
+    size, axes = LAUNCHED.get(script.name[:2], (1, ""))
+    asked = {"ACCELFN_AXES": axes} if axes else {}
+    ran = run_script(Path(__file__), folder, size, GOLDEN=str(script), **asked)
+    if any(ran.codes):
+        raise RuntimeError(ran.err)
+    steps = [(folder / f"{rank}.steps").read_text() for rank in range(size)]
+    printed = re.sub(NOISE, "", ran.out, flags=re.MULTILINE).splitlines()
+    return {"printed": printed, "steps": [len(steps[0].splitlines()), digest(steps)]}
+
+
+def record_example(script: Path) -> None:
+    """Run a script; write a digest of every state and metric that its steps return."""
     seen: list[str] = []
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             answer = function(*args, **kwargs)
-            parts = answer if isinstance(answer, tuple) else (answer,)
-            states = [part for part in parts if isinstance(part, af.TrainState)]
-            metrics = [part for part in parts if isinstance(part, af.Metrics)]
-            seen.append(digest([*map(entries, states)], [*map(_numbers, metrics)]))
+            for part in answer if isinstance(answer, tuple) else (answer,):
+                if isinstance(part, af.TrainState):
+                    seen.append(digest(digest_state(part)))
+                if isinstance(part, af.Metrics):
+                    seen.append(digest(metric_values(part)))
             return answer
 
         return call
 
     make_step = af.make_step
-
-    def make_recorded_step(*args: Any, **kwargs: Any) -> Any:
-        return recorded(make_step(*args, **kwargs))
-
     af.apply_grads = recorded(af.apply_grads)
-    af.make_step = make_recorded_step
-    runpy.run_path(script, run_name="__main__")
-    rank = os.environ.get("RANK", "0")
-    Path(folder, f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
+    af.make_step = lambda *args, **kwargs: recorded(make_step(*args, **kwargs))
+    smaller = SMALLER.get(script.name[:2])
+    found = runpy.run_path(str(script), run_name="example" if smaller else "__main__")
+    if smaller:
+        found["main"](**smaller)
+    Path(f"{os.environ.get('RANK', '0')}.steps").write_text("\n".join(seen))
 
 
-def example(script: Path, num_processes: int) -> str:
-    """Run an example in a folder of its own; return the digests of its processes' updates."""
-    launcher = ["-m", "accelfn", "launch", "--nproc", str(num_processes)]
-    with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory() as out:
-        words = [__file__, "example", str(script), out]
-        done = subprocess.run(
-            [sys.executable, *(launcher if num_processes > 1 else []), *words],
-            cwd=work,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            encoding="utf-8",
-            check=False,
-        )
-        ranks = [json.loads(file.read_text()) for file in sorted(Path(out).iterdir())]
-    last = "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
-    return f"{len(ranks)} ranks, {len(ranks[0]) if ranks else 0} calls: {digest(ranks)} {last}"
+def check_checkpoint(name: str, folder: Path, *, writes: bool) -> Result:
+    """Load a checkpoint; when the golden file is written, save it first."""
+    sizes, transform, options = SAVED[name]
+    setup = setups.draw_setup(0) | {
+        "chain": [(transform, options)],
+        "optimizer": "groups",
+    }
+    setup |= {"net": ["norm", "tied"], "data": "tensors", "remainder": "short"}
+    setup |= {"step": "whole", "loss": "mean", "broken": False}
+
+    def states(world: af.World) -> dict[str, af.TrainState]:
+        names = ("one", "two") if name == "joint" else ("one",)
+        return {n: setups.create_state(setup | {"seed": len(n)}, world) for n in names}
+
+    def write(world: af.World) -> None:
+        step, trained = setups.build_step(setup), {}
+        for key, state in states(world).items():
+            trained[key] = state
+            for batch in islice(af.batches(state), 3):
+                trained[key], _ = step(trained[key], batch)
+        af.save(trained if name == "joint" else trained["one"], folder / name)
+
+    def load(world: af.World) -> list[Any]:
+        fresh = states(world)
+        loaded = af.load(fresh if name == "joint" else fresh["one"], folder / name)
+        parts = loaded.values() if isinstance(loaded, Mapping) else [loaded]
+        return [digest_state(state) for state in parts]
+
+    if writes:
+        testing.simulate(sizes[0], write)
+    results = {f"on {n}": testing.simulate(n, load).results for n in sizes}
+    return {**results, "files": digest(read_files(folder / name))}
 
 
-def bits_of(run: Run) -> str:
-    """Run it again; return a digest of all that it computed."""
-    if "program" in run:
-        return outcome(run)
-    return example(FOLDER / run["example"], run["processes"])
-
-
-def write(file: str) -> None:
-    """Draw runs; write them and their digests down."""
-    examples: list[Run] = [
-        {"example": script.name, "processes": processes}
-        for script in sorted(FOLDER.glob("[0-9]*.py"))
-        for processes in (1, 2)
+def public_names() -> Result:
+    """Return the public names and defaults as keys."""
+    names = [
+        *(f"af.{n}" for n in af.__all__),
+        *(f"testing.{n}" for n in testing.__all__),
     ]
-    found = [{**run, "bits": bits_of(run)} for run in [*drawn_programs(), *examples]]
-    Path(file).write_text(json.dumps(found, indent=1), encoding="utf-8")
+    owner = ""
+    for line in defaults.lines():
+        owner = owner if line.startswith(" ") else line
+        names.append(f"{owner}: {line}")
+    return dict.fromkeys(names, "public")
 
 
-def compare(file: str) -> None:
-    """Run what is written down; name each run whose digest is another one now."""
-    runs: list[Run] = json.loads(Path(file).read_text(encoding="utf-8"))
-    differ = 0
-    for run in runs:
-        bits = bits_of(run)
-        if bits != run["bits"]:
-            differ += 1
-            sys.stdout.write(f"{run}\n  became {bits}\n")
-    sys.stdout.write(f"{len(runs)} runs, {differ} differ\n")
-    sys.exit(differ > 0)
+def list_runs(
+    folder: Path, written: Mapping[str, Any] | None
+) -> Iterator[tuple[str, Any, Callable[[Path], Result]]]:
+    """Yield the name, the setup and the function of each run."""
+    yield "names", None, lambda _: public_names()
+    for name in SAVED:
+        check = partial(check_checkpoint, name, folder, writes=written is None)
+        yield f"saved {name}", None, lambda _, check=check: check()
+    for script in sorted(EXAMPLES.glob("[0-9]*.py")):
+        yield f"example {script.name}", None, partial(run_example, script)
+    for number in range(NUM_SETUPS):
+        name = f"setup {number}"
+        setup = (written or {}).get(name, {}).get("setup") or setups.draw_setup(number)
+        yield name, setup, partial(run_setup, setup)
+
+
+def find_differences(one: Any, two: Any, path: str) -> Iterator[str]:
+    """Yield a line for each difference between two results."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        for key in one | two:
+            yield from find_differences(one.get(key), two.get(key), f"{path}, {key}")
+    elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        for i, (mine, yours) in enumerate(zip(one, two, strict=True)):
+            yield from find_differences(mine, yours, f"{path}[{i}]")
+    elif one != two:
+        yield f"{path}: {one!r} became {two!r}\n"
+
+
+def main(command: str, file: str, word: str = "") -> int:
+    """Write the golden file, or compare with it; return the number of runs that differ."""
+    torch.set_num_threads(1)
+    folder = Path(file).resolve().with_suffix(".checkpoints")
+    written = json.loads(Path(file).read_text()) if command == "compare" else None
+    if written is None:
+        folder.mkdir()
+    results: dict[str, Any] = {}
+    num_different = 0
+    for name, setup, run in list_runs(folder, written):
+        if word not in f"{name} {setup}":
+            continue
+        result = json.loads(json.dumps({"setup": setup, **run_safely(run)}))
+        results[name] = result
+        if written is not None:
+            lines = [*find_differences(written.get(name), result, name)]
+            num_different += bool(lines)
+            sys.stdout.write("".join(lines[:5]))
+    if written is None:
+        Path(file).write_text(json.dumps(results, indent=1))
+    num_raised = sum("raises" in result for result in results.values())
+    sys.stdout.write(
+        f"{len(results)} runs, {num_raised} raise, {num_different} differ\n"
+    )
+    return num_different
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "example":
-        record_example(*sys.argv[2:])
+    if "GOLDEN" in os.environ:
+        record_example(Path(os.environ["GOLDEN"]))
     else:
-        torch.set_num_threads(1)
-        {"write": write, "compare": compare}[sys.argv[1]](sys.argv[2])
+        sys.exit(main(*sys.argv[1:]) > 0)
