@@ -701,6 +701,25 @@ def test_a_rank_is_one_thread():
     assert all("in a thread that is not the rank's" in text for text in caught)
 
 
+def test_a_rank_has_no_use_of_another_ones_group():
+    """A call, or the wait for one, is refused by name, and no rank waits for ever."""
+    groups, works = {}, {}
+
+    def call(world):
+        groups[world.rank] = world.group
+        dist.barrier(group=world.group)
+        groups[0].allreduce(x())
+
+    def wait(world):
+        works[world.rank] = dist.all_reduce(x(), group=world.group, async_op=True)
+        dist.barrier(group=world.group)
+        works[0].wait()
+
+    for fn in (call, wait):
+        with pytest.raises(af.errors.SimulationError, match="simulated rank 1. A rank"):
+            simulate(2, fn)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

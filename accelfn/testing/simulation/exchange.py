@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from threading import current_thread
 from typing import TYPE_CHECKING
 
 from accelfn.base import accelerator
@@ -247,18 +248,19 @@ class Exchange:
                 " ended. Call collectives inside the function that simulate was given."
             )
             raise SimulationError(msg)
-        if not self.turns.has_turn():
+        if not self.turns.has_turn(rank):
             msg = (
                 f"{call.kind} by rank {rank} of {self.size}, in a thread that is not the"
-                " rank's. One rank runs at a time, so it calls collectives in the thread"
-                " that simulate gave it, and in no other that it started."
+                f" rank's: {current_thread().name}. A rank calls collectives in the thread"
+                " that simulate gave it, and in no other that it started. Ranks share what"
+                " modules and classes hold: keep no group or DTensor there."
             )
             raise SimulationError(msg)
 
     def _let_run(self, call: Call, ready: Callable[[], bool]) -> None:
         """Let others run until `ready()`, or until the world has broken."""
         turns = self.turns
-        if turns is None or not turns.has_turn() or call.rank in self._gone:
+        if turns is None or not turns.has_turn(call.rank) or call.rank in self._gone:
             self._check(call)
             return
         self._standings.enters(call)

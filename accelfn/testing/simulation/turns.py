@@ -48,7 +48,7 @@ class Turns:
         self._on_stuck = on_stuck
         self._on_leave = on_leave
         self._on_enter = on_enter
-        self._running = 0
+        self._running = 0, 0
         self._end = threading.Lock()
         self._has_ended = False
         self._error: BaseException | None = None
@@ -77,9 +77,9 @@ class Turns:
         if self._error is not None:
             raise self._error
 
-    def has_turn(self) -> bool:
-        """Whether the calling thread is the one that runs."""
-        return threading.get_ident() == self._running
+    def has_turn(self, rank: int) -> bool:
+        """Whether the calling thread is a rank's, and the one that runs."""
+        return (threading.get_ident(), rank) == self._running
 
     def wait(self, rank: int, ready: Ready) -> None:
         """Let other ranks run, at least until `ready()`."""
@@ -92,7 +92,7 @@ class Turns:
             self._enter(rank)
 
     def _enter(self, rank: int) -> None:
-        self._running = threading.get_ident()
+        self._running = threading.get_ident(), rank
         if not self._has_ended:
             self._on_enter(rank)
 
@@ -141,7 +141,7 @@ class Turns:
                     self._has_ended = True
                     raise
                 interrupt = error
-                _raise_in(self._running, KeyboardInterrupt)
+                _raise_in(self._running[0], KeyboardInterrupt)
         for thread in threads:
             thread.join()
         if interrupt is not None:
