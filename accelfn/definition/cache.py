@@ -30,6 +30,7 @@ class Cache:
         slot_changes: how often an update gave a transform another slot, by name.
         loaded: what was loaded last, behind what it was loaded into: the leases of both.
         looks_at: the update from which on a schedule is looked at for its end.
+        planned: what is set so far, while a transform's `hyper` is asked.
     """
 
     engine: Any = None
@@ -48,6 +49,7 @@ class Cache:
     slot_changes: dict[str, int] = attrs.field(factory=dict[str, int])
     loaded: tuple[ref[Any], ref[Any]] | None = None
     looks_at: float = 0.0
+    planned: dict[tuple[int, str], Any] | None = None
 
     def compose(self, function: Function, composed: Function) -> None:
         """Keep what the setup has made of a function for as long as that lives."""

@@ -48,15 +48,19 @@ def _planned(update: Update) -> tuple[Assignments, bool, Update]:
     if not owners:
         return planned, is_over, update
     groups = definition.optimizer.param_groups
-    with shared_draws(state, "hyper"), torch.no_grad():
-        for owner in owners:
-            slot = update.slots.get(owner.name)
-            returned = owner.hyper(MappingProxyType(planned), slot, update)
-            found, kept = pair(owner, "hyper", returned, Mapping)
-            planned = laid_over(groups, planned, found)
-            named.update(w if isinstance(w, str) else w[-1] for w in found)
-            if kept is not slot:
-                update = update.with_slot(owner.name, kept)
+    try:
+        with shared_draws(state, "hyper"), torch.no_grad():
+            for owner in owners:
+                definition.cache.planned = planned
+                slot = update.slots.get(owner.name)
+                returned = owner.hyper(MappingProxyType(planned), slot, update)
+                found, kept = pair(owner, "hyper", returned, Mapping)
+                planned = laid_over(groups, planned, found)
+                named.update(w if isinstance(w, str) else w[-1] for w in found)
+                if kept is not slot:
+                    update = update.with_slot(owner.name, kept)
+    finally:
+        definition.cache.planned = None
     return planned, is_over and "lr" not in named, update
 
 
@@ -75,8 +79,12 @@ def _notice_end(state: "TrainState") -> None:
 
 
 def of_next_update(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
-    """Return all that is set for a state's next update; the rest is the optimizer's own."""
-    return _planned(Update(state=state, slots=slots))[0]
+    """Return all that is set for a state's next update; the rest is the optimizer's own.
+
+    In a transform's `hyper`, what is set so far.
+    """
+    planned = state.definition.cache.planned
+    return _planned(Update(state=state, slots=slots))[0] if planned is None else planned
 
 
 def rates_of_next_update(

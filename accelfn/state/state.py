@@ -246,7 +246,8 @@ class TrainState:
     def lrs(self) -> tuple[float, ...]:
         """The learning rates of the next update, one a parameter group.
 
-        The schedule's; where a transform's `hyper` sets others, those.
+        The schedule's; where a transform's `hyper` sets others, those. In a `hyper`, those that
+        it is given: of the schedule, of transforms to its left, or else the optimizer's own.
         """
         return rates_of_next_update(self, self._slots)
 
